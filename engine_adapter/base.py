@@ -1,0 +1,80 @@
+"""The contract every engine adapter keeps. `tests/contract` holds each of them to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+from engine_adapter.body import JsonBody
+from engine_adapter.http import OutgoingRequest
+from engine_adapter.types import (
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    KvEvent,
+    KvProgress,
+    KvTarget,
+    KvVerb,
+    Pinned,
+    PromptTable,
+    TokenIds,
+)
+
+
+class EngineAdapter(Protocol):
+    """One engine, whatever its framework.
+
+    Every method that talks to the engine raises EngineUnavailable when it cannot be reached and
+    EngineRejected when it answers an error. A method whose capability is not in
+    `EngineInfo.capabilities` raises NotSupported.
+    """
+
+    spec: EngineSpec
+
+    async def connect(self) -> EngineInfo:
+        """Asks the engine what it is. Changes nothing in it; called again after each outage."""
+
+    async def load(self) -> EngineLoad:
+        """Requests running and waiting; also the health check: it raises when the engine is not well."""
+
+    def prepare(
+        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes]
+    ) -> OutgoingRequest:
+        """The client's request as this engine wants it: its address, its credentials, the client's
+        headers less those that end at a proxy. A JSON body goes on byte for byte unless a field was
+        changed with `JsonBody.replace`; a body that is an iterator is streamed through unread."""
+
+    def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
+        """Reused prompt tokens, where the engine says so in its response headers; else None."""
+
+    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
+        """Token ids of a chat or completions request exactly as the engine would serve it
+        [Capability.TOKENIZE]. `path` is the request's own, e.g. `/v1/chat/completions`."""
+
+    def events(self) -> AsyncIterator[KvEvent]:
+        """What the engine stores and removes, for as long as the caller iterates
+        [Capability.KV_EVENTS]. Starts with ViewLost, then what it holds already as far as that can be
+        learned, then ViewCurrent, then changes; after a gap that cannot be filled it starts over in
+        the same way. Raises EngineUnavailable when the engine goes away."""
+
+    def operate(self, verb: KvVerb, target: KvTarget) -> AsyncIterator[KvProgress]:
+        """Flushes, offloads or restores; yields progress until done, the last item being the result.
+        Running requests keep their blocks and their speed: the work is done in slices."""
+
+    async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
+        """Protects the blocks of a prefix from eviction for `ttl_s` seconds [Capability.PIN]."""
+
+    async def unpin(self, pin_id: str) -> bool:
+        """Ends a pin; False when there was none of that id [Capability.PIN]."""
+
+    async def put_prompt_table(self, table: PromptTable) -> None:
+        """Makes a p-tuning table known [Capability.PROMPT_TABLES]; the same one twice is fine."""
+
+    async def delete_prompt_table(self, table_id: str) -> None:
+        """Forgets a table [Capability.PROMPT_TABLES]; an unknown one is fine."""
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's own KV statistics for people: blocks per tier, pins, hits; {} where unknown."""
+
+    async def aclose(self) -> None:
+        """Closes connections; the engine itself goes on."""

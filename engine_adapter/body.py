@@ -1,0 +1,42 @@
+"""A JSON request body that goes on byte for byte unless a field has to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class JsonBody:
+    """The bytes a client sent, and a view of their top-level fields.
+
+    Values stay raw until asked for; a changed body re-encodes only the top level, so that every other
+    value keeps its very bytes. A repeated key counts once, the last one, as engines read it too.
+    """
+
+    __slots__ = ("_fields", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        """Raises msgspec.DecodeError when `raw` is not a JSON object."""
+        self.raw = raw
+        self._fields = _decode_fields(raw)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - JSON
+        """The decoded value of a field, None when it is absent or null."""
+        raw = self._fields.get(name)
+        return None if raw is None else msgspec.json.decode(raw)
+
+    def replace(self, **changes: Any) -> JsonBody:  # noqa: ANN401 - JSON
+        """A body with these fields set (None removes one); the original is left as it is."""
+        fields = dict(self._fields)
+        for name, value in changes.items():
+            if value is None:
+                fields.pop(name, None)
+            else:
+                fields[name] = msgspec.Raw(msgspec.json.encode(value))
+        return JsonBody(msgspec.json.encode(fields))

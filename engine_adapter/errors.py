@@ -1,0 +1,63 @@
+"""What can go wrong with an engine, as seen by whoever drives it.
+
+    EngineError
+    ├── EngineSpecError      the operator described an engine wrongly (start-up, POST engines)
+    ├── EngineUnavailable    no connection, a time-out, a process that is gone: try another engine
+    ├── EngineRejected       the engine answered an error of its own: status, message, field
+    ├── NotSupported         the engine cannot do this; says what it can do instead
+    └── PromptTableError     a prompt table or extra ids that break their rules: the client's fault
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error an adapter raises."""
+
+
+class EngineSpecError(EngineError):
+    """An engine description that cannot be used; the text says which part and why."""
+
+
+class EngineUnavailable(EngineError):  # noqa: N818 - it is a state, and reads so where it is caught
+    """The engine could not be reached or went away."""
+
+
+class EngineRejected(EngineError):  # noqa: N818 - likewise
+    """The engine answered with an error.
+
+    Attributes:
+        status: HTTP status of the answer.
+        param: the request field the engine names, if any.
+    """
+
+    def __init__(self, message: str, *, status: int, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class NotSupported(EngineError):  # noqa: N818 - likewise
+    """The engine lacks a capability.
+
+    Attributes:
+        capability: name of what is missing, from `Capability`.
+        instead: what the engine offers in its place, as one sentence.
+    """
+
+    def __init__(self, capability: str, *, engine: str, instead: str) -> None:
+        super().__init__(f"engine {engine!r} has no {capability!r}: {instead}")
+        self.capability = capability
+        self.instead = instead
+
+
+class PromptTableError(EngineError):
+    """A prompt table, prompt embedding or list of extra ids that breaks its rules.
+
+    Attributes:
+        param: the request field at fault, with the index where there is one, e.g. `extra_ids[3]`.
+    """
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param

@@ -1,0 +1,198 @@
+"""Identity of embeddings: extra ids, prompt tables and prompt embeddings.
+
+A token id says what a text token means. A fake id (>= vocabulary size) says only "row `id - vocab_size`
+of some table", so an extra id beside it says which table. The proxy and the embedded engine both derive
+extra ids here, from content, so that the same embeddings always get the same one.
+
+Rules for ids a client passes itself are TensorRT-LLM's: one extra id per prompt token, 0 for text, > 0
+for fake ids, all within uint64.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import safetensors
+import xxhash
+
+from engine_adapter.errors import PromptTableError
+from engine_adapter.types import ExtraIds, TokenIds
+
+UINT64_MAX = 2**64 - 1
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def extra_id(kind: str, content: bytes) -> int:
+    """xxh3_64 over the length-framed kind and content; never 0, which stands for text."""
+    name = kind.encode()
+    frame = len(name).to_bytes(8, "little") + name + len(content).to_bytes(8, "little") + content
+    return xxhash.xxh3_64_intdigest(frame) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """A 2-d float tensor read from safetensors bytes.
+
+    Attributes:
+        rows: virtual tokens.
+        hidden: columns.
+        dtype: safetensors' name of the element type.
+        values: row-major bytes.
+        digest: canonical bytes of type, shape and values; what identity is made from.
+    """
+
+    rows: int
+    hidden: int
+    dtype: str
+    values: bytes = field(repr=False)
+
+    @property
+    def digest(self) -> bytes:
+        """Canonical bytes: element type, shape and values, length-framed."""
+        frame = f"{self.dtype}:{self.rows}x{self.hidden}:".encode()
+        return frame + xxhash.xxh3_128_digest(self.values) + self.values
+
+
+def parse_embeddings(data: bytes, *, param: str) -> Embeddings:
+    """Reads one 2-d float tensor from safetensors bytes.
+
+    Raises:
+        PromptTableError: not safetensors (pickles are named as such), not exactly one tensor, not
+            2-d, not floating point, or without rows. `param` is the field the error names.
+    """
+    if data[:2] == b"PK" or data[:1] == b"\x80":
+        raise PromptTableError(
+            f"{param} is a pickled tensor; pickles can run code and are refused: save it as safetensors",
+            param=param,
+        )
+    try:
+        tensors = safetensors.deserialize(data)
+    except safetensors.SafetensorError as error:
+        raise PromptTableError(f"{param} is not safetensors: {error}", param=param) from error
+    if len(tensors) != 1:
+        raise PromptTableError(f"{param} holds {len(tensors)} tensors; exactly one is needed", param=param)
+    tensor = tensors[0][1]
+    shape, dtype = list(tensor["shape"]), str(tensor["dtype"])
+    if len(shape) != 2 or 0 in shape:  # noqa: PLR2004 - [rows, hidden]
+        raise PromptTableError(f"{param} has shape {shape}; [rows, hidden] is needed", param=param)
+    if dtype not in _FLOAT_DTYPES:
+        raise PromptTableError(f"{param} has type {dtype}; one of {', '.join(_FLOAT_DTYPES)} is needed", param=param)
+    return Embeddings(rows=shape[0], hidden=shape[1], dtype=dtype, values=bytes(tensor["data"]))
+
+
+def prompt_table_extra_id(table: Embeddings) -> int:
+    """The extra id of a p-tuning table."""
+    return extra_id("prompt_table", table.digest)
+
+
+def prompt_embeds_extra_id(embeddings: Embeddings) -> int:
+    """The extra id of embeddings that stand in a message."""
+    return extra_id("prompt_embeds", embeddings.digest)
+
+
+def client_extra_id(table_extra_id: int, label: int) -> int:
+    """The extra id of a fake token whose client named a table and gave a label of its own.
+
+    The label alone would let two tables under one label share KV; so the table is mixed in.
+    """
+    return extra_id("client", table_extra_id.to_bytes(8, "little") + label.to_bytes(8, "little"))
+
+
+@dataclass(frozen=True, slots=True)
+class TableRef:
+    """What identity needs to know of a table: its extra id and number of rows."""
+
+    extra_id: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedExtraIds:
+    """Extra ids of a prompt, None when it is all text, and the table behind each of them."""
+
+    extra_ids: ExtraIds[int] | None
+    tables: Mapping[int, TableRef]
+
+
+def resolve_extra_ids(
+    token_ids: TokenIds[int],
+    *,
+    vocab_size: int,
+    explicit: Sequence[int] | None,
+    table: TableRef | None,
+    registered: Mapping[int, TableRef],
+) -> ResolvedExtraIds:
+    """Extra ids of a prompt given as token ids.
+
+    With `table` (the request names a prompt table) fake ids are its rows; `explicit` ids, if any, are the
+    client's labels and the table is mixed into each. Without `table`, every non-zero explicit id is the
+    extra id of a table in `registered` (keyed by extra id).
+
+    Raises:
+        PromptTableError: naming the index of the first id that breaks a rule.
+    """
+    if explicit is not None:
+        _check_alignment(token_ids, explicit, vocab_size)
+    if min(token_ids, default=0) < 0:
+        index = next(i for i, token in enumerate(token_ids) if token < 0)
+        raise PromptTableError(f"prompt[{index}] is negative", param=f"prompt[{index}]")
+    if max(token_ids, default=0) < vocab_size:
+        return ResolvedExtraIds(None, {})
+    extra_ids = array("Q", bytes(8 * len(token_ids)))
+    tables: dict[int, TableRef] = {}
+    for index, token in enumerate(token_ids):
+        if token < vocab_size:
+            continue
+        label = explicit[index] if explicit is not None else None
+        source, identity = _table_of(index, token, label, table, registered, vocab_size)
+        if token - vocab_size >= source.rows:
+            raise PromptTableError(
+                f"prompt[{index}] is {token}, row {token - vocab_size} of a table of {source.rows} rows",
+                param=f"prompt[{index}]",
+            )
+        extra_ids[index] = identity
+        tables[identity] = source
+    return ResolvedExtraIds(extra_ids, tables)
+
+
+def _table_of(
+    index: int,
+    token: int,
+    label: int | None,
+    table: TableRef | None,
+    registered: Mapping[int, TableRef],
+    vocab_size: int,
+) -> tuple[TableRef, int]:
+    """The table a fake id points into, and the extra id it gets."""
+    if table is not None:
+        identity = table.extra_id if label in (None, table.extra_id) else client_extra_id(table.extra_id, label or 0)
+        return table, identity
+    if label is None:
+        raise PromptTableError(
+            f"prompt[{index}] is {token}, outside the vocabulary of {vocab_size}: name a prompt_table",
+            param=f"prompt[{index}]",
+        )
+    source = registered.get(label)
+    if source is None:
+        raise PromptTableError(
+            f"extra_ids[{index}] is {label}, which is the extra id of no prompt table", param=f"extra_ids[{index}]"
+        )
+    return source, label
+
+
+def _check_alignment(token_ids: TokenIds[int], explicit: Sequence[int], vocab_size: int) -> None:
+    """TensorRT-LLM's rules for extra ids a client passes itself."""
+    if len(explicit) != len(token_ids):
+        raise PromptTableError(
+            f"extra_ids has {len(explicit)} entries for {len(token_ids)} prompt tokens", param="extra_ids"
+        )
+    for index, (token, value) in enumerate(zip(token_ids, explicit, strict=True)):
+        name = f"extra_ids[{index}]"
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= UINT64_MAX:
+            raise PromptTableError(f"{name} is {value!r}; an integer from 0 to 2**64-1 is needed", param=name)
+        if value == 0 and token >= vocab_size:
+            raise PromptTableError(f"{name} is 0 beside the fake id {token}; fake ids need one above 0", param=name)
+        if value > 0 and token < vocab_size:
+            raise PromptTableError(f"{name} is {value} beside the text id {token}; text needs 0", param=name)

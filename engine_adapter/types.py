@@ -1,0 +1,220 @@
+"""The words adapters and the proxy share: plain, frozen data.
+
+Token ids travel as `array('i')` (int32) and extra ids as `array('Q')` (uint64), so that hashing and
+comparing a prompt are single C calls over its bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+TokenIds = array  # array('i'): one int32 per token
+ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
+
+
+class Tier(StrEnum):
+    """Where KV lies, fastest first."""
+
+    GPU = "gpu"  # what the engine attends over directly, also on engines that compute on a CPU
+    HOST = "host"
+    DISK = "disk"
+
+
+class Capability(StrEnum):
+    """What an engine declares it can do. Nothing is probed with `hasattr`."""
+
+    KV_EVENTS = "kv_events"  # streams block stores and removals
+    CACHED_TOKENS = "cached_tokens"  # reports the reused tokens of each response
+    TOKENIZE = "tokenize"  # tokenises a request body as it would to serve it
+    CACHE_SALT = "cache_salt"  # isolates KV by a salt in the request
+    EXTRA_IDS = "extra_ids"  # takes fake token ids with extra ids
+    PROMPT_TABLES = "prompt_tables"  # holds p-tuning tables
+    FLUSH = "flush"
+    OFFLOAD = "offload"
+    RESTORE = "restore"
+    PIN = "pin"
+
+
+class KvVerb(StrEnum):
+    """The operations of `EngineAdapter.operate`; each needs the capability of its name."""
+
+    FLUSH = "flush"  # forget
+    OFFLOAD = "offload"  # gpu → host, identity kept
+    RESTORE = "restore"  # host → gpu
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How the operator describes one engine (`--engine 'KIND=URL[,name=value…]'`)."""
+
+    kind: str
+    url: str
+    id: str
+    model: str | None = None
+    tokenizer: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    events: str | None = None
+    host_cache_dir: str | None = None
+    host_cache_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself when it is connected.
+
+    Attributes:
+        model: the name it serves under (clients send it as `model`).
+        instance: identity of the process; a different one means that all its KV is gone.
+        capabilities: what it can do.
+        tokens_per_block: its own block size in tokens, None where unknown.
+        max_model_len: longest prompt + output in tokens, None where unknown.
+        vocab_size: token ids below it are text, ids from it on are fake ids; None where unknown.
+        hidden_size: columns of a prompt table; None where unknown.
+        tokenizer: directory or hub id of the tokenizer it renders with; None where unknown.
+        gpu_blocks: capacity of its GPU tier in its own blocks, None where unknown.
+        host_blocks: the same for its host tier.
+        version: free text for people.
+    """
+
+    model: str
+    instance: str
+    capabilities: frozenset[Capability]
+    tokens_per_block: int | None = None
+    max_model_len: int | None = None
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    tokenizer: str | None = None
+    gpu_blocks: int | None = None
+    host_blocks: int | None = None
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine reports of its load: requests running and waiting, share of GPU blocks in use (0–1)."""
+
+    running: int
+    waiting: int
+    gpu_usage: float | None = None
+
+
+# --- KV events, in the order an engine sends them ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """A run of full blocks now lies in `tier`, each the child of the one before it.
+
+    Attributes:
+        tier: where they lie.
+        parent: engine hash of the block before the first, None at the start of a prompt.
+        hashes: engine hashes, one a block; names only, never trusted as identity.
+        token_ids: all tokens of the run, `len(hashes) * tokens_per_block` of them.
+        tokens_per_block: the engine's block size.
+        extra_ids: one per token, None when all are 0.
+        salt: cache salt of the chain; set on runs whose `parent` is None.
+    """
+
+    tier: Tier
+    parent: int | bytes | None
+    hashes: tuple[int | bytes, ...]
+    token_ids: TokenIds[int]
+    tokens_per_block: int
+    extra_ids: ExtraIds[int] | None = None
+    salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """These blocks no longer lie in `tier` (they may still lie in another)."""
+
+    tier: Tier
+    hashes: tuple[int | bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    """Every block of every tier is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewLost:
+    """Events were lost or the process changed: all that was known is void. What follows rebuilds it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ViewCurrent:
+    """All that went before brings the view up to what the engine holds: it is exact from here on."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | CacheCleared | ViewLost | ViewCurrent
+
+
+# --- KV operations -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KvTarget:
+    """What a KV operation acts on.
+
+    With `token_ids`: the full blocks of that prefix under `cache_salt`. With `cache_salt` alone: all
+    KV of that salt. With neither: everything the engine holds.
+    """
+
+    token_ids: TokenIds[int] | None = None
+    extra_ids: ExtraIds[int] | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvProgress:
+    """How far an operation has come: blocks moved or dropped, blocks it found to act on, bytes, and
+    blocks it had to leave (in use by a running request, pinned, or no room), with the reason."""
+
+    done: int
+    total: int
+    bytes: int = 0
+    left: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A pin that took hold: its id, the blocks it protects, the seconds it lives."""
+
+    pin_id: str
+    blocks: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTable:
+    """A p-tuning table.
+
+    Attributes:
+        table_id: what requests name.
+        extra_id: uint64 that stands beside each of its fake ids.
+        rows: number of virtual tokens.
+        hidden: columns; must equal the model's hidden size.
+        data: the safetensors bytes, one 2-d float tensor.
+    """
+
+    table_id: str
+    extra_id: int
+    rows: int
+    hidden: int
+    data: bytes = field(repr=False)
+
+
+def token_array(values: Sequence[int]) -> TokenIds[int]:
+    """`values` as int32 array; raises OverflowError for an id outside int32."""
+    return array("i", values)
+
+
+def extra_array(values: Sequence[int]) -> ExtraIds[int]:
+    """`values` as uint64 array; raises OverflowError for a value outside uint64."""
+    return array("Q", values)
