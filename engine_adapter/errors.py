@@ -1,11 +1,11 @@
 """What can go wrong with an engine, as seen by whoever drives it.
 
-    EngineError
-    ├── EngineSpecError      the operator described an engine wrongly (start-up, POST engines)
-    ├── EngineUnavailable    no connection, a time-out, a process that is gone: try another engine
-    ├── EngineRejected       the engine answered an error of its own: status, message, field
-    ├── NotSupported         the engine cannot do this; says what it can do instead
-    └── PromptTableError     a prompt table or extra ids that break their rules: the client's fault
+EngineError
+├── EngineSpecError      the operator described an engine wrongly (start-up, POST engines)
+├── EngineUnavailable    no connection, a time-out, a process that is gone: try another engine
+├── EngineRejected       the engine answered an error of its own: status, message, field
+├── NotSupported         the engine cannot do this; says what it can do instead
+└── PromptTableError     a prompt table or extra ids that break their rules: the client's fault
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class EngineSpecError(EngineError):
     """An engine description that cannot be used; the text says which part and why."""
 
 
-class EngineUnavailable(EngineError):  # noqa: N818 - it is a state, and reads so where it is caught
+class EngineUnavailable(EngineError):
     """The engine could not be reached or went away."""
 
 
-class EngineRejected(EngineError):  # noqa: N818 - likewise
+class EngineRejected(EngineError):
     """The engine answered with an error.
 
     Attributes:
@@ -37,7 +37,7 @@ class EngineRejected(EngineError):  # noqa: N818 - likewise
         self.param = param
 
 
-class NotSupported(EngineError):  # noqa: N818 - likewise
+class NotSupported(EngineError):
     """The engine lacks a capability.
 
     Attributes:

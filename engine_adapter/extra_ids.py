@@ -78,7 +78,9 @@ def parse_embeddings(data: bytes, *, param: str) -> Embeddings:
     if len(shape) != 2 or 0 in shape:  # noqa: PLR2004 - [rows, hidden]
         raise PromptTableError(f"{param} has shape {shape}; [rows, hidden] is needed", param=param)
     if dtype not in _FLOAT_DTYPES:
-        raise PromptTableError(f"{param} has type {dtype}; one of {', '.join(_FLOAT_DTYPES)} is needed", param=param)
+        raise PromptTableError(
+            f"{param} has type {dtype}; one of {', '.join(_FLOAT_DTYPES)} is needed", param=param
+        )
     return Embeddings(rows=shape[0], hidden=shape[1], dtype=dtype, values=bytes(tensor["data"]))
 
 
@@ -167,7 +169,9 @@ def _table_of(
 ) -> tuple[TableRef, int]:
     """The table a fake id points into, and the extra id it gets."""
     if table is not None:
-        identity = table.extra_id if label in (None, table.extra_id) else client_extra_id(table.extra_id, label or 0)
+        identity = (
+            table.extra_id if label in (None, table.extra_id) else client_extra_id(table.extra_id, label or 0)
+        )
         return table, identity
     if label is None:
         raise PromptTableError(
@@ -177,7 +181,8 @@ def _table_of(
     source = registered.get(label)
     if source is None:
         raise PromptTableError(
-            f"extra_ids[{index}] is {label}, which is the extra id of no prompt table", param=f"extra_ids[{index}]"
+            f"extra_ids[{index}] is {label}, which is the extra id of no prompt table",
+            param=f"extra_ids[{index}]",
         )
     return source, label
 
@@ -193,6 +198,8 @@ def _check_alignment(token_ids: TokenIds[int], explicit: Sequence[int], vocab_si
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= UINT64_MAX:
             raise PromptTableError(f"{name} is {value!r}; an integer from 0 to 2**64-1 is needed", param=name)
         if value == 0 and token >= vocab_size:
-            raise PromptTableError(f"{name} is 0 beside the fake id {token}; fake ids need one above 0", param=name)
+            raise PromptTableError(
+                f"{name} is 0 beside the fake id {token}; fake ids need one above 0", param=name
+            )
         if value > 0 and token < vocab_size:
             raise PromptTableError(f"{name} is {value} beside the text id {token}; text needs 0", param=name)
