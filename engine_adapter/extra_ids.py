@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import safetensors
 import xxhash
@@ -68,7 +69,7 @@ def parse_embeddings(data: bytes, *, param: str) -> Embeddings:
             param=param,
         )
     try:
-        tensors = safetensors.deserialize(data)
+        tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # a Rust module
     except safetensors.SafetensorError as error:
         raise PromptTableError(f"{param} is not safetensors: {error}", param=param) from error
     if len(tensors) != 1:
@@ -122,7 +123,7 @@ def resolve_extra_ids(
     token_ids: TokenIds[int],
     *,
     vocab_size: int,
-    explicit: Sequence[int] | None,
+    explicit: Sequence[Any] | None,
     table: TableRef | None,
     registered: Mapping[int, TableRef],
 ) -> ResolvedExtraIds:
@@ -187,7 +188,7 @@ def _table_of(
     return source, label
 
 
-def _check_alignment(token_ids: TokenIds[int], explicit: Sequence[int], vocab_size: int) -> None:
+def _check_alignment(token_ids: TokenIds[int], explicit: Sequence[Any], vocab_size: int) -> None:
     """TensorRT-LLM's rules for extra ids a client passes itself."""
     if len(explicit) != len(token_ids):
         raise PromptTableError(

@@ -1,0 +1,10 @@
+"""The pure heart: no await, no I/O, no clock, no logging. Times come in, decisions go out as data.
+
+blocks.py      prompt → chain of block hashes
+index.py       which engine holds which block, on which tier
+load.py        what each engine is busy with, and how fast it is
+placement.py   the choice of engine, with its reasons
+learned.py     what engines without events probably hold
+audit.py       predicted against reported cached tokens → trust
+pins.py        what operators asked to keep
+"""

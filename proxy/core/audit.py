@@ -1,0 +1,79 @@
+"""The audit: predicted against reported cached tokens, and what follows for trust.
+
+An engine is `precise` while its events explain what it reports. When predictions miss again and again it
+becomes `approximate`, which asks for a resync; a fresh view makes it precise again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+WINDOW = 50
+# A view is doubted when more than this share of the last WINDOW predictions missed, and at least this many.
+MAX_MISS_SHARE = 0.2
+MIN_MISSES = 5
+
+
+class Trust(StrEnum):
+    """How far the index is believed for an engine."""
+
+    PRECISE = "precise"  # its events are healthy
+    APPROXIMATE = "approximate"  # learned from responses, or in doubt
+
+
+@dataclass(frozen=True, slots=True)
+class AuditView:
+    """Counts since start, the share of misses lately, and why trust is what it is."""
+
+    trust: Trust
+    why: str
+    checked: int
+    exact: int
+    predicted_tokens: int
+    reported_tokens: int
+    recent_miss_share: float
+
+
+class EngineAudit:
+    """Predictions of one engine held against its reports."""
+
+    def __init__(self) -> None:
+        self.trust = Trust.APPROXIMATE
+        self.why = "no events yet: learning from responses"
+        self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._checked = self._exact = self._predicted = self._reported = 0
+
+    def synced(self) -> None:
+        """The engine's events have brought the view up to date."""
+        self.trust, self.why = Trust.PRECISE, "events are healthy"
+        self._recent.clear()
+
+    def lost(self, why: str) -> None:
+        """The view is void or stale until the next sync."""
+        self.trust, self.why = Trust.APPROXIMATE, why
+
+    def observe(self, predicted: int, reported: int) -> bool:
+        """One finished request; both in tokens. True when the view has to be rebuilt now."""
+        self._checked += 1
+        self._exact += predicted == reported
+        self._predicted += predicted
+        self._reported += reported
+        self._recent.append(predicted != reported)
+        misses = sum(self._recent)
+        if (
+            self.trust is Trust.PRECISE
+            and misses >= MIN_MISSES
+            and misses > MAX_MISS_SHARE * len(self._recent)
+        ):
+            self.lost(f"{misses} of the last {len(self._recent)} predictions missed")
+            return True
+        return False
+
+    def view(self) -> AuditView:
+        """The state as data."""
+        share = sum(self._recent) / len(self._recent) if self._recent else 0.0
+        return AuditView(
+            self.trust, self.why, self._checked, self._exact, self._predicted, self._reported, share
+        )

@@ -1,0 +1,83 @@
+"""Cache identity: a prompt as a chain of block hashes.
+
+    h_i = xxh3_64(h_{i-1} ‖ int32 tokens ‖ extra ids if any is non-zero)
+
+The root h_0 hashes a typed, length-framed namespace, so that two kinds of key never collide by being
+the same string. Equal hashes mean equal content up to that block, under the same namespace. A collision
+would at worst misroute a request: engines compare content themselves.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+BlockHash = int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The full blocks of a prompt.
+
+    Attributes:
+        hashes: one per full block, each covering all before it.
+        n_tokens: tokens of the prompt, the tail that fills no block included.
+        tokens_per_block: block size in tokens.
+    """
+
+    hashes: tuple[BlockHash, ...]
+    n_tokens: int
+    tokens_per_block: int
+
+
+def namespace_root(model: str, *, adapter: str | None = None, salt: str | None = None) -> BlockHash:
+    """The root of all chains of a model, adapter (LoRA name and version) and tenant salt."""
+    frame = bytearray()
+    for kind, value in (("model", model), ("adapter", adapter), ("salt", salt)):
+        if value is not None:
+            for part in (kind.encode(), value.encode()):
+                frame += len(part).to_bytes(8, "little") + part
+    return xxh3_64_intdigest(bytes(frame))
+
+
+def extend(
+    parent: BlockHash, token_ids: array[int], extra_ids: array[int] | None, tokens_per_block: int
+) -> tuple[BlockHash, ...]:
+    """Hashes of the full blocks of `token_ids` that follow the block `parent`.
+
+    Args:
+        parent: hash of the block before, or a namespace root.
+        token_ids: int32 tokens; a tail shorter than a block is left out.
+        extra_ids: uint64 per token, or None when all are 0 (which hashes the same).
+        tokens_per_block: block size in tokens.
+    """
+    step = 4 * tokens_per_block
+    tokens = token_ids.tobytes()
+    end = len(tokens) - step + 1
+    hashes = []
+    if extra_ids is None:
+        for at in range(0, end, step):
+            parent = xxh3_64_intdigest(parent.to_bytes(8, "little") + tokens[at : at + step])
+            hashes.append(parent)
+        return tuple(hashes)
+    extras, text = extra_ids.tobytes(), bytes(2 * step)
+    for at in range(0, end, step):
+        block = parent.to_bytes(8, "little") + tokens[at : at + step]
+        extra = extras[2 * at : 2 * (at + step)]
+        parent = xxh3_64_intdigest(block if extra == text else block + extra)
+        hashes.append(parent)
+    return tuple(hashes)
+
+
+def chain(
+    root: BlockHash, token_ids: array[int], extra_ids: array[int] | None, tokens_per_block: int
+) -> Chain:
+    """The chain of a whole prompt under a namespace root."""
+    return Chain(extend(root, token_ids, extra_ids, tokens_per_block), len(token_ids), tokens_per_block)
+
+
+def reusable_tokens(n_tokens: int, tokens_per_block: int) -> int:
+    """The most tokens an engine can take from its cache: whole blocks, the last prompt token never."""
+    return max(n_tokens - 1, 0) // tokens_per_block * tokens_per_block

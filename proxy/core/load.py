@@ -1,0 +1,76 @@
+"""What each engine is busy with, and how fast it is.
+
+The proxy sees its own requests: a ledger of prompt tokens placed and not yet answered, and of streams
+being decoded. Rates are learned from first-token times, as medians, so that one slow request teaches little.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+# Before anything is learned: a small model on a CPU. Only ratios between engines matter at first.
+DEFAULT_PREFILL_TOK_S = 4000.0
+DEFAULT_RESTORE_TOK_S = 40_000.0
+# A running stream takes a share of each step; until decode is measured, about this much of a prefill.
+DECODE_INTERFERENCE_S = 0.002
+# First-token times of fewer uncached tokens measure round trips, not prefill.
+MIN_SAMPLE_TOKENS = 64
+WINDOW = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LoadView:
+    """An engine's load now: requests in flight, prompt tokens still to compute, streams decoding."""
+
+    in_flight: int
+    prefill_tokens: int
+    decoding: int
+
+
+class EngineLedger:
+    """In-flight work and learned rates of one engine."""
+
+    def __init__(self) -> None:
+        self._prefills: dict[str, int] = {}
+        self._decoding: set[str] = set()
+        self._prefill_rates: deque[float] = deque(maxlen=WINDOW)
+        self.served = 0
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """Prompt tokens computed per second."""
+        return median(self._prefill_rates) if self._prefill_rates else DEFAULT_PREFILL_TOK_S
+
+    @property
+    def restore_tok_s(self) -> float:
+        """Tokens brought back from the host tier per second, at least ten times the prefill rate."""
+        return max(DEFAULT_RESTORE_TOK_S, 10 * self.prefill_tok_s)
+
+    def begin(self, request_id: str, uncached_tokens: int) -> None:
+        """A request was placed on the engine."""
+        self._prefills[request_id] = uncached_tokens
+        self.served += 1
+
+    def first_token(self, request_id: str, uncached_tokens: int, seconds: float, *, alone: bool) -> None:
+        """Its answer began after `seconds`; `alone` when no other prefill ran meanwhile, so that the time
+        is the prefill's own."""
+        if self._prefills.pop(request_id, None) is None:
+            return
+        self._decoding.add(request_id)
+        if alone and uncached_tokens >= MIN_SAMPLE_TOKENS and seconds > 0:
+            self._prefill_rates.append(uncached_tokens / seconds)
+
+    def end(self, request_id: str) -> None:
+        """The request is over, in whatever way."""
+        self._prefills.pop(request_id, None)
+        self._decoding.discard(request_id)
+
+    def view(self) -> LoadView:
+        """The load now."""
+        return LoadView(
+            in_flight=len(self._prefills) + len(self._decoding),
+            prefill_tokens=sum(self._prefills.values()),
+            decoding=len(self._decoding),
+        )

@@ -1,0 +1,60 @@
+"""What operators asked to keep: pins over engines, with their end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One admin pin.
+
+    Attributes:
+        pin_id: its name at the proxy.
+        engine_pins: engine id → that engine's own pin id.
+        blocks: blocks protected, over all engines.
+        expires: when it ends, in the seconds of the caller's clock.
+        label: what it is for, as the operator described it; never prompt text.
+    """
+
+    pin_id: str
+    engine_pins: Mapping[str, str]
+    blocks: int
+    expires: float
+    label: str
+
+
+class PinBook:
+    """The pins that hold. Engines let go by themselves when the time is up; so does the book."""
+
+    def __init__(self) -> None:
+        self._pins: dict[str, Pin] = {}
+
+    def add(self, pin: Pin) -> None:
+        """Notes a pin."""
+        self._pins[pin.pin_id] = pin
+
+    def take(self, pin_id: str, now: float) -> Pin | None:
+        """Removes and returns a pin; None when there is none or it has ended."""
+        self._expire(now)
+        return self._pins.pop(pin_id, None)
+
+    def active(self, now: float) -> tuple[Pin, ...]:
+        """The pins that hold now."""
+        self._expire(now)
+        return tuple(self._pins.values())
+
+    def forget_engine(self, engine: str) -> None:
+        """The engine lost its KV, and its pins with it."""
+        for pin in list(self._pins.values()):
+            if engine in pin.engine_pins:
+                rest = {e: p for e, p in pin.engine_pins.items() if e != engine}
+                if rest:
+                    self._pins[pin.pin_id] = Pin(pin.pin_id, rest, pin.blocks, pin.expires, pin.label)
+                else:
+                    del self._pins[pin.pin_id]
+
+    def _expire(self, now: float) -> None:
+        for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.expires <= now]:
+            del self._pins[pin_id]
