@@ -5,7 +5,8 @@ EngineError
 ├── EngineUnavailable    no connection, a time-out, a process that is gone: try another engine
 ├── EngineRejected       the engine answered an error of its own: status, message, field
 ├── NotSupported         the engine cannot do this; says what it can do instead
-└── PromptTableError     a prompt table or extra ids that break their rules: the client's fault
+├── PromptTableError     a prompt table or extra ids that break their rules: the client's fault
+└── ChatError            messages that cannot be rendered: the client's fault
 """
 
 from __future__ import annotations
@@ -56,6 +57,18 @@ class PromptTableError(EngineError):
 
     Attributes:
         param: the request field at fault, with the index where there is one, e.g. `extra_ids[3]`.
+    """
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ChatError(EngineError):
+    """Messages, tools or template options that cannot be rendered to a prompt.
+
+    Attributes:
+        param: the request field at fault, e.g. `messages[2].content`.
     """
 
     def __init__(self, message: str, *, param: str) -> None:
