@@ -1,0 +1,64 @@
+"""How an engine is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_adapter.errors import EngineSpecError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Sizes and limits of one engine.
+
+    Attributes:
+        kv_blocks: blocks of the GPU tier; None derives them from `kv_bytes`, or takes the default.
+        kv_bytes: bytes of the GPU tier, when `kv_blocks` is None.
+        tokens_per_block: a power of two.
+        host_cache_bytes: bytes of the host tier, 0 for none.
+        max_num_seqs: most requests running at once.
+        prefill_chunk: most prompt tokens computed in one step.
+        seed: draws the seeds of requests that bring none; None is random.
+
+    Raises:
+        EngineSpecError: a value that cannot be used, named.
+    """
+
+    kv_blocks: int | None = None
+    kv_bytes: int | None = None
+    tokens_per_block: int = 16
+    host_cache_bytes: int = 0
+    max_num_seqs: int = 32
+    prefill_chunk: int = 256
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        size = self.tokens_per_block
+        if size < 1 or size & (size - 1):
+            raise EngineSpecError(f"tokens_per_block is {size}; a power of two is needed")
+        if self.kv_blocks is not None and self.kv_bytes is not None:
+            raise EngineSpecError("kv_blocks and kv_bytes both say how large the cache is: give one of them")
+        for name in ("kv_blocks", "kv_bytes", "max_num_seqs", "prefill_chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EngineSpecError(f"{name} is {value}; at least 1 is needed")
+        if self.host_cache_bytes < 0:
+            raise EngineSpecError(f"host_cache_bytes is {self.host_cache_bytes}; 0 or more is needed")
+
+    def gpu_blocks(self, block_bytes: int) -> int:
+        """Blocks of the GPU tier; raises EngineSpecError when `kv_bytes` holds none."""
+        if self.kv_blocks is not None:
+            return self.kv_blocks
+        if self.kv_bytes is None:
+            return DEFAULT_KV_BLOCKS
+        blocks = self.kv_bytes // block_bytes
+        if blocks < 1:
+            raise EngineSpecError(f"kv_bytes is {self.kv_bytes}, less than one block of {block_bytes} bytes")
+        return blocks
+
+    def host_blocks(self, block_bytes: int) -> int:
+        """Blocks of the host tier."""
+        return self.host_cache_bytes // block_bytes
+
+
+DEFAULT_KV_BLOCKS = 1024

@@ -1,0 +1,117 @@
+"""What the engine is asked and what it answers: plain data, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from engine_adapter.errors import EngineError
+from engine_adapter.types import ExtraIds, TokenIds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class RequestRefused(EngineError):
+    """The engine will not take this: too long, empty, a pin beyond the limit. The client's fault.
+
+    Attributes:
+        param: the field at fault, e.g. `prompt`.
+    """
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. The caller has checked the ranges.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: 1.0, 0 and 0.0 turn them off.
+        seed: equal seeds give equal samples; None draws one from the engine's own.
+        presence_penalty, frequency_penalty: over generated tokens, as OpenAI's.
+        repetition_penalty: over prompt and generated tokens, as Hugging Face's; 1.0 is off.
+        max_tokens: most tokens to generate, None for as many as the model's context leaves.
+        min_tokens: no end-of-sequence or stop token before that many.
+        ignore_eos: the model's end tokens do not stop; `stop_token_ids` do.
+        logprobs: None for none; n for the chosen token's and the n best of each position.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to continue.
+
+    Attributes:
+        request_id: unique among requests in flight.
+        token_ids: the prompt; ids >= the vocabulary size are fake and need an extra id.
+        extra_ids: one per token, 0 for text; None when all is text.
+        embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
+        cache_salt: KV is shared only under the same salt.
+        priority: blocks of a higher priority are evicted later.
+    """
+
+    request_id: str
+    token_ids: TokenIds[int]
+    sampling: SamplingParams = SamplingParams()
+    extra_ids: ExtraIds[int] | None = None
+    embeddings: Mapping[int, Tensor] = field(default_factory=dict, repr=False)
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class Scheduled(msgspec.Struct, frozen=True, gc=False):
+    """The prompt is about to run for the first time; `cached_tokens` of it come from cache."""
+
+    request_id: str
+    cached_tokens: int
+
+
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """One generated token. A token that stops the request (end of sequence) is delivered too.
+
+    Attributes:
+        logprob: natural log of its probability under the model alone, None unless asked for.
+        top_logprobs: (token id, logprob), best first; None unless asked for.
+    """
+
+    request_id: str
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, gc=False):
+    """The last output of a request. `message` says what went wrong when the reason is `error`."""
+
+    request_id: str
+    reason: FinishReason
+    message: str | None = None
+
+
+Output = Scheduled | Token | Finished
+
+OnOutput = Callable[[list[Output]], None]
+"""Called in the engine thread with what one step brought for one request, in order. Must not block."""
