@@ -1,0 +1,126 @@
+"""Publishes KV events over ZMQ as vLLM does: a PUB socket, and a ROUTER that replays the last batches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import zmq
+
+from engine_adapter.kv_events import encode_batch
+from engine_adapter.types import KvEvent
+
+BUFFER_STEPS = 10_000
+HIGH_WATER_MARK = 100_000
+TOPIC = "kv-events"
+END_OF_REPLAY = b"\xff" * 8
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where events can be had; the answer of `GET /kv_event_sources` for one engine rank.
+
+    Attributes:
+        endpoint: ZMQ address of the PUB socket.
+        replay_endpoint: ZMQ address of the ROUTER socket.
+        buffer_steps: batches kept for replay.
+        hwm: batches queued for one slow subscriber before it loses some.
+        topic: first frame of every message.
+    """
+
+    endpoint: str
+    replay_endpoint: str
+    buffer_steps: int
+    hwm: int
+    topic: str
+
+
+class EventPublisher:
+    """Numbers, sends and keeps batches of events.
+
+    `publish` belongs to one thread (the engine's); replay requests are answered in a thread of its own,
+    so that a late reader never holds up a step. `close` may be called from any thread once the engine
+    has stopped.
+    """
+
+    def __init__(
+        self, *, host: str = "127.0.0.1", topic: str = TOPIC, buffer_steps: int = BUFFER_STEPS
+    ) -> None:
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._pub.setsockopt(zmq.LINGER, 0)
+        self._router = self._context.socket(zmq.ROUTER)
+        # Replays are bounded by the buffer; a lost end mark would leave the reader waiting.
+        self._router.setsockopt(zmq.SNDHWM, 0)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self.source = EventSource(
+            endpoint=_bind(self._pub, host),
+            replay_endpoint=_bind(self._router, host),
+            buffer_steps=buffer_steps,
+            hwm=HIGH_WATER_MARK,
+            topic=topic,
+        )
+        self._topic = topic.encode()
+        self._next = 0
+        self._lock = threading.Lock()
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._thread = threading.Thread(target=self._serve_replays, name="kv-event-replay", daemon=True)
+        self._thread.start()
+
+    @property
+    def last_sequence(self) -> int:
+        """Number of the last batch published, -1 before the first."""
+        return self._next - 1
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Sends `events` as one batch; nothing for an empty one. Never blocks on a reader."""
+        if not events:
+            return
+        payload = encode_batch(events, timestamp=time.time())
+        with self._lock:
+            sequence = self._next
+            self._next += 1
+            self._buffer.append((sequence, payload))
+        self._pub.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload))
+
+    def close(self) -> None:
+        """Closes both sockets and ends the replay thread. A second call does nothing."""
+        if self._pub.closed:
+            return
+        self._pub.close()
+        self._context.term()  # ends the replay thread's recv
+        self._thread.join()
+
+    def _serve_replays(self) -> None:
+        try:
+            while True:
+                self._answer(self._router.recv_multipart())
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._router.close()
+
+    def _answer(self, frames: list[bytes]) -> None:
+        """Replays from the asked sequence number on; a request of another shape gets no answer."""
+        if len(frames) != 3 or len(frames[2]) != 8:  # noqa: PLR2004 - identity, empty, sequence
+            return
+        start = int.from_bytes(frames[2], "big")
+        with self._lock:
+            first = self._next - len(self._buffer)
+            skip = min(max(0, start - first), len(self._buffer))
+            wanted = list(islice(self._buffer, skip, None))
+        for sequence, payload in wanted:
+            message = (frames[0], b"", self._topic, sequence.to_bytes(8, "big"), payload)
+            self._router.send_multipart(message)
+        self._router.send_multipart((frames[0], b"", self._topic, END_OF_REPLAY, b""))
+
+
+def _bind(socket: zmq.Socket[bytes], host: str) -> str:
+    """Binds to a free port of `host`; returns the address."""
+    port = socket.bind_to_random_port(f"tcp://{host}")
+    return f"tcp://{host}:{port}"

@@ -1,0 +1,287 @@
+"""The subscriber against a real publisher, and against a scripted one that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import aclosing
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.kv_events import Snapshot, encode_batch
+from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.torch_engine.event_publisher import EventPublisher
+from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent, ViewLost, token_array
+
+WAIT_S = 10.0
+
+
+def removed(name: int) -> BlocksRemoved:
+    return BlocksRemoved(Tier.GPU, (name,))
+
+
+def payload(name: int) -> bytes:
+    return encode_batch([removed(name)], timestamp=0.0)
+
+
+class ScriptedEngine:
+    """A PUB and a ROUTER that send what the test says, when it says so."""
+
+    def __init__(self, *, replies: bool = True) -> None:
+        self.context = zmq.asyncio.Context()
+        self.pub = self.context.socket(zmq.XPUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        self.ports = [s.bind_to_random_port("tcp://127.0.0.1") for s in (self.pub, self.router)]
+        self.history: deque[tuple[int, bytes]] = deque()
+        self.topic_in_replay = True
+        self.asked: list[int] = []
+        self._task = asyncio.create_task(self._serve()) if replies else None
+
+    @property
+    def endpoints(self) -> EventEndpoints:
+        return EventEndpoints(*(f"tcp://127.0.0.1:{port}" for port in self.ports))
+
+    async def subscribed(self) -> None:
+        await asyncio.wait_for(self.pub.recv(), WAIT_S)
+
+    def record(self, *names: int) -> None:
+        """Puts batches into the replay history without publishing them."""
+        for name in names:
+            self.history.append((name, payload(name)))
+
+    async def publish(self, sequence: int, data: bytes | None = None) -> None:
+        await self.pub.send_multipart((b"kv", sequence.to_bytes(8, "big"), data or payload(sequence)))
+
+    async def _serve(self) -> None:
+        while True:
+            identity, _, start = await self.router.recv_multipart()
+            self.asked.append(int.from_bytes(start, "big"))
+            head = (identity, b"", b"kv") if self.topic_in_replay else (identity, b"")
+            for sequence, data in list(self.history):
+                if sequence >= self.asked[-1]:
+                    await self.router.send_multipart((*head, sequence.to_bytes(8, "big"), data))
+            await self.router.send_multipart((*head, b"\xff" * 8, b""))
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self.pub.close(linger=0)
+        self.router.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+async def engine():
+    engine = ScriptedEngine()
+    yield engine
+    await engine.aclose()
+
+
+class Reader:
+    """Pulls a known number of events out of a subscriber."""
+
+    def __init__(self, subscriber: KvEventSubscriber) -> None:
+        self.events = subscriber.events()
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc):
+        await self.events.aclose()
+
+    async def take(self, count: int):
+        return [await asyncio.wait_for(anext(self.events), WAIT_S) for _ in range(count)]
+
+
+def reader(engine: ScriptedEngine, **options) -> Reader:
+    return Reader(KvEventSubscriber(engine.endpoints, **options))
+
+
+async def test_history_then_current_then_changes(engine):
+    engine.record(0, 1)
+    async with reader(engine, idle_check_s=60) as view:
+        assert await view.take(4) == [ViewLost("connected"), removed(0), removed(1), ViewCurrent()]
+        await engine.subscribed()
+        await engine.publish(2)
+        assert await view.take(1) == [removed(2)]
+
+
+async def test_a_late_joiner_gets_the_snapshot_and_what_came_after_it(engine):
+    engine.record(0, 1, 2, 3)
+    block = BlocksStored(Tier.GPU, None, (1,), token_array([1, 2]), 2)
+
+    async def snapshot():
+        return Snapshot(1, (block,))
+
+    async with reader(engine, snapshot=snapshot, idle_check_s=60) as view:
+        assert await view.take(5) == [ViewLost("connected"), block, removed(2), removed(3), ViewCurrent()]
+
+
+async def test_batches_that_came_twice_count_once(engine):
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(2)
+        await engine.subscribed()
+        engine.record(0, 1, 2)
+        await engine.publish(0)
+        await engine.publish(2)  # 1 is missing: replayed up to 2, and 3 was replayed before it came
+        assert await view.take(3) == [removed(0), removed(1), removed(2)]
+        await engine.publish(3)
+        assert await view.take(1) == [removed(3)]
+
+
+async def test_a_hole_is_filled_by_replay(engine):
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
+    async with Reader(subscriber) as view:
+        await view.take(2)
+        await engine.subscribed()
+        engine.record(0, 1, 2, 3)
+        await engine.publish(0)
+        await view.take(1)
+        await engine.publish(3)
+        assert await view.take(3) == [removed(1), removed(2), removed(3)]
+        assert subscriber.replays == 1
+
+
+async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.publish(0)
+        await view.take(1)
+        engine.record(5, 6)
+        await engine.publish(6)
+        lost, *rest = await view.take(4)
+        assert isinstance(lost, ViewLost)
+        assert rest == [removed(5), removed(6), ViewCurrent()]
+
+
+async def test_a_lost_last_batch_is_noticed_when_idle(engine):
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02) as view:
+        await view.take(3)
+        engine.record(1)  # never published
+        assert await view.take(1) == [removed(1)]
+
+
+async def test_a_sequence_that_falls_starts_over(engine):
+    engine.record(0, 1)
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(4)
+        await engine.subscribed()
+        await engine.publish(2)
+        await view.take(1)
+        engine.history.clear()
+        engine.record(0)
+        await engine.publish(0)
+        assert await view.take(3) == [ViewLost("sequence fell from 2 to 0"), removed(0), ViewCurrent()]
+
+
+async def test_another_process_with_the_same_numbers_is_noticed(engine):
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02) as view:
+        await view.take(3)
+        engine.history.clear()
+        engine.history.append((0, payload(77)))
+        lost, *rest = await view.take(3)
+        assert "restarted" in lost.reason
+        assert rest == [removed(77), ViewCurrent()]
+
+
+async def test_another_process_with_no_history_is_noticed(engine):
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02) as view:
+        await view.take(3)
+        engine.history.clear()
+        lost, current = await view.take(2)
+        assert "no longer has batch 0" in lost.reason
+        assert current == ViewCurrent()
+
+
+async def test_replies_without_a_topic_are_understood(engine):
+    engine.topic_in_replay = False
+    engine.record(0)
+    async with reader(engine, idle_check_s=60) as view:
+        assert await view.take(3) == [ViewLost("connected"), removed(0), ViewCurrent()]
+
+
+async def test_malformed_messages_are_counted_and_skipped(engine):
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
+    async with Reader(subscriber) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.pub.send(b"alone")
+        await engine.pub.send_multipart((b"kv", b"short", payload(0)))
+        await engine.publish(0, b"\xc1 no msgpack")
+        await engine.publish(1)
+        assert await view.take(1) == [removed(1)]
+        assert subscriber.malformed == 3
+
+
+async def test_a_dropped_connection_is_unavailable(engine):
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(2)
+        await engine.subscribed()
+        engine.pub.close(linger=0)
+        with pytest.raises(EngineUnavailable):
+            await view.take(1)
+
+
+async def test_a_silent_replay_socket_is_unavailable():
+    engine = ScriptedEngine(replies=False)
+    try:
+        async with reader(engine, replay_timeout_s=0.05) as view:
+            await view.take(1)
+            with pytest.raises(EngineUnavailable):
+                await view.take(1)
+    finally:
+        await engine.aclose()
+
+
+async def test_without_replay_a_hole_starts_over(engine):
+    subscriber = KvEventSubscriber(EventEndpoints(engine.endpoints.events, None), idle_check_s=0.02)
+    async with Reader(subscriber) as view:
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent()]
+        await engine.subscribed()
+        await engine.publish(4)
+        assert await view.take(1) == [removed(4)]
+        await engine.publish(6)
+        assert await view.take(2) == [ViewLost("batches 5 to 6 are lost"), ViewCurrent()]
+
+
+async def test_nothing_is_missed_while_the_real_publisher_goes_on():
+    publisher = EventPublisher()
+    held = 0
+
+    async def snapshot() -> Snapshot:
+        nonlocal held
+        held = publisher.last_sequence
+        for name in range(held + 1, held + 50):  # published between the snapshot and its arrival
+            publisher.publish([removed(name)])
+        return Snapshot(held, ())
+
+    for name in range(100):
+        publisher.publish([removed(name)])
+    endpoints = EventEndpoints(
+        publisher.source.endpoint, publisher.source.replay_endpoint, publisher.source.topic
+    )
+    try:
+        async with aclosing(
+            KvEventSubscriber(endpoints, snapshot=snapshot, idle_check_s=0.02).events()
+        ) as events:
+            seen = []
+            async for event in events:
+                if isinstance(event, ViewCurrent):
+                    for name in range(150, 200):
+                        publisher.publish([removed(name - 1)])
+                elif isinstance(event, BlocksRemoved):
+                    seen.extend(event.hashes)
+                    if len(seen) == 99:
+                        break
+        assert held == 99
+        assert seen == list(range(100, 199))
+    finally:
+        publisher.close()

@@ -1,0 +1,110 @@
+"""The publisher as a plain ZMQ client sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from engine_adapter.kv_events import decode_batch
+from engine_adapter.torch_engine.event_publisher import EventPublisher
+from engine_adapter.types import BlocksRemoved, CacheCleared, Tier
+
+WAIT_MS = 10_000
+
+
+@pytest.fixture
+def publisher() -> Iterator[EventPublisher]:
+    publisher = EventPublisher(buffer_steps=4)
+    yield publisher
+    publisher.close()
+    publisher.close()
+
+
+@pytest.fixture
+def dealer(publisher) -> Iterator[zmq.Socket]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(publisher.source.replay_endpoint)
+        yield socket
+
+
+@pytest.fixture
+def sub(publisher) -> Iterator[zmq.Socket]:
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 50)
+        socket.setsockopt_string(zmq.SUBSCRIBE, publisher.source.topic)
+        socket.connect(publisher.source.endpoint)
+        yield socket
+
+
+def removed(name: int) -> BlocksRemoved:
+    return BlocksRemoved(Tier.GPU, (name,))
+
+
+def replay(socket: zmq.Socket, start: int) -> list[list[bytes]]:
+    socket.send_multipart((b"", start.to_bytes(8, "big")))
+    answers = []
+    while (frames := socket.recv_multipart())[2] != b"\xff" * 8:
+        answers.append(frames)
+    return answers
+
+
+def test_subscribers_get_numbered_batches(publisher, sub):
+    received = []
+    for name in range(200):  # a subscription takes hold some time after connect
+        publisher.publish([removed(name)])
+        try:
+            received.append(sub.recv_multipart())
+        except zmq.Again:
+            continue
+        if len(received) == 3:
+            break
+    topic, sequence, payload = received[-1]
+    assert topic.decode() == publisher.source.topic
+    assert int.from_bytes(sequence, "big") <= publisher.last_sequence
+    assert decode_batch(payload).events == (removed(int.from_bytes(sequence, "big")),)
+
+
+def test_sequence_starts_at_zero_and_empty_batches_do_not_count(publisher):
+    assert publisher.last_sequence == -1
+    publisher.publish([])
+    assert publisher.last_sequence == -1
+    publisher.publish([CacheCleared()])
+    assert publisher.last_sequence == 0
+
+
+def test_replay_from_any_point(publisher, dealer):
+    assert replay(dealer, 0) == []
+    for name in range(3):
+        publisher.publish([removed(name)])
+    frames = replay(dealer, 1)
+    assert [(f[0], f[1].decode(), int.from_bytes(f[2], "big")) for f in frames] == [
+        (b"", publisher.source.topic, 1),
+        (b"", publisher.source.topic, 2),
+    ]
+    assert decode_batch(frames[0][3]).events == (removed(1),)
+    assert replay(dealer, 3) == []
+    assert replay(dealer, 2**64 - 1) == []
+
+
+def test_replay_keeps_the_last_batches_only(publisher, dealer):
+    for name in range(10):
+        publisher.publish([removed(name)])
+    sequences = [int.from_bytes(frames[2], "big") for frames in replay(dealer, 0)]
+    assert sequences == [6, 7, 8, 9]
+
+
+def test_a_malformed_request_gets_no_answer_and_stops_nothing(publisher, dealer):
+    publisher.publish([removed(0)])
+    for frames in ([b""], [b"", b"short"], [b"", b"x" * 8, b"y"], [b""] * 9):
+        dealer.send_multipart(frames)
+    assert len(replay(dealer, 0)) == 1
+
+
+def test_addresses_are_loopback(publisher):
+    assert publisher.source.endpoint.startswith("tcp://127.0.0.1:")
+    assert publisher.source.replay_endpoint.startswith("tcp://127.0.0.1:")
+    assert publisher.source.endpoint != publisher.source.replay_endpoint
