@@ -5,3 +5,72 @@ registry.py    kind → adapter      http.py    the transport seam of the data p
 extra_ids.py   identity of embeddings          chat.py    render + tokenise as transformers does
 torch_engine/  the embedded engine and its adapter
 """
+
+from __future__ import annotations
+
+from engine_adapter.base import EngineAdapter
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import (
+    ChatError,
+    EngineError,
+    EngineRejected,
+    EngineSpecError,
+    EngineUnavailable,
+    NotSupported,
+    PromptTableError,
+)
+from engine_adapter.http import AiohttpTransport, IncomingResponse, OutgoingRequest, Transport
+from engine_adapter.registry import ENGINE_KINDS, is_generic, make_adapter
+from engine_adapter.types import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Capability,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    KvEvent,
+    KvProgress,
+    KvTarget,
+    KvVerb,
+    Pinned,
+    PromptTable,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+)
+
+__all__ = [
+    "ENGINE_KINDS",
+    "AiohttpTransport",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheCleared",
+    "Capability",
+    "ChatError",
+    "EngineAdapter",
+    "EngineError",
+    "EngineInfo",
+    "EngineLoad",
+    "EngineRejected",
+    "EngineSpec",
+    "EngineSpecError",
+    "EngineUnavailable",
+    "IncomingResponse",
+    "JsonBody",
+    "KvEvent",
+    "KvProgress",
+    "KvTarget",
+    "KvVerb",
+    "NotSupported",
+    "OutgoingRequest",
+    "Pinned",
+    "PromptTable",
+    "PromptTableError",
+    "Tier",
+    "Transport",
+    "ViewCurrent",
+    "ViewLost",
+    "is_generic",
+    "make_adapter",
+]

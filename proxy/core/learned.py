@@ -31,11 +31,6 @@ class LearnedBlocks:
         surplus = len(blocks) - self.capacity
         return tuple(blocks.popitem(last=False)[0] for _ in range(surplus)) if surplus > 0 else ()
 
-    def unlearn(self, hashes: Iterable[BlockHash]) -> None:
-        """The engine turned out not to hold these."""
-        for block in hashes:
-            self._blocks.pop(block, None)
-
     def clear(self) -> None:
         """The engine lost everything."""
         self._blocks.clear()

@@ -1,0 +1,197 @@
+"""The data plane, `/v1/*`: reads a request, hands it to the flow, stops it when the client leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+import anyio
+import msgspec
+import structlog
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from engine_adapter import EngineError, JsonBody
+from proxy.api.auth import authenticate
+from proxy.api.errors import error_response
+from proxy.calls import Call, Reply
+from proxy.errors import BadRequest, BodyTooLarge, NotFound, ProxyError
+from proxy.flow import Flow
+from proxy.tenants import Tenants
+
+log = structlog.get_logger(__name__)
+
+MAX_REQUEST_ID = 128
+
+
+class ClientLeft(Exception):
+    """The client closed its connection while its body was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlane:
+    """The ASGI application under `/v1`."""
+
+    flow: Flow
+    tenants: Tenants
+    max_body_bytes: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        reply = Reply(send)
+        with structlog.contextvars.bound_contextvars(request=request_id):
+            try:
+                await self._serve(scope, receive, reply, headers, request_id)
+            except ClientLeft:
+                return
+            except (ProxyError, EngineError, msgspec.DecodeError) as error:
+                await _answer_error(error, request_id, reply, scope, receive, send)
+            except Exception as error:
+                # A bug in kvpin must cost one request, not the connection's other answers or the process.
+                log.exception("request crashed")
+                await _answer_error(error, request_id, reply, scope, receive, send)
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, reply: Reply, headers: Headers, request_id: str
+    ) -> None:
+        tenant = authenticate(headers, self.tenants)
+        path = _checked_path(scope)
+        if scope["method"] in ("GET", "HEAD") and path.partition("?")[0].rstrip("/") == "/v1/models":
+            return await _send(self._models(), reply)
+        if scope["method"] == "GET" and path.startswith("/v1/models/"):
+            return await _send(self._model(unquote(path.removeprefix("/v1/models/"))), reply)
+        body_read = anyio.Event()
+        body = await self._body(receive, headers, body_read)
+        call = Call(request_id, scope["method"], path, dict(headers), body, tenant)
+        await _until_client_leaves(self.flow, call, reply, receive, body_read)
+        return None
+
+    async def _body(
+        self, receive: Receive, headers: Headers, body_read: anyio.Event
+    ) -> JsonBody | AsyncIterator[bytes]:
+        """JSON is read and parsed; anything else (audio, files) is streamed through unread."""
+        kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            raise BodyTooLarge(f"the body has {length} bytes; the limit is {self.max_body_bytes}")
+        chunks = _chunks(receive, self.max_body_bytes, body_read)
+        if kind.startswith(("multipart/", "audio/")):
+            return chunks
+        raw = b"".join([chunk async for chunk in chunks])
+        return _parse(raw) if raw else _nothing()
+
+    def _models(self) -> Response:
+        pools = self.flow.fleet.pools.values()
+        return JSONResponse({"object": "list", "data": [_model_card(pool.model) for pool in pools]})
+
+    def _model(self, name: str) -> Response:
+        return JSONResponse(_model_card(self.flow.fleet.pool(name).model))
+
+
+async def _until_client_leaves(
+    flow: Flow, call: Call, reply: Reply, receive: Receive, body_read: anyio.Event
+) -> None:
+    """Serves the call; a disconnect cancels it, which closes the engine's connection and frees its blocks."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope, body_read)
+        # The group would wrap an error of the flow: carry it out plainly.
+        failure: Exception | None = None
+        try:
+            await flow.serve(call, reply)
+        except (ProxyError, EngineError, msgspec.DecodeError, ClientLeft) as error:
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope, body_read: anyio.Event) -> None:
+    await body_read.wait()
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def _chunks(receive: Receive, limit: int, body_read: anyio.Event) -> AsyncIterator[bytes]:
+    """Body bytes as they come; sets `body_read` at the end.
+
+    Raises:
+        BodyTooLarge: past the limit.
+        ClientLeft: on a disconnect.
+    """
+    size = 0
+    while True:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise BodyTooLarge(f"the body is longer than the limit of {limit} bytes")
+        if not message.get("more_body"):
+            body_read.set()
+        if chunk:
+            yield chunk
+        if body_read.is_set():
+            return
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    """An empty body."""
+    for chunk in ():
+        yield chunk
+
+
+def _parse(raw: bytes) -> JsonBody:
+    try:
+        return JsonBody(raw)
+    except msgspec.ValidationError as error:
+        raise BadRequest("the body must be a JSON object", code="invalid_json") from error
+    except RecursionError as error:
+        raise BadRequest("the body is nested too deeply", code="invalid_json") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest("the body is not valid UTF-8", code="invalid_json") from error
+
+
+def _checked_path(scope: Scope) -> str:
+    """The raw path with its query. Dot segments could climb out of `/v1` at the engine: there are none."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    path = raw.partition(b"?")[0].decode("latin-1")
+    decoded = unquote(unquote(path))
+    segments = decoded.replace("\\", "/").split("/")
+    if any(segment in (".", "..") for segment in segments) or not decoded.startswith("/v1/"):
+        raise NotFound(f"there is no route {decoded!r}")
+    query = scope.get("query_string", b"").decode("latin-1")
+    return f"{path}?{query}" if query else path
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    usable = 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable()
+    return given if usable else f"req-{uuid.uuid4().hex}"
+
+
+def _model_card(model: str) -> dict[str, object]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "kvpin"}
+
+
+async def _send(response: Response, reply: Reply) -> None:
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
+    await reply.start(response.status_code, headers)
+    await reply.finish(bytes(response.body))
+
+
+async def _answer_error(
+    error: Exception, request_id: str, reply: Reply, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answers, unless the answer has begun: then the connection breaks, which no client takes for an end."""
+    if reply.started:
+        return
+    with contextlib.suppress(OSError):
+        await error_response(error, request_id)(scope, receive, send)

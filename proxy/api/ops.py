@@ -1,0 +1,46 @@
+"""Health and metrics, for orchestrators and Prometheus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from proxy.fleet import EngineState, Fleet
+from proxy.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """`/health/live`, `/health/ready`, `/metrics`."""
+
+    fleet: Fleet
+    metrics: Metrics
+
+    def routes(self) -> list[Route]:
+        """The routes to mount at the root."""
+        return [
+            Route("/health/live", self.live),
+            Route("/health/ready", self.ready),
+            Route("/metrics", self.page),
+        ]
+
+    async def live(self, _request: Request) -> Response:
+        """200 while the process serves."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, _request: Request) -> Response:
+        """200 once every engine of the start has been ready, and from then on while any is."""
+        states = {engine.id: engine.state for engine in self.fleet.engines.values()}
+        starting = [name for name, state in states.items() if state is EngineState.CONNECTING]
+        ready = [name for name, state in states.items() if state is EngineState.READY]
+        ok = bool(ready) and not starting
+        body = {"status": "ok" if ok else "unavailable", "engines": states}
+        return JSONResponse(body, 200 if ok else 503, {} if ok else {"retry-after": "1"})
+
+    async def page(self, _request: Request) -> Response:
+        """Prometheus text."""
+        return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,71 @@
+"""One client request on its way through the proxy, and the reply channel to its client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from starlette.types import Send
+
+from engine_adapter import JsonBody
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request, authenticated and read.
+
+    Attributes:
+        request_id: the client's `x-request-id`, or one of ours.
+        method, path: as sent; the path keeps its query string and starts with `/v1/`.
+        headers: lower-case names.
+        body: parsed when it is a JSON object, else the unread stream.
+        tenant: who asks; None where keys do not tell tenants apart.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    headers: Mapping[str, str] = field(repr=False)
+    body: JsonBody | AsyncIterator[bytes] = field(repr=False)
+    tenant: str | None = None
+
+    @property
+    def route(self) -> str:
+        """The path without its query string."""
+        return self.path.partition("?")[0]
+
+    @property
+    def model(self) -> str | None:
+        """The model the body names, None where it names none."""
+        model = self.body.get("model") if isinstance(self.body, JsonBody) else None
+        return model if isinstance(model, str) else None
+
+    @property
+    def streams(self) -> bool:
+        """Whether a streamed answer was asked for."""
+        return isinstance(self.body, JsonBody) and self.body.get("stream") is True
+
+
+class Reply:
+    """The way back to the client: a thin hold on ASGI's `send` that knows whether it has begun.
+
+    `write` returns when the client's socket has room again: a slow client slows its engine down.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
+        """Sends status and headers."""
+        self.started = True
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, chunk: bytes) -> None:
+        """Sends body bytes."""
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def finish(self, chunk: bytes = b"") -> None:
+        """Sends the last body bytes."""
+        await self._send({"type": "http.response.body", "body": chunk})

@@ -1,0 +1,84 @@
+"""One engine's KV events, re-hashed into our chain and written to the index.
+
+The engine's own hashes are names: they say which block a removal means, or which one a new block follows,
+and nothing else. Identity comes from the token ids and extra ids the event carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, ViewCurrent, ViewLost
+from proxy.core.blocks import BlockHash, extend
+from proxy.core.index import PrefixIndex
+
+
+@dataclass(slots=True)
+class ViewCounts:
+    """Blocks stored and removed, in the engine's own blocks, and runs whose parent was unknown."""
+
+    stored: int = 0
+    removed: int = 0
+    orphaned: int = 0
+
+
+class EngineView:
+    """Applies one engine's events to the index of its pool.
+
+    The engine's block size must be a multiple of the pool's: one of its blocks becomes several entries.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        index: PrefixIndex,
+        root_of: Callable[[str | None], BlockHash],
+        tokens_per_block: int,
+    ) -> None:
+        """`root_of` gives the namespace root for a cache salt; `tokens_per_block` is the pool's."""
+        self._engine = engine
+        self._index = index
+        self._root_of = root_of
+        self._tokens_per_block = tokens_per_block
+        self._names: dict[int | bytes, tuple[BlockHash, ...]] = {}
+        self.counts = ViewCounts()
+
+    def apply(self, event: KvEvent) -> None:
+        """Writes one event to the index."""
+        match event:
+            case BlocksStored():
+                self._store(event)
+            case BlocksRemoved():
+                self._remove(event)
+            case CacheCleared() | ViewLost():
+                self._names.clear()
+                self._index.wipe(self._engine)
+            case ViewCurrent():
+                pass
+
+    def _store(self, event: BlocksStored) -> None:
+        if event.parent is None:
+            parent = self._root_of(event.salt)
+        elif event.parent in self._names:
+            parent = self._names[event.parent][-1]
+        else:
+            # Its content is unknown, so no request can be matched to it.
+            self.counts.orphaned += 1
+            return
+        hashes = extend(parent, event.token_ids, event.extra_ids, self._tokens_per_block)
+        per_block = event.tokens_per_block // self._tokens_per_block
+        for at, name in enumerate(event.hashes):
+            self._names[name] = hashes[at * per_block : (at + 1) * per_block]
+        self._index.store(self._engine, event.tier, hashes)
+        self.counts.stored += len(event.hashes)
+
+    def _remove(self, event: BlocksRemoved) -> None:
+        for name in event.hashes:
+            hashes = self._names.get(name)
+            if hashes is None:
+                continue
+            self._index.remove(self._engine, event.tier, hashes)
+            self.counts.removed += 1
+            if not self._index.holds(self._engine, hashes[-1]):
+                del self._names[name]

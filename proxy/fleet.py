@@ -1,0 +1,259 @@
+"""The engines as the proxy sees them now, gathered into pools of the same model.
+
+State only: `monitor.py` changes it when engines come and go, `ingest.py` when their caches do, `flow.py`
+when requests do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
+from proxy.core.audit import EngineAudit, Trust
+from proxy.core.blocks import BlockHash, Chain, chain, namespace_root
+from proxy.core.index import Match, PrefixIndex
+from proxy.core.learned import LearnedBlocks
+from proxy.core.load import EngineLedger
+from proxy.core.placement import Candidate, Placement
+from proxy.core.view import EngineView
+from proxy.errors import Conflict, NoEngine, NotFound
+from proxy.prompt import Prompt, PromptBuilder
+
+# The block size of pools, unless an engine's own is smaller.
+TOKENS_PER_BLOCK = 16
+# What an engine that does not say its capacity is taken to hold, in tokens.
+ASSUMED_CAPACITY_TOKENS = 131_072
+# Events of the last step may still be on their way when a request ends: its blocks stay pending this long.
+PENDING_LINGER_S = 0.25
+
+
+class EngineState(StrEnum):
+    """Only `ready` engines get requests."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    SUSPECT = "suspect"  # a request failed on it; being checked
+    DOWN = "down"
+    DRAINING = "draining"  # finishes what it has
+
+
+class Engine:
+    """One engine: its adapter, what it said of itself, its load, its audit."""
+
+    def __init__(self, adapter: EngineAdapter) -> None:
+        self.adapter = adapter
+        self.id = adapter.spec.id
+        self.state = EngineState.CONNECTING
+        self.info: EngineInfo | None = None
+        self.ledger = EngineLedger()
+        self.audit = EngineAudit()
+        self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
+        self.view: EngineView | None = None
+        self.last_error: str | None = None
+        self.check_now = asyncio.Event()
+
+    def can(self, capability: Capability) -> bool:
+        """Whether the engine, as connected, declares the capability."""
+        return self.info is not None and capability in self.info.capabilities
+
+    def suspect(self, error: Exception) -> None:
+        """A request failed on it: no more until the monitor has looked, which it does at once."""
+        self.last_error = str(error)
+        if self.state is EngineState.READY:
+            self.state = EngineState.SUSPECT
+        self.check_now.set()
+
+
+class Pool:
+    """Engines that serve the same model, and the index of what they hold."""
+
+    def __init__(self, model: str, tokens_per_block: int) -> None:
+        self.model = model
+        self.tokens_per_block = tokens_per_block
+        self.engines: dict[str, Engine] = {}
+        self.index = PrefixIndex()
+        self.prompts: PromptBuilder | None = None
+        self._roots: dict[str | None, BlockHash] = {}
+
+    def root_of(self, salt: str | None) -> BlockHash:
+        """The namespace root of this model under a salt."""
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) > 10_000:  # noqa: PLR2004 - salts are the clients' to invent: bounded
+                self._roots.clear()
+            root = self._roots[salt] = namespace_root(self.model, salt=salt)
+        return root
+
+    def chain(self, prompt: Prompt | None) -> Chain | None:
+        """The block chain of a prompt; None for a prompt nothing is known of."""
+        if prompt is None:
+            return None
+        return chain(self.root_of(prompt.salt), prompt.token_ids, prompt.extra_ids, self.tokens_per_block)
+
+    def ready(self) -> list[Engine]:
+        """Engines that take requests."""
+        return [engine for engine in self.engines.values() if engine.state is EngineState.READY]
+
+    def candidates(self, chain: Chain | None, *, without: Container[str] = ()) -> list[Candidate]:
+        """The ready engines, with what each holds of the chain and how busy it is."""
+        matches = self.index.match(chain.hashes) if chain is not None else {}
+        return [
+            Candidate(
+                engine=engine.id,
+                tokens_per_block=max(
+                    (engine.info and engine.info.tokens_per_block) or 0, self.tokens_per_block
+                ),
+                match=matches.get(engine.id, Match()),
+                load=engine.ledger.view(),
+                prefill_tok_s=engine.ledger.prefill_tok_s,
+                restore_tok_s=engine.ledger.restore_tok_s,
+                free_blocks=self.free_blocks(engine),
+                served=engine.ledger.served,
+            )
+            for engine in self.ready()
+            if engine.id not in without
+        ]
+
+    def free_blocks(self, engine: Engine) -> int:
+        """Blocks of the engine's GPU tier that hold nothing known, in pool blocks; 0 where unknown."""
+        info = engine.info
+        if info is None or info.gpu_blocks is None or info.tokens_per_block is None:
+            return 0
+        capacity = info.gpu_blocks * info.tokens_per_block // self.tokens_per_block
+        return max(capacity - self.index.held(engine.id, Tier.GPU), 0)
+
+    @contextmanager
+    def lease(self, placement: Placement, chain: Chain | None, request_id: str) -> Iterator[Lease]:
+        """A request's hold on the engine it was placed on: its load, and its blocks as pending."""
+        engine = self.engines[placement.engine]
+        lease = Lease(engine, placement, alone=engine.ledger.view().in_flight == 0)
+        engine.ledger.begin(request_id, placement.uncached_tokens)
+        lease.ordinal = engine.ledger.served
+        hashes = chain.hashes if chain is not None else ()
+        self.index.add_pending(engine.id, hashes)
+        try:
+            yield lease
+        finally:
+            engine.ledger.end(request_id)
+            if lease.succeeded and hashes:
+                self.learn(engine, hashes)
+                asyncio.get_running_loop().call_later(PENDING_LINGER_S, self._end_pending, engine, hashes)
+            else:
+                self._end_pending(engine, hashes)
+
+    def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
+        """An engine without healthy events served this chain: it holds it now."""
+        if engine.audit.trust is Trust.APPROXIMATE and engine.id in self.engines:
+            self.index.store(engine.id, Tier.GPU, hashes)
+            self.index.remove(engine.id, Tier.GPU, engine.learned.learn(hashes))
+
+    def wipe(self, engine: Engine) -> None:
+        """The engine lost its KV, or we lost sight of it."""
+        engine.learned.clear()
+        self.index.wipe(engine.id)
+
+    def _end_pending(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
+        if engine.id in self.engines:
+            self.index.end_pending(engine.id, hashes)
+
+
+@dataclass(slots=True)
+class Lease:
+    """A request's hold on an engine, with the times it has seen."""
+
+    engine: Engine
+    placement: Placement
+    alone: bool
+    started: float = field(default_factory=time.monotonic)
+    first_byte_s: float | None = None
+    ordinal: int = 0
+    succeeded: bool = False
+
+    def first_byte(self, request_id: str, *, streamed: bool) -> None:
+        """The answer has begun. Only a stream's first byte is a first token and teaches the prefill rate."""
+        self.first_byte_s = time.monotonic() - self.started
+        if streamed:
+            ledger = self.engine.ledger
+            alone = self.alone and ledger.served == self.ordinal
+            ledger.first_token(request_id, self.placement.uncached_tokens, self.first_byte_s, alone=alone)
+
+
+class Fleet:
+    """All engines and their pools."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.pools: dict[str, Pool] = {}
+
+    def add(self, adapter: EngineAdapter) -> Engine:
+        """Takes an engine in; it joins a pool once it is connected. Raises Conflict for a known id."""
+        if adapter.spec.id in self.engines:
+            raise Conflict(f"an engine with id {adapter.spec.id!r} exists", param="id")
+        engine = self.engines[adapter.spec.id] = Engine(adapter)
+        return engine
+
+    def remove(self, engine_id: str) -> Engine:
+        """Drops an engine and all that is known of it. Raises NotFound."""
+        engine = self.engine(engine_id)
+        self.leave(engine)
+        del self.engines[engine_id]
+        return engine
+
+    def engine(self, engine_id: str) -> Engine:
+        """The engine of that id; raises NotFound."""
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            known = ", ".join(self.engines) or "none"
+            raise NotFound(f"there is no engine {engine_id!r}; known: {known}", param="engine")
+        return engine
+
+    def pool_of(self, engine: Engine) -> Pool | None:
+        """The pool an engine is in."""
+        return next((pool for pool in self.pools.values() if engine.id in pool.engines), None)
+
+    def join(self, engine: Engine, info: EngineInfo) -> Pool:
+        """The engine is connected: puts it into the pool of its model, made if need be."""
+        model = engine.adapter.spec.model or info.model
+        pool = self.pools.get(model)
+        if pool is None:
+            own = info.tokens_per_block or TOKENS_PER_BLOCK
+            pool = self.pools[model] = Pool(model, min(own, TOKENS_PER_BLOCK))
+        engine.info = info
+        if info.gpu_blocks is not None and info.tokens_per_block is not None:
+            engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
+        pool.index.add_engine(engine.id)
+        pool.engines[engine.id] = engine
+        return pool
+
+    def leave(self, engine: Engine) -> None:
+        """The engine is gone: all that was known of its KV is void."""
+        pool = self.pool_of(engine)
+        if pool is not None:
+            pool.wipe(engine)
+            pool.index.remove_engine(engine.id)
+            del pool.engines[engine.id]
+
+    def pool(self, model: str | None) -> Pool:
+        """The pool that serves `model`; without a name, the only one.
+
+        Raises:
+            NotFound: no engine serves that model.
+            NoEngine: nothing has connected yet.
+        """
+        if model is not None and model in self.pools:
+            return self.pools[model]
+        if not self.pools:
+            raise NoEngine("no engine is connected yet; try again shortly")
+        if model is None and len(self.pools) == 1:
+            return next(iter(self.pools.values()))
+        known = ", ".join(sorted(self.pools))
+        if model is None:
+            raise NotFound(f"name a model; served: {known}", param="model", code="model_not_found")
+        raise NotFound(
+            f"the model {model!r} does not exist; served: {known}", param="model", code="model_not_found"
+        )

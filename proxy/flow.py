@@ -1,0 +1,170 @@
+"""The read path.
+
+    request → parse → render + tokenise → block chain → index.match → place → lease → forward → release
+
+`Flow.serve` is all of it, one call a step. Restoring from a lower tier is the engine's own doing for every
+engine known so far; its time is a term of the placement's cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from engine_adapter import Capability, EngineError, EngineRejected, EngineUnavailable, JsonBody
+from proxy.calls import Call, Reply
+from proxy.core.blocks import Chain
+from proxy.core.placement import Candidate, Placement, place, place_least_loaded
+from proxy.errors import EngineFailed, NoEngine, ProxyError
+from proxy.fleet import Engine, Fleet, Lease, Pool
+from proxy.forward import Forwarder, Outcome
+from proxy.ingest import Ingest
+from proxy.prompt import Prompt
+from proxy.records import RequestLog, RequestRecord
+from proxy.tenants import Tenants
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Serves data-plane requests.
+
+    Attributes:
+        fleet: the engines.
+        forwarder: sends to them.
+        ingest: gets every prediction's outcome; None without reuse, which then is least-loaded balancing.
+        tenants: tenant → cache salt.
+        requests: gets a record of each request.
+        retries: engines tried after the first.
+        observe: called with each finished record, for metrics.
+    """
+
+    fleet: Fleet
+    forwarder: Forwarder
+    ingest: Ingest | None
+    tenants: Tenants
+    requests: RequestLog
+    retries: int
+    observe: Callable[[RequestRecord], None]
+
+    async def serve(self, call: Call, reply: Reply) -> None:
+        """Answers a request, or raises a ProxyError or EngineError before the answer has begun."""
+        record = _record_of(call)
+        started = time.monotonic()
+        try:
+            pool = self.fleet.pool(call.model)
+            prompt = record.prompt = await self._tokenise(pool, call)
+            chain = pool.chain(prompt)
+            failed: dict[str, EngineError] = {}
+            while True:
+                candidates = pool.candidates(chain, without=failed)
+                placement = record.placement = _choose(candidates, chain, failed)
+                record.attempts.append(placement.engine)
+                with pool.lease(placement, chain, call.request_id) as lease:
+                    try:
+                        return await self._forward(pool, call, reply, lease, record)
+                    except (EngineUnavailable, EngineRejected) as error:
+                        self._note_failure(lease.engine, call, error)
+                        failed[placement.engine] = error
+                        if len(failed) > self.retries or not _repeatable(call):
+                            raise _final(failed) from error
+        except (ProxyError, EngineError) as error:
+            record.error = str(error)
+            raise
+        finally:
+            record.duration_s = time.monotonic() - started
+            self.requests.add(record)
+            self.observe(record)
+
+    async def _tokenise(self, pool: Pool, call: Call) -> Prompt | None:
+        """The prompt as the engine will see it; None when reuse is off or nothing is known of it."""
+        if self.ingest is None or pool.prompts is None or not isinstance(call.body, JsonBody):
+            return None
+        salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
+        return await pool.prompts.build(call.route, call.body, salt=salt)
+
+    async def _forward(
+        self, pool: Pool, call: Call, reply: Reply, lease: Lease, record: RequestRecord
+    ) -> None:
+        """Sends to the leased engine and holds the prediction against its report."""
+        engine, placement = lease.engine, lease.placement
+        headers = {
+            "x-request-id": call.request_id,
+            "x-kvpin-engine": engine.id,
+            "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
+        }
+        outcome = await self.forwarder.forward(
+            engine.adapter,
+            call,
+            self._body_for(engine, pool, call),
+            reply,
+            headers,
+            lambda: lease.first_byte(call.request_id, streamed=call.streams),
+        )
+        lease.succeeded = outcome.error is None
+        record.first_byte_s = lease.first_byte_s
+        _note_outcome(record, outcome)
+        if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP
+            engine.suspect(EngineUnavailable(outcome.error))
+        if self.ingest is not None and record.prompt is not None and outcome.cached_tokens is not None:
+            self.ingest.audit(engine, placement.predicted_tokens, outcome.cached_tokens)
+
+    def _body_for(self, engine: Engine, pool: Pool, call: Call) -> JsonBody | AsyncIterator[bytes]:
+        """The client's body; changed only where the tenant's salt or the engine's model name must stand."""
+        if not isinstance(call.body, JsonBody):
+            return call.body
+        changes = {}
+        salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
+        if salt != call.body.get("cache_salt") and engine.can(Capability.CACHE_SALT):
+            changes["cache_salt"] = salt
+        if engine.info is not None and call.model == pool.model != engine.info.model:
+            changes["model"] = engine.info.model
+        return call.body.replace(**changes) if changes else call.body
+
+    def _note_failure(self, engine: Engine, call: Call, error: EngineError) -> None:
+        log.warning("engine failed a request", engine=engine.id, request=call.request_id, error=str(error))
+        if isinstance(error, EngineUnavailable):
+            engine.suspect(error)
+
+
+def _choose(candidates: list[Candidate], chain: Chain | None, failed: dict[str, EngineError]) -> Placement:
+    """Where the request goes; raises when no engine is left."""
+    if not candidates:
+        raise _final(failed) if failed else NoEngine("no engine is ready for this model; try again shortly")
+    return place(candidates, chain) if chain is not None else place_least_loaded(candidates)
+
+
+def _final(failed: dict[str, EngineError]) -> Exception:
+    """What the client is told when every engine that was asked failed."""
+    last = list(failed.values())[-1]
+    if isinstance(last, EngineRejected):
+        return last
+    return EngineFailed(f"{len(failed)} engine(s) failed this request; the last said: {last}")
+
+
+def _repeatable(call: Call) -> bool:
+    """A body that was streamed through is gone; nothing else was sent twice."""
+    return isinstance(call.body, JsonBody)
+
+
+def _record_of(call: Call) -> RequestRecord:
+    key = call.body.get("prompt_cache_key") if isinstance(call.body, JsonBody) else None
+    return RequestRecord(
+        request_id=call.request_id,
+        started=time.time(),
+        route=call.route,
+        model=call.model,
+        tenant=call.tenant,
+        stream=call.streams,
+        prompt_cache_key=key if isinstance(key, str) else None,
+    )
+
+
+def _note_outcome(record: RequestRecord, outcome: Outcome) -> None:
+    record.status = outcome.status
+    record.reported_tokens = outcome.cached_tokens
+    record.error = outcome.error

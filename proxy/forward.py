@@ -1,0 +1,245 @@
+"""Passing one request to one engine and its answer back, byte for byte.
+
+send → refused? raise, nothing was sent to the client, so another engine may be tried
+     → error of the client's making: same status, OpenAI's shape
+     → JSON: read whole, so that an engine that dies in mid-answer costs the client nothing
+     → stream: chunk by chunk as it comes; an engine that dies is told in the stream, which then breaks
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from engine_adapter import (
+    EngineAdapter,
+    EngineRejected,
+    EngineUnavailable,
+    IncomingResponse,
+    JsonBody,
+    Transport,
+)
+from proxy.calls import Call, Reply
+
+# An engine that answers one of these has not served the request; another may.
+REFUSALS = frozenset({429, 500, 502, 503, 504})
+# Headers that end at a proxy, and those kvpin sets itself.
+_NOT_PASSED_ON = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "server",
+        "date",
+        "x-kv-cached-tokens",
+        "x-request-id",
+    }
+)
+# The usage chunk and [DONE] of a stream fit well within this.
+_TAIL_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a forwarded request: the status sent, and the cached tokens the engine reported."""
+
+    status: int
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    error: str | None = None
+
+
+class Forwarder:
+    """Sends requests to engines through the one transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def forward(
+        self,
+        adapter: EngineAdapter,
+        call: Call,
+        body: JsonBody | AsyncIterator[bytes],
+        reply: Reply,
+        headers: Mapping[str, str],
+        on_first_byte: Callable[[], None],
+    ) -> Outcome:
+        """Forwards and answers.
+
+        Args:
+            adapter: the engine's.
+            call: the request.
+            body: what of it goes to the engine.
+            reply: the client's side.
+            headers: added to the answer.
+            on_first_byte: called when the answer begins.
+
+        Raises:
+            EngineUnavailable, EngineRejected: before anything was sent to the client.
+        """
+        outgoing = adapter.prepare(call.method, call.path, call.headers, body)
+        async with await self._transport.send(outgoing) as response:
+            if response.status >= 400:  # noqa: PLR2004 - HTTP
+                return await _answer_error(response, reply, headers)
+            kept = [(n.lower(), v) for n, v in response.headers.items() if n.lower() not in _NOT_PASSED_ON]
+            kept += headers.items()
+            cached = adapter.cached_tokens(response.headers)
+            if _is_json(response.headers):
+                return await _answer_json(response, reply, kept, cached, on_first_byte)
+            return await _answer_stream(response, reply, kept, cached, on_first_byte)
+
+
+async def _answer_json(
+    response: IncomingResponse,
+    reply: Reply,
+    headers: list[tuple[str, str]],
+    cached: int | None,
+    on_first_byte: Callable[[], None],
+) -> Outcome:
+    content = await response.read()
+    on_first_byte()
+    usage = read_usage(content)
+    reported = cached if cached is not None else usage.cached_tokens
+    await reply.start(response.status, [*headers, *_cached_header(reported)])
+    await reply.finish(content)
+    return Outcome(response.status, reported, usage.prompt_tokens)
+
+
+async def _answer_stream(
+    response: IncomingResponse,
+    reply: Reply,
+    headers: list[tuple[str, str]],
+    cached: int | None,
+    on_first_byte: Callable[[], None],
+) -> Outcome:
+    chunks = response.chunks()
+    # Nothing is sent before the engine's first byte: until then the request can go elsewhere.
+    first = await anext(chunks, b"")
+    on_first_byte()
+    await reply.start(response.status, [*headers, *_cached_header(cached)])
+    await reply.write(first)
+    last = before = first
+    try:
+        async for chunk in chunks:
+            before, last = last, chunk
+            await reply.write(chunk)
+    except EngineUnavailable as error:
+        if _is_event_stream(response.headers):
+            await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
+        # Not finished on purpose: a clean end would pass for a complete answer.
+        return Outcome(response.status, cached, error=str(error))
+    await reply.finish()
+    if cached is not None:
+        return Outcome(response.status, cached)
+    usage = read_stream_usage((before + last if before is not last else last)[-_TAIL_BYTES:])
+    return Outcome(response.status, usage.cached_tokens, usage.prompt_tokens)
+
+
+async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:
+    """The engine's own error, in OpenAI's shape; raises when another engine may do better."""
+    content = await response.read()
+    error = read_error(content)
+    if response.status in REFUSALS:
+        raise EngineRejected(error.message, status=response.status, param=error.param)
+    kind = error.type or "invalid_request_error"
+    body = error_body(error.message, kind=kind, param=error.param, code=error.code)
+    await reply.start(response.status, [("content-type", "application/json"), *headers.items()])
+    await reply.finish(body)
+    return Outcome(response.status, error=error.message)
+
+
+def _cached_header(cached: int | None) -> list[tuple[str, str]]:
+    return [] if cached is None else [("x-kvpin-cached-tokens", str(cached))]
+
+
+def _is_json(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-type", "").startswith("application/json")
+
+
+def _is_event_stream(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-type", "").startswith("text/event-stream")
+
+
+# --- what is read of an answer: usage and errors ------------------------------------------------
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Prompt tokens and reused prompt tokens, None where the engine does not say."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def read_usage(content: bytes) -> Usage:
+    """Usage of a JSON answer; empty when it is no OpenAI answer."""
+    try:
+        usage = _decode_answer(content).usage
+    except msgspec.DecodeError:
+        return Usage()
+    if usage is None:
+        return Usage()
+    details = usage.prompt_tokens_details
+    return Usage(usage.prompt_tokens, details.cached_tokens if details is not None else None)
+
+
+def read_stream_usage(tail: bytes) -> Usage:
+    """Usage from the last bytes of an event stream, if its client asked for it."""
+    for line in reversed(tail.splitlines()):
+        if line.startswith(b"data: {") and b'"usage"' in line:
+            return read_usage(line[6:])
+    return Usage()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineErrorBody:
+    """An engine's error, whichever shape it came in."""
+
+    message: str
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
+def read_error(content: bytes) -> EngineErrorBody:
+    """Reads OpenAI's nested shape, flat ones (`message`), bare strings and FastAPI's `detail`."""
+    try:
+        body = msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        body = content.decode(errors="replace").strip()
+    if isinstance(body, dict):
+        inner = body.get("error", body)
+        body = inner if isinstance(inner, dict) else {"message": inner}
+        message = body.get("message", body.get("detail"))
+        text = {name: body.get(name) for name in ("type", "param", "code")}
+        strings = {name: value if isinstance(value, str) else None for name, value in text.items()}
+        return EngineErrorBody(message if isinstance(message, str) else str(message), **strings)
+    return EngineErrorBody(str(body) or "the engine gave no reason")
+
+
+def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    """An error in OpenAI's shape."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

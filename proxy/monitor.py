@@ -1,0 +1,131 @@
+"""The life of one engine: connect, join its pool, follow its events, check its health, leave, begin again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import structlog
+
+from engine_adapter import Capability, EngineError, EngineInfo, EngineUnavailable
+from proxy.fleet import Engine, EngineState, Fleet, Pool
+from proxy.ingest import Ingest
+from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
+from proxy.tasks import Supervisor
+
+log = structlog.get_logger(__name__)
+
+MAX_BACKOFF_S = 5.0
+
+
+class Monitor:
+    """Watches the engines of a fleet.
+
+    Args:
+        fleet: the engines.
+        tasks: runs one watch per engine.
+        ingest: follows the events of engines that are ready; None without reuse.
+        tables: p-tuning tables every engine must know before it gets requests.
+        interval_s: time between health checks of a ready engine.
+        timeout_s: how long one check may take.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        tasks: Supervisor,
+        ingest: Ingest | None,
+        tables: PromptTables,
+        *,
+        interval_s: float = 1.0,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._fleet = fleet
+        self._tasks = tasks
+        self._ingest = ingest
+        self._tables = tables
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+
+    def watch(self, engine: Engine) -> None:
+        """Starts looking after an engine of the fleet."""
+        self._tasks.start(f"watch {engine.id}", self._watch(engine))
+
+    def forget(self, engine: Engine) -> None:
+        """Stops looking after it."""
+        self._tasks.cancel(f"watch {engine.id}")
+        if self._ingest is not None:
+            self._ingest.leave(engine)
+
+    async def _watch(self, engine: Engine) -> None:
+        backoff_s = self._interval_s / 4
+        while True:
+            try:
+                await self._connect(engine)
+                backoff_s = self._interval_s / 4
+                await self._until_lost(engine)
+            except (EngineError, TimeoutError) as error:
+                self._lose(engine, error)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _connect(self, engine: Engine) -> None:
+        """From unreachable to ready."""
+        async with asyncio.timeout(self._timeout_s):
+            info = await engine.adapter.connect()
+        pool = self._fleet.join(engine, info)
+        await self._give_tables(engine)
+        if pool.prompts is None:
+            pool.prompts = await self._make_prompts(engine, info, pool)
+        if self._ingest is not None:
+            self._ingest.follow(engine, pool)
+        if engine.state is not EngineState.DRAINING:
+            engine.state = EngineState.READY
+        engine.last_error = None
+        log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
+
+    async def _until_lost(self, engine: Engine) -> None:
+        """Checks a connected engine until it fails a check or turns out to be another process."""
+        while True:
+            engine.check_now.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(engine.check_now.wait(), self._interval_s)
+            async with asyncio.timeout(self._timeout_s):
+                if engine.state is EngineState.SUSPECT:
+                    await self._recheck(engine)
+                else:
+                    await engine.adapter.load()
+
+    async def _recheck(self, engine: Engine) -> None:
+        """A request failed: is it still the same process?"""
+        info = await engine.adapter.connect()
+        if engine.info is None or info.instance != engine.info.instance:
+            raise EngineUnavailable("the engine was restarted")
+        engine.state = EngineState.READY
+
+    def _lose(self, engine: Engine, error: Exception) -> None:
+        """The engine is gone, and with it all that was known of its KV."""
+        if engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
+            log.warning("engine is lost", engine=engine.id, error=str(error) or "no answer in time")
+        if engine.state is not EngineState.DRAINING:
+            engine.state = EngineState.DOWN if engine.info is not None else EngineState.CONNECTING
+        engine.last_error = str(error) or "no answer in time"
+        engine.audit.lost("the engine is down")
+        if self._ingest is not None:
+            self._ingest.leave(engine)
+        self._fleet.leave(engine)
+
+    async def _give_tables(self, engine: Engine) -> None:
+        if engine.can(Capability.PROMPT_TABLES):
+            for table in self._tables.list():
+                await engine.adapter.put_prompt_table(table)
+
+    async def _make_prompts(self, engine: Engine, info: EngineInfo, pool: Pool) -> PromptBuilder:
+        """The pool's tokeniser, checked against the engine once."""
+        builder = await asyncio.to_thread(
+            PromptBuilder, info, tables=self._tables, tokenizer=engine.adapter.spec.tokenizer
+        )
+        exactness = await verify_exactness(builder, engine.adapter)
+        level = log.info if exactness.ok else log.warning
+        level("tokenisation checked against the engine", model=pool.model, detail=exactness.detail)
+        return builder
