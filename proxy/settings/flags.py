@@ -1,0 +1,62 @@
+"""The compact forms of `--engine` and `--managed`."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from proxy.settings.models import EngineSettings, ManagedSettings, SettingsError
+
+_OPTIONS = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
+
+
+def parse_engine_flag(text: str) -> EngineSettings:
+    """Reads `KIND=URL[,name=value…]`, e.g. `vllm=http://gpu1:8000,tokenizer=Qwen/Qwen3-8B`.
+
+    Raises:
+        SettingsError: saying what is wrong; option values are not repeated, one may be a key.
+    """
+    head, *options = text.split(",")
+    kind, equals, url = head.partition("=")
+    if not equals or not kind.strip() or not url.strip():
+        raise SettingsError(f"--engine {head!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000")
+    label = f"--engine {kind.strip()}=…"
+    if "://" not in url:
+        raise SettingsError(f"{label}: the address needs a scheme: http://… or https://…")
+    values: dict[str, str] = {"kind": kind.strip(), "url": url.strip()}
+    for option in options:
+        name, equals, value = option.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in _OPTIONS:
+            raise SettingsError(f"{label}: unknown option {name!r}; known: {', '.join(_OPTIONS)}")
+        if not equals or not value.strip():
+            raise SettingsError(f"{label}: option {name!r} needs a value: {name}=…")
+        if name in values:
+            raise SettingsError(f"{label}: option {name!r} is given twice")
+        values[name] = value.strip()
+    try:
+        return EngineSettings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(f"{label}: {_first(error)}") from None
+
+
+def parse_managed_flag(text: str) -> ManagedSettings:
+    """Reads `KIND: command line`, e.g. `embedded: --kv-blocks 512` or
+    `llama_server: llama-server -m model.gguf --port {port}`; `embedded` alone takes its defaults.
+
+    Raises:
+        SettingsError: saying what is wrong.
+    """
+    kind, colon, command = text.partition(":")
+    kind = kind.strip()
+    if not kind or (not colon and " " in kind):
+        raise SettingsError(f"--managed {text!r}: write KIND: command line, e.g. 'embedded: --kv-blocks 512'")
+    try:
+        return ManagedSettings.model_validate({"kind": kind, "command": command})
+    except ValidationError as error:
+        raise SettingsError(f"--managed {kind!r}: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = f"{first['loc'][0]}: " if first["loc"] else ""
+    return where + first["msg"].removeprefix("Value error, ")

@@ -1,0 +1,176 @@
+"""Flags + environment + TOML file → Settings. Whatever is wrong is one sentence that says where."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import SettingsError as SourceError
+
+from proxy.settings.models import Settings, SettingsError
+
+PREFIX = "KVPIN_"
+DELIMITER = "__"
+CONFIG_VARIABLE = "KVPIN_CONFIG"
+REUSE_SWITCHES = ("ENABLE_KV_CACHE_REUSE", "NIM_ENABLE_KV_CACHE_REUSE")
+_SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
+
+
+def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa: ANN401 - checked by the model
+    """The settings. Lowest to highest: defaults, TOML file, reuse switches, KVPIN_ variables, flags.
+
+    Args:
+        config: a TOML file; None takes the one that KVPIN_CONFIG names, if any.
+        flags: settings by name, nested ones as mappings; None means "not given".
+
+    Raises:
+        SettingsError: an unknown key anywhere, or a value that cannot be used.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if config is None and os.environ.get(CONFIG_VARIABLE):
+        config = Path(os.environ[CONFIG_VARIABLE])
+    from_file = _read_toml(config) if config is not None else {}
+    _check_variables()
+    switches = _read_switches()
+
+    class LoadedSettings(Settings):
+        """Settings with this call's sources."""
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the base class names it
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            lower = [InitSettingsSource(settings_cls, init_kwargs=layer) for layer in (switches, from_file)]
+            return (init_settings, env_settings, *lower)
+
+    try:
+        return LoadedSettings(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise SettingsError(_sentence(first, given, from_file, config)) from None
+    except SourceError as error:
+        raise SettingsError(f"{error}: the value must be JSON") from error
+
+
+def _read_toml(config: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(config.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SettingsError(f"settings file {str(config)!r} cannot be read: {reason}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"settings file {str(config)!r} is not TOML: {error}") from error
+    for parents, name, known in _unknown_keys(values, Settings, ()):
+        full = ".".join((*parents, name))
+        raise SettingsError(f"unknown setting {full!r} in {str(config)!r}: {_hint(name, known)}")
+    return values
+
+
+def _unknown_keys(
+    values: Mapping[str, Any], model: type[BaseModel], parents: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
+    """Keys no setting has, each with its parents and the names that exist beside it."""
+    for name, value in values.items():
+        if name not in model.model_fields:
+            yield parents, name, list(model.model_fields)
+            continue
+        part = _part_model(model, name)
+        if part is None:
+            continue
+        if isinstance(value, Mapping):
+            yield from _unknown_keys(value, part, (*parents, name))
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    yield from _unknown_keys(item, part, (*parents, f"{name}[{index}]"))
+
+
+def _part_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The model of a nested setting, or of the entries of a list of them."""
+    annotation = model.model_fields[name].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _check_variables() -> None:
+    """Refuses KVPIN_ variables that no setting reads: a misspelt one must not pass in silence."""
+    for variable in os.environ:
+        if not variable.upper().startswith(PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        model: type[BaseModel] | None = Settings
+        for name in variable[len(PREFIX) :].lower().split(DELIMITER):
+            if model is None or name not in model.model_fields:
+                known = list(model.model_fields) if model is not None else []
+                raise SettingsError(f"unknown environment variable {variable!r}: {_hint(name, known)}")
+            model = _part_model(model, name)
+
+
+def _read_switches() -> dict[str, bool]:
+    """`reuse` as NIM and its users spell it."""
+    found: dict[str, bool] = {}
+    for name in REUSE_SWITCHES:
+        text = os.environ.get(name)
+        if not text:  # compose files set what they do not have to nothing
+            continue
+        value = _SWITCH_VALUES.get(text.strip().lower())
+        if value is None:
+            raise SettingsError(f"environment variable {name} is {text!r}: use 1, 0, true or false")
+        found[name] = value
+    if len(set(found.values())) > 1:
+        raise SettingsError(f"{' and '.join(found)} contradict each other: set one of them")
+    return {"reuse": any(found.values())} if found else {}
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.6)
+    near = near or [candidate for candidate in known if name.lower() in candidate]
+    if near:
+        return f"did you mean {' or '.join(repr(match) for match in near)}?"
+    return f"known here: {', '.join(known)}" if known else "this setting has no parts"
+
+
+def _sentence(
+    error: ErrorDetails, given: Mapping[str, Any], from_file: Mapping[str, Any], config: Path | None
+) -> str:
+    """One sentence for the first validation error; values are left out, they may be secret."""
+    location = error["loc"]
+    message = error["msg"].removeprefix("Value error, ")
+    if not location:
+        return message
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)[1:]
+    top = str(location[0])
+    variable = _variable_of(location)
+    if top in given:
+        origin = "given as a flag"
+    elif variable is not None:
+        origin = f"from environment variable {variable}"
+    elif top in from_file:
+        origin = f"in {str(config)!r}"
+    else:
+        origin = "by default"
+    return f"setting {name!r} ({origin}) cannot be used: {message[:1].lower()}{message[1:]}"
+
+
+def _variable_of(location: tuple[int | str, ...]) -> str | None:
+    """The KVPIN_ variable that sets `location` or something above it, the longest first."""
+    parts = [str(part).upper() for part in location]
+    names = {name.upper(): name for name in os.environ}
+    for length in range(len(parts), 0, -1):
+        found = names.get(PREFIX + DELIMITER.join(parts[:length]))
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,280 @@
+"""The settings, typed. Their docstrings are the reference: one line a field, units in the name."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Iterable
+from itertools import count
+from typing import Annotated, Literal, Self, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from engine_adapter.types import EngineSpec
+
+
+class SettingsError(ValueError):
+    """Settings kvpin cannot start with; the text says which, where and why, in one sentence."""
+
+
+def _kind(value: str) -> str:
+    return value.replace("-", "_")
+
+
+def _url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("an address must look like http://host:port")
+    if parts.username or parts.password:
+        raise ValueError("credentials do not belong in an address: use api_key")
+    if parts.query or parts.fragment:
+        raise ValueError("an address must end with its path")
+    return value.rstrip("/")
+
+
+def _secret(value: SecretStr) -> SecretStr:
+    if not value.get_secret_value().strip():
+        raise ValueError("a key must not be empty")
+    return value
+
+
+def _words(value: object) -> object:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+Kind = Annotated[str, AfterValidator(_kind), StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$")]
+EngineId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Url = Annotated[str, AfterValidator(_url)]
+Secret = Annotated[SecretStr, AfterValidator(_secret)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Size = Annotated[ByteSize, Field(gt=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _EngineOptions(_Part):
+    """What can be said of an engine whether or not kvpin starts it."""
+
+    id: EngineId = ""
+    model: str | None = None
+    tokenizer: str | None = None
+    api_key: Secret | None = None
+    events: str | None = None
+    host_cache_dir: str | None = None
+    host_cache_bytes: Size | None = None
+
+    def _spec(self, kind: str, url: str) -> EngineSpec:
+        return EngineSpec(
+            kind=kind,
+            url=url,
+            id=self.id,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            api_key=self.api_key.get_secret_value() if self.api_key else None,
+            events=self.events,
+            host_cache_dir=self.host_cache_dir,
+            host_cache_bytes=self.host_cache_bytes,
+        )
+
+
+class EngineSettings(_EngineOptions):
+    """An engine that runs elsewhere.
+
+    Attributes:
+        kind: its framework, e.g. `vllm`.
+        url: address of its HTTP server, without `/v1`.
+        id: its name in kvpin, `<kind>-<number>` by default.
+        model: the served name, where the engine does not say.
+        tokenizer: directory or hub id, where the engine does not say.
+        api_key: sent to it instead of the client's key.
+        events: address of its KV events, where the engine does not say.
+        host_cache_dir: directory of the KV files it saves.
+        host_cache_bytes: room for them.
+    """
+
+    kind: Kind
+    url: Url
+
+    def spec(self) -> EngineSpec:
+        """The description adapters are made from."""
+        return self._spec(self.kind, self.url)
+
+
+class ManagedSettings(_EngineOptions):
+    """An engine that kvpin starts, watches and restarts.
+
+    Attributes:
+        kind: its framework.
+        command: for `embedded` the options of `kvpin engine`; for any other kind the whole command
+            line, in which `{port}` stands for the port kvpin picks. Text is split as a shell splits it.
+    """
+
+    kind: Kind
+    # Not in repr: a command line may hold a key.
+    command: Annotated[tuple[str, ...], BeforeValidator(_words)] = Field(default=(), repr=False)
+
+    @model_validator(mode="after")
+    def _check_command(self) -> Self:
+        if self.kind == "embedded":
+            for word in self.command:
+                if word.split("=")[0] in ("--port", "--host"):
+                    raise ValueError(f"{word.split('=')[0]} is chosen by kvpin: leave it out")
+        elif not any("{port}" in word for word in self.command):
+            raise ValueError("the command must say {port} where the engine takes its port")
+        return self
+
+    def spec(self, port: int) -> EngineSpec:
+        """The description of the engine once it listens on `port`."""
+        return self._spec(self.kind, f"http://127.0.0.1:{port}")
+
+
+class ApiKeySettings(_Part):
+    """A key that clients may use, and the tenant it belongs to.
+
+    Attributes:
+        key: the key itself.
+        tenant: keys of one tenant share KV; a key without one is a tenant of its own.
+    """
+
+    key: Secret
+    tenant: Tenant | None = None
+
+    @property
+    def tenant_id(self) -> str:
+        """The tenant; for a key without one a name that stays the same and does not tell the key.
+
+        It holds a colon, which a tenant's own name cannot: the two never meet.
+        """
+        if self.tenant is not None:
+            return self.tenant
+        digest = hashlib.blake2b(self.key.get_secret_value().encode(), digest_size=8, person=b"kvpin tenant")
+        return f"key:{digest.hexdigest()}"
+
+
+class LimitSettings(_Part):
+    """Bounds on memory.
+
+    Attributes:
+        body_bytes: longest request body.
+        request_records: requests kept for `GET /admin/v1/requests`.
+        prompt_table_bytes: all registered prompt tables together.
+    """
+
+    body_bytes: Size = ByteSize(64 * 2**20)
+    request_records: Annotated[int, Field(ge=0, le=1_000_000)] = 512
+    prompt_table_bytes: Size = ByteSize(512 * 2**20)
+
+
+class LogSettings(_Part):
+    """Log lines on standard error.
+
+    Attributes:
+        format: `json`, `pretty`, or `auto`: pretty on a terminal.
+        level: the least severe level that is written.
+    """
+
+    format: Literal["auto", "json", "pretty"] = "auto"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class HealthSettings(_Part):
+    """How engines are watched.
+
+    Attributes:
+        interval_s: from one health check to the next.
+        timeout_s: after which a check counts as failed.
+    """
+
+    interval_s: Seconds = 5.0
+    timeout_s: Seconds = 5.0
+
+
+class Settings(BaseSettings):
+    """Everything the operator decides. Made by `load_settings`.
+
+    Attributes:
+        host: address to listen on.
+        port: port to listen on, 0 for any free one.
+        reuse: route by KV cache; without it kvpin is a least-loaded balancer.
+        engines: engines that run elsewhere.
+        managed: engines that kvpin starts.
+        api_keys: keys of clients; with none, everybody may use the data plane.
+        admin_key: key of the admin API; with none, it answers to this machine alone.
+        limits: bounds on memory.
+        logs: log lines.
+        retries: other engines tried before the first byte of an answer.
+        health: how engines are watched.
+        graceful_shutdown_s: time running answers get when kvpin stops.
+        pending_ttl_s: how long a placement is believed before an event or a response confirms it.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="KVPIN_", env_nested_delimiter="__", case_sensitive=False
+    )
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    reuse: bool = False
+    engines: tuple[EngineSettings, ...] = ()
+    managed: tuple[ManagedSettings, ...] = ()
+    api_keys: tuple[ApiKeySettings, ...] = ()
+    admin_key: Secret | None = None
+    limits: LimitSettings = LimitSettings()
+    logs: LogSettings = LogSettings()
+    retries: Annotated[int, Field(ge=0, le=10)] = 2
+    health: HealthSettings = HealthSettings()
+    graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    pending_ttl_s: Seconds = 30.0
+
+    @model_validator(mode="after")
+    def _name_engines(self) -> Self:
+        """Gives each engine without an id the first free `<kind>-<number>`."""
+        taken = _distinct(engine.id for engine in (*self.engines, *self.managed) if engine.id)
+        # The model is frozen to everybody else; this is its own construction.
+        object.__setattr__(self, "engines", tuple(_named(engine, taken) for engine in self.engines))
+        object.__setattr__(self, "managed", tuple(_named(engine, taken) for engine in self.managed))
+        return self
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        keys = [entry.key.get_secret_value() for entry in self.api_keys]
+        if len(set(keys)) != len(keys):
+            raise ValueError("api_keys has one key twice")
+        if self.admin_key and self.admin_key.get_secret_value() in keys:
+            raise ValueError("admin_key must differ from every key in api_keys")
+        return self
+
+
+def _distinct(ids: Iterable[str]) -> set[str]:
+    seen: set[str] = set()
+    for engine_id in ids:
+        if engine_id in seen:
+            raise ValueError(f"two engines have the id {engine_id!r}")
+        seen.add(engine_id)
+    return seen
+
+
+_Engine = TypeVar("_Engine", EngineSettings, ManagedSettings)
+
+
+def _named(engine: _Engine, taken: set[str]) -> _Engine:
+    if engine.id:
+        return engine
+    name = next(name for n in count() if (name := f"{engine.kind}-{n}") not in taken)
+    taken.add(name)
+    return engine.model_copy(update={"id": name})

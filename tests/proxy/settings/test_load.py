@@ -1,0 +1,186 @@
+import pytest
+
+from proxy.settings import EngineSettings, SettingsError, load_settings
+
+FILE = """
+port = 9000
+reuse = true
+retries = 1
+
+[limits]
+body_bytes = "1MiB"
+request_records = 7
+
+[[engines]]
+kind = "vllm"
+url = "http://127.0.0.1:8001"
+
+[[managed]]
+kind = "embedded"
+command = "--kv-blocks 64"
+
+[[api_keys]]
+key = "sk-1"
+tenant = "a"
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "kvpin.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_file_sets_everything(write):
+    settings = load_settings(write(FILE))
+    assert (settings.port, settings.reuse, settings.retries) == (9000, True, 1)
+    assert (settings.limits.body_bytes, settings.limits.request_records) == (2**20, 7)
+    assert [e.id for e in settings.engines] == ["vllm-0"]
+    assert settings.managed[0].command == ("--kv-blocks", "64")
+    assert settings.api_keys[0].tenant_id == "a"
+
+
+def test_flags_win_over_variables_and_these_over_the_file(write, monkeypatch):
+    monkeypatch.setenv("KVPIN_PORT", "9001")
+    monkeypatch.setenv("KVPIN_RETRIES", "3")
+    monkeypatch.setenv("kvpin_limits__body_bytes", "2MiB")
+    settings = load_settings(write(FILE), port=9002, host=None, limits={"prompt_table_bytes": 5})
+    assert (settings.port, settings.retries, settings.host) == (9002, 3, "127.0.0.1")
+    limits = settings.limits
+    assert (limits.body_bytes, limits.request_records, limits.prompt_table_bytes) == (2 * 2**20, 7, 5)
+
+
+def test_lists_come_from_variables_as_json_and_from_flags_as_objects(monkeypatch):
+    monkeypatch.setenv("KVPIN_ENGINES", '[{"kind": "sglang", "url": "http://127.0.0.1:1"}]')
+    assert load_settings().engines[0].kind == "sglang"
+    flag = EngineSettings(kind="vllm", url="http://127.0.0.1:2")
+    assert [e.kind for e in load_settings(engines=[flag]).engines] == ["vllm"]
+
+
+def test_the_file_can_be_named_by_a_variable(write, monkeypatch):
+    monkeypatch.setenv("KVPIN_CONFIG", str(write("port = 9003")))
+    assert load_settings().port == 9003
+
+
+@pytest.mark.parametrize("name", ["ENABLE_KV_CACHE_REUSE", "NIM_ENABLE_KV_CACHE_REUSE"])
+@pytest.mark.parametrize(
+    ("text", "reuse"), [("", False), ("1", True), ("True", True), ("0", False), ("false", False)]
+)
+def test_the_reuse_switch(monkeypatch, name, text, reuse):
+    monkeypatch.setenv(name, text)
+    assert load_settings().reuse is reuse
+
+
+def test_the_switch_wins_over_the_file_and_loses_to_ours(write, monkeypatch):
+    monkeypatch.setenv("ENABLE_KV_CACHE_REUSE", "0")
+    assert load_settings(write("reuse = true")).reuse is False
+    monkeypatch.setenv("KVPIN_REUSE", "1")
+    assert load_settings().reuse is True
+    assert load_settings(reuse=False).reuse is False
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"ENABLE_KV_CACHE_REUSE": "maybe"},
+            "environment variable ENABLE_KV_CACHE_REUSE is 'maybe': use 1, 0, true or false",
+        ),
+        (
+            {"ENABLE_KV_CACHE_REUSE": "1", "NIM_ENABLE_KV_CACHE_REUSE": "0"},
+            "ENABLE_KV_CACHE_REUSE and NIM_ENABLE_KV_CACHE_REUSE contradict each other: set one of them",
+        ),
+        ({"KVPIN_PROT": "1"}, "unknown environment variable 'KVPIN_PROT': did you mean 'port'?"),
+        (
+            {"KVPIN_LIMITS__BODY": "1"},
+            "unknown environment variable 'KVPIN_LIMITS__BODY': did you mean 'body_bytes'?",
+        ),
+        (
+            {"KVPIN_PORT__X": "1"},
+            "unknown environment variable 'KVPIN_PORT__X': this setting has no parts",
+        ),
+        (
+            {"KVPIN_HEALTH__ZZZ": "1"},
+            "unknown environment variable 'KVPIN_HEALTH__ZZZ': known here: interval_s, timeout_s",
+        ),
+        (
+            {"KVPIN_PORT": "many"},
+            "setting 'port' (from environment variable KVPIN_PORT) cannot be used: input should be a valid integer",
+        ),
+        (
+            {"KVPIN_RETRIES": "-1"},
+            "setting 'retries' (from environment variable KVPIN_RETRIES) cannot be used: input should be greater",
+        ),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+    assert str(caught.value).startswith(message)
+
+
+def test_a_list_that_is_not_json_names_its_variable(monkeypatch):
+    monkeypatch.setenv("KVPIN_ENGINES", "vllm=http://x:1")
+    with pytest.raises(SettingsError, match=r"engines.*must be JSON"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot = 1", "unknown setting 'prot' in {file}: did you mean 'port'?"),
+        (
+            "[limits]\nrecords = 1",
+            "unknown setting 'limits.records' in {file}: did you mean 'request_records'?",
+        ),
+        (
+            "[[engines]]\nkind = 'vllm'\nurl = 'http://x:1'\ntokeniser = 'x'",
+            "unknown setting 'engines[0].tokeniser' in {file}: did you mean 'tokenizer'?",
+        ),
+        ("[[engines]]\nkind = 'vllm'", "setting 'engines[0].url' (in {file}) cannot be used: field required"),
+        (
+            "[[engines]]\nkind = 'vllm'\nurl = 'x:1'",
+            "setting 'engines[0].url' (in {file}) cannot be used: an address must look like http://host:port",
+        ),
+        ("limits = 3", "setting 'limits' (in {file}) cannot be used: "),
+        ("admin_key = ''", "setting 'admin_key' (in {file}) cannot be used: a key must not be empty"),
+        ("admin_key = 'a'\n[[api_keys]]\nkey = 'a'", "admin_key must differ from every key in api_keys"),
+        ("port = ", "settings file {file} is not TOML: "),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(write, text, message):
+    path = write(text)
+    with pytest.raises(SettingsError) as caught:
+        load_settings(path)
+    assert str(caught.value).startswith(message.format(file=repr(str(path))))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(SettingsError, match=r"nowhere.toml' cannot be read: No such file"):
+        load_settings(tmp_path / "nowhere.toml")
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    path = tmp_path / "kvpin.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match="not UTF-8"):
+        load_settings(path)
+
+
+def test_a_wrong_flag_is_called_a_flag():
+    with pytest.raises(SettingsError, match=r"setting 'port' \(given as a flag\) cannot be used"):
+        load_settings(port="many")
+
+
+def test_an_error_does_not_repeat_a_value_that_may_be_secret(write):
+    path = write("[[api_keys]]\nkey = 'hush'\ntenant = 'not a tenant'\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(path)
+    assert "hush" not in str(caught.value)

@@ -1,0 +1,88 @@
+import pytest
+from pydantic import ValidationError
+
+from proxy.settings import ApiKeySettings, EngineSettings, LimitSettings, ManagedSettings, Settings
+
+URL = "http://127.0.0.1:8000"
+
+
+def test_defaults_bind_to_this_machine_and_leave_reuse_off():
+    settings = Settings()
+    assert (settings.host, settings.port, settings.reuse) == ("127.0.0.1", 8000, False)
+    assert settings.limits.body_bytes == 64 * 2**20
+    assert settings.limits.request_records == 512
+
+
+def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
+    settings = Settings(
+        engines=[
+            EngineSettings(kind="vllm", url=URL),
+            EngineSettings(kind="vllm", url=URL, id="vllm-1"),
+            EngineSettings(kind="vllm", url=URL),
+            EngineSettings(kind="tensorrt-llm", url=URL),
+        ],
+        managed=[ManagedSettings(kind="embedded"), ManagedSettings(kind="embedded", id="main")],
+    )
+    assert [e.id for e in settings.engines] == ["vllm-0", "vllm-1", "vllm-2", "tensorrt_llm-0"]
+    assert [e.id for e in settings.managed] == ["embedded-0", "main"]
+
+
+def test_two_engines_cannot_have_one_id():
+    with pytest.raises(ValidationError, match="two engines have the id 'a'"):
+        Settings(
+            engines=[EngineSettings(kind="vllm", url=URL, id="a")],
+            managed=[ManagedSettings(kind="embedded", id="a")],
+        )
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        Settings().port = 1
+    with pytest.raises(ValidationError, match="frozen"):
+        LimitSettings().body_bytes = 1
+
+
+def test_a_key_without_tenant_is_a_tenant_of_its_own():
+    one, same, other = (ApiKeySettings(key=key) for key in ("sk-one", "sk-one", "sk-two"))
+    assert one.tenant_id == same.tenant_id != other.tenant_id
+    assert "sk-one" not in one.tenant_id
+    assert ApiKeySettings(key="sk-one", tenant="team-a").tenant_id == "team-a"
+
+
+def test_a_tenant_cannot_take_the_name_of_another_key():
+    with pytest.raises(ValidationError, match="tenant"):
+        ApiKeySettings(key="sk-two", tenant=ApiKeySettings(key="sk-one").tenant_id)
+
+
+def test_no_secret_shows():
+    settings = Settings(
+        api_keys=[ApiKeySettings(key="hush-1")],
+        admin_key="hush-2",
+        engines=[EngineSettings(kind="vllm", url=URL, api_key="hush-3")],
+        managed=[
+            ManagedSettings(kind="vllm", command="vllm --port {port} --api-key hush-4", api_key="hush-4")
+        ],
+    )
+    assert "hush" not in f"{settings!r} {settings} {settings.engines[0].spec()!r}"
+    assert settings.managed[0].spec(1).api_key == "hush-4"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"api_keys": [{"key": "a"}, {"key": "a", "tenant": "t"}]}, "one key twice"),
+        ({"api_keys": [{"key": "a"}], "admin_key": "a"}, "admin_key must differ"),
+        ({"api_keys": [{"key": " "}]}, "must not be empty"),
+        ({"admin_key": ""}, "must not be empty"),
+        ({"port": 65536}, "less than or equal to 65535"),
+        ({"retries": -1}, "greater than or equal to 0"),
+        ({"health": {"interval_s": 0}}, "greater than 0"),
+        ({"health": {"interval_s": float("inf")}}, "finite"),
+        ({"logs": {"level": "loud"}}, "'debug', 'info'"),
+        ({"limits": {"body_bytes": "-1"}}, "body_bytes"),
+        ({"colour": "red"}, "Extra inputs"),
+    ],
+)
+def test_values_that_cannot_be_used(values, message):
+    with pytest.raises(ValidationError, match=message):
+        Settings(**values)
