@@ -1,57 +1,221 @@
-"""The KV cache: which blocks hold what. Pure: it decides, a `BlockCopier` copies."""
+"""The KV cache: which blocks hold what, for running sequences and after them.
+
+Pure: it decides, a `BlockCopier` copies. A sequence begins with the longest chain of cached blocks that
+starts its tokens, grows by free blocks, and its full blocks enter the tree as they are computed.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
 from typing import Any
 
-from engine_adapter.types import BlocksStored, KvTarget, Pinned
+from engine_adapter.torch_engine.kv_admin import KvAdmin, SliceResult, block_key, block_keys
+from engine_adapter.torch_engine.kv_node import Node
+from engine_adapter.torch_engine.kv_tree import BlockCopier, KvTree
+from engine_adapter.types import BlocksStored, ExtraIds, KvEvent, KvTarget, Pinned, Tier, TokenIds
+
+__all__ = ["BlockCopier", "KvCache", "KvSequence", "SliceResult"]
 
 
-@dataclass(frozen=True, slots=True)
-class SliceResult:
-    """What one slice of a flush, offload or restore did, in blocks.
+class KvSequence:
+    """The tokens of one request and where their KV lies.
 
     Attributes:
-        moved: blocks dropped or moved. bytes: their size.
-        remaining: blocks another call can still move.
-        left: blocks that had to stay, by reason: `in_use`, `pinned`, `no_room`.
+        tokens, extra_ids: prompt and output so far.
+        computed: tokens whose KV lies in `blocks`.
+        blocks: GPU slots in order, all that are reserved; the first `len(path)` are the tree's.
+        path: the full blocks in the tree that the sequence holds.
     """
 
-    moved: int
-    bytes: int
-    remaining: int
-    left: dict[str, int]
+    __slots__ = ("blocks", "computed", "extra_ids", "path", "priority", "root", "salt", "tokens")
+
+    def __init__(
+        self, tokens: TokenIds[int], extra_ids: ExtraIds[int] | None, salt: str | None, priority: int = 0
+    ) -> None:
+        self.tokens: array[int] = array("i", tokens)
+        self.extra_ids: array[int] | None = None if extra_ids is None else array("Q", extra_ids)
+        self.salt = salt
+        self.priority = priority
+        self.root: Node | None = None
+        self.path: list[Node] = []
+        self.blocks: array[int] = array("i")
+        self.computed = 0
+
+    def append(self, token: int) -> None:
+        """Adds a generated token."""
+        self.tokens.append(token)
+        if self.extra_ids is not None:
+            self.extra_ids.append(0)
+
+    @property
+    def tip(self) -> Node:
+        """The last block of the tree it holds, the root when it holds none. Only of a begun sequence."""
+        if self.path:
+            return self.path[-1]
+        if self.root is None:
+            raise ValueError("the sequence has not begun")
+        return self.root
 
 
 class KvCache:
     """Blocks of two tiers in a prefix tree. Not thread-safe: use it through `Engine.call`."""
 
+    def __init__(
+        self,
+        *,
+        gpu_blocks: int,
+        host_blocks: int,
+        tokens_per_block: int,
+        block_bytes: int,
+        copier: BlockCopier,
+    ) -> None:
+        self.tokens_per_block = tokens_per_block
+        self.tree = KvTree(
+            gpu_blocks=gpu_blocks, host_blocks=host_blocks, tokens_per_block=tokens_per_block, copier=copier
+        )
+        self._admin = KvAdmin(self.tree, block_bytes)
+
+    # --- sequences -------------------------------------------------------------------------------
+
+    def begin(self, sequence: KvSequence, *, spare: int = 0) -> bool:
+        """Reserves blocks for all tokens of a sequence, the longest cached prefix first (host blocks of
+        it are restored), and `spare` more that are only made sure of.
+
+        `computed` is then the reused tokens, at most all but the last, in full blocks. False, and nothing
+        changed, when there is no room.
+        """
+        root = self.tree.hold_root(sequence.salt)
+        path = self.tree.walk(root, self._keys_after(sequence, 0))
+        for node in path:
+            self.tree.hold(node)
+        on_host = [node for node in path if node.tier is Tier.HOST]
+        fresh = self._blocks_for(len(sequence.tokens)) - len(path)
+        needed = fresh + len(on_host)
+        if needed + spare > self.tree.gpu.free + self.tree.idle:
+            for node in reversed(path):
+                self.tree.release(node)
+            self.tree.release_root(root)
+            return False
+        self.tree.make_room(needed)
+        self.tree.restore(on_host)
+        self.tree.touch(path, sequence.priority)
+        sequence.root, sequence.path = root, path
+        sequence.blocks = array("i", [node.slot for node in path]) + self.tree.gpu.take_many(fresh)
+        sequence.computed = len(path) * self.tokens_per_block
+        return True
+
+    def extend(self, sequence: KvSequence) -> int:
+        """Takes over blocks that others have computed since `begin`, in place of reserved ones.
+
+        Does so only between blocks, and below the last token. Returns the tokens gained.
+        """
+        size = self.tokens_per_block
+        held = len(sequence.path)
+        if sequence.computed != held * size:
+            return 0
+        more = self.tree.walk(sequence.tip, self._keys_after(sequence, held))
+        for index, node in enumerate(more, start=held):
+            self.tree.hold(node)
+            if node.tier is Tier.HOST:
+                self.tree.restore([node], [sequence.blocks[index]])
+            else:
+                self.tree.gpu.give(sequence.blocks[index])
+                sequence.blocks[index] = node.slot
+        sequence.path += more
+        sequence.computed += len(more) * size
+        return len(more) * size
+
+    def reserve(self, sequence: KvSequence, tokens: int) -> bool:
+        """Makes sure of blocks for the first `tokens` tokens; False, and nothing changed, without room."""
+        missing = self._blocks_for(tokens) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        if not self.tree.make_room(missing):
+            return False
+        sequence.blocks += self.tree.gpu.take_many(missing)
+        return True
+
+    def advance(self, sequence: KvSequence, count: int) -> None:
+        """`count` more tokens are computed; the blocks they fill enter the tree, for all to use."""
+        sequence.computed += count
+        while (index := len(sequence.path)) < sequence.computed // self.tokens_per_block:
+            node = self.tree.insert(sequence.tip, self.key_of(sequence, index), sequence.blocks[index])
+            node.priority = max(node.priority, sequence.priority)
+            sequence.blocks[index] = node.slot
+            sequence.path.append(node)
+
+    def end(self, sequence: KvSequence) -> None:
+        """Frees what the sequence holds: full blocks stay cached, others are free. Twice is fine."""
+        root = sequence.root
+        if root is None:
+            return
+        for slot in sequence.blocks[len(sequence.path) :]:
+            self.tree.gpu.give(slot)
+        self.tree.touch(sequence.path)
+        for node in reversed(sequence.path):
+            self.tree.release(node)
+        self.tree.release_root(root)
+        sequence.root, sequence.path, sequence.blocks, sequence.computed = None, [], array("i"), 0
+
+    def next_block(self, sequence: KvSequence) -> tuple[Node, bytes]:
+        """What the next block of a sequence will be in the tree: its parent and content."""
+        return sequence.tip, self.key_of(sequence, len(sequence.path))
+
+    def drain_events(self) -> list[KvEvent]:
+        """The events since the last call, in order."""
+        return self.tree.journal.drain()
+
+    def key_of(self, sequence: KvSequence, index: int) -> bytes:
+        """Content of block `index` of a sequence, as `Node.key`."""
+        return block_key(sequence.tokens, sequence.extra_ids, index, self.tokens_per_block)
+
+    def _keys_after(self, sequence: KvSequence, start: int) -> list[bytes]:
+        """Contents of the reusable blocks from `start` on: the last token is always computed anew."""
+        size = self.tokens_per_block
+        end = (len(sequence.tokens) - 1) // size
+        return block_keys(sequence.tokens, sequence.extra_ids, start, end, size)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.tokens_per_block)
+
+    # --- operations ------------------------------------------------------------------------------
+
     def stats(self, now: float) -> dict[str, Any]:
         """`tokens_per_block`, `block_bytes`, `gpu`, `host`, `pinned_blocks`, `pins`, `blocks` as in
         `GET /kv/stats` of docs/engines/embedded.md. `now` is `time.monotonic()`."""
-        raise NotImplementedError
+        self._admin.expire_pins(now)
+        return self._admin.stats(now)
 
     def flush(self, target: KvTarget, max_blocks: int) -> SliceResult:
         """Forgets blocks, and what hangs below them; ends the pins it meets."""
-        raise NotImplementedError
+        return self._admin.flush(target, max_blocks)
 
     def offload(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Moves blocks to the host tier."""
-        raise NotImplementedError
+        """Moves blocks to the host tier; what is in use, pinned or finds no room stays."""
+        return self._admin.offload(target, max_blocks)
 
     def restore(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Moves blocks to the GPU tier."""
-        raise NotImplementedError
+        """Moves blocks to the GPU tier, as far as less valuable ones make room."""
+        return self._admin.restore(target, max_blocks)
 
     def pin(self, target: KvTarget, ttl_s: float, now: float) -> Pinned:
         """Protects the cached blocks of a target; raises RequestRefused beyond 80% of the pool."""
-        raise NotImplementedError
+        self._admin.expire_pins(now)
+        return self._admin.pin(target, ttl_s, now)
 
     def unpin(self, pin_id: str) -> bool:
         """Ends a pin; False when there is none of that id."""
-        raise NotImplementedError
+        return self._admin.unpin(pin_id)
+
+    def expire_pins(self, now: float) -> None:
+        """Ends the pins whose time is over."""
+        self._admin.expire_pins(now)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks under at least one pin."""
+        return self._admin.pinned_blocks
 
     def snapshot(self) -> list[BlocksStored]:
-        """All the cache holds, parents first. Raises nothing."""
-        raise NotImplementedError
+        """All the cache holds, parents first."""
+        return self._admin.snapshot()

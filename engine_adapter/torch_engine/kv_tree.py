@@ -1,0 +1,311 @@
+"""The prefix tree over two tiers: finding, holding, storing and moving blocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import xxhash
+
+from engine_adapter.torch_engine.kv_journal import Journal
+from engine_adapter.torch_engine.kv_node import GONE, BlockPool, LeafQueue, Node, Value
+from engine_adapter.types import Tier
+
+
+class BlockCopier(Protocol):
+    """Moves the bytes of blocks between the tiers. Copies take effect in the order they are asked for,
+    before any later use of the slots."""
+
+    def copy_to_host(self, gpu_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        """Copies block `gpu_slots[i]` to `host_slots[i]`; no host slot comes twice."""
+
+    def copy_to_gpu(self, host_slots: Sequence[int], gpu_slots: Sequence[int]) -> None:
+        """Copies block `host_slots[i]` to `gpu_slots[i]`; no GPU slot comes twice."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Blocks since the start: evicted from the GPU tier, moved down, moved up."""
+
+    evicted: int = 0
+    offloaded: int = 0
+    restored: int = 0
+
+
+@dataclass(slots=True)
+class _Moves:
+    """One batch of blocks leaving their places, carried out together."""
+
+    copies: dict[int, int] = field(default_factory=dict)  # host slot → gpu slot: the last one counts
+    offloaded: list[Node] = field(default_factory=list)
+    dropped: list[tuple[Tier, Node]] = field(default_factory=list)
+
+
+class KvTree:
+    """Nodes by cache salt, their slots and their order of eviction. Pure but for the copier.
+
+    Attributes:
+        idle: GPU blocks that could be evicted, now or once the leaves below them are.
+    """
+
+    def __init__(
+        self, *, gpu_blocks: int, host_blocks: int, tokens_per_block: int, copier: BlockCopier
+    ) -> None:
+        self.gpu = BlockPool(gpu_blocks)
+        self.host = BlockPool(host_blocks)
+        self.tokens_per_block = tokens_per_block
+        self.journal = Journal(tokens_per_block)
+        self.roots: dict[str | None, Node] = {}
+        self.totals = Totals()
+        self.idle = 0
+        self._salts: dict[Node, str | None] = {}
+        self._names: set[int] = set()
+        self._copier = copier
+        self._leaves = {tier: LeafQueue(tier) for tier in (Tier.GPU, Tier.HOST)}
+        self._tick = 0
+
+    # --- finding ---------------------------------------------------------------------------------
+
+    def walk(self, start: Node, keys: Iterable[bytes]) -> list[Node]:
+        """The longest chain of cached blocks below `start` with these contents."""
+        chain: list[Node] = []
+        for key in keys:
+            child = start.children.get(key)
+            if child is None:
+                break
+            chain.append(child)
+            start = child
+        return chain
+
+    def below(self, roots: Iterable[Node]) -> Iterator[Node]:
+        """All blocks below these nodes, a parent before its children."""
+        stack = [child for root in roots for child in reversed(root.children.values())]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(node.children.values()))
+
+    def leaves(self, tier: Tier) -> set[Node]:
+        """The blocks of a tier that could be evicted right now."""
+        return self._leaves[tier].nodes()
+
+    # --- holding ---------------------------------------------------------------------------------
+
+    def hold_root(self, salt: str | None) -> Node:
+        """The root of a salt, kept until `release_root`."""
+        root = self.roots.get(salt)
+        if root is None:
+            frame = b"none" if salt is None else b"salt" + salt.encode(errors="surrogatepass")
+            root = Node(b"", xxhash.xxh3_64_intdigest(frame), None, GONE)
+            self.roots[salt] = root
+            self._salts[root] = salt
+        root.refs += 1
+        return root
+
+    def release_root(self, root: Node) -> None:
+        """Lets go of a root; one that nothing hangs on is forgotten."""
+        root.refs -= 1
+        self._prune(root)
+
+    def hold(self, node: Node) -> None:
+        """A running sequence goes through this block."""
+        self._leave_idle(node)
+        node.refs += 1
+
+    def release(self, node: Node) -> None:
+        """Undoes one `hold`; children come before their parents."""
+        node.refs -= 1
+        self._enter_idle(node)
+
+    def pin(self, node: Node) -> None:
+        """Protects a block; its ancestors are pinned by the same caller."""
+        self._leave_idle(node)
+        node.pins += 1
+
+    def unpin(self, node: Node) -> None:
+        """Undoes one `pin`; a block that is gone is fine."""
+        node.pins -= 1
+        self._enter_idle(node)
+
+    def touch(self, chain: Iterable[Node], priority: int | None = None) -> None:
+        """Marks a chain, from the root down, as used now; raises its priority if that is lower."""
+        self._tick += 1
+        for node in chain:
+            node.last_used = self._tick
+            if priority is not None and priority > node.priority:
+                node.priority = priority
+            self._offer(node)
+
+    def _leave_idle(self, node: Node) -> None:
+        if node.idle and node.tier is Tier.GPU:
+            self.idle -= 1
+
+    def _enter_idle(self, node: Node) -> None:
+        if node.idle and node.slot != GONE:
+            if node.tier is Tier.GPU:
+                self.idle += 1
+            self._offer(node)
+
+    def _offer(self, node: Node) -> None:
+        if node.evictable:
+            self._leaves[node.tier].push(node)
+
+    # --- storing ---------------------------------------------------------------------------------
+
+    def insert(self, parent: Node, key: bytes, slot: int) -> Node:
+        """Keeps the block in `slot` of the GPU tier as a child of `parent`, and returns its node, held.
+
+        Where the tree has that content already, its block is used and `slot` given back; where it has
+        it on the host tier only, the block moves up into `slot`.
+        """
+        node = parent.children.get(key)
+        if node is None:
+            node = Node(key, self._name(parent, key), parent, slot)
+            parent.children[key] = node
+            parent.gpu_children += 1
+            node.refs = 1
+            self.journal.stored(Tier.GPU, node, self.salt_of(node))
+            return node
+        self.hold(node)
+        if node.tier is Tier.GPU:
+            self.gpu.give(slot)
+        else:
+            self._rise(node, slot)
+            self.journal.stored(Tier.GPU, node, self.salt_of(node))
+            self.journal.removed(Tier.HOST, node)
+        return node
+
+    def _name(self, parent: Node, key: bytes) -> int:
+        """A hash of the chain that no other node has: a collision, also a wanted one, is hashed on."""
+        name = xxhash.xxh3_64_intdigest(parent.name.to_bytes(8, "little") + key)
+        while name in self._names:
+            name = xxhash.xxh3_64_intdigest(name.to_bytes(8, "little"))
+        self._names.add(name)
+        return name
+
+    # --- moving ----------------------------------------------------------------------------------
+
+    def make_room(self, count: int, below: Value | None = None) -> bool:
+        """Evicts idle leaves until `count` GPU slots are free, only such as are worth less than `below`.
+
+        Evicts nothing when that is in vain. Returns whether there is room.
+        """
+        if self.gpu.free >= count:
+            return True
+        if self.gpu.free + self.idle < count:
+            return False
+        moves = _Moves()
+        while self.gpu.free < count:
+            victim = self._leaves[Tier.GPU].pop(below)
+            if victim is None:
+                break
+            self.totals.evicted += 1
+            if not self._sink(victim, moves):
+                self._drop(victim, moves)
+        self._carry_out(moves)
+        return self.gpu.free >= count
+
+    def offload(self, nodes: Iterable[Node], limit: int) -> int:
+        """Moves idle GPU blocks to the host tier, at most `limit`, most valuable first so that none
+        pushes out another of them; stops where there is no room. Returns how many moved."""
+        moves = _Moves()
+        for node in sorted(nodes, key=lambda node: node.value, reverse=True)[:limit]:
+            if not self._sink(node, moves):
+                break
+        self._carry_out(moves)
+        return len(moves.offloaded)
+
+    def restore(self, nodes: Sequence[Node], slots: Sequence[int] | None = None) -> None:
+        """Moves host blocks, parents first, to the GPU tier: into `slots` if given, else free ones."""
+        if not nodes:
+            return
+        if slots is None:
+            slots = self.gpu.take_many(len(nodes))
+        self._copier.copy_to_gpu([node.slot for node in nodes], slots)
+        for node, slot in zip(nodes, slots, strict=True):
+            self._rise(node, slot)
+            self.journal.stored(Tier.GPU, node, self.salt_of(node))
+            self._offer(node)
+        for node in nodes:
+            self.journal.removed(Tier.HOST, node)
+        self.totals.restored += len(nodes)
+
+    def drop(self, nodes: Iterable[Node]) -> int:
+        """Forgets idle blocks, with all below them. Returns how many went."""
+        moves = _Moves()
+        for node in nodes:
+            if node.slot != GONE:
+                self._drop(node, moves)
+        self._carry_out(moves)
+        return len(moves.dropped)
+
+    def salt_of(self, node: Node) -> str | None:
+        """The salt above a block at the start of a chain; None for deeper ones, which need none."""
+        return self._salts.get(node.parent) if node.parent else None
+
+    def _sink(self, node: Node, moves: _Moves) -> bool:
+        """Moves an idle GPU block down, over a host leaf that is worth less if need be."""
+        if not self.host.free:
+            leaf = self._leaves[Tier.HOST].pop(below=node.value)
+            if leaf is None:
+                return False
+            self._drop(leaf, moves)
+        slot = self.host.take()
+        moves.copies[slot] = node.slot
+        moves.offloaded.append(node)
+        self.gpu.give(node.slot)
+        self.idle -= 1
+        node.tier, node.slot = Tier.HOST, slot
+        self._lose_gpu_child(node)
+        self._offer(node)
+        return True
+
+    def _rise(self, node: Node, slot: int) -> None:
+        """A host block now lies in `slot` of the GPU tier."""
+        self.host.give(node.slot)
+        node.tier, node.slot = Tier.GPU, slot
+        if node.idle:
+            self.idle += 1
+        if node.parent is not None:
+            node.parent.gpu_children += 1
+
+    def _drop(self, top: Node, moves: _Moves) -> None:
+        """Forgets an idle block and what hangs below it, which is idle too, deepest first."""
+        for node in reversed([top, *self.below([top])]):
+            moves.dropped.append((node.tier, node))
+            if node.tier is Tier.GPU:
+                self.gpu.give(node.slot)
+                self.idle -= 1
+                self._lose_gpu_child(node)
+            else:
+                self.host.give(node.slot)
+            node.slot = GONE
+            self._names.discard(node.name)
+            parent = node.parent
+            if parent is not None:
+                del parent.children[node.key]
+                self._offer(parent)
+                self._prune(parent)
+
+    def _lose_gpu_child(self, node: Node) -> None:
+        if node.parent is not None:
+            node.parent.gpu_children -= 1
+            self._offer(node.parent)
+
+    def _prune(self, root: Node) -> None:
+        if root.parent is None and not root.children and not root.refs:
+            del self.roots[self._salts.pop(root)]
+
+    def _carry_out(self, moves: _Moves) -> None:
+        """Copies what moved and tells of it: a block is stored below before it is removed above."""
+        if moves.copies:
+            self._copier.copy_to_host(array("i", moves.copies.values()), array("i", moves.copies))
+        self.totals.offloaded += len(moves.offloaded)
+        for node in sorted(moves.offloaded, key=lambda node: node.value, reverse=True):
+            self.journal.stored(Tier.HOST, node, self.salt_of(node))
+        for node in moves.offloaded:
+            self.journal.removed(Tier.GPU, node)
+        for tier, node in moves.dropped:
+            self.journal.removed(tier, node)
