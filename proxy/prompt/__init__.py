@@ -1,0 +1,12 @@
+"""A request body → the prompt exactly as the engine will see it.
+
+render.py      which fields make the prompt, checked        tokenizer.py   here, or by asking the engine
+extra_ids.py   extra ids of a prompt given as token ids     tables.py      registered p-tuning tables
+builder.py     all of it: body → Prompt                     exactness.py   are our ids the engine's?
+"""
+
+from proxy.prompt.builder import Prompt, PromptBuilder
+from proxy.prompt.exactness import Exactness, verify_exactness
+from proxy.prompt.tables import PromptTables
+
+__all__ = ["Exactness", "Prompt", "PromptBuilder", "PromptTables", "verify_exactness"]

@@ -1,0 +1,140 @@
+"""Request bodies → prompts, for the engines of one pool."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from engine_adapter import Capability, ChatError, EngineAdapter, EngineInfo, EngineSpecError, JsonBody
+from engine_adapter.chat import ChatPrompt, ChatTokenizer
+from engine_adapter.types import ExtraIds, TokenIds
+from proxy.errors import BadRequest
+from proxy.prompt.extra_ids import extra_ids_of
+from proxy.prompt.render import ChatInput, CompletionInput, read_prompt
+from proxy.prompt.tables import PromptTables
+from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the engine sees it.
+
+    Attributes:
+        token_ids: int32, fake ids included.
+        extra_ids: uint64 per token, None when all of it is text.
+        salt: the cache salt it runs under, None for none.
+    """
+
+    token_ids: TokenIds[int] = field(repr=False)
+    extra_ids: ExtraIds[int] | None = field(default=None, repr=False)
+    salt: str | None = None
+
+
+class PromptBuilder:
+    """Builds prompts as the engines of one pool do.
+
+    Attributes:
+        info: what the pool's first engine said of itself.
+        local: the tokenizer loaded here, None where there is none.
+        reason: why there is none.
+    """
+
+    def __init__(self, info: EngineInfo, *, tables: PromptTables, tokenizer: str | None = None) -> None:
+        """Loads the tokenizer, which takes seconds: call it in a thread.
+
+        Args:
+            info: what the engine says of itself.
+            tables: the registered prompt tables.
+            tokenizer: directory or hub id; the engine's own word by default.
+        """
+        self.info = info
+        self.local: LocalTokenizer | None = None
+        self.reason = ""
+        self._tables = tables
+        source = tokenizer or info.tokenizer
+        if source is None:
+            self.reason = "no tokenizer is known for this model"
+        else:
+            try:
+                self.local = LocalTokenizer(
+                    ChatTokenizer.load(source), vocab_size=info.vocab_size, hidden_size=info.hidden_size
+                )
+            except EngineSpecError as error:
+                self.reason = str(error)
+        self._tokenizer: PromptTokenizer | None = self.local
+        # Such an engine renders with the same code: what cannot be rendered here is the client's fault.
+        # Any other may take more than we do, so that a prompt we do not understand is only unknown.
+        self._strict = Capability.EXTRA_IDS in info.capabilities
+
+    @property
+    def tokenizer(self) -> PromptTokenizer | None:
+        """What prompts are tokenised with now; None where only ready token ids can be followed."""
+        return self._tokenizer
+
+    def ask_engine(self, adapter: EngineAdapter | None) -> None:
+        """From now on the engine tokenises; with None, nobody does."""
+        self._tokenizer = EngineTokenizer(adapter) if adapter is not None else None
+
+    async def build(self, path: str, body: JsonBody, *, salt: str | None) -> Prompt | None:
+        """The prompt of a request; None when nothing is known of it and it is to be forwarded as it is.
+
+        Args:
+            path: the request's route, e.g. `/v1/chat/completions`.
+            body: its body.
+            salt: the cache salt it will run under.
+
+        Raises:
+            BadRequest: a field that no engine can take, or a prompt beyond the model's context.
+            ChatError, PromptTableError: messages or extra ids that break their rules, with the field.
+        """
+        source = read_prompt(path, body)
+        if source is None:
+            return None
+        tokens = await (
+            self._chat(source, body)
+            if isinstance(source, ChatInput)
+            else self._completion(source, path, body)
+        )
+        if tokens is None:
+            return None
+        self._check_length(len(tokens.token_ids), "messages" if isinstance(source, ChatInput) else "prompt")
+        return Prompt(tokens.token_ids, tokens.extra_ids, salt)
+
+    def decode(self, token_ids: TokenIds[int]) -> str | None:
+        """The text of token ids, None without a tokenizer here."""
+        return None if self.local is None else self.local.tokenizer.decode(token_ids)
+
+    async def _chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
+        if self._tokenizer is None:
+            return None
+        try:
+            return await self._tokenizer.chat(source, body)
+        except ChatError:
+            if self._strict:
+                raise
+            return None
+
+    async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt | None:
+        if isinstance(source.prompt, array):
+            token_ids = source.prompt
+        else:
+            tokens = await self._tokenizer.text(source, path, body) if self._tokenizer is not None else None
+            if tokens is None:
+                return None
+            token_ids = tokens.token_ids
+        vocab_size = self.info.vocab_size
+        if vocab_size is None:
+            # What the engine takes fake ids for cannot be told here.
+            is_plain = source.explicit is None and source.table is None
+            return ChatPrompt(token_ids) if is_plain else None
+        extra_ids = extra_ids_of(token_ids, source, vocab_size=vocab_size, tables=self._tables)
+        return ChatPrompt(token_ids, extra_ids)
+
+    def _check_length(self, tokens: int, param: str) -> None:
+        limit = self.info.max_model_len
+        if limit is not None and tokens > limit:
+            raise BadRequest(
+                f"this model's context is {limit} tokens; the prompt has {tokens}",
+                param=param,
+                code="context_length_exceeded",
+            )

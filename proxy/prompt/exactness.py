@@ -1,0 +1,146 @@
+"""Are our token ids the engine's? Asked once, when an engine joins a pool.
+
+One token off, and every block hash after it is wrong: predictions would be confident and false. So our
+ids are held against the engine's own on prompts that differ in all that templates care about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from engine_adapter import Capability, ChatError, EngineAdapter, EngineRejected, JsonBody
+from engine_adapter.types import TokenIds
+from proxy.prompt.builder import PromptBuilder
+from proxy.prompt.render import CHAT_PATH, COMPLETIONS_PATH, ChatInput, CompletionInput, read_prompt
+from proxy.prompt.tokenizer import LocalTokenizer
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather for a city — today's",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+_CALL = {
+    "id": "call_12345",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Kraków"}'},
+}
+_CHATS: dict[str, dict[str, Any]] = {
+    "one message": {"messages": [{"role": "user", "content": "Hello there."}]},
+    "system message": {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    },
+    "several turns, unicode": {
+        "messages": [
+            {"role": "user", "content": "Zażółć gęślą jaźń 漢字 🙂\n\n\tx = 1 "},
+            {"role": "assistant", "content": " It's 3.14159…  "},
+            {"role": "user", "content": "  again?"},
+        ]
+    },
+    "tools": {"messages": [{"role": "user", "content": "Weather?"}], "tools": [_TOOL]},
+    "tool call": {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
+        ],
+        "tools": [_TOOL],
+    },
+    "text parts": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+        ]
+    },
+    "empty content": {"messages": [{"role": "user", "content": ""}]},
+}
+_TEXTS = {
+    "text": {"prompt": "The quick brown fox, 12345 times."},
+    "unicode text": {"prompt": " größer\n漢字 🙂‍↔️ e\u0301 <|im_start|></s>"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """How a pool's prompts are tokenised, and whether that is known to be right.
+
+    Attributes:
+        ok: every id is known to be the engine's.
+        detail: one sentence for logs and stats.
+        source: who tokenises.
+    """
+
+    ok: bool
+    detail: str
+    source: Literal["local", "engine", "none"]
+
+
+async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Exactness:
+    """Holds our token ids against the engine's, and leaves the builder with whatever is right.
+
+    Raises:
+        EngineUnavailable: the engine went away meanwhile.
+    """
+    can_ask = Capability.TOKENIZE in builder.info.capabilities
+    if builder.local is None:
+        builder.ask_engine(adapter if can_ask else None)
+        if can_ask:
+            return Exactness(True, f"the engine tokenises each prompt: {builder.reason}", "engine")
+        return Exactness(False, f"prompts are not followed: {builder.reason}", "none")
+    source = builder.local.tokenizer.source
+    if not can_ask:
+        return Exactness(
+            False, f"tokenised here with {source!r}, unchecked: the engine has no route to check", "local"
+        )
+    count = 0
+    for name, path, body in _probes(builder.info.model):
+        count += 1
+        difference = await _difference(builder.local, adapter, path, body)
+        if difference is not None:
+            builder.ask_engine(adapter)
+            return Exactness(
+                True,
+                f"the engine tokenises each prompt: {source!r} differs on {name!r}: {difference}",
+                "engine",
+            )
+    return Exactness(True, f"tokenised here with {source!r}, as the engine does on {count} prompts", "local")
+
+
+def _probes(model: str) -> Iterator[tuple[str, str, JsonBody]]:
+    for path, bodies in ((CHAT_PATH, _CHATS), (COMPLETIONS_PATH, _TEXTS)):
+        for name, fields in bodies.items():
+            yield name, path, JsonBody(msgspec.json.encode({"model": model, **fields}))
+
+
+async def _difference(local: LocalTokenizer, adapter: EngineAdapter, path: str, body: JsonBody) -> str | None:
+    """How our ids of a probe differ from the engine's; None when they do not, or when both refuse it."""
+    ours = await _ours(local, path, body)
+    try:
+        theirs = await adapter.tokenize(path, body)
+    except EngineRejected as error:
+        return None if ours is None else f"the engine refuses it ({error})"
+    if ours is None:
+        return "only the engine can render it"
+    if ours == theirs:
+        return None
+    shared = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    if shared is None:
+        return f"{len(ours)} tokens here, {len(theirs)} there"
+    return f"token {shared} is {ours[shared]} here, {theirs[shared]} there"
+
+
+async def _ours(local: LocalTokenizer, path: str, body: JsonBody) -> TokenIds[int] | None:
+    source = read_prompt(path, body)
+    try:
+        if isinstance(source, ChatInput):
+            return (await local.chat(source, body)).token_ids
+        if isinstance(source, CompletionInput):
+            return (await local.text(source, path, body)).token_ids
+    except ChatError:
+        return None
+    return None

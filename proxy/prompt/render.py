@@ -1,0 +1,131 @@
+"""Which fields of a request make its prompt: read and checked, not yet tokenised."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_adapter import JsonBody
+from engine_adapter.types import TokenIds
+from proxy.errors import BadRequest
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """A chat, as its template will get it."""
+
+    messages: object = field(repr=False)
+    tools: object = field(repr=False)
+    template_kwargs: object = field(repr=False)
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+    @property
+    def is_text(self) -> bool:
+        """Whether all of it is text: the ids of anything else do not tell what it is."""
+        messages = self.messages if isinstance(self.messages, list) else ()
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionInput:
+    """A completion's prompt: text or token ids, and what its fake ids mean.
+
+    Attributes:
+        prompt: text, or int32 token ids.
+        add_special_tokens: whether the tokenizer adds its own to a text.
+        explicit: extra ids the client passed, unchecked.
+        table: id of the prompt table the client named.
+    """
+
+    prompt: str | TokenIds[int] = field(repr=False)
+    add_special_tokens: bool
+    explicit: Sequence[int] | None = field(repr=False)
+    table: str | None
+
+
+def read_prompt(path: str, body: JsonBody) -> ChatInput | CompletionInput | None:
+    """What a request's prompt is made from.
+
+    None for requests that have no single prompt here: other routes, several prompts in one request, or
+    a prompt of a kind only the engine knows. Those are forwarded all the same.
+
+    Raises:
+        BadRequest: naming a field that no engine can take.
+    """
+    if path == CHAT_PATH:
+        continues = _flag(body, "continue_final_message", default=False)
+        return ChatInput(
+            messages=body.get("messages"),
+            tools=body.get("tools"),
+            template_kwargs=body.get("chat_template_kwargs"),
+            add_generation_prompt=_flag(body, "add_generation_prompt", default=True) and not continues,
+            continue_final_message=continues,
+        )
+    if path != COMPLETIONS_PATH:
+        return None
+    prompt = _single_prompt(body.get("prompt"))
+    if prompt is None:
+        return None
+    return CompletionInput(
+        prompt=prompt,
+        add_special_tokens=_flag(body, "add_special_tokens", default=True),
+        explicit=_explicit(body.get("extra_ids")),
+        table=_table(body.get("prompt_table")),
+    )
+
+
+def _single_prompt(value: Any) -> str | TokenIds[int] | None:  # noqa: ANN401 - JSON
+    """The one prompt of the field, None where it holds several or what only the engine knows."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        return None
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return _token_ids(value)
+    if kinds not in ({str}, {list}):
+        raise BadRequest(
+            "prompt must be a string, a list of token ids, or a list of strings or of such lists",
+            param="prompt",
+        )
+    return _single_prompt(value[0]) if len(value) == 1 else None
+
+
+def _token_ids(values: list[int]) -> TokenIds[int]:
+    if min(values) < 0 or max(values) > _INT32_MAX:
+        index = next(i for i, value in enumerate(values) if not 0 <= value <= _INT32_MAX)
+        raise BadRequest(
+            f"prompt[{index}] is {values[index]}; a token id is an integer from 0 to 2**31-1",
+            param=f"prompt[{index}]",
+        )
+    return array("i", values)
+
+
+def _explicit(value: Any) -> list[int] | None:  # noqa: ANN401 - JSON
+    if value is not None and not isinstance(value, list):
+        raise BadRequest("extra_ids must be a list with one integer per prompt token", param="extra_ids")
+    return value
+
+
+def _table(value: Any) -> str | None:  # noqa: ANN401 - JSON
+    if value is not None and not isinstance(value, str):
+        raise BadRequest("prompt_table must be the id of a prompt table", param="prompt_table")
+    return value
+
+
+def _flag(body: JsonBody, name: str, *, default: bool) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false", param=name)
+    return value

@@ -1,0 +1,117 @@
+"""Registered p-tuning tables: what a table id in a request means."""
+
+from __future__ import annotations
+
+import re
+
+import xxhash
+
+from engine_adapter.extra_ids import UINT64_MAX, TableRef, parse_embeddings, prompt_table_extra_id
+from engine_adapter.types import PromptTable
+from proxy.errors import BadRequest, BodyTooLarge, Conflict, NotFound
+
+_TABLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+
+
+class PromptTables:
+    """The tables of this proxy, which every engine that can hold tables is given.
+
+    An extra id means one content for as long as the process lives, also after its table was deleted:
+    KV computed from that content may still be cached under it.
+    """
+
+    def __init__(self, *, max_bytes: int = 512 * 2**20) -> None:
+        """`max_bytes` bounds all tables together."""
+        self._max_bytes = max_bytes
+        self._by_id: dict[str, PromptTable] = {}
+        self._refs: dict[int, TableRef] = {}
+        self._content_of: dict[int, bytes] = {}
+
+    def put(self, data: bytes, *, table_id: str | None = None, extra_id: int | None = None) -> PromptTable:
+        """Registers a table; the same one again changes nothing.
+
+        Args:
+            data: safetensors bytes, one 2-d float tensor [rows, hidden].
+            table_id: what requests will name; `pt-<16 hex>` of its content by default.
+            extra_id: its identity, from 1 to 2**64-1; derived from its content by default.
+
+        Raises:
+            PromptTableError: bytes that are no such tensor.
+            BadRequest: an id that cannot be used.
+            Conflict: the table id or the extra id stands for other content.
+            BodyTooLarge: no room left for it.
+        """
+        if table_id is not None and not _TABLE_ID.fullmatch(table_id):
+            raise BadRequest(
+                "table_id must be 1 to 128 letters, digits, '_', '.', ':' or '-'", param="table_id"
+            )
+        if extra_id is not None and not 0 < extra_id <= UINT64_MAX:
+            raise BadRequest("extra_id must be an integer from 1 to 2**64-1", param="extra_id")
+        embeddings = parse_embeddings(data, param="table")
+        content = xxhash.xxh3_128_digest(embeddings.digest)
+        derived = prompt_table_extra_id(embeddings)
+        table = PromptTable(
+            table_id=table_id if table_id is not None else f"pt-{derived:016x}",
+            extra_id=extra_id if extra_id is not None else derived,
+            rows=embeddings.rows,
+            hidden=embeddings.hidden,
+            data=data,
+        )
+        known = self._known(table, content)
+        if known is not None:
+            return known
+        if self.total_bytes + len(data) > self._max_bytes:
+            raise BodyTooLarge(
+                f"prompt tables would take more than {self._max_bytes} bytes: delete some first",
+                param="table",
+            )
+        self._by_id[table.table_id] = table
+        self._content_of[table.extra_id] = content
+        self._refs[table.extra_id] = TableRef(table.extra_id, table.rows)
+        return table
+
+    def get(self, table_id: str) -> PromptTable:
+        """The table of that id; raises NotFound."""
+        table = self._by_id.get(table_id)
+        if table is None:
+            raise NotFound(f"there is no prompt table {table_id!r}", param="table_id")
+        return table
+
+    def delete(self, table_id: str) -> None:
+        """Forgets a table; raises NotFound."""
+        table = self.get(table_id)
+        del self._by_id[table_id]
+        if all(other.extra_id != table.extra_id for other in self._by_id.values()):
+            del self._refs[table.extra_id]
+
+    def list(self) -> list[PromptTable]:
+        """Every table, in the order they came."""
+        return [*self._by_id.values()]
+
+    def ref(self, table_id: str) -> TableRef | None:
+        """What identity needs to know of a table; None for one that is not registered."""
+        table = self._by_id.get(table_id)
+        return None if table is None else self._refs[table.extra_id]
+
+    @property
+    def refs(self) -> dict[int, TableRef]:
+        """Every table's identity, by extra id."""
+        return self._refs
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tables together."""
+        return sum(len(table.data) for table in self._by_id.values())
+
+    def _known(self, table: PromptTable, content: bytes) -> PromptTable | None:
+        """The table as it is held already; raises Conflict where an id stands for something else."""
+        if self._content_of.get(table.extra_id, content) != content:
+            raise Conflict(f"extra id {table.extra_id} stands for other content", param="extra_id")
+        held = self._by_id.get(table.table_id)
+        if held is None:
+            return None
+        if self._content_of[held.extra_id] != content:
+            raise Conflict(f"prompt table {table.table_id!r} has other content", param="table_id")
+        if held.extra_id != table.extra_id:
+            raise Conflict(f"prompt table {table.table_id!r} has extra id {held.extra_id}", param="extra_id")
+        return held
