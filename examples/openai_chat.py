@@ -1,0 +1,50 @@
+"""The OpenAI SDK against kvpin: only `base_url` differs from any other program.
+
+python examples/openai_chat.py [--base-url http://127.0.0.1:8000/v1] [--api-key KEY]
+"""
+
+import argparse
+
+from openai import OpenAI
+
+
+def main() -> None:
+    """Asks once, then once more as a stream."""
+    parser = argparse.ArgumentParser(description="Chat through kvpin with the OpenAI SDK.")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--api-key", default="unused")
+    arguments = parser.parse_args()
+
+    client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)
+    model = client.models.list().data[0].id
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "Name three uses of a lighthouse."},
+    ]
+
+    answer = client.chat.completions.create(model=model, messages=messages, max_tokens=32)
+    print(f"{model}: {answer.choices[0].message.content}")
+    print(f"prompt tokens {answer.usage.prompt_tokens}, of them cached {cached(answer.usage)}")
+
+    stream = client.chat.completions.create(
+        model=model,
+        messages=messages,
+        max_tokens=32,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            print(chunk.choices[0].delta.content, end="", flush=True)
+        if chunk.usage:
+            print(f"\nprompt tokens {chunk.usage.prompt_tokens}, of them cached {cached(chunk.usage)}")
+
+
+def cached(usage: object) -> int:
+    """Reused prompt tokens of an answer."""
+    details = getattr(usage, "prompt_tokens_details", None)
+    return (details.cached_tokens or 0) if details else 0
+
+
+if __name__ == "__main__":
+    main()

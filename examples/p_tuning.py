@@ -1,0 +1,72 @@
+"""p-tuning tables behind the OpenAI API: fake token ids, and KV that is shared only by the same table.
+
+Registers two small tables with kvpin, asks with each of them, and shows that the first table's prompt is
+reused by the next request with that table, and by no other.
+
+    python examples/p_tuning.py [--url http://127.0.0.1:8000] [--vocab-size 4096] [--hidden 256]
+"""
+
+import argparse
+import random
+import struct
+
+import httpx
+from openai import OpenAI
+from safetensors import serialize
+
+ROWS = 32
+
+
+def table(hidden: int, seed: int) -> bytes:
+    """`[ROWS, hidden]` float32 values as safetensors bytes."""
+    dice = random.Random(seed)  # noqa: S311 - not for secrets
+    values = struct.pack(f"<{ROWS * hidden}f", *(dice.gauss(0, 0.02) for _ in range(ROWS * hidden)))
+    tensor = {"dtype": "float32", "shape": [ROWS, hidden], "data": values}
+    return serialize({"prompt_table": tensor})
+
+
+def main() -> None:
+    """Runs the demonstration."""
+    parser = argparse.ArgumentParser(description="Prompt tuning through kvpin.")
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--api-key", default="unused")
+    parser.add_argument("--admin-key")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of the model: fake ids start there")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
+    arguments = parser.parse_args()
+
+    headers = {"authorization": f"Bearer {arguments.admin_key}"} if arguments.admin_key else {}
+    with httpx.Client(base_url=f"{arguments.url}/admin/v1", headers=headers, timeout=60) as admin:
+        tables = []
+        for seed in (1, 2):
+            answer = admin.post(
+                "/prompt_tables",
+                content=table(arguments.hidden, seed),
+                headers={"content-type": "application/octet-stream"},
+            )
+            answer.raise_for_status()
+            tables.append(answer.json())
+            print(f"table {tables[-1]['table_id']}, extra id {tables[-1]['extra_id']}")
+
+    client = OpenAI(base_url=f"{arguments.url}/v1", api_key=arguments.api_key)
+    model = client.models.list().data[0].id
+    virtual = [arguments.vocab_size + row for row in range(ROWS)]
+    text = list(range(100, 120))
+    for name, chosen, ids in (
+        ("table 1", tables[0], virtual + text),
+        ("table 2, same ids", tables[1], virtual + text),
+        ("table 1, other text", tables[0], virtual + [token + 50 for token in text]),
+    ):
+        answer = client.completions.create(
+            model=model,
+            prompt=ids,
+            max_tokens=8,
+            temperature=0,
+            extra_body={"prompt_table": chosen["table_id"]},
+        )
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        print(f"{name:20} cached {cached:3} of {answer.usage.prompt_tokens}: {answer.choices[0].text!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Two tenants, one prompt: neither sees the other's KV, in its answers or in their timing.
+
+Start kvpin with one key for each:
+
+    kvpin serve --api-key alice-key --api-key bob-key
+    python examples/two_tenants.py --keys alice-key bob-key
+"""
+
+import argparse
+import time
+
+from openai import OpenAI
+
+
+def main() -> None:
+    """Asks as the first tenant twice, as the second twice, all the same prompt."""
+    parser = argparse.ArgumentParser(description="Tenant isolation through kvpin.")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--keys", nargs=2, default=["alice-key", "bob-key"])
+    arguments = parser.parse_args()
+
+    document = f"Contract {time.time_ns()}. " + " ".join(f"Clause {n} holds." for n in range(100))
+    for name, key in (("first", arguments.keys[0]), ("second", arguments.keys[1])):
+        client = OpenAI(base_url=arguments.base_url, api_key=key)
+        model = client.models.list().data[0].id
+        for turn in (1, 2):
+            answer = client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": document}], max_tokens=4, temperature=0
+            )
+            usage = answer.usage
+            cached = usage.prompt_tokens_details.cached_tokens
+            print(f"{name} tenant, request {turn}: {cached} of {usage.prompt_tokens} prompt tokens cached")
+
+
+if __name__ == "__main__":
+    main()
