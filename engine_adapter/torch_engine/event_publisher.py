@@ -8,9 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from socket import SOCK_STREAM, getaddrinfo
 
 import zmq
 
+from engine_adapter.errors import EngineSpecError
 from engine_adapter.kv_events import encode_batch
 from engine_adapter.types import KvEvent
 
@@ -51,6 +53,7 @@ class EventPublisher:
         self, *, host: str = "127.0.0.1", topic: str = TOPIC, buffer_steps: int = BUFFER_STEPS
     ) -> None:
         self._context = zmq.Context()
+        self._context.setsockopt(zmq.IPV6, 1)
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._pub.setsockopt(zmq.LINGER, 0)
@@ -121,6 +124,14 @@ class EventPublisher:
 
 
 def _bind(socket: zmq.Socket[bytes], host: str) -> str:
-    """Binds to a free port of `host`; returns the address."""
-    port = socket.bind_to_random_port(f"tcp://{host}")
-    return f"tcp://{host}:{port}"
+    """Binds to a free port of `host`, a name or an address; returns the ZMQ address.
+
+    Raises:
+        EngineSpecError: there is no such address on this machine.
+    """
+    try:
+        address = str(getaddrinfo(host, None, type=SOCK_STREAM)[0][4][0])
+        at = f"tcp://[{address}]" if ":" in address else f"tcp://{address}"
+        return f"{at}:{socket.bind_to_random_port(at)}"
+    except (OSError, zmq.ZMQError) as error:
+        raise EngineSpecError(f"cannot publish events on {host}: {error}") from error

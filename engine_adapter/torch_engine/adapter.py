@@ -1,0 +1,233 @@
+"""Drives an embedded engine over its HTTP routes and its event sockets. Needs no torch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineUnavailable, NotSupported
+from engine_adapter.http import OutgoingRequest
+from engine_adapter.kv_events import MalformedEvents, Snapshot, decode_snapshot
+from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.openai_http import ControlClient, prepare_request
+from engine_adapter.types import (
+    Capability,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    KvEvent,
+    KvProgress,
+    KvTarget,
+    KvVerb,
+    Pinned,
+    PromptTable,
+    TokenIds,
+)
+
+Answer = TypeVar("Answer")
+
+_WITHOUT_HOST_TIER = frozenset(Capability) - {Capability.OFFLOAD, Capability.RESTORE}
+CACHED_TOKENS_HEADER = "x-kv-cached-tokens"
+"""Sent with the response's headers: how many prompt tokens came from cache."""
+
+
+class _Info(msgspec.Struct, frozen=True):
+    """`GET /kv/info`."""
+
+    version: str
+    instance: str
+    model: str
+    tokenizer: str
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    tokens_per_block: int
+    gpu_blocks: int
+    host_blocks: int
+
+
+class _Source(msgspec.Struct, frozen=True):
+    """One entry of `GET /kv_event_sources`."""
+
+    endpoint: str
+    replay_endpoint: str
+    topic: str
+
+
+class _Slice(msgspec.Struct, frozen=True):
+    """The answer of a slice route."""
+
+    moved: int
+    bytes: int
+    remaining: int
+    left: dict[str, int]
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    """`POST /tokenize`."""
+
+    tokens: list[int]
+
+
+class _Load(msgspec.Struct, frozen=True):
+    """What `GET /kv/stats` says of load."""
+
+    requests: dict[str, int]
+    gpu: dict[str, int]
+
+
+class EmbeddedAdapter:
+    """`EngineAdapter` of `kvpin engine`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Raises EngineSpecError for an address that is none."""
+        self.spec = spec
+        self._control = ControlClient(spec)
+        self._capabilities: frozenset[Capability] | None = None
+
+    async def connect(self) -> EngineInfo:
+        """See `EngineAdapter.connect`."""
+        info = _read(await self._control.get("/kv/info"), _Info)
+        self._capabilities = frozenset(Capability) if info.host_blocks else _WITHOUT_HOST_TIER
+        return EngineInfo(
+            model=info.model,
+            instance=info.instance,
+            capabilities=self._capabilities,
+            tokens_per_block=info.tokens_per_block,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            hidden_size=info.hidden_size,
+            tokenizer=self.spec.tokenizer or info.tokenizer,
+            gpu_blocks=info.gpu_blocks,
+            host_blocks=info.host_blocks,
+            version=info.version,
+        )
+
+    async def load(self) -> EngineLoad:
+        """See `EngineAdapter.load`."""
+        stats = _read(await self._control.get("/kv/stats"), _Load)
+        return EngineLoad(
+            running=stats.requests["running"],
+            waiting=stats.requests["waiting"],
+            gpu_usage=stats.gpu["active"] / stats.gpu["total"],
+        )
+
+    def prepare(
+        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes]
+    ) -> OutgoingRequest:
+        """See `EngineAdapter.prepare`."""
+        return prepare_request(self.spec, method, path, headers, body)
+
+    def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
+        """See `EngineAdapter.cached_tokens`."""
+        text = headers.get(CACHED_TOKENS_HEADER, "")
+        return int(text) if text.isascii() and text.isdigit() else None
+
+    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:  # noqa: ARG002 - the body tells
+        """See `EngineAdapter.tokenize`."""
+        answer = await self._control.call("POST", "/tokenize", content=body.raw)
+        return array("i", _read(answer, _Tokens).tokens)
+
+    async def events(self) -> AsyncGenerator[KvEvent, None]:
+        """See `EngineAdapter.events`."""
+        sources = _read(await self._control.get("/kv_event_sources"), dict[str, _Source])
+        source = next(iter(sources.values()), None)
+        if source is None:
+            raise EngineUnavailable("the engine names no event source")
+        endpoints = EventEndpoints(
+            self._reachable(source.endpoint), self._reachable(source.replay_endpoint), source.topic
+        )
+        subscriber = KvEventSubscriber(endpoints, snapshot=self._snapshot)
+        async with aclosing(subscriber.events()) as events:
+            async for event in events:
+                yield event
+
+    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """See `EngineAdapter.operate`."""
+        if self._capabilities is None:
+            await self.connect()
+        if Capability(verb.value) not in (self._capabilities or ()):
+            raise NotSupported(
+                verb.value,
+                engine=self.spec.id,
+                instead="start it with --host-cache-bytes to give it a host tier",
+            )
+        body = _target_fields(target)
+        done = moved_bytes = 0
+        while True:
+            part = _read(await self._control.call("POST", f"/kv/{verb.value}", json=body), _Slice)
+            done += part.moved
+            moved_bytes += part.bytes
+            yield KvProgress(done, done + part.remaining, moved_bytes, part.left)
+            if not part.remaining or not part.moved:
+                return
+
+    async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
+        """See `EngineAdapter.pin`."""
+        body = _target_fields(target) | {"ttl_s": ttl_s}
+        return _read(await self._control.call("POST", "/kv/pin", json=body), Pinned)
+
+    async def unpin(self, pin_id: str) -> bool:
+        """See `EngineAdapter.unpin`."""
+        answer = await self._control.call("POST", "/kv/unpin", json={"pin_id": pin_id})
+        return _read(answer, dict[str, bool])["unpinned"]
+
+    async def put_prompt_table(self, table: PromptTable) -> None:
+        """See `EngineAdapter.put_prompt_table`. Raises EngineRejected (409) for an id that is taken."""
+        path = f"{_table_path(table.table_id)}?extra_id={table.extra_id}"
+        await self._control.fetch("PUT", path, table.data)
+
+    async def delete_prompt_table(self, table_id: str) -> None:
+        """See `EngineAdapter.delete_prompt_table`."""
+        await self._control.fetch("DELETE", _table_path(table_id))
+
+    async def stats(self) -> dict[str, Any]:
+        """See `EngineAdapter.stats`."""
+        return _read(await self._control.get("/kv/stats"), dict[str, Any])
+
+    async def aclose(self) -> None:
+        """See `EngineAdapter.aclose`."""
+        await self._control.aclose()
+
+    async def _snapshot(self) -> Snapshot:
+        try:
+            return decode_snapshot(await self._control.fetch("GET", "/kv/snapshot"))
+        except MalformedEvents as error:
+            raise EngineUnavailable(f"its snapshot cannot be read: {error}") from error
+
+    def _reachable(self, endpoint: str) -> str:
+        """A bind address as this machine reaches it: a wildcard becomes the engine's host."""
+        host = urlsplit(self.spec.url).hostname or ""
+        for wildcard in ("//*:", "//0.0.0.0:", "//[::]:"):
+            endpoint = endpoint.replace(wildcard, f"//[{host}]:" if ":" in host else f"//{host}:")
+        return endpoint
+
+
+def _target_fields(target: KvTarget) -> dict[str, Any]:
+    """`target` as the engine's routes take it."""
+    fields: dict[str, Any] = {}
+    if target.token_ids is not None:
+        fields["token_ids"] = target.token_ids.tolist()
+    if target.extra_ids is not None:
+        fields["extra_ids"] = target.extra_ids.tolist()
+    if target.cache_salt is not None:
+        fields["cache_salt"] = target.cache_salt
+    return fields
+
+
+def _table_path(table_id: str) -> str:
+    return f"/kv/prompt_tables/{quote(table_id, safe='')}"
+
+
+def _read(answer: object, kind: type[Answer]) -> Answer:
+    """A JSON answer as `kind`; an engine that answers otherwise is not one of ours."""
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"it does not answer as kvpin's engine does: {error}") from error

@@ -1,0 +1,248 @@
+"""OpenAI's shapes of an answer: what a chat and a completion look like, whole and in pieces."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import msgspec
+
+from engine_adapter.chat import ChatTokenizer
+from engine_adapter.torch_engine.requests import Token
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+_json = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of an answer: its text and the tokens that made it."""
+
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request."""
+
+    prompt: int
+    cached: int
+    completion: int
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Shape(Protocol):
+    """How one kind of answer is written."""
+
+    id_prefix: str
+    whole: str
+    chunk: str
+    first: Mapping[str, Any] | None
+
+    def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """The choice's own fields in a whole answer."""
+
+    def delta(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """The choice's own fields in a chunk."""
+
+    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Log probabilities of `tokens`."""
+
+
+class ChatShape:
+    """`chat.completion`."""
+
+    id_prefix = "chatcmpl-"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+    first: Mapping[str, Any] | None = MappingProxyType(
+        {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+    )
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """See `Shape.body`."""
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"message": message, "logprobs": logprobs}
+
+    def delta(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """See `Shape.delta`."""
+        return {"delta": {"content": piece.text} if piece.text else {}, "logprobs": logprobs}
+
+    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """See `Shape.logprobs`."""
+        content = [
+            self._entry(token.token_id, token.logprob)
+            | {"top_logprobs": [self._entry(*best) for best in token.top_logprobs or ()]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = self._tokenizer.decode([token_id])
+        whole = "\ufffd" not in text  # else a part of a character, whose bytes the text does not show
+        return {
+            "token": text,
+            "logprob": _finite(logprob),
+            "bytes": list(text.encode()) if whole else None,
+        }
+
+
+class CompletionShape:
+    """`text_completion`."""
+
+    id_prefix = "cmpl-"
+    whole = "text_completion"
+    chunk = "text_completion"
+    first: Mapping[str, Any] | None = None
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+
+    def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """See `Shape.body`."""
+        return {"text": piece.text, "logprobs": logprobs}
+
+    def delta(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """See `Shape.delta`."""
+        return self.body(piece, logprobs)
+
+    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """See `Shape.logprobs`; offsets run on from call to call."""
+        texts = [self._tokenizer.decode([token.token_id]) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [
+                {self._tokenizer.decode([i]): _finite(logprob) for i, logprob in token.top_logprobs or ()}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+class AnswerWriter:
+    """Writes one answer, whole or as server-sent events.
+
+    Args:
+        shape: chat or completion.
+        model: served name.
+        with_logprobs: answers carry logprobs.
+        prompt_token_ids: given back with the answer, None unless asked for.
+        include_usage: a stream ends with its usage.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        model: str,
+        with_logprobs: bool,
+        prompt_token_ids: Sequence[int] | None,
+        include_usage: bool,
+    ) -> None:
+        self._shape = shape
+        self._with_logprobs = with_logprobs
+        self._prompt_token_ids = prompt_token_ids
+        self._include_usage = include_usage
+        self._head = {
+            "id": shape.id_prefix + secrets.token_hex(12),
+            "object": shape.chunk,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._plain_ends: tuple[bytes, bytes] | None = None
+
+    def whole(self, piece: Piece, finish_reason: str, usage: Usage) -> bytes:
+        """The answer as one JSON object."""
+        choice = {
+            "index": 0,
+            **self._shape.body(piece, self._logprobs(piece)),
+            "finish_reason": finish_reason,
+        }
+        answer = {**self._head, "object": self._shape.whole, "choices": [choice], "usage": usage.as_json()}
+        if self._prompt_token_ids is not None:
+            choice["token_ids"] = [token.token_id for token in piece.tokens]
+            answer["prompt_token_ids"] = self._prompt_token_ids
+        return _json(answer)
+
+    def opening(self) -> bytes:
+        """What a stream begins with: the role of a chat, the prompt's token ids; else nothing."""
+        if self._shape.first is None and self._prompt_token_ids is None:
+            return b""
+        fields = dict(self._shape.first or self._shape.delta(Piece(), None))
+        extra: dict[str, Any] = {}
+        if self._prompt_token_ids is not None:
+            fields["token_ids"] = []
+            extra["prompt_token_ids"] = self._prompt_token_ids
+        return self._chunk(fields, None, extra)
+
+    def piece(self, piece: Piece) -> bytes:
+        """A chunk; nothing for a piece that shows the client nothing."""
+        if self._with_logprobs or self._prompt_token_ids is not None:
+            return self._full_piece(piece, None) if piece.text or piece.tokens else b""
+        if not piece.text:
+            return b""
+        before, after = self._plain_ends or self._split_plain()
+        return before + _json(piece.text) + after
+
+    def last(self, piece: Piece, finish_reason: str, usage: Usage) -> bytes:
+        """The chunk that ends the answer, its usage if asked for, and the end mark."""
+        end = self._full_piece(piece, finish_reason)
+        if self._include_usage:
+            end += _event({**self._head, "choices": [], "usage": usage.as_json()})
+        return end + b"data: [DONE]\n\n"
+
+    def _full_piece(self, piece: Piece, finish_reason: str | None) -> bytes:
+        fields = self._shape.delta(piece, self._logprobs(piece))
+        if self._prompt_token_ids is not None:
+            fields["token_ids"] = [token.token_id for token in piece.tokens]
+        return self._chunk(fields, finish_reason, {})
+
+    def _chunk(self, fields: dict[str, Any], finish_reason: str | None, extra: dict[str, Any]) -> bytes:
+        choice = {"index": 0, **fields, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._include_usage else {}
+        return _event({**self._head, "choices": [choice], **usage, **extra})
+
+    def _split_plain(self) -> tuple[bytes, bytes]:
+        """What stands before and after the text of a plain chunk: it is the same for every token."""
+        marker = secrets.token_hex(16)
+        before, _, after = self._full_piece(Piece(marker), None).partition(_json(marker))
+        self._plain_ends = before, after
+        return before, after
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        return self._shape.logprobs(piece.tokens) if self._with_logprobs and piece.tokens else None
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """An error in mid-stream; clients raise on it, where a bare end would pass for a whole answer."""
+    return _event(body)
+
+
+def _event(content: object) -> bytes:
+    return b"data: " + _json(content) + b"\n\n"
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _LOWEST_LOGPROB)

@@ -1,0 +1,213 @@
+"""`/v1/chat/completions` and `/v1/completions`: from a request's bytes to the last byte of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import replace
+
+from starlette.types import Message, Receive, Scope, Send
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.torch_engine.answers import (
+    AnswerWriter,
+    ChatShape,
+    CompletionShape,
+    Piece,
+    Shape,
+    Usage,
+    error_event,
+)
+from engine_adapter.torch_engine.api_errors import ApiError, error_body
+from engine_adapter.torch_engine.bodies import read_body
+from engine_adapter.torch_engine.detokenize import Detokenizer
+from engine_adapter.torch_engine.generation import Generation
+from engine_adapter.torch_engine.metrics import EngineMetrics
+from engine_adapter.torch_engine.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    PromptRequest,
+    parse,
+    salt_of,
+    sampling_of,
+)
+from engine_adapter.torch_engine.requests import Finished, GenerationRequest, Token
+from engine_adapter.torch_engine.service import EngineService
+
+_log = logging.getLogger("kvpin.engine")
+_MIN_PRIORITY, _MAX_PRIORITY = -1000, 1000
+
+
+class CompletionRoute:
+    """The ASGI app of one of the two routes."""
+
+    def __init__(self, kind: type[ChatRequest | CompletionRequest]) -> None:
+        self._kind = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; a client that leaves ends its generation at once."""
+        app = scope["app"]
+        service: EngineService = app.state.host.ready()
+        metrics: EngineMetrics = app.state.metrics
+        request = parse(await read_body(scope, receive, app.state.max_body_bytes), self._kind)
+        answer = await _prepare(service, metrics, request)
+        serving = asyncio.ensure_future(answer.serve(send))
+        leaving = asyncio.ensure_future(_client_leaves(receive))
+        try:
+            await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not serving.done():
+                serving.cancel()
+        await _settle(serving)
+
+
+async def _client_leaves(receive: Receive) -> None:
+    message: Message = await receive()
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+async def _settle(serving: asyncio.Future[None]) -> None:
+    """Waits for the end of an answer; a cancelled one is a client that left, not an error."""
+    await asyncio.wait((serving,))
+    if not serving.cancelled():
+        serving.result()
+
+
+async def _prepare(service: EngineService, metrics: EngineMetrics, request: PromptRequest) -> Answer:
+    """Checks everything that can be checked before the engine is asked."""
+    default = service.model.default_max_tokens if isinstance(request, ChatRequest) else None
+    sampling = sampling_of(request, default_max_tokens=default)
+    salt = salt_of(request.cache_salt)
+    priority = request.priority or 0
+    if not _MIN_PRIORITY <= priority <= _MAX_PRIORITY:
+        raise ApiError(f"priority is from {_MIN_PRIORITY} to {_MAX_PRIORITY}", param="priority")
+    prompt = await service.prompt(request)
+    is_chat = isinstance(request, ChatRequest)
+    param = "messages" if is_chat else "prompt"
+    service.check_length(len(prompt.token_ids), request.asked_tokens, param=param)
+    room = service.engine.max_model_len - len(prompt.token_ids)
+    sampling = replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
+    shape: Shape = ChatShape(service.tokenizer) if is_chat else CompletionShape(service.tokenizer)
+    writer = AnswerWriter(
+        shape,
+        model=service.model.name,
+        with_logprobs=sampling.logprobs is not None,
+        prompt_token_ids=prompt.token_ids.tolist() if request.return_token_ids else None,
+        include_usage=request.include_usage,
+    )
+    generation = GenerationRequest(
+        request_id=secrets.token_hex(12),
+        token_ids=prompt.token_ids,
+        sampling=sampling,
+        extra_ids=prompt.embeddings.extra_ids,
+        embeddings=prompt.embeddings.tensors,
+        cache_salt=salt,
+        priority=priority,
+    )
+    return Answer(service, metrics, generation, writer, request)
+
+
+class Answer:
+    """One answer in the making."""
+
+    def __init__(
+        self,
+        service: EngineService,
+        metrics: EngineMetrics,
+        request: GenerationRequest,
+        writer: AnswerWriter,
+        asked: PromptRequest,
+    ) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._request = request
+        self._writer = writer
+        self._streams = bool(asked.stream)
+        self._detokenizer = Detokenizer(service.tokenizer, asked.stops)
+        eos: frozenset[int] = frozenset() if request.sampling.ignore_eos else service.model.eos_token_ids
+        self._end_tokens = eos | request.sampling.stop_token_ids
+        self._completion_tokens = 0
+        self._finish_reason: str | None = None
+
+    async def serve(self, send: Send) -> None:
+        """Sends headers once the prompt is scheduled, then the answer."""
+        started = time.perf_counter()
+        async with Generation(self._service.engine, self._request) as generation:
+            await generation.scheduled()
+            await self._send_head(send, generation.cached_tokens)
+            try:
+                if self._streams:
+                    await self._stream(generation, send, started)
+                else:
+                    await self._send_whole(generation, send, started)
+            except EngineUnavailable as error:
+                # The status is sent: what tells the client is an answer that is cut short, which is
+                # what the server makes of a return without the last part.
+                _log.warning("an answer was cut short: %s", error)
+                if self._streams:
+                    failure = ApiError(str(error), status=503, code="engine_unavailable")
+                    await _send_part(send, error_event(error_body(failure)))
+
+    async def _send_head(self, send: Send, cached_tokens: int) -> None:
+        content_type = b"text/event-stream; charset=utf-8" if self._streams else b"application/json"
+        headers = [(b"content-type", content_type), (b"x-kv-cached-tokens", str(cached_tokens).encode())]
+        if self._streams:
+            headers.append((b"cache-control", b"no-cache"))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _stream(self, generation: Generation, send: Send, started: float) -> None:
+        pending = self._writer.opening()
+        while True:
+            piece = await self._next_piece(generation, started)
+            if self._finish_reason is not None:
+                last = self._writer.last(piece, self._finish_reason, self._usage(generation))
+                await send({"type": "http.response.body", "body": pending + last})
+                return
+            pending += self._writer.piece(piece)
+            if pending:
+                await _send_part(send, pending)
+                pending = b""
+
+    async def _send_whole(self, generation: Generation, send: Send, started: float) -> None:
+        texts: list[str] = []
+        tokens: list[Token] = []
+        while self._finish_reason is None:
+            piece = await self._next_piece(generation, started)
+            texts.append(piece.text)
+            tokens += piece.tokens
+        whole = Piece("".join(texts), tokens)
+        body = self._writer.whole(whole, self._finish_reason, self._usage(generation))
+        await send({"type": "http.response.body", "body": body})
+
+    async def _next_piece(self, generation: Generation, started: float) -> Piece:
+        """The next tokens and their text; sets the finish reason with the last of them."""
+        piece = Piece()
+        for output in await generation.outputs():
+            if isinstance(output, Finished):
+                self._finish_reason = output.reason
+                break
+            if not self._completion_tokens:
+                self._metrics.first_token_seconds.observe(time.perf_counter() - started)
+            self._completion_tokens += 1
+            piece.tokens.append(output)
+            if output.token_id not in self._end_tokens:
+                piece.text += self._detokenizer.push(output.token_id)
+            if self._detokenizer.stopped:
+                self._finish_reason = "stop"
+                return piece
+        if self._finish_reason is not None:
+            piece.text += self._detokenizer.finish()
+            if self._detokenizer.stopped:
+                self._finish_reason = "stop"
+        return piece
+
+    def _usage(self, generation: Generation) -> Usage:
+        return Usage(len(self._request.token_ids), generation.cached_tokens, self._completion_tokens)
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

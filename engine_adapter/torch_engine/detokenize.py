@@ -1,0 +1,84 @@
+"""Turns generated tokens into text, piece by piece, and watches for stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_adapter.chat import ChatTokenizer
+
+_UNFINISHED = "\ufffd"  # how a tokenizer shows bytes that are not yet a whole character
+
+
+class Detokenizer:
+    """The text of one answer as its tokens come.
+
+    What a token adds depends on its neighbours (spaces, characters of several tokens), so a short window
+    is decoded anew with each token and the text it had before is taken off. Bytes of an unfinished
+    character are held back until it is whole, and text that could begin a stop string until it is clear
+    that it does not.
+
+    Attributes:
+        stopped: a stop string was met; it and all after it are left out.
+    """
+
+    __slots__ = ("_held", "_ids", "_read", "_shown", "_stops", "_tokenizer", "_window", "stopped")
+
+    def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._ids: list[int] = []
+        self._window = 0  # first id of the window
+        self._read = 0  # ids before it have given their text
+        self._shown = ""  # text of window..read
+        self._held = ""  # text that may yet be the start of a stop string
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain once this token is known; often "", never a stop string."""
+        self._ids.append(token_id)
+        text = self._decode(self._window)
+        if len(text) <= len(self._shown) or text.endswith(_UNFINISHED):
+            return ""
+        return self._release(self._advance(text))
+
+    def finish(self) -> str:
+        """What was held back, once no more tokens come."""
+        if self.stopped:
+            return ""
+        text = self._decode(self._window)
+        held = self._release(text[len(self._shown) :]) + self._held
+        self._held = ""
+        self._shown = text
+        return held
+
+    def _decode(self, start: int) -> str:
+        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+
+    def _advance(self, text: str) -> str:
+        """Moves the window on to the tokens of the last piece; returns what is new."""
+        new = text[len(self._shown) :]
+        self._window, self._read = self._read, len(self._ids)
+        self._shown = self._decode(self._window)
+        return new
+
+    def _release(self, new: str) -> str:
+        """Text up to a stop string, or up to where one may begin."""
+        if not self._stops or self.stopped:
+            return "" if self.stopped else new
+        text = self._held + new
+        found = [at for at in map(text.find, self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        keep = max(_partial(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _partial(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop` without being all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,177 @@
+"""`/kv/…` and `/kv_event_sources`: what the engine holds, and what may be done with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from engine_adapter.kv_events import encode_snapshot
+from engine_adapter.torch_engine.api_errors import json_response
+from engine_adapter.torch_engine.bodies import read_body
+from engine_adapter.torch_engine.kv_cache import KvCache, SliceResult
+from engine_adapter.torch_engine.prompt_tables import StoredTable, parse_extra_id
+from engine_adapter.torch_engine.protocol import (
+    PinRequest,
+    SliceRequest,
+    UnpinRequest,
+    parse,
+    slice_size_of,
+    target_of,
+    ttl_of,
+)
+from engine_adapter.torch_engine.service import EngineService
+from engine_adapter.types import BlocksStored, KvTarget
+
+Slice = Callable[[KvCache, KvTarget, int], SliceResult]
+
+
+def kv_routes() -> list[BaseRoute]:
+    """The routes, to be mounted at the root."""
+    return [
+        Route("/kv_event_sources", event_sources),
+        Route("/kv/info", info),
+        Route("/kv/stats", stats),
+        Route("/kv/snapshot", snapshot),
+        Route("/kv/flush", _slice_route(KvCache.flush), methods=["POST"]),
+        Route("/kv/offload", _slice_route(KvCache.offload), methods=["POST"]),
+        Route("/kv/restore", _slice_route(KvCache.restore), methods=["POST"]),
+        Route("/kv/pin", pin, methods=["POST"]),
+        Route("/kv/unpin", unpin, methods=["POST"]),
+        Route("/kv/prompt_tables", list_tables),
+        Route("/kv/prompt_tables/{table_id:path}", put_table, methods=["PUT"]),
+        Route("/kv/prompt_tables/{table_id:path}", delete_table, methods=["DELETE"]),
+    ]
+
+
+async def kv_stats(service: EngineService) -> dict[str, Any]:
+    """The answer of `GET /kv/stats`."""
+    cache: dict[str, Any] = await service.call(lambda kv: kv.stats(time.monotonic()))
+    counters = service.engine.counters
+    return {
+        **cache,
+        "requests": {"running": counters.running, "waiting": counters.waiting},
+        "tokens": {
+            "prompt": counters.prompt_tokens,
+            "cached": counters.cached_tokens,
+            "generated": counters.generated_tokens,
+        },
+    }
+
+
+async def event_sources(request: Request) -> Response:
+    """Where KV events can be had, by data-parallel rank; there is one."""
+    return json_response({"0": asdict(_service(request).publisher.source)})
+
+
+async def info(request: Request) -> Response:
+    """What this engine is."""
+    service = _service(request)
+    model, engine = service.model, service.engine
+    return json_response(
+        {
+            "engine": "kvpin-embedded",
+            "version": version("kvpin"),
+            "instance": service.instance,
+            "model": model.name,
+            "tokenizer": model.tokenizer,
+            "vocab_size": model.vocab_size,
+            "hidden_size": model.hidden_size,
+            "max_model_len": engine.max_model_len,
+            "tokens_per_block": service.options.tokens_per_block,
+            "gpu_blocks": engine.gpu_blocks,
+            "host_blocks": engine.host_blocks,
+            "block_bytes": engine.block_bytes,
+            "dtype": model.dtype,
+            "device": model.device,
+        }
+    )
+
+
+async def stats(request: Request) -> Response:
+    """Blocks, pins, requests and tokens."""
+    return json_response(await kv_stats(_service(request)))
+
+
+async def snapshot(request: Request) -> Response:
+    """All the engine holds, and the number of the event batch that brings a reader up to it."""
+    service = _service(request)
+    publisher = service.publisher
+
+    def take(cache: KvCache) -> tuple[int, list[BlocksStored]]:
+        return publisher.last_sequence, cache.snapshot()
+
+    sequence, stored = await service.call(take)
+    body = await asyncio.to_thread(encode_snapshot, sequence, stored)
+    return Response(body, media_type="application/msgpack")
+
+
+def _slice_route(slice_of: Slice) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        service = _service(request)
+        asked = parse(await _body(request) or b"{}", SliceRequest)
+        target, size = target_of(asked), slice_size_of(asked)
+        done = await service.call(lambda cache: slice_of(cache, target, size))
+        return json_response(asdict(done))
+
+    return route
+
+
+async def pin(request: Request) -> Response:
+    """Protects a prefix from eviction for a while."""
+    service = _service(request)
+    asked = parse(await _body(request), PinRequest)
+    target, ttl_s = target_of(asked), ttl_of(asked)
+    pinned = await service.call(lambda cache: cache.pin(target, ttl_s, time.monotonic()))
+    return json_response(asdict(pinned))
+
+
+async def unpin(request: Request) -> Response:
+    """Ends a pin."""
+    service = _service(request)
+    asked = parse(await _body(request), UnpinRequest)
+    return json_response({"unpinned": await service.call(partial(KvCache.unpin, pin_id=asked.pin_id))})
+
+
+async def list_tables(request: Request) -> Response:
+    """Every prompt table."""
+    return json_response({"prompt_tables": [_shown(table) for table in _service(request).tables.all()]})
+
+
+async def put_table(request: Request) -> Response:
+    """Stores a prompt table; 201 for a new one, 200 for one that is there already."""
+    service = _service(request)
+    extra_id = parse_extra_id(request.query_params.get("extra_id"))
+    table, is_new = service.tables.put(request.path_params["table_id"], await _body(request), extra_id)
+    return json_response(_shown(table), status=201 if is_new else 200)
+
+
+async def delete_table(request: Request) -> Response:
+    """Forgets a prompt table; one that is not there is fine."""
+    return json_response({"deleted": _service(request).tables.delete(request.path_params["table_id"])})
+
+
+def _shown(table: StoredTable) -> dict[str, Any]:
+    return {
+        "id": table.table_id,
+        "extra_id": table.extra_id,
+        "rows": table.rows,
+        "hidden": table.tensor.shape[1],
+    }
+
+
+def _service(request: Request) -> EngineService:
+    service: EngineService = request.app.state.host.ready()
+    return service
+
+
+async def _body(request: Request) -> bytes:
+    return await read_body(request.scope, request.receive, request.app.state.max_body_bytes)

@@ -1,0 +1,187 @@
+"""P-tuning tables, and the embeddings behind the fake ids of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from engine_adapter.errors import PromptTableError
+from engine_adapter.extra_ids import (
+    UINT64_MAX,
+    Embeddings,
+    TableRef,
+    parse_embeddings,
+    prompt_table_extra_id,
+    resolve_extra_ids,
+)
+from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.types import ExtraIds, TokenIds
+
+MAX_TOTAL_BYTES = 1 << 30
+_MAX_ID_LENGTH = 256
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def embedding_tensor(embeddings: Embeddings, *, hidden_size: int, param: str) -> torch.Tensor:
+    """`embeddings` as a tensor [rows, hidden] on the CPU, in their own type.
+
+    Raises:
+        PromptTableError: another width than the model's, or a value that is NaN or infinite.
+    """
+    if embeddings.hidden != hidden_size:
+        raise PromptTableError(
+            f"{param} has {embeddings.hidden} columns; the model's hidden size is {hidden_size}", param=param
+        )
+    # bytearray: torch warns about memory it may not write to
+    flat = torch.frombuffer(bytearray(embeddings.values), dtype=_DTYPES[embeddings.dtype])
+    tensor = flat.reshape(embeddings.rows, embeddings.hidden)
+    if not bool(torch.isfinite(tensor).all()):
+        raise PromptTableError(f"{param} holds NaN or infinite values", param=param)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTable:
+    """A table as the engine holds it."""
+
+    table_id: str
+    extra_id: int
+    rows: int
+    content: bytes = field(repr=False)  # digest of type, shape and values
+    tensor: torch.Tensor = field(repr=False)
+
+    @property
+    def ref(self) -> TableRef:
+        """What identity needs to know of it."""
+        return TableRef(self.extra_id, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeddings:
+    """Extra ids of a prompt, None when it is all text, and the rows behind each of them."""
+
+    extra_ids: ExtraIds[int] | None
+    tensors: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+
+class PromptTables:
+    """The tables of one engine. Used from the event loop only.
+
+    An extra id means one content for as long as the process lives, also after its table is deleted: KV
+    computed from that content may still be cached under it.
+    """
+
+    def __init__(self, *, vocab_size: int, hidden_size: int, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
+        self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
+        self._max_total_bytes = max_total_bytes
+        self._by_id: dict[str, StoredTable] = {}
+        self._by_extra_id: dict[int, StoredTable] = {}
+        self._content_of: dict[int, bytes] = {}
+
+    def all(self) -> list[StoredTable]:
+        """Every table, in the order they came."""
+        return list(self._by_id.values())
+
+    def put(self, table_id: str, data: bytes, extra_id: int | None) -> tuple[StoredTable, bool]:
+        """Stores a table; returns it and whether it is new. The same one again changes nothing.
+
+        Args:
+            table_id: what requests name.
+            data: safetensors bytes, one tensor [rows, hidden].
+            extra_id: its identity; derived from its content if None.
+
+        Raises:
+            PromptTableError: bytes that are no such table.
+            ApiError: 409 for an id or extra id that stands for something else, 413 beyond the limit.
+        """
+        if not 0 < len(table_id) <= _MAX_ID_LENGTH:
+            raise ApiError(f"the table id has 1 to {_MAX_ID_LENGTH} characters", param="table_id")
+        embeddings = parse_embeddings(data, param="table")
+        tensor = embedding_tensor(embeddings, hidden_size=self._hidden_size, param="table")
+        content = xxhash.xxh3_128_digest(embeddings.digest)
+        if extra_id is None:
+            extra_id = prompt_table_extra_id(embeddings)
+        table = StoredTable(table_id, extra_id, embeddings.rows, content, tensor)
+        if self._is_known(table):
+            return self._by_id[table_id], False
+        if self._total_bytes() + tensor.nbytes > self._max_total_bytes:
+            raise ApiError(
+                f"prompt tables would take more than {self._max_total_bytes} bytes; delete some first",
+                status=413,
+            )
+        self._by_id[table_id] = table
+        self._by_extra_id.setdefault(extra_id, table)
+        self._content_of[extra_id] = content
+        return table, True
+
+    def delete(self, table_id: str) -> bool:
+        """Forgets a table; False when there was none of that id."""
+        table = self._by_id.pop(table_id, None)
+        if table is None:
+            return False
+        heirs = [other for other in self._by_id.values() if other.extra_id == table.extra_id]
+        if heirs:
+            self._by_extra_id[table.extra_id] = heirs[0]
+        else:
+            del self._by_extra_id[table.extra_id]
+        return True
+
+    def resolve(
+        self, token_ids: TokenIds[int], *, explicit: list[int] | None, table_id: str | None
+    ) -> PromptEmbeddings:
+        """Extra ids and rows of a prompt given as token ids; see `resolve_extra_ids` for the rules.
+
+        Raises:
+            PromptTableError: naming the index of the first id that breaks a rule.
+            ApiError: 400 for a table that is not known.
+        """
+        table = None
+        if table_id is not None:
+            stored = self._by_id.get(table_id)
+            if stored is None:
+                raise ApiError(f"there is no prompt table {table_id!r}", param="prompt_table")
+            table = stored.ref
+        resolved = resolve_extra_ids(
+            token_ids,
+            vocab_size=self._vocab_size,
+            explicit=explicit,
+            table=table,
+            registered={extra_id: stored.ref for extra_id, stored in self._by_extra_id.items()},
+        )
+        tensors = {
+            identity: self._by_extra_id[ref.extra_id].tensor for identity, ref in resolved.tables.items()
+        }
+        return PromptEmbeddings(resolved.extra_ids, tensors)
+
+    def _is_known(self, table: StoredTable) -> bool:
+        """True for the very same table; raises ApiError (409) for a clash."""
+        held = self._by_id.get(table.table_id)
+        if held is not None and (held.content, held.extra_id) != (table.content, table.extra_id):
+            raise ApiError(
+                f"prompt table {table.table_id!r} exists with other content or another extra id",
+                status=409,
+                param="table_id",
+            )
+        if self._content_of.get(table.extra_id, table.content) != table.content:
+            raise ApiError(
+                f"extra id {table.extra_id} has stood for other content in this process",
+                status=409,
+                param="extra_id",
+            )
+        return held is not None
+
+    def _total_bytes(self) -> int:
+        return sum(table.tensor.nbytes for table in self._by_id.values())
+
+
+def parse_extra_id(text: str | None) -> int | None:
+    """The `extra_id` of a query string, None when it has none; raises ApiError (400)."""
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or not 0 < (value := int(text[:21])) <= UINT64_MAX:
+        raise ApiError("extra_id is an integer from 1 to 2**64-1", param="extra_id")
+    return value

@@ -1,0 +1,365 @@
+"""What clients may ask: request bodies, checked field by field.
+
+A field that is not known is ignored, as OpenAI's own servers ignore what only other engines know. A
+field that is known but would be disregarded (n, echo, logit_bias …) is refused unless it asks for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from array import array
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine_adapter.extra_ids import UINT64_MAX
+from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.requests import SamplingParams
+from engine_adapter.types import KvTarget, TokenIds, extra_array
+
+MAX_TOP_LOGPROBS = 20
+_MAX_STOPS = 4
+_DEFAULT_COMPLETION_TOKENS = 16
+_MAX_SLICE = 65_536
+_INT64 = 2**63
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class _Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that chat and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    n: int | None = None
+    best_of: int | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_table: str | None = None
+    extra_ids: list[Any] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """True when a stream is to end with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """The most tokens the client asked for, None when it named no limit."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ChatRequest(_Generation, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`, and `/tokenize` with messages."""
+
+    messages: Any
+    tools: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Any = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """See `_Generation.asked_tokens`; the newer name of the field wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(_Generation, frozen=True, kw_only=True):
+    """`POST /v1/completions`, and `/tokenize` with a prompt."""
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+PromptRequest = ChatRequest | CompletionRequest
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+
+
+class SliceRequest(msgspec.Struct, frozen=True):
+    """`POST /kv/flush|offload|restore`."""
+
+    token_ids: list[int] | None = None
+    extra_ids: list[int] | None = None
+    cache_salt: str | None = None
+    max_blocks: int = 256
+
+
+class PinRequest(msgspec.Struct, frozen=True):
+    """`POST /kv/pin`."""
+
+    token_ids: list[int]
+    ttl_s: float
+    extra_ids: list[int] | None = None
+    cache_salt: str | None = None
+
+
+class UnpinRequest(msgspec.Struct, frozen=True):
+    """`POST /kv/unpin`."""
+
+    pin_id: str
+
+
+AnyRequest = TypeVar(
+    "AnyRequest",
+    ChatRequest,
+    CompletionRequest,
+    ChatRequest | CompletionRequest,
+    DetokenizeRequest,
+    SliceRequest,
+    PinRequest,
+    UnpinRequest,
+)
+
+
+def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
+    """Reads a body; raises ApiError (400) that names the field at fault."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
+        param = missing[1] if missing else path.rstrip("`").removeprefix(".") or None
+        where = f"{param}: " if param else "the body: "
+        raise ApiError(where + message[:1].lower() + message[1:], param=param) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError("the body is nested too deeply", code="invalid_json") from error
+
+
+def parse_tokenize(body: bytes) -> PromptRequest:
+    """Reads a `/tokenize` body, which is that of a chat or of a completion."""
+    if b'"messages"' in body:
+        fields = parse_object(body)
+        if "messages" in fields:
+            return parse(body, ChatRequest)
+    return parse(body, CompletionRequest)
+
+
+def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
+    """The top-level fields of a body, undecoded; raises ApiError (400) when it is no object."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(f"the body is not a JSON object: {error}", code="invalid_json") from error
+
+
+def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> SamplingParams:
+    """Checked sampling parameters.
+
+    Args:
+        request: the request.
+        default_max_tokens: for a chat that names no limit; None for as many as fit.
+
+    Raises:
+        ApiError: 400 for a value out of its range or a feature this engine lacks.
+    """
+    _check_supported(request)
+    _check_stops(request.stops)
+    stop_token_ids = request.stop_token_ids or []
+    _need(all(0 <= token < _INT64 for token in stop_token_ids), "stop_token_ids", "holds token ids")
+    max_name, max_tokens = _max_tokens(request, default_max_tokens)
+    _need(max_tokens is None or max_tokens >= 1, max_name, "is at least 1")
+    min_tokens = request.min_tokens or 0
+    _need(min_tokens >= 0, "min_tokens", "is not negative")
+    _need(max_tokens is None or min_tokens <= max_tokens, "min_tokens", f"is at most {max_name}")
+    top_k = request.top_k or 0
+    _need(-1 <= top_k < _INT64, "top_k", "is positive, or 0 or -1 for off")
+    if request.seed is not None:
+        _need(-_INT64 <= request.seed < _INT64, "seed", "fits 64 bits")
+    repetition = _number(request, "repetition_penalty", 1.0, 0.0, 100.0)
+    _need(repetition > 0, "repetition_penalty", "is above 0")
+    top_p = _number(request, "top_p", 1.0, 0.0, 1.0)
+    _need(top_p > 0, "top_p", "is above 0")
+    return SamplingParams(
+        temperature=_number(request, "temperature", 1.0, 0.0, 2.0),
+        top_p=top_p,
+        top_k=max(top_k, 0),
+        min_p=_number(request, "min_p", 0.0, 0.0, 1.0),
+        seed=request.seed,
+        presence_penalty=_number(request, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=_number(request, "frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=repetition,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=frozenset(stop_token_ids),
+        logprobs=_logprobs(request),
+    )
+
+
+def prompt_of(prompt: str | list[Any]) -> str | TokenIds[int]:
+    """The one prompt of a completion: text, or token ids; raises ApiError (400)."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if not prompt:
+        raise ApiError("prompt is empty", param="prompt")
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt[0], (str, list)):
+        raise ApiError("prompt holds several prompts; send one request for each", param="prompt")
+    return token_ids_of(prompt, "prompt")
+
+
+def token_ids_of(values: list[Any], param: str) -> TokenIds[int]:
+    """`values` as int32; raises ApiError (400) naming the index of the first that is no token id."""
+    if set(map(type, values)) <= {int}:
+        with contextlib.suppress(OverflowError):
+            return array("i", values)
+    index = next(i for i, v in enumerate(values) if type(v) is not int or not -(2**31) <= v < 2**31)
+    raise ApiError(f"{param}[{index}] is not a token id", param=f"{param}[{index}]")
+
+
+def salt_of(salt: str | None) -> str | None:
+    """A checked cache salt; raises ApiError (400) for an empty one."""
+    if salt == "":
+        raise ApiError("cache_salt is empty; leave it out to share KV without a salt", param="cache_salt")
+    return salt
+
+
+def target_of(request: SliceRequest | PinRequest) -> KvTarget:
+    """What a KV operation acts on; raises ApiError (400)."""
+    if request.token_ids is None:
+        if request.extra_ids is not None:
+            raise ApiError("extra_ids stand beside token_ids, which are missing", param="extra_ids")
+        return KvTarget(cache_salt=salt_of(request.cache_salt))
+    token_ids = token_ids_of(request.token_ids, "token_ids")
+    extra_ids = None
+    if request.extra_ids is not None and any(request.extra_ids):
+        if len(request.extra_ids) != len(token_ids):
+            raise ApiError(
+                f"extra_ids has {len(request.extra_ids)} entries for {len(token_ids)} token ids",
+                param="extra_ids",
+            )
+        for index, value in enumerate(request.extra_ids):
+            _need(0 <= value <= UINT64_MAX, f"extra_ids[{index}]", "is within uint64")
+        extra_ids = extra_array(request.extra_ids)
+    return KvTarget(token_ids, extra_ids, salt_of(request.cache_salt))
+
+
+def slice_size_of(request: SliceRequest) -> int:
+    """Checked `max_blocks`."""
+    _need(1 <= request.max_blocks <= _MAX_SLICE, "max_blocks", f"is from 1 to {_MAX_SLICE}")
+    return request.max_blocks
+
+
+def ttl_of(request: PinRequest) -> float:
+    """Checked `ttl_s`."""
+    _need(0 < request.ttl_s < math.inf, "ttl_s", "is a positive number of seconds")
+    return request.ttl_s
+
+
+def _need(holds: bool, param: str, rule: str) -> None:
+    if not holds:
+        raise ApiError(f"{param} is out of range: it {rule}", param=param)
+
+
+def _number(request: PromptRequest, name: str, default: float, low: float, high: float) -> float:
+    value: float | None = getattr(request, name)
+    if value is None:
+        return default
+    _need(low <= value <= high, name, f"is from {low:g} to {high:g}")
+    return value
+
+
+def _max_tokens(request: PromptRequest, default_max_tokens: int | None) -> tuple[str, int | None]:
+    """Name and value of the limit in force."""
+    if isinstance(request, ChatRequest):
+        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        default = default_max_tokens
+    else:
+        name, default = "max_tokens", _DEFAULT_COMPLETION_TOKENS
+    return name, default if request.asked_tokens is None else request.asked_tokens
+
+
+def _logprobs(request: PromptRequest) -> int | None:
+    """How many alternatives are asked for, None for no logprobs at all."""
+    if isinstance(request, CompletionRequest):
+        if request.logprobs is not None:
+            _need(0 <= request.logprobs <= MAX_TOP_LOGPROBS, "logprobs", f"is from 0 to {MAX_TOP_LOGPROBS}")
+        return request.logprobs
+    top = request.top_logprobs or 0
+    _need(0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"is from 0 to {MAX_TOP_LOGPROBS}")
+    if top and not request.logprobs:
+        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return top if request.logprobs else None
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > _MAX_STOPS:
+        raise ApiError(f"stop has {len(stops)} strings; at most {_MAX_STOPS} are taken", param="stop")
+    if not all(stops):
+        raise ApiError("stop holds an empty string", param="stop")
+
+
+def _check_supported(request: PromptRequest) -> None:
+    """Refuses what would otherwise be silently disregarded."""
+    refused: list[tuple[str, bool, str]] = [
+        ("n", request.n not in (None, 1), "only n = 1 is supported"),
+        ("best_of", request.best_of not in (None, 1), "only best_of = 1 is supported"),
+        ("logit_bias", bool(request.logit_bias), "logit_bias is not supported"),
+        (
+            "response_format",
+            request.response_format is not None and request.response_format.get("type") != "text",
+            "only response_format of type text is supported",
+        ),
+    ]
+    if isinstance(request, CompletionRequest):
+        refused += [
+            ("echo", bool(request.echo), "echo is not supported"),
+            ("suffix", bool(request.suffix), "suffix is not supported"),
+        ]
+    else:
+        refused += [
+            ("prompt_table", request.prompt_table is not None, "prompt_table needs /v1/completions"),
+            ("extra_ids", request.extra_ids is not None, "extra_ids need /v1/completions"),
+            (
+                "add_special_tokens",
+                bool(request.add_special_tokens),
+                "a chat template brings its own special tokens",
+            ),
+        ]
+    for param, is_asked, message in refused:
+        if is_asked:
+            raise ApiError(message, param=param)

@@ -1,0 +1,204 @@
+"""`kvpin engine`: one process that serves one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+import uvicorn
+from starlette.applications import Starlette
+
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.server import DEFAULT_MAX_BODY_BYTES, EngineHost, create_app
+from engine_adapter.torch_engine.service import EngineService, ServiceOptions
+
+DEFAULT_PORT = 8100
+_SIZES = EngineOptions()  # the defaults
+_GRACE_S = 20
+_BACKLOG = 2048
+_log = logging.getLogger("kvpin.engine")
+
+app = typer.Typer(add_completion=False, help="Serve the embedded engine.")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What to serve and where.
+
+    Attributes:
+        service: model and engine.
+        host: address to bind; loopback unless told otherwise, for the routes have no key.
+        port: 0 takes a free one.
+        max_body_bytes: larger request bodies are refused.
+        exit_with_parent: end when standard input does.
+    """
+
+    service: ServiceOptions = field(default_factory=ServiceOptions)
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    exit_with_parent: bool = False
+
+
+def serve_engine(options: ServeOptions) -> None:
+    """Serves until SIGTERM or SIGINT; requests in flight get some seconds to end.
+
+    The address answers at once; `/health` is 503 until the model is loaded.
+
+    Raises:
+        EngineSpecError: the address cannot be bound, or model and options cannot be served.
+    """
+    listener = _listen(options.host, options.port)
+    process = _EngineProcess(options)
+    web = create_app(process.host, max_body_bytes=options.max_body_bytes)
+    web.router.lifespan_context = process.lifespan
+    config = uvicorn.Config(
+        web, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
+    )
+    server = uvicorn.Server(config)
+
+    def end() -> None:
+        server.should_exit = True
+
+    process.end = end
+    host, port = listener.getsockname()[:2]
+    _log.info("listening on http://%s:%s, loading", f"[{host}]" if ":" in host else host, port)
+    # uvicorn raises the signal once more when it is done; a wanted end is not a crash.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listener])
+    if process.failure is not None:
+        raise process.failure
+
+
+class _EngineProcess:
+    """Loads the service beside the running server, and ends both together."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.host = EngineHost()
+        self.failure: Exception | None = None
+        self.end: Callable[[], None] = _nothing
+        self._options = options
+
+    @asynccontextmanager
+    async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        """Starts loading; at the end stops the engine."""
+        # A thread that nobody waits for: a load that takes minutes must not hold up the end.
+        threading.Thread(target=self._load, name="load-model", daemon=True).start()
+        if self._options.exit_with_parent:
+            threading.Thread(target=self._follow_parent, name="follow-parent", daemon=True).start()
+        yield
+        if self.host.service is not None:
+            await asyncio.to_thread(self.host.service.close)
+
+    def _load(self) -> None:
+        try:
+            service = EngineService.build(self._options.service)
+        except Exception as error:  # noqa: BLE001 - raised again by serve_engine, in the main thread
+            self.failure = error
+            self.end()
+            return
+        self.host.service = service
+        if service.model.is_default:
+            _log.warning(
+                "no --model given: serving %s, a small model with random weights; its answers mean nothing",
+                service.model.name,
+            )
+        _log.info("serving %s", service.model.name)
+
+    def _follow_parent(self) -> None:
+        """Ends the process once whoever holds the other end of standard input is gone."""
+        while os.read(0, 4096):
+            pass
+        self.end()
+        # Nobody is left to wait for answers, nor to notice that a stop hangs.
+        threading.Event().wait(_GRACE_S + 5)
+        os._exit(1)
+
+
+def _nothing() -> None:
+    """Before the server exists there is nothing to end."""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections send small chunks at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by connections
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise EngineSpecError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+@app.command()
+def engine(
+    *,
+    model: Annotated[str | None, typer.Option(help="Directory or hub id; none: a random tiny model.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name clients send.")] = None,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the GPU tier.")] = None,
+    kv_bytes: Annotated[int | None, typer.Option(help="Bytes of the GPU tier.")] = None,
+    tokens_per_block: Annotated[int, typer.Option(help="A power of two.")] = _SIZES.tokens_per_block,
+    host_cache_bytes: Annotated[int, typer.Option(help="Bytes of the host tier, 0 for none.")] = 0,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests at once.")] = _SIZES.max_num_seqs,
+    prefill_chunk: Annotated[int, typer.Option(help="Most prompt tokens a step.")] = _SIZES.prefill_chunk,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; none: the model's own.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Largest request body.", min=1)
+    ] = DEFAULT_MAX_BODY_BYTES,
+    exit_with_parent: Annotated[
+        bool, typer.Option("--exit-with-parent", help="End when standard input does.")
+    ] = False,
+) -> None:
+    """Serve the embedded engine."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("httpx", "transformers"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        sizes = EngineOptions(
+            kv_blocks=kv_blocks,
+            kv_bytes=kv_bytes,
+            tokens_per_block=tokens_per_block,
+            host_cache_bytes=host_cache_bytes,
+            max_num_seqs=max_num_seqs,
+            prefill_chunk=prefill_chunk,
+            seed=seed,
+        )
+        service = ServiceOptions(
+            model=model,
+            served_name=served_model_name,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            host=host,
+            engine=sizes,
+        )
+        serve_engine(ServeOptions(service, host, port, max_body_bytes, exit_with_parent))
+    except EngineSpecError as error:
+        typer.echo(f"kvpin engine: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,178 @@
+"""The engine's ASGI app: its routes, and what they answer while it is loading or has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from engine_adapter.errors import ChatError, EngineUnavailable, PromptTableError
+from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error_response, json_response
+from engine_adapter.torch_engine.bodies import read_body
+from engine_adapter.torch_engine.completions import CompletionRoute
+from engine_adapter.torch_engine.kv_routes import kv_routes, kv_stats
+from engine_adapter.torch_engine.metrics import EngineMetrics
+from engine_adapter.torch_engine.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    parse,
+    parse_tokenize,
+)
+from engine_adapter.torch_engine.requests import RequestRefused
+from engine_adapter.torch_engine.service import EngineService
+
+DEFAULT_MAX_BODY_BYTES = 64 << 20
+_ANSWERED = (ApiError, ChatError, EngineUnavailable, PromptTableError, RequestRefused)
+
+
+class EngineHost:
+    """Holds the service once it is loaded."""
+
+    def __init__(self, service: EngineService | None = None) -> None:
+        self.service = service
+
+    def ready(self) -> EngineService:
+        """The service; raises ApiError (503) while it is loading or when its engine died."""
+        if self.service is None:
+            raise ApiError("the model is loading", status=503, code="loading")
+        if not self.service.engine.alive:
+            raise ApiError("the engine is not running", status=503, code="engine_unavailable")
+        return self.service
+
+
+def create_app(host: EngineHost, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> Starlette:
+    """The app around `host`, whose service may come later; bodies beyond `max_body_bytes` are a 413."""
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/metrics", metrics),
+            Route("/v1/models", models),
+            Route("/v1/models/{model:path}", model),
+            Route("/v1/chat/completions", CompletionRoute(ChatRequest), methods=["POST"]),
+            Route("/v1/completions", CompletionRoute(CompletionRequest), methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
+            *kv_routes(),
+        ],
+        exception_handlers={
+            HTTPException: _http_error,
+            ClientDisconnect: _nobody_to_answer,
+            Exception: _fault,
+            **dict.fromkeys(_ANSWERED, _answer_error),
+        },
+    )
+    app.state.host = host
+    app.state.metrics = EngineMetrics()
+    app.state.max_body_bytes = max_body_bytes
+    return app
+
+
+async def health(request: Request) -> Response:
+    """200 once the engine serves."""
+    _service(request)
+    return json_response({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text; without cache statistics when the engine thread is gone."""
+    shown: EngineMetrics = request.app.state.metrics
+    service: EngineService | None = request.app.state.host.service
+    if service is None:
+        raise ApiError("the model is loading", status=503, code="loading")
+    stats: Mapping[str, Any] = await kv_stats(service) if service.engine.alive else {}
+    return PlainTextResponse(
+        shown.render(service.engine.counters, stats), media_type="text/plain; version=0.0.4"
+    )
+
+
+async def models(request: Request) -> Response:
+    """The one model served."""
+    return json_response({"object": "list", "data": [_model_card(_service(request))]})
+
+
+async def model(request: Request) -> Response:
+    """One model by name."""
+    service = _service(request)
+    service.check_model(request.path_params["model"])
+    return json_response(_model_card(service))
+
+
+async def tokenize(request: Request) -> Response:
+    """The tokens of a chat or a prompt, exactly as they would be served."""
+    service = _service(request)
+    prompt = await service.prompt(parse_tokenize(await _body(request)))
+    extra_ids = prompt.embeddings.extra_ids
+    return json_response(
+        {
+            "count": len(prompt.token_ids),
+            "max_model_len": service.engine.max_model_len,
+            "tokens": prompt.token_ids.tolist(),
+            "extra_ids": None if extra_ids is None else extra_ids.tolist(),
+        }
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    service = _service(request)
+    asked = parse(await _body(request), DetokenizeRequest)
+    limit = service.model.vocab_size
+    for index, token in enumerate(asked.tokens):
+        if not 0 <= token < limit:
+            raise ApiError(
+                f"tokens[{index}] is {token}, outside the vocabulary of {limit}", param=f"tokens[{index}]"
+            )
+    return json_response({"prompt": service.tokenizer.decode(asked.tokens)})
+
+
+def _model_card(service: EngineService) -> dict[str, Any]:
+    return {
+        "id": service.model.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "kvpin",
+        "max_model_len": service.engine.max_model_len,
+    }
+
+
+def _service(request: Request) -> EngineService:
+    service: EngineService = request.app.state.host.ready()
+    return service
+
+
+async def _body(request: Request) -> bytes:
+    return await read_body(request.scope, request.receive, request.app.state.max_body_bytes)
+
+
+async def _answer_error(_request: Request, error: Exception) -> Response:
+    known = as_api_error(error)
+    if known is None:
+        raise error
+    return error_response(known)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router."""
+    if not isinstance(error, HTTPException):
+        raise error
+    path = request.url.path
+    message = (
+        f"{request.method} {path} is not served here" if error.status_code in (404, 405) else error.detail
+    )
+    answer = error_response(ApiError(message, status=error.status_code))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _nobody_to_answer(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # never sent: the client is gone
+
+
+async def _fault(_request: Request, _error: Exception) -> Response:
+    return error_response(ApiError("the engine met an internal error", status=500, code="internal_error"))

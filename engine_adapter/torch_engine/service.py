@@ -1,0 +1,204 @@
+"""The engine, its tokenizer, its events and its tables: what the routes work on."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from engine_adapter.chat import ChatTokenizer
+from engine_adapter.extra_ids import Embeddings
+from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.engine import Engine
+from engine_adapter.torch_engine.event_publisher import EventPublisher
+from engine_adapter.torch_engine.kv_cache import KvCache
+from engine_adapter.torch_engine.model import LoadedModel, load_model
+from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.prompt_tables import PromptEmbeddings, PromptTables, embedding_tensor
+from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, prompt_of
+from engine_adapter.types import TokenIds
+
+T = TypeVar("T")
+
+_INLINE_CHARS = 4_096  # longer texts are tokenised off the event loop
+_MAX_CHARS_PER_TOKEN = 256  # no tokenizer has tokens that long on average: beyond it a prompt cannot fit
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """What one engine process serves.
+
+    Attributes:
+        model: directory or hub id, None for the built-in random-weight model.
+        served_name: name clients send, None for the model's own.
+        device, dtype: as torch names them; None takes the checkpoint's type.
+        threads: CPU threads of torch, None for its default.
+        host: address that KV events are published on.
+        engine: sizes and limits.
+    """
+
+    model: str | None = None
+    served_name: str | None = None
+    device: str = "cpu"
+    dtype: str | None = None
+    threads: int | None = None
+    host: str = "127.0.0.1"
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt and what its fake ids stand for."""
+
+    token_ids: TokenIds[int]
+    embeddings: PromptEmbeddings
+
+
+class EngineService:
+    """A running engine and what belongs to it.
+
+    Attributes:
+        instance: random name of this process; another one means that all KV is gone.
+        created: when it was loaded, in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: ChatTokenizer,
+        options: EngineOptions,
+        *,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Allocates the engine; `start` makes it run. Raises EngineSpecError for options that do not fit."""
+        self.instance = secrets.token_hex(8)
+        self.created = int(time.time())
+        self.model = model
+        self.tokenizer = tokenizer
+        self.options = options
+        self.publisher = EventPublisher(host=host)
+        self.engine = Engine(model, options, self.publisher.publish)
+        self.tables = PromptTables(vocab_size=model.vocab_size, hidden_size=model.hidden_size)
+
+    @classmethod
+    def build(cls, options: ServiceOptions) -> EngineService:
+        """Loads model and tokenizer and starts the engine; slow. Raises EngineSpecError."""
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        model = load_model(
+            options.model, device=options.device, dtype=options.dtype, served_name=options.served_name
+        )
+        service = cls(model, ChatTokenizer.load(model.tokenizer), options.engine, host=options.host)
+        service.engine.start()
+        return service
+
+    def close(self) -> None:
+        """Ends the engine and its sockets. Blocks until the running step is done."""
+        self.engine.stop()
+        self.publisher.close()
+
+    async def call(self, fn: Callable[[KvCache], T]) -> T:
+        """Runs `fn` on the cache between two steps. Raises EngineUnavailable."""
+        future: Future[T] = self.engine.call(fn)
+        return await asyncio.wrap_future(future)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError (404) for a model that is not the one served."""
+        if name is not None and name != self.model.name:
+            raise ApiError(
+                f"the model {name!r} is not served here; {self.model.name!r} is",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def prompt(self, request: PromptRequest) -> Prompt:
+        """Tokenises a request. Raises ApiError, ChatError or PromptTableError for what the client did."""
+        self.check_model(request.model)
+        if isinstance(request, ChatRequest):
+            return await self._chat_prompt(request)
+        prompt = prompt_of(request.prompt)
+        if isinstance(prompt, str):
+            self._check_chars(len(prompt), "prompt")
+            special = True if request.add_special_tokens is None else request.add_special_tokens
+            token_ids = await _off_loop(
+                len(prompt), lambda: self.tokenizer.encode(prompt, add_special_tokens=special)
+            )
+            if not token_ids:
+                raise ApiError("prompt has no tokens", param="prompt")
+        else:
+            token_ids = prompt
+        explicit: list[Any] | None = request.extra_ids
+        return Prompt(
+            token_ids, self.tables.resolve(token_ids, explicit=explicit, table_id=request.prompt_table)
+        )
+
+    async def _chat_prompt(self, request: ChatRequest) -> Prompt:
+        size = _text_size(request.messages)
+        self._check_chars(size, "messages")
+        chat = await _off_loop(
+            size,
+            lambda: self.tokenizer.chat(
+                request.messages,
+                tools=request.tools,
+                add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+                continue_final_message=request.continue_final_message,
+                template_kwargs=request.chat_template_kwargs,
+                vocab_size=self.model.vocab_size,
+                hidden_size=self.model.hidden_size,
+            ),
+        )
+        if not chat.token_ids:
+            raise ApiError("the chat template renders these messages to nothing", param="messages")
+        return Prompt(chat.token_ids, PromptEmbeddings(chat.extra_ids, self._tensors(chat.embeddings)))
+
+    def _tensors(self, embeddings: Mapping[int, Embeddings]) -> dict[int, torch.Tensor]:
+        return {
+            identity: embedding_tensor(rows, hidden_size=self.model.hidden_size, param="messages")
+            for identity, rows in embeddings.items()
+        }
+
+    def check_length(self, prompt_tokens: int, max_tokens: int | None, *, param: str) -> None:
+        """Raises ApiError (400) for a prompt that leaves no room for an answer of `max_tokens`."""
+        limit = self.engine.max_model_len
+        wanted = 1 if max_tokens is None else max_tokens
+        if prompt_tokens + wanted <= limit:
+            return
+        asked = "" if max_tokens is None else f" and max_tokens of {max_tokens}"
+        raise _too_long(f"a prompt of {prompt_tokens} tokens{asked} exceeds the context of {limit}", param)
+
+    def _check_chars(self, chars: int, param: str) -> None:
+        """Refuses, before any work, a text that cannot fit however it is tokenised."""
+        limit = self.engine.max_model_len
+        if chars > limit * _MAX_CHARS_PER_TOKEN:
+            raise _too_long(f"{chars} characters exceed the context of {limit} tokens", param)
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return ApiError(message, param=param, code="context_length_exceeded")
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    """Runs `work` here when it is small, in a thread when it would hold up other requests."""
+    return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
+
+
+def _text_size(messages: object) -> int:
+    """Characters of all texts in `messages`, however they are nested; data of embeddings left out."""
+    size = 0
+    pending = [messages]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, dict):
+            pending += [item for key, item in value.items() if key != "data"]
+        elif isinstance(value, list):
+            pending += value
+    return size
