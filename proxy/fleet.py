@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
 from proxy.core.audit import EngineAudit, Trust
@@ -42,6 +43,14 @@ class EngineState(StrEnum):
     DRAINING = "draining"  # finishes what it has
 
 
+class Process(Protocol):
+    """An engine's process, where kvpin runs it."""
+
+    @property
+    def starting(self) -> bool:
+        """Whether it is in its first start: not well yet, and nothing is wrong."""
+
+
 class Engine:
     """One engine: its adapter, what it said of itself, its load, its audit."""
 
@@ -54,6 +63,7 @@ class Engine:
         self.audit = EngineAudit()
         self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
         self.view: EngineView | None = None
+        self.process: Process | None = None
         self.last_error: str | None = None
         self.check_now = asyncio.Event()
 
@@ -88,6 +98,10 @@ class Pool:
                 self._roots.clear()
             root = self._roots[salt] = namespace_root(self.model, salt=salt)
         return root
+
+    def salts(self) -> list[str]:
+        """The cache salts seen so far, in requests and in events of engines."""
+        return [salt for salt in self._roots if salt is not None]
 
     def chain(self, prompt: Prompt | None) -> Chain | None:
         """The block chain of a prompt; None for a prompt nothing is known of."""
@@ -237,6 +251,11 @@ class Fleet:
             pool.wipe(engine)
             pool.index.remove_engine(engine.id)
             del pool.engines[engine.id]
+
+    def is_ready(self) -> bool:
+        """True while any engine takes requests and none is in its first start."""
+        states = {engine.state for engine in self.engines.values()}
+        return EngineState.READY in states and EngineState.CONNECTING not in states
 
     def pool(self, model: str | None) -> Pool:
         """The pool that serves `model`; without a name, the only one.

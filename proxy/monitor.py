@@ -107,8 +107,9 @@ class Monitor:
         """The engine is gone, and with it all that was known of its KV."""
         if engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
             log.warning("engine is lost", engine=engine.id, error=str(error) or "no answer in time")
-        if engine.state is not EngineState.DRAINING:
-            engine.state = EngineState.DOWN if engine.info is not None else EngineState.CONNECTING
+        starting = engine.process is not None and engine.process.starting
+        if engine.state is not EngineState.DRAINING and not starting:
+            engine.state = EngineState.DOWN
         engine.last_error = str(error) or "no answer in time"
         engine.audit.lost("the engine is down")
         if self._ingest is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -86,3 +87,11 @@ def error_response(error: Exception, request_id: str | None = None) -> Response:
 async def handle(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for every class of the table."""
     return error_response(error, request.headers.get("x-request-id"))
+
+
+async def handle_http(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such route, wrong method), in the same shape."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = f"{request.method} {request.url.path}: {getattr(error, 'detail', 'failed').lower()}"
+    body = error_body(message, kind="invalid_request_error", code="not_found" if status == 404 else None)  # noqa: PLR2004 - HTTP
+    return Response(body, status, getattr(error, "headers", None), media_type="application/json")

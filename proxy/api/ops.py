@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from proxy.fleet import EngineState, Fleet
+from proxy.fleet import Fleet
 from proxy.metrics import Metrics
 
 
@@ -33,11 +33,9 @@ class Ops:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
-        """200 once every engine of the start has been ready, and from then on while any is."""
+        """200 while any engine takes requests and none is in its first start."""
+        ok = self.fleet.is_ready()
         states = {engine.id: engine.state for engine in self.fleet.engines.values()}
-        starting = [name for name, state in states.items() if state is EngineState.CONNECTING]
-        ready = [name for name, state in states.items() if state is EngineState.READY]
-        ok = bool(ready) and not starting
         body = {"status": "ok" if ok else "unavailable", "engines": states}
         return JSONResponse(body, 200 if ok else 503, {} if ok else {"retry-after": "1"})
 

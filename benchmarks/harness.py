@@ -1,0 +1,55 @@
+"""Starts kvpin for a benchmark and stops it again; makes the larger model benchmarks use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path(os.environ.get("KVPIN_CACHE", Path.home() / ".cache" / "kvpin"))
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def kvpin(*options: str, reuse: bool = True, ready_s: float = 120) -> Iterator[str]:
+    """Runs `kvpin serve` with these options; yields its address once it is ready."""
+    port = free_port()
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port), *options]
+    environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse))}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_ready(url, process, ready_s)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Returns when `/health/ready` answers 200; raises when it does not, or the process ends."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"kvpin ended with status {process.returncode} before it was ready")
+        try:
+            if httpx.get(f"{url}/health/ready").status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise TimeoutError(f"kvpin was not ready within {seconds} s")

@@ -1,0 +1,205 @@
+"""The composition root: the only place that builds collaborators and wires them together.
+
+    settings → fleet, tables, tenants → ingest → monitor → flow → data plane, admin, ops → one ASGI app
+
+`serve` runs it: binds the port first, so that a taken one is told before anything is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+
+import structlog
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Mount
+
+from engine_adapter import AiohttpTransport, EngineError, Transport, is_generic, make_adapter
+from proxy import errors
+from proxy.api.admin import Control, admin_routes
+from proxy.api.auth import AdminGuard
+from proxy.api.errors import handle, handle_http
+from proxy.api.openai import DataPlane
+from proxy.api.ops import Ops
+from proxy.banner import Banner
+from proxy.core.pins import PinBook
+from proxy.fleet import Fleet
+from proxy.flow import Flow
+from proxy.forward import Forwarder
+from proxy.ingest import Ingest
+from proxy.logs import configure_logs
+from proxy.managed import ManagedEngine
+from proxy.metrics import Metrics
+from proxy.monitor import Monitor
+from proxy.prompt import PromptTables
+from proxy.records import RequestLog
+from proxy.settings import ManagedSettings, Settings
+from proxy.tasks import Supervisor
+from proxy.tenants import ApiKey, Tenants
+
+log = structlog.get_logger(__name__)
+
+
+class Proxy:
+    """All collaborators of one running proxy."""
+
+    def __init__(self, settings: Settings, transport: Transport) -> None:
+        self.settings = settings
+        self.transport = transport
+        self.tasks = Supervisor()
+        self.fleet = Fleet()
+        self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
+        self.tenants = Tenants(
+            ApiKey.of(entry.key.get_secret_value(), entry.tenant_id) for entry in settings.api_keys
+        )
+        self.ingest = Ingest(self.fleet, self.tasks) if settings.reuse else None
+        self.monitor = Monitor(
+            self.fleet,
+            self.tasks,
+            self.ingest,
+            self.tables,
+            interval_s=settings.health.interval_s,
+            timeout_s=settings.health.timeout_s,
+        )
+        self.metrics = Metrics(self.fleet)
+        self.flow = Flow(
+            fleet=self.fleet,
+            forwarder=Forwarder(transport),
+            ingest=self.ingest,
+            tenants=self.tenants,
+            requests=RequestLog(settings.limits.request_records),
+            retries=settings.retries,
+            observe=self.metrics.observe,
+        )
+        self.managed: list[ManagedEngine] = []
+
+    def start(self) -> None:
+        """Starts managed engines and looks after all of them."""
+        for external in self.settings.engines:
+            if is_generic(external.kind):
+                log.warning(
+                    "this kind has no adapter of its own yet: served through its OpenAI routes, "
+                    "its cache learned from responses",
+                    engine=external.id,
+                    kind=external.kind,
+                )
+            self.monitor.watch(self.fleet.add(make_adapter(external.spec())))
+        for managed in self.settings.managed or default_engines(self.settings):
+            process = ManagedEngine(managed)
+            engine = self.fleet.add(make_adapter(managed.spec(process.port)))
+            engine.process = process
+            self.managed.append(process)
+            self.tasks.start(f"process {managed.id}", process.run())
+            self.monitor.watch(engine)
+
+    async def stop(self) -> None:
+        """Ends background work, then the engines, then connections."""
+        await self.tasks.stop()
+        for process in self.managed:
+            await process.stop()
+        for engine in self.fleet.engines.values():
+            await engine.adapter.aclose()
+        await self.transport.aclose()
+
+
+def default_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
+    """Without any engine named, two embedded ones that share the machine's cores."""
+    if settings.engines:
+        return ()
+    threads = max((os.cpu_count() or 2) // 2, 1)
+    command = ("--threads", str(threads), "--host-cache-bytes", "256MiB")
+    return tuple(ManagedSettings(kind="embedded", id=f"embedded-{n}", command=command) for n in range(2))
+
+
+def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Starlette:
+    """The ASGI application over a proxy's collaborators."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        proxy.start()
+        on_start()
+        try:
+            yield
+        finally:
+            await proxy.stop()
+
+    control = Control(
+        fleet=proxy.fleet,
+        flow=proxy.flow,
+        monitor=proxy.monitor,
+        tables=proxy.tables,
+        tenants=proxy.tenants,
+        requests=proxy.flow.requests,
+        pins=PinBook(),
+        tasks=proxy.tasks,
+        make_adapter=make_adapter,
+        clock=time.monotonic,
+    )
+    admin_key = proxy.settings.admin_key
+    guard = AdminGuard(admin_key.get_secret_value() if admin_key else None)
+    data_plane = DataPlane(proxy.flow, proxy.tenants, int(proxy.settings.limits.body_bytes))
+    return Starlette(
+        routes=[
+            Mount("/v1", app=data_plane),
+            *admin_routes(control, guard),
+            *Ops(proxy.fleet, proxy.metrics).routes(),
+        ],
+        exception_handlers={errors.ProxyError: handle, EngineError: handle, HTTPException: handle_http},
+        lifespan=lifespan,
+    )
+
+
+def serve(settings: Settings) -> int:
+    """Runs the proxy until SIGTERM or SIGINT; returns the exit status."""
+    configure_logs(settings.logs)
+    try:
+        listener = listen(settings.host, settings.port)
+    except OSError as error:
+        sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {error.strerror}\n")
+        return 1
+    if not settings.reuse:
+        log.warning(
+            "KV cache reuse is off: plain least-loaded balancing. Turn it on: ENABLE_KV_CACHE_REUSE=1"
+        )
+    # uvicorn drains on these and then raises them again, for handlers that stood before its own.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(settings, listener))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+async def _run(settings: Settings, listener: socket.socket) -> int:
+    proxy = Proxy(settings, AiohttpTransport())
+    host, port = listener.getsockname()[:2]
+    banner = Banner(proxy.fleet, host, port, reuse=settings.reuse)
+    banner.print_addresses()
+    app = build_app(proxy, on_start=lambda: proxy.tasks.start("banner", banner.print_when_ready()))
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,  # an address a client claims must not open the admin API
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=round(settings.graceful_shutdown_s),
+    )
+    server = uvicorn.Server(config)
+    await server.serve(sockets=[listener])
+    return 0 if server.started else 1
