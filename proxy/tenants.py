@@ -27,12 +27,18 @@ class Tenants:
     """Keys → tenants → salts.
 
     With one tenant, or none, all share KV and a client's own `cache_salt` is passed on. With several, each
-    has a salt of its own, and a client's salt only divides it further.
+    has a salt of its own, and a client's salt only divides it further. All salts of a tenant begin alike,
+    so that its KV can be told from the salts that engines report.
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys = tuple(keys)
         self.isolated = len({key.tenant for key in self._keys}) > 1
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tenants."""
+        return frozenset(key.tenant for key in self._keys)
 
     @property
     def open(self) -> bool:
@@ -54,8 +60,14 @@ class Tenants:
             raise BadRequest("cache_salt must be a non-empty string", param="cache_salt")
         if not self.isolated or tenant is None:
             return client_salt
-        frame = b""
-        for part in (tenant, client_salt):
-            encoded = b"" if part is None else part.encode()
-            frame += len(encoded).to_bytes(8, "little") + encoded
-        return "kvpin-" + hashlib.blake2b(frame, digest_size=16).hexdigest()
+        own = f"kvpin-{_digest(tenant)}"
+        return own if client_salt is None else f"{own}-{_digest(client_salt)}"
+
+    def owns(self, tenant: str, salt: str) -> bool:
+        """Whether requests of the tenant run under `salt`: with or without a salt of the client's."""
+        return self.isolated and salt.startswith(f"kvpin-{_digest(tenant)}")
+
+
+def _digest(text: str) -> str:
+    """128 bits in hex: of one length, so that one tenant's salts never begin like another's."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class Pin:
         blocks: blocks protected, over all engines.
         expires: when it ends, in the seconds of the caller's clock.
         label: what it is for, as the operator described it; never prompt text.
+        first_block: hash of the first block protected: a flush that starts with it ends the pin.
     """
 
     pin_id: str
@@ -23,6 +24,7 @@ class Pin:
     blocks: int
     expires: float
     label: str
+    first_block: int | None = None
 
 
 class PinBook:
@@ -45,13 +47,13 @@ class PinBook:
         self._expire(now)
         return tuple(self._pins.values())
 
-    def forget_engine(self, engine: str) -> None:
-        """The engine lost its KV, and its pins with it."""
+    def forget_engine(self, engine: str, which: Callable[[Pin], bool] = lambda _pin: True) -> None:
+        """The engine lost its KV, and with it its pins, or those of them that `which` says."""
         for pin in list(self._pins.values()):
-            if engine in pin.engine_pins:
+            if engine in pin.engine_pins and which(pin):
                 rest = {e: p for e, p in pin.engine_pins.items() if e != engine}
                 if rest:
-                    self._pins[pin.pin_id] = Pin(pin.pin_id, rest, pin.blocks, pin.expires, pin.label)
+                    self._pins[pin.pin_id] = replace(pin, engine_pins=rest)
                 else:
                     del self._pins[pin.pin_id]
 
