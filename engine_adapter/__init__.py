@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
+from engine_adapter.engine_command import ENGINE_MODULE, run_engine_cli
 from engine_adapter.errors import (
     ChatError,
     EngineError,
@@ -42,6 +43,7 @@ from engine_adapter.types import (
 
 __all__ = [
     "ENGINE_KINDS",
+    "ENGINE_MODULE",
     "AiohttpTransport",
     "BlocksRemoved",
     "BlocksStored",
@@ -73,4 +75,5 @@ __all__ = [
     "ViewLost",
     "is_generic",
     "make_adapter",
+    "run_engine_cli",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from engine_adapter.body import JsonBody
@@ -24,6 +24,9 @@ from engine_adapter.types import (
     TokenIds,
 )
 
+_CAPABILITIES: frozenset[Capability] = frozenset()
+_NO_EVENTS: tuple[KvEvent, ...] = ()
+_NO_PROGRESS: tuple[KvProgress, ...] = ()
 _INSTEAD = {
     Capability.KV_EVENTS: "what it holds is learned from its answers",
     Capability.TOKENIZE: "prompts are tokenised at the proxy with the engine's tokenizer setting",
@@ -56,7 +59,7 @@ class OpenAICompatibleAdapter:
         return EngineInfo(
             model=self.spec.model or model_name(models),
             instance=self._instance,
-            capabilities=frozenset(),
+            capabilities=_CAPABILITIES,
             max_model_len=max_model_len(models),
             tokenizer=self.spec.tokenizer,
         )
@@ -81,15 +84,17 @@ class OpenAICompatibleAdapter:
         """Not supported."""
         raise self._not_supported(Capability.TOKENIZE)
 
-    async def events(self) -> AsyncIterator[KvEvent]:
+    async def events(self) -> AsyncGenerator[KvEvent, None]:
         """Not supported."""
-        raise self._not_supported(Capability.KV_EVENTS)
-        yield  # makes this an async generator, as the contract has it
+        self._require(Capability.KV_EVENTS)
+        for event in _NO_EVENTS:  # makes this an async generator, as the contract has it
+            yield event
 
-    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncIterator[KvProgress]:  # noqa: ARG002
+    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:  # noqa: ARG002
         """Not supported."""
-        raise self._not_supported(Capability(verb.value))
-        yield  # likewise
+        self._require(Capability(verb.value))
+        for progress in _NO_PROGRESS:  # likewise
+            yield progress
 
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:  # noqa: ARG002 - likewise
         """Not supported."""
@@ -131,6 +136,11 @@ class OpenAICompatibleAdapter:
                 return False
             raise EngineUnavailable(f"/health answered {error.status}: {error}") from error
         return True
+
+    def _require(self, capability: Capability) -> None:
+        """Raises NotSupported for what was not declared, which here is everything."""
+        if capability not in _CAPABILITIES:
+            raise self._not_supported(capability)
 
     def _not_supported(self, capability: Capability) -> NotSupported:
         return NotSupported(capability, engine=self.spec.id, instead=_INSTEAD[capability])

@@ -1,0 +1,24 @@
+"""The `engine` command, behind a door that costs nothing until it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from engine_adapter.errors import EngineSpecError
+
+ENGINE_MODULE = "engine_adapter.torch_engine.serve"
+"""What `python -m` runs to serve an engine; `--help` lists its options."""
+
+
+def run_engine_cli(args: Sequence[str], *, prog_name: str = "kvpin engine") -> None:
+    """Serves the embedded engine with these command-line arguments; ends with SystemExit.
+
+    Raises:
+        EngineSpecError: torch is not installed.
+    """
+    if find_spec("torch") is None:
+        raise EngineSpecError("the embedded engine needs torch: pip install 'kvpin[engine]'")
+    from engine_adapter.torch_engine.serve import app  # noqa: PLC0415 - imports torch
+
+    app(args=list(args), prog_name=prog_name)
