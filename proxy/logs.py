@@ -1,0 +1,87 @@
+"""Log lines: structured, on standard error, never with prompt text or keys.
+
+Code logs through `structlog.get_logger`; libraries that use `logging` come out in the same shape. What is
+bound with `log_context` (the request id) stands on every line of that request's task.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from proxy.settings import LogSettings
+
+# Event fields that may carry what must not be logged. A call that names one is a mistake; the line is kept.
+_HIDDEN = frozenset(
+    {
+        "admin_key", "api_key", "authorization", "body", "content", "cookie", "headers", "key", "messages",
+        "password", "prompt", "secret", "text", "token_ids",
+    }
+)  # fmt: skip
+# Their lines at `info` say what ours say, or a line for each request.
+_QUIET_LIBRARIES = ("aiohttp.access", "httpx", "httpcore", "uvicorn.access")
+
+
+def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
+    """Sets up structlog and `logging` for the process; may be called again.
+
+    Args:
+        settings: format and level.
+        stream: where lines go, standard error by default.
+    """
+    stream = stream if stream is not None else sys.stderr
+    pretty = settings.format == "pretty" or (settings.format == "auto" and stream.isatty())
+    level = logging.getLevelNamesMapping()[settings.level.upper()]
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        hide_secrets,
+    ]
+    # Loggers are not cached on first use: what was made before this call follows it too.
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=_renderers(pretty=pretty))
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level)
+    for name in _QUIET_LIBRARIES:
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+
+
+@contextmanager
+def log_context(**fields: str) -> Iterator[None]:
+    """Puts `fields` on every log line of the block, in this task and those it starts."""
+    with structlog.contextvars.bound_contextvars(**fields):
+        yield
+
+
+def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:  # noqa: ARG001 - structlog's
+    """A structlog processor: fields that may hold prompts or keys become `[hidden]`."""
+    for name in event.keys() & _HIDDEN:
+        event[name] = "[hidden]"
+    return event
+
+
+def _renderers(*, pretty: bool) -> list[Processor]:
+    # Tracebacks without local variables: those hold prompts and keys.
+    last: list[Processor]
+    if pretty:
+        last = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    else:
+        tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        last = [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
+    return [structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]

@@ -1,0 +1,45 @@
+"""What a managed process writes, line by line into the log."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+MAX_LINE_BYTES = 8192
+_CHUNK_BYTES = 65_536
+_LINE_END = re.compile(rb"[\r\n]+")  # progress bars end their lines with \r
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+async def log_output(reading: int, *, engine: str) -> None:
+    """Logs each line that comes out of the pipe `reading`, with the engine's id, until its end.
+
+    Takes the file descriptor over and closes it. Lines beyond 8 KiB are cut into several.
+    """
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", buffering=0)
+    )
+    pending = b""
+    try:
+        while chunk := await reader.read(_CHUNK_BYTES):
+            *lines, pending = _LINE_END.split(pending + chunk)
+            for line in lines:
+                _log_line(line, engine)
+            while len(pending) > MAX_LINE_BYTES:
+                _log_line(pending[:MAX_LINE_BYTES], engine)
+                pending = pending[MAX_LINE_BYTES:]
+    finally:
+        transport.close()
+        _log_line(pending, engine)
+
+
+def _log_line(line: bytes, engine: str) -> None:
+    text = _COLOUR.sub("", line.decode(errors="replace")).rstrip()
+    if text:
+        log.info("engine says", engine=engine, line=text)
