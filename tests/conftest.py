@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.engines"]
+
 CHATML = """\
 {%- if tools %}<|im_start|>system
 Tools: {% for tool in tools %}{{ tool | tojson }}

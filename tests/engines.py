@@ -1,0 +1,121 @@
+"""Real embedded engines for tests: one shared process, more on demand, and servers in a thread."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from starlette.types import ASGIApp
+
+START_S = 120.0
+STOP_S = 30.0
+DEFAULT_FLAGS = ("--kv-blocks", "256", "--host-cache-bytes", str(64 << 20))
+"""Flags of the shared engine: 256 blocks of 16 tokens, and a host tier."""
+
+
+@dataclass(slots=True)
+class RunningEngine:
+    """A `kvpin engine` process that answers at `url`."""
+
+    url: str
+    process: subprocess.Popen[bytes] = field(repr=False)
+    log: Path = field(repr=False)
+
+    def kill(self) -> None:
+        """Ends it at once, as a crash would."""
+        self.process.kill()
+        self.process.wait(STOP_S)
+
+
+@contextmanager
+def running_engine(log: Path, *flags: str) -> Iterator[RunningEngine]:
+    """Starts an engine with `flags` on a free port; yields it once it serves; ends it."""
+    command = [sys.executable, "-m", "engine_adapter.torch_engine.serve", "--port", "0", "--threads", "1"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--exit-with-parent", *flags],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield RunningEngine(_wait_until_it_serves(process, log), process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_S)
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _wait_until_it_serves(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"the engine ended with {process.returncode}:\n{log.read_text()}")
+        address = re.search(r"listening on (http://\S+?),", log.read_text())
+        if address is not None and _is_healthy(address[1]):
+            return address[1]
+        time.sleep(0.05)
+    pytest.fail(f"the engine did not start:\n{log.read_text()}")
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def served(app: ASGIApp) -> Iterator[str]:
+    """Serves an ASGI app on a free port in a thread; yields its address."""
+    config = uvicorn.Config(app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + START_S
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > deadline:
+            pytest.fail("the server did not start")
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(STOP_S)
+
+
+@pytest.fixture(scope="session")
+def embedded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """One engine for the whole session. Tests share its cache: use prompts or salts of your own."""
+    with running_engine(tmp_path_factory.mktemp("engine") / "log", *DEFAULT_FLAGS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def start_engine(tmp_path: Path) -> Iterator[Callable[..., RunningEngine]]:
+    """Starts engines of a test's own: `start_engine("--kv-blocks", "64")`. Each takes seconds."""
+    with ExitStack() as engines:
+        count = 0
+
+        def start(*flags: str) -> RunningEngine:
+            nonlocal count
+            count += 1
+            return engines.enter_context(running_engine(tmp_path / f"engine-{count}.log", *flags))
+
+        yield start
