@@ -41,6 +41,9 @@ class ProcessState(StrEnum):
     STOPPED = "stopped"
 
 
+_NOT_YET = (ProcessState.STOPPED, ProcessState.STARTING)
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
     """A managed engine's process, as data.
@@ -107,6 +110,11 @@ class ManagedEngine:
         """How it is now."""
         pid = self._process.pid if self._process is not None else None
         return ProcessStatus(self._state, self.port, pid, max(self._starts - 1, 0), self._last_exit_code)
+
+    @property
+    def starting(self) -> bool:
+        """Whether it is in its first start: not healthy yet, and nothing is wrong."""
+        return self._starts <= 1 and not self._stopping and self._state in _NOT_YET
 
     def command(self) -> list[str]:
         """The command line it is started with."""

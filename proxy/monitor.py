@@ -15,7 +15,7 @@ from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 
-MAX_BACKOFF_S = 5.0
+MAX_BACKOFF_S = 2.0
 
 
 class Monitor:
