@@ -1,0 +1,70 @@
+"""A real engine's tokenise route, without the engine: it answers with the same tokenizer, or a wrong one."""
+
+import pytest
+
+from engine_adapter import Capability, EngineInfo, EngineRejected, EngineUnavailable
+from engine_adapter.chat import ChatTokenizer
+from engine_adapter.types import token_array
+from proxy.prompt.render import ChatInput, read_prompt
+
+VOCAB, HIDDEN = 1000, 4
+
+
+class TokenizingEngine:
+    """The part of an adapter that builders use."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.asked = []
+        self.alter = lambda path, body, ids: ids
+        self.error = None
+
+    async def tokenize(self, path, body):
+        self.asked.append(body)
+        if self.error is not None:
+            raise self.error
+        source = read_prompt(path, body)
+        if isinstance(source, ChatInput):
+            try:
+                ids = self.tokenizer.chat(
+                    source.messages, tools=source.tools, add_generation_prompt=source.add_generation_prompt
+                ).token_ids
+            except Exception as error:
+                raise EngineRejected(str(error), status=400) from error
+        else:
+            ids = self.tokenizer.encode(source.prompt, add_special_tokens=source.add_special_tokens)
+        return token_array(self.alter(path, body, ids.tolist()))
+
+    def is_gone(self):
+        self.error = EngineUnavailable("gone")
+
+    def refuses(self):
+        self.error = EngineRejected("no", status=400)
+
+
+@pytest.fixture
+def engine(tokenizer_dir):
+    return TokenizingEngine(ChatTokenizer.load(str(tokenizer_dir)))
+
+
+@pytest.fixture
+def info_of(tokenizer_dir):
+    """EngineInfo of the embedded engine's kind, with changes."""
+
+    def info_of(*capabilities, **changes):
+        fields = {
+            "model": "m",
+            "instance": "i",
+            "tokenizer": str(tokenizer_dir),
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "max_model_len": 2000,
+        }
+        return EngineInfo(capabilities=frozenset(capabilities), **(fields | changes))
+
+    return info_of
+
+
+@pytest.fixture
+def embedded(info_of):
+    return info_of(Capability.TOKENIZE, Capability.EXTRA_IDS)

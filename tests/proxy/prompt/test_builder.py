@@ -1,0 +1,150 @@
+import base64
+from array import array
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from engine_adapter import Capability, ChatError, JsonBody, PromptTableError
+from engine_adapter.extra_ids import parse_embeddings, prompt_embeds_extra_id
+from proxy.errors import BadRequest
+from proxy.prompt import PromptBuilder, PromptTables
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+VOCAB, HIDDEN = 1000, 4
+HELLO = [{"role": "user", "content": "hello"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]
+
+
+@pytest.fixture
+def tables():
+    tables = PromptTables()
+    tables.put(save({"t": np.ones((4, HIDDEN), np.float32)}), table_id="one", extra_id=1)
+    return tables
+
+
+@pytest.fixture
+def build(tables):
+    async def build(info, path, *, salt=None, builder=None, **fields):
+        builder = builder or PromptBuilder(info, tables=tables)
+        return await builder.build(path, JsonBody(msgspec.json.encode(fields)), salt=salt)
+
+    return build
+
+
+async def test_a_chat(build, embedded, engine):
+    prompt = await build(embedded, CHAT, messages=HELLO, salt="s")
+    assert prompt.token_ids == engine.tokenizer.chat(HELLO).token_ids
+    assert (prompt.extra_ids, prompt.salt) == (None, "s")
+
+
+async def test_a_chat_with_embeddings(build, embedded):
+    data = save({"t": np.ones((3, HIDDEN), np.float32)})
+    part = {"type": "prompt_embeds", "data": base64.b64encode(data).decode()}
+    prompt = await build(embedded, CHAT, messages=[{"role": "user", "content": [part]}])
+    at = prompt.token_ids.index(VOCAB)
+    identity = prompt_embeds_extra_id(parse_embeddings(data, param="data"))
+    assert prompt.token_ids[at : at + 3] == array("i", [VOCAB, VOCAB + 1, VOCAB + 2])
+    assert [i for i, extra in enumerate(prompt.extra_ids) if extra == identity] == [at, at + 1, at + 2]
+
+
+async def test_text_and_token_ids(build, embedded, engine):
+    text = await build(embedded, COMPLETIONS, prompt="hello")
+    assert text.token_ids == engine.tokenizer.encode("hello", add_special_tokens=True)
+    bare = await build(embedded, COMPLETIONS, prompt=["hello"], add_special_tokens=False)
+    assert bare.token_ids == text.token_ids[1:]
+    assert (await build(embedded, COMPLETIONS, prompt=[[5, 6]])).token_ids == array("i", [5, 6])
+
+
+async def test_a_prompt_table(build, embedded):
+    prompt = await build(embedded, COMPLETIONS, prompt=[VOCAB, VOCAB + 1, 5], prompt_table="one")
+    assert prompt.extra_ids == array("Q", [1, 1, 0])
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ["a", "b"]}, {"prompt": None}])
+async def test_what_is_not_followed(build, embedded, fields):
+    assert await build(embedded, COMPLETIONS, **fields) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "error", "param"),
+    [
+        (CHAT, {"messages": []}, ChatError, "messages"),
+        (CHAT, {"messages": IMAGE}, ChatError, "messages[0].content[0].type"),
+        (COMPLETIONS, {"prompt": [VOCAB]}, PromptTableError, "prompt[0]"),
+        (COMPLETIONS, {"prompt": [VOCAB], "prompt_table": "two"}, BadRequest, "prompt_table"),
+        (COMPLETIONS, {"prompt": "x", "extra_ids": [0]}, PromptTableError, "extra_ids"),
+        (COMPLETIONS, {"prompt": [1, "x"]}, BadRequest, "prompt"),
+    ],
+)
+async def test_a_wrong_request_names_its_field(build, embedded, path, fields, error, param):
+    with pytest.raises(error) as caught:
+        await build(embedded, path, **fields)
+    assert caught.value.param == param
+
+
+async def test_engines_that_may_take_more_than_we_do_get_what_we_cannot_render(build, info_of):
+    assert await build(info_of(Capability.TOKENIZE), CHAT, messages=IMAGE) is None
+
+
+async def test_a_prompt_beyond_the_context_is_refused_where_it_is_known(build, info_of):
+    ids = [1] * 11
+    with pytest.raises(BadRequest, match="context is 10 tokens; the prompt has 11") as caught:
+        await build(info_of(max_model_len=10), COMPLETIONS, prompt=ids)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+    with pytest.raises(BadRequest) as caught:
+        await build(info_of(max_model_len=3), CHAT, messages=HELLO)
+    assert caught.value.param == "messages"
+    assert len((await build(info_of(max_model_len=11), COMPLETIONS, prompt=ids)).token_ids) == 11
+    assert len((await build(info_of(max_model_len=None), COMPLETIONS, prompt=ids)).token_ids) == 11
+
+
+async def test_without_a_vocabulary_size_fake_ids_are_not_followed(build, info_of):
+    info = info_of(vocab_size=None, hidden_size=None)
+    assert (await build(info, COMPLETIONS, prompt=[5])).token_ids == array("i", [5])
+    assert await build(info, COMPLETIONS, prompt=[5], extra_ids=[0]) is None
+    assert await build(info, COMPLETIONS, prompt=[5], prompt_table="one") is None
+
+
+async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, tables):
+    builder = PromptBuilder(info_of(tokenizer=None), tables=tables)
+    assert (builder.local, builder.tokenizer) == (None, None)
+    assert builder.reason == "no tokenizer is known for this model"
+    assert await build(None, CHAT, builder=builder, messages=HELLO) is None
+    assert await build(None, COMPLETIONS, builder=builder, prompt="hello") is None
+    assert await build(None, COMPLETIONS, builder=builder, prompt=[5]) is not None
+    assert builder.decode(array("i", [5])) is None
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_is_a_reason_not_a_failure(info_of, tables):
+    builder = PromptBuilder(info_of(tokenizer="/nowhere/at/all"), tables=tables)
+    assert builder.local is None
+    assert "/nowhere/at/all" in builder.reason
+
+
+async def test_the_operators_tokenizer_wins(info_of, tables, tokenizer_dir):
+    info = info_of(tokenizer="/nowhere/at/all")
+    assert PromptBuilder(info, tables=tables, tokenizer=str(tokenizer_dir)).local is not None
+
+
+async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
+    builder = PromptBuilder(embedded, tables=tables)
+    builder.ask_engine(engine)
+    engine.alter = lambda path, body, ids: [1, *ids]
+    ours = engine.tokenizer.chat(HELLO).token_ids.tolist()
+    prompt = await build(None, CHAT, builder=builder, messages=HELLO, salt="s")
+    assert (prompt.token_ids.tolist(), prompt.salt) == ([1, *ours], "s")
+    prompt = await build(None, COMPLETIONS, builder=builder, prompt="hi")
+    assert prompt.token_ids[0] == 1
+    engine.is_gone()
+    assert await build(None, COMPLETIONS, builder=builder, prompt="hi") is None
+    assert await build(None, COMPLETIONS, builder=builder, prompt=[5]) is not None
+    builder.ask_engine(None)
+    assert await build(None, CHAT, builder=builder, messages=HELLO) is None
+
+
+def test_token_ids_have_text(embedded, tables):
+    builder = PromptBuilder(embedded, tables=tables)
+    ids = builder.local.tokenizer.encode("hello", add_special_tokens=False)
+    assert builder.decode(ids) == "hello"

@@ -1,0 +1,108 @@
+from array import array
+
+import msgspec
+import pytest
+
+from engine_adapter import JsonBody
+from proxy.errors import BadRequest
+from proxy.prompt.render import ChatInput, CompletionInput, read_prompt
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def read(path, **fields):
+    return read_prompt(path, JsonBody(msgspec.json.encode(fields)))
+
+
+def test_a_chat():
+    messages = [{"role": "user", "content": "x"}]
+    assert read(CHAT, messages=messages, tools=[{}], chat_template_kwargs={"a": 1}) == ChatInput(
+        messages=messages,
+        tools=[{}],
+        template_kwargs={"a": 1},
+        add_generation_prompt=True,
+        continue_final_message=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (True, False)),
+        ({"add_generation_prompt": False}, (False, False)),
+        ({"continue_final_message": True}, (False, True)),
+        ({"add_generation_prompt": None, "continue_final_message": None}, (True, False)),
+    ],
+)
+def test_how_a_chat_ends(fields, expected):
+    source = read(CHAT, messages=[], **fields)
+    assert (source.add_generation_prompt, source.continue_final_message) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "is_text"),
+    [
+        ("x", True),
+        (None, True),
+        ([{"type": "text", "text": "x"}], True),
+        ([{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "u"}}], False),
+        ([{"type": "prompt_embeds", "data": ""}], False),
+        (["x"], False),
+    ],
+)
+def test_whether_a_chat_is_text(content, is_text):
+    assert read(CHAT, messages=[{"role": "user", "content": content}]).is_text is is_text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("text", "text"),
+        ("", ""),
+        (["text"], "text"),
+        ([1, 2, 2**31 - 1], array("i", [1, 2, 2**31 - 1])),
+        ([[1, 2]], array("i", [1, 2])),
+    ],
+)
+def test_a_completion_with_one_prompt(prompt, expected):
+    assert read(COMPLETIONS, prompt=prompt) == CompletionInput(
+        prompt=expected, add_special_tokens=True, explicit=None, table=None
+    )
+
+
+def test_a_completion_with_embeddings():
+    source = read(
+        COMPLETIONS, prompt=[100], extra_ids=[2**64 - 1], prompt_table="t", add_special_tokens=False
+    )
+    assert source == CompletionInput(array("i", [100]), False, [2**64 - 1], "t")
+
+
+@pytest.mark.parametrize("prompt", [None, [], [[]], ["a", "b"], [[1], [2]], {"text": "x"}, 5])
+def test_prompts_that_are_not_followed(prompt):
+    assert read(COMPLETIONS, prompt=prompt) is None
+
+
+def test_other_routes_are_not_followed():
+    assert read("/v1/embeddings", input="x", prompt="x") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, True]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1.5]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, -1]}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": [1, 2, 2**31]}, "prompt[2]"),
+        (COMPLETIONS, {"prompt": [[1, 2**40]]}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": "x", "extra_ids": 3}, "extra_ids"),
+        (COMPLETIONS, {"prompt": "x", "prompt_table": 3}, "prompt_table"),
+        (COMPLETIONS, {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        (CHAT, {"add_generation_prompt": "no"}, "add_generation_prompt"),
+        (CHAT, {"continue_final_message": 1}, "continue_final_message"),
+    ],
+)
+def test_what_no_engine_can_take_names_its_field(path, fields, param):
+    with pytest.raises(BadRequest) as caught:
+        read(path, **fields)
+    assert caught.value.param == param

@@ -1,0 +1,66 @@
+import threading
+
+import msgspec
+import pytest
+
+from engine_adapter import JsonBody
+from engine_adapter.chat import ChatTokenizer
+from proxy.prompt import tokenizer as module
+from proxy.prompt.render import read_prompt
+from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def request(path, **fields):
+    body = JsonBody(msgspec.json.encode(fields))
+    return read_prompt(path, body), body
+
+
+@pytest.fixture
+def watched(tokenizer_dir):
+    """A local tokenizer, and the threads it was used from."""
+    threads = []
+
+    class Watched(ChatTokenizer):
+        def encode(self, text, *, add_special_tokens):
+            threads.append(threading.current_thread())
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    return LocalTokenizer(Watched.load(str(tokenizer_dir)), vocab_size=None, hidden_size=None), threads
+
+
+@pytest.mark.parametrize(("size", "inline"), [(10, True), (3 * module.INLINE_BYTES, False)])
+async def test_long_work_leaves_the_event_loop(watched, size, inline):
+    local, threads = watched
+    source, body = request(CHAT, messages=[{"role": "user", "content": "a" * size}])
+    chat = await local.chat(source, body)
+    assert chat.token_ids == local.tokenizer.chat(source.messages).token_ids
+    source, body = request(COMPLETIONS, prompt="a" * size)
+    await local.text(source, COMPLETIONS, body)
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [inline, True, inline]
+
+
+async def test_the_engine_is_asked_with_the_request_itself(engine):
+    source, body = request(CHAT, messages=[{"role": "user", "content": "hello"}])
+    chat = await EngineTokenizer(engine).chat(source, body)
+    assert chat.token_ids == engine.tokenizer.chat(source.messages).token_ids
+    assert engine.asked == [body]
+    source, body = request(COMPLETIONS, prompt="hello", add_special_tokens=False)
+    text = await EngineTokenizer(engine).text(source, COMPLETIONS, body)
+    assert text.token_ids == engine.tokenizer.encode("hello", add_special_tokens=False)
+
+
+async def test_ids_of_what_is_not_text_tell_nothing(engine):
+    part = {"type": "image_url", "image_url": {"url": "u"}}
+    source, body = request(CHAT, messages=[{"role": "user", "content": [part]}])
+    assert await EngineTokenizer(engine).chat(source, body) is None
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("how", ["is_gone", "refuses"])
+async def test_an_engine_that_does_not_answer_leaves_the_prompt_unknown(engine, how):
+    getattr(engine, how)()
+    source, body = request(COMPLETIONS, prompt="hello")
+    assert await EngineTokenizer(engine).text(source, COMPLETIONS, body) is None
