@@ -1,19 +1,46 @@
-"""The engine: one thread that steps a model over the requests in flight."""
+"""The engine: one thread that steps a model over the requests in flight.
+
+A step: plan → run → choose → record → publish → deliver. Between steps, what others ask for is done:
+requests come and go, and operations on the cache run.
+"""
 
 from __future__ import annotations
 
+import logging
+import random
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
+import torch
+
+from engine_adapter.errors import EngineSpecError, EngineUnavailable
+from engine_adapter.torch_engine.admission import check_request
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.model import LoadedModel
 from engine_adapter.torch_engine.options import EngineOptions
-from engine_adapter.torch_engine.requests import GenerationRequest, OnOutput
+from engine_adapter.torch_engine.requests import (
+    FinishReason,
+    GenerationRequest,
+    OnOutput,
+    Output,
+    RequestRefused,
+    Scheduled,
+    Token,
+)
+from engine_adapter.torch_engine.runner import Runner, Work
+from engine_adapter.torch_engine.sampling import Choice, Sampler, choose_all
+from engine_adapter.torch_engine.scheduler import Active, Item, Scheduler
+from engine_adapter.torch_engine.storage import KvStorage
 from engine_adapter.types import KvEvent
 
 T = TypeVar("T")
+
+_log = logging.getLogger("kvpin.engine")
 
 
 @dataclass(slots=True)
@@ -24,6 +51,7 @@ class Counters:
         prompt_tokens: tokens of all prompts scheduled so far; `cached_tokens` of them came from cache.
         finished: requests by finish reason.
         running, waiting: requests now.
+        model_seconds, step_seconds: time in the model, and in whole steps.
     """
 
     steps: int = 0
@@ -34,6 +62,8 @@ class Counters:
     running: int = 0
     waiting: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+    model_seconds: float = 0.0
+    step_seconds: float = 0.0
 
 
 class Engine:
@@ -45,30 +75,60 @@ class Engine:
         block_bytes, gpu_blocks, host_blocks: sizes of the KV tiers.
     """
 
-    counters: Counters
-    max_model_len: int
-    block_bytes: int
-    gpu_blocks: int
-    host_blocks: int
-
     def __init__(
         self, model: LoadedModel, options: EngineOptions, publish: Callable[[list[KvEvent]], None]
     ) -> None:
         """Allocates the KV pool. Raises EngineSpecError when model and options do not go together."""
-        raise NotImplementedError
+        self.counters = Counters()
+        self.block_bytes = model.block_bytes(options.tokens_per_block)
+        self.gpu_blocks = options.gpu_blocks(self.block_bytes)
+        self.host_blocks = options.host_blocks(self.block_bytes)
+        self.max_model_len = min(model.max_model_len, self.gpu_blocks * options.tokens_per_block)
+        self._model = model
+        self._device = torch.device(model.device)
+        storage = _allocate(model, options, self.gpu_blocks, self.host_blocks)
+        self._cache = KvCache(
+            gpu_blocks=self.gpu_blocks,
+            host_blocks=self.host_blocks,
+            tokens_per_block=options.tokens_per_block,
+            block_bytes=self.block_bytes,
+            copier=storage,
+        )
+        self._scheduler = Scheduler(
+            self._cache, max_num_seqs=options.max_num_seqs, prefill_chunk=options.prefill_chunk
+        )
+        self._runner = Runner(model, storage, options.tokens_per_block)
+        self._publish = publish
+        self._seeds = random.Random(options.seed)  # noqa: S311 - sampling, not secrecy
+        self._wake = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._in_flight: dict[str, Active] = {}
+        self._calls: set[Future[Any]] = set()
+        self._open = False
+        self._thread: threading.Thread | None = None
+
+    # --- from any thread -------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
         """True between `start` and `stop`, unless the thread died."""
-        raise NotImplementedError
+        return self._open
 
     def start(self) -> None:
-        """Starts the thread."""
-        raise NotImplementedError
+        """Starts the thread. An engine runs once; raises EngineUnavailable the second time."""
+        if self._thread is not None:
+            raise EngineUnavailable("this engine has been started before")
+        self._open = True
+        self._thread = threading.Thread(target=self._supervise, name="kvpin-engine", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread after its step; requests in flight finish as `cancelled`. Blocks until done."""
-        raise NotImplementedError
+        with self._wake:
+            self._open = False
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
         """Queues a request; thread-safe.
@@ -77,14 +137,234 @@ class Engine:
             RequestRefused: it can never run: empty, too long, an id in flight, a fake id without a row.
             EngineUnavailable: the engine is not running.
         """
-        raise NotImplementedError
+        check_request(request, self._model, self.max_model_len)
+        active = self._activate(request, on_output)
+        with self._wake:
+            if request.request_id in self._in_flight:
+                raise RequestRefused(
+                    f"a request {request.request_id!r} is in flight already", param="request_id"
+                )
+            self._post(partial(self._admit, active))
+            self._in_flight[request.request_id] = active
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step, its blocks freed at once; thread-safe. It finishes as
         `cancelled`; an unknown id is fine."""
-        raise NotImplementedError
+        with self._wake:
+            if self._open:
+                self._post(partial(self._cancel, request_id))
 
     def call(self, fn: Callable[[KvCache], T]) -> Future[T]:
         """Runs `fn` between steps in the engine thread; its events are published before the future is
         done; thread-safe. Raises EngineUnavailable when the engine is not running."""
-        raise NotImplementedError
+        future: Future[T] = Future()
+        with self._wake:
+            self._post(partial(self._run_call, fn, future))
+            self._calls.add(future)
+        return future
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Leaves a command for the engine thread; the caller holds `_wake`."""
+        if not self._open:
+            raise EngineUnavailable("the engine is not running")
+        self._inbox.append(command)
+        self._wake.notify()
+
+    def _activate(self, request: GenerationRequest, on_output: OnOutput) -> Active:
+        params = request.sampling
+        ends = params.stop_token_ids
+        if not params.ignore_eos:
+            ends |= self._model.eos_token_ids
+        room = self.max_model_len - len(request.token_ids)
+        sampler = Sampler(
+            params,
+            request.token_ids,
+            ends=ends,
+            vocab_size=self._model.vocab_size,
+            seed=self._seeds.getrandbits(63),
+            device=self._device,
+        )
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        return Active(request, on_output, sampler, ends=ends, limit=limit)
+
+    # --- in the engine thread: commands ----------------------------------------------------------
+
+    def _supervise(self) -> None:
+        """The thread: whatever ends it, nobody is left waiting."""
+        reason: FinishReason = "cancelled"
+        message = None
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - the supervisor of this thread; it logs and tells all
+            _log.exception("the engine thread died")
+            reason, message = "error", f"the engine died: {_describe(error)}"
+        finally:
+            with self._wake:
+                self._open = False
+            for active in list(self._in_flight.values()):
+                self._finish(active, reason, message)
+            for future in self._calls:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineUnavailable(message or "the engine was stopped"))
+            self._calls.clear()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while self._open and not self._inbox and not self._scheduler.busy:
+                    self._wake.wait()
+                if not self._open:
+                    return
+                commands, self._inbox = self._inbox, []
+            for command in commands:
+                command()
+            if self._scheduler.busy:
+                self._step()
+            self.counters.running = len(self._scheduler.running)
+            self.counters.waiting = len(self._scheduler.waiting)
+
+    def _admit(self, active: Active) -> None:
+        self._scheduler.add(active)
+
+    def _cancel(self, request_id: str) -> None:
+        active = self._in_flight.get(request_id)
+        if active is not None:
+            self._finish(active, "cancelled")
+
+    def _run_call(self, fn: Callable[[KvCache], T], future: Future[T]) -> None:
+        self._calls.discard(future)
+        if not future.set_running_or_notify_cancel():
+            return
+        self._cache.expire_pins(time.monotonic())
+        try:
+            result = fn(self._cache)
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+            self._publish_events()
+            future.set_exception(error)
+        else:
+            self._publish_events()
+            future.set_result(result)
+
+    # --- in the engine thread: steps -------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Runs the next tokens of the requests in flight."""
+        began = time.perf_counter()
+        self._cache.expire_pins(time.monotonic())
+        items = self._scheduler.plan()
+        if not items:
+            self._refuse_first()
+            return
+        self._tell_scheduled(items)
+        outputs: list[tuple[Active, list[Output]]] = []
+        try:
+            choices = self._compute(items)
+        except Exception as error:  # noqa: BLE001 - it fails the requests of this step, never the engine
+            _log.exception("a step failed; its %d requests end", len(items))
+            for item in items:
+                self._finish(item.active, "error", _describe(error))
+        else:
+            outputs = self._record(items, choices)
+        self._publish_events()
+        for active, tokens in outputs:
+            self._deliver(active, tokens)
+        counters = self.counters
+        counters.steps += 1
+        counters.preemptions = self._scheduler.preemptions
+        counters.step_seconds += time.perf_counter() - began
+
+    def _compute(self, items: list[Item]) -> list[Choice]:
+        """One choice for each item that completes its tokens, in order."""
+        began = time.perf_counter()
+        logits = self._runner.run(
+            [
+                Work(item.active.sequence, item.count, item.completes, item.active.request.embeddings)
+                for item in items
+            ]
+        )
+        self.counters.model_seconds += time.perf_counter() - began
+        return choose_all(logits, [item.active.sampler for item in items if item.completes])
+
+    def _record(self, items: list[Item], choices: list[Choice]) -> list[tuple[Active, list[Output]]]:
+        """Enters what was computed into the cache and the requests; returns what to deliver."""
+        outputs: list[tuple[Active, list[Output]]] = []
+        chosen = iter(choices)
+        for item in items:
+            active = item.active
+            completes = item.completes
+            self._cache.advance(active.sequence, item.count)
+            if not completes:
+                continue
+            choice = next(chosen)
+            tokens: list[Output] = [Token(active.request.request_id, *choice)]
+            self.counters.generated_tokens += 1
+            reason = active.accept(choice)
+            if reason is not None:
+                self._forget(active, reason)
+                tokens.append(active.finished(reason))
+            outputs.append((active, tokens))
+        return outputs
+
+    def _tell_scheduled(self, items: list[Item]) -> None:
+        for item in items:
+            if item.first:
+                active, cached = item.active, item.active.sequence.computed
+                self.counters.prompt_tokens += len(active.request.token_ids)
+                self.counters.cached_tokens += cached
+                self._deliver(active, [Scheduled(active.request.request_id, cached)])
+
+    def _refuse_first(self) -> None:
+        """Ends the first waiting request, for which there is no room although nothing else runs."""
+        active = self._scheduler.waiting[0]
+        pinned = self._cache.pinned_blocks
+        self._finish(
+            active, "error", f"the KV cache has no room for this request beside its {pinned} pinned blocks"
+        )
+
+    def _finish(self, active: Active, reason: FinishReason, message: str | None = None) -> None:
+        self._forget(active, reason)
+        self._deliver(active, [active.finished(reason, message)])
+
+    def _forget(self, active: Active, reason: FinishReason) -> None:
+        self._scheduler.remove(active)
+        self._in_flight.pop(active.request.request_id, None)
+        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+
+    def _deliver(self, active: Active, outputs: list[Output]) -> None:
+        """Hands outputs to the request's owner. An owner that fails loses its request, and only that."""
+        try:
+            active.on_output(outputs)
+        except Exception:  # noqa: BLE001 - a callback of others, which must not end the engine
+            _log.exception("the owner of a request failed; the request ends")
+            if active.request.request_id in self._in_flight:
+                self._inbox_cancel(active.request.request_id)
+
+    def _inbox_cancel(self, request_id: str) -> None:
+        with self._wake:
+            self._inbox.append(partial(self._cancel, request_id))
+
+    def _publish_events(self) -> None:
+        events = self._cache.drain_events()
+        if events:
+            self._publish(events)
+
+
+def _allocate(model: LoadedModel, options: EngineOptions, gpu_blocks: int, host_blocks: int) -> KvStorage:
+    try:
+        return KvStorage(
+            model.layers,
+            gpu_blocks=gpu_blocks,
+            host_blocks=host_blocks,
+            tokens_per_block=options.tokens_per_block,
+            device=torch.device(model.device),
+            dtype=model.module.dtype,
+        )
+    except (RuntimeError, MemoryError) as error:
+        raise EngineSpecError(
+            f"cannot allocate {gpu_blocks} + {host_blocks} KV blocks of "
+            f"{model.block_bytes(options.tokens_per_block)} bytes: {error}"
+        ) from error
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

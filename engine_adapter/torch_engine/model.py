@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.torch_engine.attention import IMPLEMENTATION, LayerShape, Probe, attention_context
+from engine_adapter.torch_engine.storage import bytes_per_token
+
+DEFAULT_MODEL = Path(__file__).parent / "default_model"
+DEFAULT_NAME = "kvpin-tiny"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +33,7 @@ class LoadedModel:
         eos_token_ids: tokens that end a generation.
         default_max_tokens: from its generation config, None when that says nothing.
         device, dtype: as torch names them, e.g. `cpu`, `float32`.
-        kv_bytes_per_token: over all layers.
+        layers: KV shape of each layer. kv_bytes_per_token: over all of them.
         is_default: True for the built-in random-weight model.
     """
 
@@ -33,6 +47,7 @@ class LoadedModel:
     default_max_tokens: int | None
     device: str
     dtype: str
+    layers: tuple[LayerShape, ...]
     kv_bytes_per_token: int
     is_default: bool
 
@@ -56,4 +71,91 @@ def load_model(
     Raises:
         EngineSpecError: nothing there, or a model this engine cannot run; says why.
     """
-    raise NotImplementedError
+    if dtype is not None and dtype not in DTYPES:
+        raise EngineSpecError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is needed")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise EngineSpecError(f"device is {device!r}, but torch finds no CUDA device")
+    if source is None:
+        module = random_model(AutoConfig.from_pretrained(DEFAULT_MODEL), seed, DTYPES[dtype or "float32"])
+        module.generation_config = GenerationConfig.from_pretrained(DEFAULT_MODEL)
+        name, tokenizer = DEFAULT_NAME, str(DEFAULT_MODEL)
+    else:
+        module = _from_source(source, "auto" if dtype is None else DTYPES[dtype])
+        path = Path(source)
+        tokenizer = str(path.resolve()) if path.is_dir() else source
+        name = path.resolve().name if path.is_dir() else source
+    module.eval().requires_grad_(False).to(device)
+    return _describe(module, served_name or name, tokenizer, is_default=source is None)
+
+
+def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
+    """A model with weights from `seed` alone: the same in every process. Leaves torch's own seed be."""
+    with torch.random.fork_rng(devices=[]):
+        build: Any = AutoModelForCausalLM.from_config  # untyped in transformers
+        module = build(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, weight in sorted(module.named_parameters()):
+            if weight.ndim > 1:
+                values = torch.randn(weight.shape, generator=draw) / math.sqrt(weight.shape[-1])
+                weight.copy_(values)
+    return module
+
+
+def _from_source(source: str, dtype: torch.dtype | str) -> Any:  # noqa: ANN401 - a transformers model
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise EngineSpecError(f"cannot load model {source!r}: {error}") from error
+
+
+def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> LoadedModel:  # noqa: ANN401
+    config = module.config.get_text_config()
+    layers = _probe(module, config, name)
+    generation = module.generation_config
+    eos = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    return LoadedModel(
+        module=module,
+        name=name,
+        tokenizer=tokenizer,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        max_model_len=config.max_position_embeddings,
+        eos_token_ids=frozenset(ends),
+        default_max_tokens=generation.max_new_tokens,
+        device=str(module.device),
+        dtype=str(module.dtype).removeprefix("torch."),
+        layers=layers,
+        kv_bytes_per_token=bytes_per_token(layers, module.dtype),
+        is_default=is_default,
+    )
+
+
+def _probe(module: Any, config: PretrainedConfig, name: str) -> tuple[LayerShape, ...]:  # noqa: ANN401
+    """KV shapes by layer. Raises EngineSpecError when the model is not one that runs over paged KV."""
+    refused = f"model {name!r} ({type(module).__name__}) cannot run here: "
+    kinds = getattr(config, "layer_types", None) or []
+    strange = sorted(set(kinds) - _ATTENTION_KINDS)
+    if strange:
+        raise EngineSpecError(f"{refused}it has layers of kind {', '.join(strange)}")
+    probe = Probe()
+    token = torch.zeros(1, 1, dtype=torch.long, device=module.device)
+    try:
+        with torch.inference_mode(), attention_context(probe):
+            module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=token[0])
+    except EngineSpecError as error:
+        raise EngineSpecError(f"{refused}{error}") from error
+    except (TypeError, LookupError, ValueError) as error:
+        raise EngineSpecError(f"{refused}it does not take a paged forward pass ({error})") from error
+    total = config.num_hidden_layers
+    if sorted(probe.shapes) != list(range(total)):
+        raise EngineSpecError(
+            f"{refused}{len(probe.shapes)} of its {total} layers use transformers' attention interface"
+        )
+    sliding = {index for index, kind in enumerate(kinds) if kind == "sliding_attention"}
+    if not kinds and getattr(config, "sliding_window", None) is not None:
+        sliding = set(range(total))
+    if any(probe.windows[index] is None for index in sliding):
+        raise EngineSpecError(f"{refused}its layers do not say their sliding window")
+    return tuple(probe.shapes[index] for index in range(total))

@@ -1,0 +1,288 @@
+"""Attention over paged KV, plugged into transformers' attention interface.
+
+transformers calls `paged_attention` in every layer. What it does there is up to the context of the
+running step: a `Probe` looks at how the model calls it, a `PagedBatch` attends. The name is unknown to
+transformers' mask interface, so no mask is built for it: masks are made here. That matters: given no
+mask, transformers' own sdpa path crops the keys of a prompt whose start is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from engine_adapter.errors import EngineSpecError
+
+IMPLEMENTATION = "kvpin_paged"
+_IGNORED_TENSORS = frozenset({"position_ids", "cache_position", "position_embeddings"})
+
+
+class LayerShape(NamedTuple):
+    """Shape of one layer's KV for one token: `heads` keys of `key_dim` and values of `value_dim`."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Call(NamedTuple):
+    """One layer's attention: `query` [N, heads, key_dim], `key` and `value` [N, kv heads, dim]."""
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float | None
+    softcap: float | None
+    window: int | None
+
+
+class AttentionContext(Protocol):
+    """What the layers of a running step talk to."""
+
+    def check(self, module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
+        """Looks at how a layer calls; raises EngineSpecError for what cannot be honoured."""
+
+    def attend(self, call: Call) -> Tensor:
+        """The layer's output [N, heads, value_dim]."""
+
+
+_context: ContextVar[AttentionContext] = ContextVar("attention_context")
+
+
+@contextmanager
+def attention_context(context: AttentionContext) -> Iterator[None]:
+    """Within it, layers on this thread attend through `context`."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **extra: Any,  # noqa: ANN401 - whatever a model passes
+) -> tuple[Tensor, None]:
+    """The function behind the name; `query`, `key`, `value` are [1, heads, N, dim]."""
+    context = _context.get()
+    context.check(module, attention_mask, extra)
+    call = Call(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]  # a plain int on every attention module
+        query=query[0].transpose(0, 1),
+        key=key[0].transpose(0, 1),
+        value=value[0].transpose(0, 1),
+        scaling=scaling,
+        softcap=softcap,
+        window=sliding_window,
+    )
+    return context.attend(call).unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)
+
+
+class Probe:
+    """Learns the KV shapes of a model from one token run through it, and refuses what cannot work."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
+
+    def check(self, module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
+        """Raises EngineSpecError for a model whose attention is more than causal over the KV."""
+        if attention_mask is not None:
+            raise EngineSpecError("the model builds attention masks of its own")
+        if not getattr(module, "is_causal", True):
+            raise EngineSpecError("the model's attention is not causal")
+        if getattr(module, "layer_idx", None) is None:
+            raise EngineSpecError("the model's attention layers are not numbered")
+        tensors = [name for name, value in extra.items() if isinstance(value, Tensor)]
+        unknown = sorted(set(tensors) - _IGNORED_TENSORS)
+        if unknown:
+            raise EngineSpecError(f"the model's attention needs {', '.join(unknown)} (sinks or biases)")
+
+    def attend(self, call: Call) -> Tensor:
+        """Notes the shapes; the output is of the right shape and no meaning."""
+        shape = LayerShape(call.key.shape[1], call.key.shape[2], call.value.shape[2])
+        if self.shapes.setdefault(call.layer, shape) != shape:
+            raise EngineSpecError(f"layer {call.layer} attends with two shapes")
+        self.windows[call.layer] = call.window
+        return call.query.new_zeros(*call.query.shape[:2], shape.value_dim)
+
+
+class Planes(Protocol):
+    """The KV of all layers; see storage.py."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [token slots, heads, dim], to read and to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the KV of a sequence lies.
+
+    Attributes:
+        length: tokens.
+        start: the first token slot, when all lie in one piece.
+        blocks: block ids in order, when they do not.
+    """
+
+    length: int
+    start: int
+    blocks: Tensor | None
+
+    def read(self, plane: Tensor, tokens_per_block: int) -> Tensor:
+        """[length, heads, dim]; a view where it can be."""
+        if self.blocks is None:
+            return plane[self.start : self.start + self.length]
+        by_block = plane.view(-1, tokens_per_block, *plane.shape[1:])
+        return by_block.index_select(0, self.blocks).flatten(0, 1)[: self.length]
+
+
+@dataclass(slots=True)
+class Span:
+    """Consecutive rows of a step that are the last tokens of one sequence."""
+
+    begin: int
+    end: int
+    place: Place
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, like: Tensor) -> Tensor | None:
+        """Additive [rows, length]: the last row sees all, each one before it one less; None for all 0."""
+        if window not in self.masks:
+            self.masks[window] = self._build(window, like)
+        return self.masks[window]
+
+    def _build(self, window: int | None, like: Tensor) -> Tensor | None:
+        rows, length = self.end - self.begin, self.place.length
+        if rows == 1 and (window is None or length <= window):
+            return None
+        at = torch.arange(length - rows, length, device=like.device)[:, None]
+        keys = torch.arange(length, device=like.device)
+        hidden = keys > at
+        if window is not None:
+            hidden |= keys <= at - window
+        return torch.zeros(rows, length, dtype=like.dtype, device=like.device).masked_fill_(
+            hidden, float("-inf")
+        )
+
+
+@dataclass(slots=True)
+class Decodes:
+    """The first rows of a step, one new token each of as many sequences, attended together.
+
+    Attributes:
+        blocks: [sequences * width] block ids, each sequence padded to `width` blocks.
+        lengths: [sequences] tokens.
+    """
+
+    count: int
+    blocks: Tensor
+    lengths: Tensor
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, capacity: int, like: Tensor) -> Tensor:
+        """Additive [sequences, 1, 1, capacity]."""
+        if window not in self.masks:
+            keys = torch.arange(capacity, device=like.device)
+            lengths = self.lengths[:, None]
+            hidden = keys >= lengths
+            if window is not None:
+                hidden |= keys < lengths - window
+            mask = torch.zeros(self.count, capacity, dtype=like.dtype, device=like.device)
+            self.masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self.masks[window]
+
+
+class PagedBatch:
+    """One step: writes the KV of its rows, then attends each row over its own sequence."""
+
+    def __init__(
+        self, planes: Planes, tokens_per_block: int, slots: Tensor, decodes: Decodes | None, spans: list[Span]
+    ) -> None:
+        """`slots` [N] are the token slots of the rows; `decodes` comes before all `spans`."""
+        self._planes = planes
+        self._size = tokens_per_block
+        self._slots = slots
+        self._decodes = decodes
+        self._spans = spans
+
+    def check(self, module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
+        """The probe has looked already."""
+
+    def attend(self, call: Call) -> Tensor:
+        """See `AttentionContext`."""
+        keys, values = self._planes.layer(call.layer)
+        keys.index_copy_(0, self._slots, call.key)
+        values.index_copy_(0, self._slots, call.value)
+        if self._decodes is None and len(self._spans) == 1:
+            return self._span(self._spans[0], call, keys, values)
+        output = call.query.new_empty(*call.query.shape[:2], values.shape[2])
+        if self._decodes is not None:
+            output[: self._decodes.count] = self._decode(self._decodes, call, keys, values)
+        for span in self._spans:
+            output[span.begin : span.end] = self._span(span, call, keys, values)
+        return output
+
+    def _span(self, span: Span, call: Call, keys: Tensor, values: Tensor) -> Tensor:
+        query = call.query[span.begin : span.end].transpose(0, 1)[None]
+        key = span.place.read(keys, self._size).transpose(0, 1)[None]
+        value = span.place.read(values, self._size).transpose(0, 1)[None]
+        return attention(query, key, value, span.mask(call.window, call.query), call)[0].transpose(0, 1)
+
+    def _decode(self, decodes: Decodes, call: Call, keys: Tensor, values: Tensor) -> Tensor:
+        query = call.query[: decodes.count, :, None]
+        key, value = (
+            plane.view(-1, self._size, *plane.shape[1:])
+            .index_select(0, decodes.blocks)
+            .view(decodes.count, -1, *plane.shape[1:])
+            .transpose(1, 2)
+            for plane in (keys, values)
+        )
+        mask = decodes.mask(call.window, key.shape[2], call.query)
+        return attention(query, key, value, mask, call)[:, :, 0]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+    """Attention of `query` [B, heads, rows, dim] over `key`, `value` [B, kv heads, length, dim]."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.shape[2] == 1:  # one row each: its heads of one group become rows
+        packed = query.view(query.shape[0], key.shape[1], groups, query.shape[3])
+        output = _plain(packed, key, value, mask, call)
+        return output.reshape(query.shape[0], -1, 1, output.shape[3])
+    if groups > 1 and query.device.type != "cpu":  # with a mask only the CPU has a fast grouped kernel
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return _plain(query, key, value, mask, call)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    if call.softcap is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=call.scaling, enable_gqa=grouped
+        )
+    if grouped:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = call.scaling if call.scaling is not None else query.shape[3] ** -0.5
+    weights = torch.tanh(query @ key.transpose(2, 3) * scale / call.softcap) * call.softcap
+    if mask is not None:
+        weights = weights + mask
+    return weights.softmax(-1, dtype=torch.float32).to(value.dtype) @ value

@@ -1,0 +1,135 @@
+"""From logits to tokens, one sampler a request."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine_adapter.torch_engine.requests import SamplingParams
+
+_COLDEST = 1e-5
+"""Below this temperature sampling is greedy: dividing by it would only lose precision."""
+
+
+class Choice(NamedTuple):
+    """A token, and logprobs where they are asked for; see `Token`."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+
+
+class Sampler:
+    """Chooses the tokens of one request, and remembers what its penalties need.
+
+    Attributes:
+        plain: its choice is the largest logit, with nothing to remember.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: array[int],
+        *,
+        ends: frozenset[int],
+        vocab_size: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """`ends` are the tokens that would stop the request; `seed` counts where `params` has none."""
+        self._params = params
+        self._left_to_min = params.min_tokens
+        self._ends = torch.tensor(sorted(ends), device=device, dtype=torch.long) if ends else None
+        self._greedy = params.temperature < _COLDEST
+        self._generator: torch.Generator | None = None
+        if not self._greedy:
+            chosen = params.seed if params.seed is not None else seed
+            self._generator = torch.Generator(device).manual_seed(chosen & (2**63 - 1))
+        self._counts: Tensor | None = None
+        self._seen: Tensor | None = None
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts = torch.zeros(vocab_size, device=device)
+        if params.repetition_penalty != 1.0:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            tokens = torch.tensor(prompt, device=device, dtype=torch.long)
+            self._seen[tokens[tokens < vocab_size]] = True
+
+    @property
+    def plain(self) -> bool:
+        """See the class."""
+        return (
+            self._greedy
+            and self._counts is None
+            and self._seen is None
+            and self._params.logprobs is None
+            and self._left_to_min <= 0
+        )
+
+    def choose(self, logits: Tensor) -> Choice:
+        """The next token by `logits` [vocabulary], which are left as they are."""
+        scores = self._penalised(logits.float())
+        token = int(scores.argmax()) if self._greedy else self._sample(scores / self._params.temperature)
+        self._remember(token)
+        if self._params.logprobs is None:
+            return Choice(token)
+        logprobs = logits.float().log_softmax(-1)
+        best = logprobs.topk(min(self._params.logprobs, logprobs.shape[0]))
+        return Choice(
+            token,
+            float(logprobs[token]),
+            tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
+        )
+
+    def _penalised(self, scores: Tensor) -> Tensor:
+        params = self._params
+        if self._seen is not None:
+            penalty = params.repetition_penalty
+            lowered = torch.where(scores > 0, scores / penalty, scores * penalty)
+            scores = torch.where(self._seen, lowered, scores)
+        if self._counts is not None:
+            scores = (
+                scores
+                - params.frequency_penalty * self._counts
+                - params.presence_penalty * (self._counts > 0)
+            )
+        if self._left_to_min > 0 and self._ends is not None:
+            scores = scores.index_fill(0, self._ends, float("-inf"))
+        return scores
+
+    def _sample(self, scores: Tensor) -> int:
+        params = self._params
+        ids: Tensor | None = None
+        if 0 < params.top_k < scores.shape[0]:
+            scores, ids = scores.topk(params.top_k)
+        elif params.top_p < 1.0:
+            scores, ids = scores.sort(descending=True)
+        chances = scores.softmax(-1)
+        if params.top_p < 1.0:  # the one that crosses the line is kept, so at least the best one is
+            chances = chances * (chances.cumsum(-1) - chances < params.top_p)
+        if params.min_p > 0.0:
+            chances = chances * (chances >= params.min_p * chances.max())
+        drawn = int(torch.multinomial(chances, 1, generator=self._generator))
+        return drawn if ids is None else int(ids[drawn])
+
+    def _remember(self, token: int) -> None:
+        self._left_to_min -= 1
+        if self._counts is not None:
+            self._counts[token] += 1
+        if self._seen is not None:
+            self._seen[token] = True
+
+
+@torch.inference_mode()
+def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
+    """One choice per row of `logits` [requests, vocabulary]."""
+    if not samplers:
+        return []
+    best: list[int] = logits.argmax(-1).tolist()
+    return [
+        Choice(token) if sampler.plain else sampler.choose(row)
+        for token, row, sampler in zip(best, logits, samplers, strict=True)
+    ]

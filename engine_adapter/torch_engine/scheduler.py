@@ -1,0 +1,166 @@
+"""Which tokens run in the next step.
+
+All running requests that decode, then up to `prefill_chunk` prompt tokens, first come first served. When
+blocks run out, the youngest running request gives its blocks back to the cache and waits again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
+from engine_adapter.torch_engine.kv_node import Node
+from engine_adapter.torch_engine.requests import Finished, FinishReason, GenerationRequest, OnOutput
+from engine_adapter.torch_engine.sampling import Choice, Sampler
+
+
+class Active:
+    """A request in flight.
+
+    Attributes:
+        sequence: its tokens and blocks.
+        ends: tokens that stop it. limit: most tokens to generate.
+        scheduled: it has run before.
+    """
+
+    __slots__ = ("ends", "generated", "limit", "on_output", "request", "sampler", "scheduled", "sequence")
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        on_output: OnOutput,
+        sampler: Sampler,
+        *,
+        ends: frozenset[int],
+        limit: int,
+    ) -> None:
+        self.request = request
+        self.on_output = on_output
+        self.sampler = sampler
+        self.sequence = KvSequence(request.token_ids, request.extra_ids, request.cache_salt, request.priority)
+        self.ends = ends
+        self.limit = limit
+        self.generated = 0
+        self.scheduled = False
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.sequence.tokens) - self.sequence.computed
+
+    def accept(self, choice: Choice) -> FinishReason | None:
+        """Adds a generated token; says whether it was the last one."""
+        self.sequence.append(choice.token_id)
+        self.generated += 1
+        if choice.token_id in self.ends:
+            return "stop"
+        return "length" if self.generated >= self.limit else None
+
+    def finished(self, reason: FinishReason, message: str | None = None) -> Finished:
+        """Its last output."""
+        return Finished(self.request.request_id, reason, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """The next `count` tokens of a request; `first` when it has never run."""
+
+    active: Active
+    count: int
+    first: bool
+
+    @property
+    def completes(self) -> bool:
+        """All its tokens are computed after this: the next one can be chosen."""
+        return self.count == self.active.uncomputed
+
+
+class Scheduler:
+    """The requests in flight, oldest first.
+
+    Attributes:
+        preemptions: how often a request had to give its blocks back.
+    """
+
+    def __init__(self, cache: KvCache, *, max_num_seqs: int, prefill_chunk: int) -> None:
+        self.waiting: deque[Active] = deque()
+        self.running: list[Active] = []
+        self.preemptions = 0
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._prefill_chunk = prefill_chunk
+
+    @property
+    def busy(self) -> bool:
+        """There is something to run."""
+        return bool(self.running or self.waiting)
+
+    def add(self, active: Active) -> None:
+        """Queues a request."""
+        self.waiting.append(active)
+
+    def remove(self, active: Active) -> None:
+        """Forgets a request and frees its blocks; one that is not there is fine."""
+        self._cache.end(active.sequence)
+        if active in self.running:
+            self.running.remove(active)
+        elif active in self.waiting:
+            self.waiting.remove(active)
+
+    def plan(self) -> list[Item]:
+        """Reserves blocks for the next step and returns its items, single tokens first.
+
+        Empty although `busy`: the first waiting request has the engine to itself, and still no room.
+        """
+        items = [Item(active, 1, first=not active.scheduled) for active in self._reserve_decodes()]
+        budget = self._prefill_chunk
+        claimed: set[tuple[Node, bytes]] = set()
+        for active in self._prompts():
+            count = self._chunk(active, budget, claimed)
+            if count:
+                items.append(Item(active, count, first=not active.scheduled))
+                budget -= count
+            if not count or not budget:
+                break
+        for item in items:
+            item.active.scheduled = True
+        items.sort(key=lambda item: item.count > 1)
+        return items
+
+    def _reserve_decodes(self) -> list[Active]:
+        """Makes room for one more token of each request that decodes; returns those for which it did."""
+        for active in list(self.running):
+            if active.uncomputed != 1 or active not in self.running:
+                continue
+            while not self._cache.reserve(active.sequence, len(active.sequence.tokens)):
+                youngest = self.running.pop()
+                self._cache.end(youngest.sequence)
+                self.waiting.appendleft(youngest)
+                self.preemptions += 1
+                if youngest is active:
+                    break
+        return [active for active in self.running if active.uncomputed == 1]
+
+    def _prompts(self) -> Iterator[Active]:
+        """Requests with a prompt to compute, oldest first; admits waiting ones as they are asked for."""
+        yield from [active for active in self.running if active.uncomputed > 1]
+        while self.waiting and len(self.running) < self._max_num_seqs:
+            if not self._cache.begin(self.waiting[0].sequence, spare=len(self.running)):
+                break
+            self.running.append(self.waiting.popleft())
+            yield self.running[-1]
+
+    def _chunk(self, active: Active, budget: int, claimed: set[tuple[Node, bytes]]) -> int:
+        """How many tokens of a prompt to compute now; 0 when its next block is being computed in this
+        very step for another request, to be shared in the next one."""
+        sequence = active.sequence
+        self._cache.extend(sequence)
+        block = self._cache.next_block(sequence)
+        if block in claimed:
+            return 0
+        count = min(budget, active.uncomputed)
+        if sequence.computed % self._cache.tokens_per_block + count >= self._cache.tokens_per_block:
+            claimed.add(block)
+        return count
