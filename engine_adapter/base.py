@@ -38,11 +38,12 @@ class EngineAdapter(Protocol):
         """Requests running and waiting; also the health check: it raises when the engine is not well."""
 
     def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes]
+        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes] | None
     ) -> OutgoingRequest:
         """The client's request as this engine wants it: its address, its credentials, the client's
         headers less those that end at a proxy. A JSON body goes on byte for byte unless a field was
-        changed with `JsonBody.replace`; a body that is an iterator is streamed through unread."""
+        changed with `JsonBody.replace`; a body that is an iterator is streamed through unread; None is
+        a request without one."""
 
     def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
         """Reused prompt tokens, where the engine says so in its response headers; else None."""

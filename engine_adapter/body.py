@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
+_T = TypeVar("_T")
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -21,15 +23,19 @@ class JsonBody:
     def __init__(self, raw: bytes) -> None:
         """Raises msgspec.DecodeError when `raw` is not a JSON object."""
         self.raw = raw
-        self._fields = _decode_fields(raw)
+        self._fields = _checked(_decode_fields, raw)
 
     def __contains__(self, name: str) -> bool:
         return name in self._fields
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - JSON
-        """The decoded value of a field, None when it is absent or null."""
+        """The decoded value of a field, None when it is absent or null.
+
+        Raises:
+            msgspec.DecodeError: only now is it seen that the value cannot be read.
+        """
         raw = self._fields.get(name)
-        return None if raw is None else msgspec.json.decode(raw)
+        return None if raw is None else _checked(msgspec.json.decode, raw)
 
     def replace(self, **changes: Any) -> JsonBody:  # noqa: ANN401 - JSON
         """A body with these fields set (None removes one); the original is left as it is."""
@@ -40,3 +46,13 @@ class JsonBody:
             else:
                 fields[name] = msgspec.Raw(msgspec.json.encode(value))
         return JsonBody(msgspec.json.encode(fields))
+
+
+def _checked(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:
+    """What `decode` makes of `raw`, with msgspec's one error for everything a client can get wrong."""
+    try:
+        return decode(raw)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"it is not UTF-8 ({error})") from None
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None

@@ -71,7 +71,7 @@ class OpenAICompatibleAdapter:
         return EngineLoad(running=0, waiting=0)
 
     def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes]
+        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes] | None
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`."""
         return prepare_request(self.spec, method, path, headers, body)

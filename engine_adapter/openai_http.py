@@ -33,6 +33,7 @@ _ENDS_HERE = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-api-key",
     }
 )
 _OWN_PREFIX = "x-kvpin-"
@@ -60,7 +61,7 @@ def prepare_request(
     method: str,
     path: str,
     headers: Mapping[str, str],
-    body: JsonBody | AsyncIterator[bytes],
+    body: JsonBody | AsyncIterator[bytes] | None,
 ) -> OutgoingRequest:
     """The client's request with the engine's address and credentials; see `EngineAdapter.prepare`."""
     named = {

@@ -9,6 +9,9 @@ from starlette.types import Send
 
 from engine_adapter import JsonBody
 
+# OpenAI's SDKs hang up on reading this, before the engine has closed the stream.
+_STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -18,7 +21,7 @@ class Call:
         request_id: the client's `x-request-id`, or one of ours.
         method, path: as sent; the path keeps its query string and starts with `/v1/`.
         headers: lower-case names.
-        body: parsed when it is a JSON object, else the unread stream.
+        body: parsed when it is a JSON object, the unread stream of another kind, None for an empty one.
         tenant: who asks; None where keys do not tell tenants apart.
     """
 
@@ -26,7 +29,7 @@ class Call:
     method: str
     path: str
     headers: Mapping[str, str] = field(repr=False)
-    body: JsonBody | AsyncIterator[bytes] = field(repr=False)
+    body: JsonBody | AsyncIterator[bytes] | None = field(repr=False)
     tenant: str | None = None
 
     @property
@@ -47,25 +50,32 @@ class Call:
 
 
 class Reply:
-    """The way back to the client: a thin hold on ASGI's `send` that knows whether it has begun.
+    """The way back to the client: a thin hold on ASGI's `send`.
 
     `write` returns when the client's socket has room again: a slow client slows its engine down.
+
+    Attributes:
+        started: status and headers were sent.
+        complete: the client has all it waits for; that it leaves now is no cancellation.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
+        self.complete = False
 
     async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
-        """Sends status and headers."""
+        """Sends status and headers. Values are text as aiohttp reads it: stray bytes are surrogates."""
         self.started = True
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        raw = [(name.encode("latin-1"), value.encode("utf-8", "surrogateescape")) for name, value in headers]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
+        self.complete = chunk.endswith(_STREAM_END)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""
+        self.complete = True
         await self._send({"type": "http.response.body", "body": chunk})

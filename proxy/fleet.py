@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -142,18 +142,17 @@ class Pool:
         return max(capacity - self.index.held(engine.id, Tier.GPU), 0)
 
     @contextmanager
-    def lease(self, placement: Placement, chain: Chain | None, request_id: str) -> Iterator[Lease]:
+    def lease(self, placement: Placement, chain: Chain | None) -> Iterator[Lease]:
         """A request's hold on the engine it was placed on: its load, and its blocks as pending."""
         engine = self.engines[placement.engine]
-        lease = Lease(engine, placement, alone=engine.ledger.view().in_flight == 0)
-        engine.ledger.begin(request_id, placement.uncached_tokens)
-        lease.ordinal = engine.ledger.served
+        alone = engine.ledger.view().in_flight == 0
+        lease = Lease(engine, placement, alone, ticket=engine.ledger.begin(placement.uncached_tokens))
         hashes = chain.hashes if chain is not None else ()
         self.index.add_pending(engine.id, hashes)
         try:
             yield lease
         finally:
-            engine.ledger.end(request_id)
+            engine.ledger.end(lease.ticket)
             if lease.succeeded and hashes:
                 self.learn(engine, hashes)
                 asyncio.get_running_loop().call_later(PENDING_LINGER_S, self._end_pending, engine, hashes)
@@ -165,6 +164,12 @@ class Pool:
         if engine.audit.trust is Trust.APPROXIMATE and engine.id in self.engines:
             self.index.store(engine.id, Tier.GPU, hashes)
             self.index.remove(engine.id, Tier.GPU, engine.learned.learn(hashes))
+
+    def forget(self, engine: Engine, hashes: Sequence[BlockHash]) -> None:
+        """The engine was told to flush these blocks."""
+        engine.learned.forget(hashes)
+        for tier in Tier:
+            self.index.remove(engine.id, tier, hashes)
 
     def wipe(self, engine: Engine) -> None:
         """The engine lost its KV, or we lost sight of it."""
@@ -183,18 +188,18 @@ class Lease:
     engine: Engine
     placement: Placement
     alone: bool
+    ticket: int
     started: float = field(default_factory=time.monotonic)
     first_byte_s: float | None = None
-    ordinal: int = 0
     succeeded: bool = False
 
-    def first_byte(self, request_id: str, *, streamed: bool) -> None:
+    def first_byte(self, *, streamed: bool) -> None:
         """The answer has begun. Only a stream's first byte is a first token and teaches the prefill rate."""
         self.first_byte_s = time.monotonic() - self.started
         if streamed:
             ledger = self.engine.ledger
-            alone = self.alone and ledger.served == self.ordinal
-            ledger.first_token(request_id, self.placement.uncached_tokens, self.first_byte_s, alone=alone)
+            alone = self.alone and ledger.served == self.ticket
+            ledger.first_token(self.ticket, self.first_byte_s, alone=alone)
 
 
 class Fleet:
@@ -214,8 +219,11 @@ class Fleet:
     def remove(self, engine_id: str) -> Engine:
         """Drops an engine and all that is known of it. Raises NotFound."""
         engine = self.engine(engine_id)
+        pool = self.pool_of(engine)
         self.leave(engine)
         del self.engines[engine_id]
+        if pool is not None and not pool.engines:
+            del self.pools[pool.model]
         return engine
 
     def engine(self, engine_id: str) -> Engine:
@@ -234,9 +242,9 @@ class Fleet:
         """The engine is connected: puts it into the pool of its model, made if need be."""
         model = engine.adapter.spec.model or info.model
         pool = self.pools.get(model)
-        if pool is None:
-            own = info.tokens_per_block or TOKENS_PER_BLOCK
-            pool = self.pools[model] = Pool(model, min(own, TOKENS_PER_BLOCK))
+        tokens_per_block = min(info.tokens_per_block or TOKENS_PER_BLOCK, TOKENS_PER_BLOCK)
+        if pool is None or (not pool.engines and pool.tokens_per_block != tokens_per_block):
+            pool = self.pools[model] = Pool(model, tokens_per_block)
         engine.info = info
         if info.gpu_blocks is not None and info.tokens_per_block is not None:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block

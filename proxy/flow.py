@@ -8,6 +8,7 @@ engine known so far; its time is a term of the placement's cost.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -64,16 +65,19 @@ class Flow:
                 candidates = pool.candidates(chain, without=failed)
                 placement = record.placement = _choose(candidates, chain, failed)
                 record.attempts.append(placement.engine)
-                with pool.lease(placement, chain, call.request_id) as lease:
+                with pool.lease(placement, chain) as lease:
                     try:
                         return await self._forward(pool, call, reply, lease, record)
                     except (EngineUnavailable, EngineRejected) as error:
                         self._note_failure(lease.engine, call, error)
                         failed[placement.engine] = error
                         if len(failed) > self.retries or not _repeatable(call):
-                            raise _final(failed) from error
+                            raise _final(failed) from None
         except (ProxyError, EngineError) as error:
             record.error = str(error)
+            raise
+        except asyncio.CancelledError:
+            record.error = "the client left"
             raise
         finally:
             record.duration_s = time.monotonic() - started
@@ -103,17 +107,18 @@ class Flow:
             self._body_for(engine, pool, call),
             reply,
             headers,
-            lambda: lease.first_byte(call.request_id, streamed=call.streams),
+            lambda: lease.first_byte(streamed=call.streams),
         )
         lease.succeeded = outcome.error is None
         record.first_byte_s = lease.first_byte_s
         _note_outcome(record, outcome)
         if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP
             engine.suspect(EngineUnavailable(outcome.error))
-        if self.ingest is not None and record.prompt is not None and outcome.cached_tokens is not None:
+        is_known = record.prompt is not None and placement.firm
+        if self.ingest is not None and is_known and outcome.cached_tokens is not None:
             self.ingest.audit(engine, placement.predicted_tokens, outcome.cached_tokens)
 
-    def _body_for(self, engine: Engine, pool: Pool, call: Call) -> JsonBody | AsyncIterator[bytes]:
+    def _body_for(self, engine: Engine, pool: Pool, call: Call) -> JsonBody | AsyncIterator[bytes] | None:
         """The client's body; changed only where the tenant's salt or the engine's model name must stand."""
         if not isinstance(call.body, JsonBody):
             return call.body
@@ -147,8 +152,8 @@ def _final(failed: dict[str, EngineError]) -> Exception:
 
 
 def _repeatable(call: Call) -> bool:
-    """A body that was streamed through is gone; nothing else was sent twice."""
-    return isinstance(call.body, JsonBody)
+    """Whether it can be sent again: a body that was streamed through is gone."""
+    return call.body is None or isinstance(call.body, JsonBody)
 
 
 def _record_of(call: Call) -> RequestRecord:

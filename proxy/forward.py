@@ -44,6 +44,8 @@ _NOT_PASSED_ON = frozenset(
 )
 # The usage chunk and [DONE] of a stream fit well within this.
 _TAIL_BYTES = 8192
+# An error that is not JSON may be a whole page of a web server.
+_MAX_REASON_BYTES = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Forwarder:
         self,
         adapter: EngineAdapter,
         call: Call,
-        body: JsonBody | AsyncIterator[bytes],
+        body: JsonBody | AsyncIterator[bytes] | None,
         reply: Reply,
         headers: Mapping[str, str],
         on_first_byte: Callable[[], None],
@@ -125,10 +127,12 @@ async def _answer_stream(
     on_first_byte()
     await reply.start(response.status, [*headers, *_cached_header(cached)])
     await reply.write(first)
-    last = before = first
+    tail = bytearray(first)
     try:
         async for chunk in chunks:
-            before, last = last, chunk
+            tail += chunk
+            if len(tail) > 2 * _TAIL_BYTES:
+                del tail[:-_TAIL_BYTES]
             await reply.write(chunk)
     except EngineUnavailable as error:
         if _is_event_stream(response.headers):
@@ -138,7 +142,7 @@ async def _answer_stream(
     await reply.finish()
     if cached is not None:
         return Outcome(response.status, cached)
-    usage = read_stream_usage((before + last if before is not last else last)[-_TAIL_BYTES:])
+    usage = read_stream_usage(bytes(tail[-_TAIL_BYTES:]))
     return Outcome(response.status, usage.cached_tokens, usage.prompt_tokens)
 
 
@@ -198,7 +202,7 @@ def read_usage(content: bytes) -> Usage:
     """Usage of a JSON answer; empty when it is no OpenAI answer."""
     try:
         usage = _decode_answer(content).usage
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Usage()
     if usage is None:
         return Usage()
@@ -209,8 +213,8 @@ def read_usage(content: bytes) -> Usage:
 def read_stream_usage(tail: bytes) -> Usage:
     """Usage from the last bytes of an event stream, if its client asked for it."""
     for line in reversed(tail.splitlines()):
-        if line.startswith(b"data: {") and b'"usage"' in line:
-            return read_usage(line[6:])
+        if line.startswith(b"data:") and b'"usage"' in line:
+            return read_usage(line.removeprefix(b"data:"))
     return Usage()
 
 
@@ -228,16 +232,22 @@ def read_error(content: bytes) -> EngineErrorBody:
     """Reads OpenAI's nested shape, flat ones (`message`), bare strings and FastAPI's `detail`."""
     try:
         body = msgspec.json.decode(content)
-    except msgspec.DecodeError:
-        body = content.decode(errors="replace").strip()
-    if isinstance(body, dict):
-        inner = body.get("error", body)
-        body = inner if isinstance(inner, dict) else {"message": inner}
-        message = body.get("message", body.get("detail"))
-        text = {name: body.get(name) for name in ("type", "param", "code")}
-        strings = {name: value if isinstance(value, str) else None for name, value in text.items()}
-        return EngineErrorBody(message if isinstance(message, str) else str(message), **strings)
-    return EngineErrorBody(str(body) or "the engine gave no reason")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        body = content[:_MAX_REASON_BYTES].decode(errors="replace").strip()
+    if not isinstance(body, dict):
+        return EngineErrorBody(_reason(body))
+    inner = body.get("error") or body
+    fields = inner if isinstance(inner, dict) else {"message": inner}
+    text = {name: fields.get(name) for name in ("type", "param", "code")}
+    strings = {name: value if isinstance(value, str) else None for name, value in text.items()}
+    return EngineErrorBody(_reason(fields.get("message") or fields.get("detail")), **strings)
+
+
+def _reason(value: object) -> str:
+    """What an engine says went wrong, as text: FastAPI gives a list of fields and faults."""
+    if not value:
+        return "the engine gave no reason"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> bytes:

@@ -41,7 +41,7 @@ class Ingest:
         self._tasks.cancel(_task(engine))
 
     def audit(self, engine: Engine, predicted: int, reported: int) -> None:
-        """Holds a prediction against the engine's report, both in tokens; persistent misses start a resync."""
+        """Holds a prediction against the engine's report, in tokens; persistent misses start a resync."""
         if engine.audit.observe(predicted, reported):
             log.warning("predictions miss: the view is rebuilt", engine=engine.id, why=engine.audit.why)
             pool = self._fleet.pool_of(engine)

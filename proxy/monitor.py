@@ -87,9 +87,10 @@ class Monitor:
     async def _until_lost(self, engine: Engine) -> None:
         """Checks a connected engine until it fails a check or turns out to be another process."""
         while True:
-            engine.check_now.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(engine.check_now.wait(), self._interval_s)
+            # Before the check: a request that fails while it runs asks for another one.
+            engine.check_now.clear()
             async with asyncio.timeout(self._timeout_s):
                 if engine.state is EngineState.SUSPECT:
                     await self._recheck(engine)

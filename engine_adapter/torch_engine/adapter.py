@@ -119,7 +119,7 @@ class EmbeddedAdapter:
         )
 
     def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes]
+        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes] | None
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`."""
         return prepare_request(self.spec, method, path, headers, body)

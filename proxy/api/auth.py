@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
@@ -52,7 +53,7 @@ def _require_local(connection: HTTPConnection) -> None:
     """The peer is this machine, and so is the name it asked for: a web page that rebinds a name to
     127.0.0.1, or posts across origins, runs in a local browser and would pass on the address alone."""
     host = connection.client.host if connection.client else ""
-    named = connection.headers.get("host", "").rsplit(":", 1)[0] or "localhost"
+    named = re.sub(r":\d*$", "", connection.headers.get("host", "")).lower() or "localhost"
     if not is_loopback(host) or named not in _LOCAL_NAMES or "origin" in connection.headers:
         raise Forbidden(
             "without an admin key the admin API answers this machine only: start with --admin-key"

@@ -26,6 +26,10 @@ from proxy.tenants import Tenants
 log = structlog.get_logger(__name__)
 
 MAX_REQUEST_ID = 128
+# How long an engine may take to end a stream whose client has had all of it.
+ENGINE_END_S = 1.0
+# Errors that are answered; any other is a bug.
+_ANSWERED = (ProxyError, EngineError, msgspec.DecodeError)
 
 
 class ClientLeft(Exception):
@@ -42,6 +46,9 @@ class DataPlane:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})  # before it was accepted: answered as 403
+            return
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         reply = Reply(send)
@@ -50,7 +57,7 @@ class DataPlane:
                 await self._serve(scope, receive, reply, headers, request_id)
             except ClientLeft:
                 return
-            except (ProxyError, EngineError, msgspec.DecodeError) as error:
+            except _ANSWERED as error:
                 await _answer_error(error, request_id, reply, scope, receive, send)
             except Exception as error:
                 # A bug in kvpin must cost one request, not the connection's other answers or the process.
@@ -64,7 +71,7 @@ class DataPlane:
         path = _checked_path(scope)
         if scope["method"] in ("GET", "HEAD") and path.partition("?")[0].rstrip("/") == "/v1/models":
             return await _send(self._models(), reply)
-        if scope["method"] == "GET" and path.startswith("/v1/models/"):
+        if scope["method"] in ("GET", "HEAD") and path.startswith("/v1/models/"):
             return await _send(self._model(unquote(path.removeprefix("/v1/models/"))), reply)
         body_read = anyio.Event()
         body = await self._body(receive, headers, body_read)
@@ -74,7 +81,7 @@ class DataPlane:
 
     async def _body(
         self, receive: Receive, headers: Headers, body_read: anyio.Event
-    ) -> JsonBody | AsyncIterator[bytes]:
+    ) -> JsonBody | AsyncIterator[bytes] | None:
         """JSON is read and parsed; anything else (audio, files) is streamed through unread."""
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         length = headers.get("content-length", "")
@@ -84,7 +91,7 @@ class DataPlane:
         if kind.startswith(("multipart/", "audio/")):
             return chunks
         raw = b"".join([chunk async for chunk in chunks])
-        return _parse(raw) if raw else _nothing()
+        return _parse(raw) if raw else None
 
     def _models(self) -> Response:
         pools = self.flow.fleet.pools.values()
@@ -99,22 +106,27 @@ async def _until_client_leaves(
 ) -> None:
     """Serves the call; a disconnect cancels it, which closes the engine's connection and frees its blocks."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope, body_read)
+        tasks.start_soon(_cancel_on_disconnect, receive, reply, tasks.cancel_scope, body_read)
         # The group would wrap an error of the flow: carry it out plainly.
         failure: Exception | None = None
         try:
             await flow.serve(call, reply)
-        except (ProxyError, EngineError, msgspec.DecodeError, ClientLeft) as error:
+        except (*_ANSWERED, ClientLeft) as error:
             failure = error
         tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
 
 
-async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope, body_read: anyio.Event) -> None:
+async def _cancel_on_disconnect(
+    receive: Receive, reply: Reply, scope: anyio.CancelScope, body_read: anyio.Event
+) -> None:
     await body_read.wait()
     while (await receive())["type"] != "http.disconnect":
         pass
+    if reply.complete:
+        # Clients hang up on [DONE]. The engine ends its stream a moment later, and its connection is kept.
+        await anyio.sleep(ENGINE_END_S)
     scope.cancel()
 
 
@@ -142,21 +154,11 @@ async def _chunks(receive: Receive, limit: int, body_read: anyio.Event) -> Async
             return
 
 
-async def _nothing() -> AsyncIterator[bytes]:
-    """An empty body."""
-    for chunk in ():
-        yield chunk
-
-
 def _parse(raw: bytes) -> JsonBody:
     try:
         return JsonBody(raw)
     except msgspec.ValidationError as error:
         raise BadRequest("the body must be a JSON object", code="invalid_json") from error
-    except RecursionError as error:
-        raise BadRequest("the body is nested too deeply", code="invalid_json") from error
-    except UnicodeDecodeError as error:
-        raise BadRequest("the body is not valid UTF-8", code="invalid_json") from error
 
 
 def _checked_path(scope: Scope) -> str:
@@ -164,8 +166,10 @@ def _checked_path(scope: Scope) -> str:
     raw = scope.get("raw_path") or scope["path"].encode()
     path = raw.partition(b"?")[0].decode("latin-1")
     decoded = unquote(unquote(path))
-    segments = decoded.replace("\\", "/").split("/")
-    if any(segment in (".", "..") for segment in segments) or not decoded.startswith("/v1/"):
+    # Some servers take what follows a semicolon for a parameter of the segment.
+    segments = [segment.partition(";")[0] for segment in decoded.replace("\\", "/").split("/")]
+    climbs = any(segment in (".", "..") for segment in segments)
+    if climbs or not path.isascii() or not decoded.startswith("/v1/"):
         raise NotFound(f"there is no route {decoded!r}")
     query = scope.get("query_string", b"").decode("latin-1")
     return f"{path}?{query}" if query else path

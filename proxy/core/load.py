@@ -33,8 +33,8 @@ class EngineLedger:
     """In-flight work and learned rates of one engine."""
 
     def __init__(self) -> None:
-        self._prefills: dict[str, int] = {}
-        self._decoding: set[str] = set()
+        self._prefills: dict[int, int] = {}
+        self._decoding: set[int] = set()
         self._prefill_rates: deque[float] = deque(maxlen=WINDOW)
         self.served = 0
 
@@ -48,24 +48,26 @@ class EngineLedger:
         """Tokens brought back from the host tier per second, at least ten times the prefill rate."""
         return max(DEFAULT_RESTORE_TOK_S, 10 * self.prefill_tok_s)
 
-    def begin(self, request_id: str, uncached_tokens: int) -> None:
-        """A request was placed on the engine."""
-        self._prefills[request_id] = uncached_tokens
+    def begin(self, uncached_tokens: int) -> int:
+        """A request was placed on the engine. Returns its ticket: the names clients give may repeat."""
         self.served += 1
+        self._prefills[self.served] = uncached_tokens
+        return self.served
 
-    def first_token(self, request_id: str, uncached_tokens: int, seconds: float, *, alone: bool) -> None:
-        """Its answer began after `seconds`; `alone` when no other prefill ran meanwhile, so that the time
-        is the prefill's own."""
-        if self._prefills.pop(request_id, None) is None:
+    def first_token(self, ticket: int, seconds: float, *, alone: bool) -> None:
+        """Its answer began after `seconds`; `alone` when nothing else ran meanwhile, so that the time is
+        the prefill's own."""
+        uncached_tokens = self._prefills.pop(ticket, None)
+        if uncached_tokens is None:
             return
-        self._decoding.add(request_id)
+        self._decoding.add(ticket)
         if alone and uncached_tokens >= MIN_SAMPLE_TOKENS and seconds > 0:
             self._prefill_rates.append(uncached_tokens / seconds)
 
-    def end(self, request_id: str) -> None:
+    def end(self, ticket: int) -> None:
         """The request is over, in whatever way."""
-        self._prefills.pop(request_id, None)
-        self._decoding.discard(request_id)
+        self._prefills.pop(ticket, None)
+        self._decoding.discard(ticket)
 
     def view(self) -> LoadView:
         """The load now."""

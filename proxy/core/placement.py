@@ -64,13 +64,17 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A decision: the engine, the cached tokens it is expected to report, and the cost of every candidate."""
+    """A decision: the engine, the cached tokens it is expected to report, and the cost of every candidate.
+
+    `firm` is False when the prediction rests on what requests in flight have yet to leave behind.
+    """
 
     engine: str
     predicted_tokens: int
     n_tokens: int
     costs: tuple[Cost, ...]
     rule: str
+    firm: bool = True
 
     @property
     def uncached_tokens(self) -> int:
@@ -111,7 +115,14 @@ def place(candidates: Sequence[Candidate], chain: Chain) -> Placement:
     best = min(
         ties, key=lambda i: (-costs[i].cached_tokens, -candidates[i].free_blocks, candidates[i].served, i)
     )
-    return Placement(costs[best].engine, costs[best].cached_tokens, chain.n_tokens, costs, "lowest cost")
+    return Placement(
+        engine=costs[best].engine,
+        predicted_tokens=costs[best].cached_tokens,
+        n_tokens=chain.n_tokens,
+        costs=costs,
+        rule="lowest cost",
+        firm=candidates[best].match.pending == 0,
+    )
 
 
 def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Placement:

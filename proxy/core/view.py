@@ -16,7 +16,7 @@ from proxy.core.index import PrefixIndex
 
 @dataclass(slots=True)
 class ViewCounts:
-    """Blocks stored and removed, in the engine's own blocks, and runs whose parent was unknown."""
+    """Blocks stored and removed, in the engine's own blocks, and runs whose content could not be known."""
 
     stored: int = 0
     removed: int = 0
@@ -58,20 +58,25 @@ class EngineView:
                 pass
 
     def _store(self, event: BlocksStored) -> None:
-        if event.parent is None:
-            parent = self._root_of(event.salt)
-        elif event.parent in self._names:
-            parent = self._names[event.parent][-1]
-        else:
-            # Its content is unknown, so no request can be matched to it.
+        parent = self._parent_of(event)
+        per_block, rest = divmod(event.tokens_per_block, self._tokens_per_block)
+        whole = len(event.token_ids) == len(event.hashes) * event.tokens_per_block
+        if parent is None or rest or not per_block or not whole:
+            # What it holds cannot be told, so no request can be matched to it.
             self.counts.orphaned += 1
             return
         hashes = extend(parent, event.token_ids, event.extra_ids, self._tokens_per_block)
-        per_block = event.tokens_per_block // self._tokens_per_block
         for at, name in enumerate(event.hashes):
             self._names[name] = hashes[at * per_block : (at + 1) * per_block]
         self._index.store(self._engine, event.tier, hashes)
         self.counts.stored += len(event.hashes)
+
+    def _parent_of(self, event: BlocksStored) -> BlockHash | None:
+        """The block the run follows, None where that is not known."""
+        if event.parent is None:
+            return self._root_of(event.salt)
+        hashes = self._names.get(event.parent)
+        return hashes[-1] if hashes is not None else None
 
     def _remove(self, event: BlocksRemoved) -> None:
         for name in event.hashes:
