@@ -1,0 +1,103 @@
+"""Incremental text against the whole text, and stop strings against a plain search."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.chat import ChatTokenizer
+from engine_adapter.torch_engine.detokenize import Detokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir) -> ChatTokenizer:
+    return ChatTokenizer.load(str(tokenizer_dir))
+
+
+def pieces(tokenizer, ids, stops=()):
+    detokenizer = Detokenizer(tokenizer, stops)
+    texts = []
+    for token in ids:
+        texts.append(detokenizer.push(token))
+        if detokenizer.stopped:
+            break
+    return [*texts, detokenizer.finish()], detokenizer
+
+
+def first_stop(text, stops):
+    found = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(found)] if found else text
+
+
+@given(st.data())
+def test_pieces_make_the_whole(tokenizer, data):
+    text = data.draw(st.text(max_size=60) | st.sampled_from(["漢字🙂🚀 ok", "zażółć", "  a\n\n b"]))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    texts, _ = pieces(tokenizer, ids)
+    assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@given(st.data())
+def test_any_tokens_make_the_text_of_the_whole(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
+    texts, _ = pieces(tokenizer, ids)
+    assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@given(
+    st.text(alphabet="ab🙂 ", max_size=40),
+    st.lists(st.text(alphabet="ab🙂 ", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_text_ends_before_the_first_stop_string(tokenizer, text, stops):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    texts, detokenizer = pieces(tokenizer, ids, stops)
+    shown = "".join(texts)
+    assert detokenizer.stopped == any(stop in text for stop in stops)
+    if detokenizer.stopped:
+        # Of two stop strings in one token the first counts; later tokens may hold an earlier overlap.
+        assert text.startswith(shown)
+        assert any(text[len(shown) :].startswith(stop) for stop in stops)
+        assert not any(stop in shown for stop in stops)
+    else:
+        assert shown == text
+
+
+def test_a_character_of_several_tokens_comes_whole(tokenizer):
+    ids = tokenizer.encode("\U0001f9ff", add_special_tokens=False)
+    assert len(ids) > 1
+    texts, _ = pieces(tokenizer, ids)
+    assert texts == [*[""] * (len(ids) - 1), "\U0001f9ff", ""]
+
+
+def test_an_unfinished_character_shows_at_the_end(tokenizer):
+    ids = tokenizer.encode("a\U0001f9ff", add_special_tokens=False)[:-1]
+    texts, _ = pieces(tokenizer, ids)
+    assert "".join(texts[:-1]) == "a"
+    assert set(texts[-1]) == {"\ufffd"}
+
+
+def test_the_start_of_a_stop_string_is_held_back_and_given_when_it_was_none(tokenizer):
+    detokenizer = Detokenizer(tokenizer, ["a!b"])
+    shown = [detokenizer.push(token) for token in tokenizer.encode("xa!", add_special_tokens=False)]
+    assert "".join(shown) == "x"
+    (question,) = tokenizer.encode("?", add_special_tokens=False)
+    assert detokenizer.push(question) == "a!?"
+
+
+def test_held_text_is_given_at_the_end(tokenizer):
+    texts, detokenizer = pieces(tokenizer, tokenizer.encode("xa!", add_special_tokens=False), ["a!b"])
+    assert texts[-1] == "a!"
+    assert not detokenizer.stopped
+
+
+def test_special_tokens_have_no_text(tokenizer):
+    ids = [*tokenizer.encode("hi", add_special_tokens=False), tokenizer.eos_token_id]
+    assert "".join(pieces(tokenizer, ids)[0]) == "hi"
+
+
+def test_nothing_comes_after_a_stop(tokenizer):
+    texts, detokenizer = pieces(tokenizer, tokenizer.encode("a b c", add_special_tokens=False), [" b"])
+    assert "".join(texts) == "a"
+    assert detokenizer.push(5) == ""
+    assert detokenizer.finish() == ""

@@ -1,0 +1,244 @@
+"""Every field a client can get wrong gives a 400 that names it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    PinRequest,
+    SliceRequest,
+    parse,
+    parse_tokenize,
+    prompt_of,
+    salt_of,
+    sampling_of,
+    slice_size_of,
+    target_of,
+    token_ids_of,
+    ttl_of,
+)
+from engine_adapter.torch_engine.requests import SamplingParams
+from engine_adapter.types import extra_array, token_array
+
+
+def chat(**fields):
+    return parse(msgspec.json.encode({"messages": [{"role": "user", "content": "x"}]} | fields), ChatRequest)
+
+
+def completion(**fields):
+    return parse(msgspec.json.encode({"prompt": "x"} | fields), CompletionRequest)
+
+
+def sampling(request):
+    return sampling_of(request, default_max_tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": "1"}, "stop_token_ids"),
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": "text"}, "response_format"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"model": 5}, "model"),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_bad_fields_are_named(make, fields, param):
+    with pytest.raises(ApiError) as caught:
+        sampling(make(**fields))
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert param.partition("[")[0].rpartition(".")[2] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "param"),
+    [
+        (lambda: chat(top_logprobs=3), "top_logprobs"),
+        (lambda: chat(logprobs=True, top_logprobs=21), "top_logprobs"),
+        (lambda: chat(logprobs=3), "logprobs"),
+        (lambda: chat(max_completion_tokens=0), "max_completion_tokens"),
+        (lambda: chat(prompt_table="t"), "prompt_table"),
+        (lambda: chat(extra_ids=[0]), "extra_ids"),
+        (lambda: chat(add_special_tokens=True), "add_special_tokens"),
+        (lambda: completion(logprobs=21), "logprobs"),
+        (lambda: completion(logprobs=True), "logprobs"),
+        (lambda: completion(echo=True), "echo"),
+        (lambda: completion(suffix="x"), "suffix"),
+    ],
+)
+def test_bad_fields_of_one_route_are_named(request_of, param):
+    with pytest.raises(ApiError) as caught:
+        sampling(request_of())
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_a_missing_field_is_named(name):
+    kind = ChatRequest if name == "messages" else CompletionRequest
+    with pytest.raises(ApiError) as caught:
+        parse(b"{}", kind)
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"nonsense", b'{"prompt": "\xff"}', b'{"prompt":' + b"[" * 100_000, b'{"prompt": "\\ud800"}'],
+)
+def test_bytes_that_are_no_json(body):
+    with pytest.raises(ApiError) as caught:
+        parse(body, CompletionRequest)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("body", [b"[]", b"null", b"5", b'"x"'])
+def test_json_that_is_no_object(body):
+    for read in (lambda: parse(body, ChatRequest), lambda: parse_tokenize(body)):
+        with pytest.raises(ApiError) as caught:
+            read()
+        assert caught.value.status == 400
+
+
+def test_defaults():
+    assert sampling(chat()) == SamplingParams()
+    assert sampling_of(chat(), default_max_tokens=7).max_tokens == 7
+    assert sampling(completion()).max_tokens == 16
+    assert sampling(chat(max_tokens=None, stop=None, temperature=None, n=1)) == SamplingParams()
+    assert sampling(chat(response_format={"type": "text"}, logit_bias={})) == SamplingParams()
+
+
+def test_all_fields_reach_the_engine():
+    request = chat(
+        temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=-5, presence_penalty=1, frequency_penalty=-1,
+        repetition_penalty=1.2, max_tokens=3, max_completion_tokens=9, min_tokens=2, ignore_eos=True,
+        stop_token_ids=[4, 5], logprobs=True, top_logprobs=2, stop=["a", "b"],
+    )  # fmt: skip
+    assert sampling(request) == SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=-5, presence_penalty=1, frequency_penalty=-1,
+        repetition_penalty=1.2, max_tokens=9, min_tokens=2, ignore_eos=True,
+        stop_token_ids=frozenset({4, 5}), logprobs=2,
+    )  # fmt: skip
+    assert request.stops == ("a", "b")
+    assert sampling(chat(top_k=-1)).top_k == 0
+    assert sampling(chat(logprobs=True)).logprobs == 0
+    assert sampling(chat(logprobs=False)).logprobs is None
+    assert completion(stop="a").stops == ("a",)
+
+
+def test_prompts():
+    assert prompt_of("x") == prompt_of(["x"]) == "x"
+    assert prompt_of([1, 2]) == prompt_of([[1, 2]]) == token_array([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        ([""], "prompt"),
+        ([[]], "prompt"),
+        (["a", "b"], "prompt"),
+        ([[1], [2]], "prompt"),
+        ([1, "2"], "prompt[1]"),
+        ([1, True], "prompt[1]"),
+        ([1, 2.0], "prompt[1]"),
+        ([1, None], "prompt[1]"),
+        ([0, 1, 2**31], "prompt[2]"),
+        ([{}], "prompt[0]"),
+    ],
+)
+def test_bad_prompts(prompt, param):
+    with pytest.raises(ApiError) as caught:
+        prompt_of(prompt)
+    assert caught.value.param == param
+
+
+def test_tokenize_bodies_are_chats_or_prompts():
+    assert isinstance(parse_tokenize(b'{"messages": []}'), ChatRequest)
+    assert isinstance(parse_tokenize(b'{"prompt": "the word \\"messages\\" in a text"}'), CompletionRequest)
+
+
+def test_targets():
+    def target(**fields):
+        return target_of(parse(msgspec.json.encode(fields), SliceRequest))
+
+    assert target().token_ids is None
+    assert target(cache_salt="s").cache_salt == "s"
+    full = target(token_ids=[1, 900], extra_ids=[0, 2**64 - 1])
+    assert (full.token_ids, full.extra_ids) == (token_array([1, 900]), extra_array([0, 2**64 - 1]))
+    assert target(token_ids=[1, 2], extra_ids=[0, 0]).extra_ids is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"extra_ids": [1]}, "extra_ids"),
+        ({"token_ids": [1, 2], "extra_ids": [1]}, "extra_ids"),
+        ({"token_ids": [1], "extra_ids": [-1]}, "extra_ids[0]"),
+        ({"token_ids": [2**40]}, "token_ids[0]"),
+        ({"max_blocks": 0}, "max_blocks"),
+        ({"max_blocks": 10**9}, "max_blocks"),
+    ],
+)
+def test_bad_targets(fields, param):
+    request = parse(msgspec.json.encode(fields), SliceRequest)
+    with pytest.raises(ApiError) as caught:
+        (slice_size_of if "max_blocks" in fields else target_of)(request)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("ttl", [0, -1])
+def test_a_ttl_is_positive(ttl):
+    with pytest.raises(ApiError) as caught:
+        ttl_of(PinRequest(token_ids=[1], ttl_s=ttl))
+    assert caught.value.param == "ttl_s"
+    assert ttl_of(PinRequest(token_ids=[1], ttl_s=0.5)) == 0.5
+
+
+def test_an_empty_salt_is_refused():
+    assert salt_of(None) is None
+    assert salt_of("x") == "x"
+    with pytest.raises(ApiError):
+        salt_of("")
+
+
+def test_the_index_of_a_bad_id_is_named():
+    with pytest.raises(ApiError) as caught:
+        token_ids_of([0, -(2**31) - 1], "tokens")
+    assert caught.value.param == "tokens[1]"
