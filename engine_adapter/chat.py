@@ -116,7 +116,8 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `token_ids`; ids outside the vocabulary have none."""
-        known = [token for token in token_ids if 0 <= token < self.vocab_size]
+        size = self.vocab_size
+        known = [token for token in token_ids if 0 <= token < size]
         text: str = self._tokenizer.decode(
             known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )

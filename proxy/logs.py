@@ -28,7 +28,7 @@ _HIDDEN = frozenset(
 _QUIET_LIBRARIES = ("aiohttp.access", "httpx", "httpcore", "uvicorn.access")
 
 
-def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
+def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
     """Sets up structlog and `logging` for the process; may be called again.
 
     Args:

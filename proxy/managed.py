@@ -103,7 +103,7 @@ class ManagedEngine:
         self._starts = 0
         self._last_exit_code: int | None = None
         self._ready_since: float | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def status(self) -> ProcessStatus:
@@ -114,7 +114,7 @@ class ManagedEngine:
     @property
     def starting(self) -> bool:
         """Whether it is in its first start: not healthy yet, and nothing is wrong."""
-        return self._starts <= 1 and not self._stopping and self._state in _NOT_YET
+        return self._starts <= 1 and not self._stopping.is_set() and self._state in _NOT_YET
 
     def command(self) -> list[str]:
         """The command line it is started with."""
@@ -125,12 +125,11 @@ class ManagedEngine:
 
     async def run(self) -> None:
         """Starts the engine, and again whenever it ends, until `stop`. Cancelling it ends the engine too."""
-        self._stopping = False
         backoff_s = self._timing.backoff_s
         try:
             while True:
                 await self._run_once()
-                if self._stopping:
+                if self._stopping.is_set():
                     return
                 if self._ready_for_s() >= self._timing.healthy_s:
                     backoff_s = self._timing.backoff_s
@@ -141,16 +140,16 @@ class ManagedEngine:
                     exit_code=self._last_exit_code,
                     restart_in_s=backoff_s,
                 )
-                await asyncio.sleep(backoff_s)
-                if self._stopping:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), backoff_s)
                     return
                 backoff_s = min(2 * backoff_s, self._timing.max_backoff_s)
         finally:
             await self.stop()
 
     async def stop(self) -> None:
-        """Ends the process and its children: SIGTERM, then SIGKILL. Does nothing when none runs."""
-        self._stopping = True
+        """Ends the process and its children for good: SIGTERM, then SIGKILL. Again is fine."""
+        self._stopping.set()
         self._state = ProcessState.STOPPED
         process = self._process
         if process is None:
@@ -182,6 +181,8 @@ class ManagedEngine:
                 log.error("managed engine cannot be started", engine=self.id, error=str(error))  # noqa: TRY400
                 return
             self._process = process
+            if self._stopping.is_set():  # stopped while it was being started
+                _signal_group(process.pid, signal.SIGKILL)
             output.close_writing()
             keep_alive.close_reading()
             log.info("managed engine started", engine=self.id, port=self.port, pid=process.pid)

@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
 
 def configured(stream=None, **settings):
     stream = stream if stream is not None else io.StringIO()
-    logs.configure(LogSettings(**settings), stream)
+    logs.configure_logs(LogSettings(**settings), stream)
     return stream
 
 
