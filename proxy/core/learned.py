@@ -31,6 +31,11 @@ class LearnedBlocks:
         surplus = len(blocks) - self.capacity
         return tuple(blocks.popitem(last=False)[0] for _ in range(surplus)) if surplus > 0 else ()
 
+    def forget(self, hashes: Iterable[BlockHash]) -> None:
+        """The engine was told to drop these blocks; unknown ones are fine."""
+        for block in hashes:
+            self._blocks.pop(block, None)
+
     def clear(self) -> None:
         """The engine lost everything."""
         self._blocks.clear()

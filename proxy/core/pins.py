@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class Pin:
         expires: when it ends, in the seconds of the caller's clock.
         label: what it is for, as the operator described it; never prompt text.
         first_block: hash of the first block protected: a flush that starts with it ends the pin.
+        instances: engine id → the process that holds it there; a restart ends the pin on that engine.
     """
 
     pin_id: str
@@ -25,6 +26,7 @@ class Pin:
     expires: float
     label: str
     first_block: int | None = None
+    instances: Mapping[str, str] = field(default_factory=dict)
 
 
 class PinBook:

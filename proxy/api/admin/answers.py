@@ -1,0 +1,261 @@
+"""What the admin API gives. Tokens and blocks are counts, `_s` is seconds, `started` is Unix time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class _Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Held to its fields: what is not described is not sent."""
+
+
+class EngineAnswer(_Answer):
+    """One engine as kvpin sees it. `trust` is `precise` while its KV events are healthy; `why` says why."""
+
+    id: str
+    kind: str
+    url: str
+    state: str
+    managed: bool
+    model: str | None
+    version: str
+    capabilities: list[str]
+    tokens_per_block: int | None
+    max_model_len: int | None
+    trust: str
+    why: str
+    in_flight: int
+    decoding: int
+    waiting_prompt_tokens: int
+    served: int
+    prefill_tok_s: float
+    last_error: str | None
+
+
+class Engines(_Answer):
+    """All engines."""
+
+    engines: list[EngineAnswer]
+
+
+class Audit(_Answer):
+    """Predicted against reported cached tokens, since start; the share of misses is of the last 50."""
+
+    checked: int
+    exact: int
+    predicted_tokens: int
+    reported_tokens: int
+    recent_miss_share: float
+
+
+class EngineStats(EngineAnswer):
+    """An engine with its audit, the blocks known to lie on each tier, and its own statistics in `kv`."""
+
+    audit: Audit
+    blocks: dict[str, int]
+    kv: dict[str, Any]
+    kv_error: str | None
+
+
+class PoolStats(_Answer):
+    """Engines that serve one model, and the blocks the index knows of."""
+
+    model: str
+    tokens_per_block: int
+    index_entries: int
+    engines: list[EngineStats]
+
+
+class PinAnswer(_Answer):
+    """A pin that holds."""
+
+    pin_id: str
+    target: str
+    engines: list[str]
+    blocks: int
+    expires_in_s: float
+
+
+class Totals(_Answer):
+    """Over all engines."""
+
+    engines: int
+    ready: int
+    in_flight: int
+    served: int
+    index_entries: int
+    predictions_checked: int
+    predictions_exact: int
+    predicted_cached_tokens: int
+    reported_cached_tokens: int
+
+
+class Stats(_Answer):
+    """Everything kvpin knows now; `reuse` is false when it only balances load."""
+
+    reuse: bool
+    pools: list[PoolStats]
+    unconnected: list[EngineAnswer]
+    pins: list[PinAnswer]
+    totals: Totals
+
+
+class PartAnswer(_Answer):
+    """One engine's part of an operation; counts are blocks, `left` those that had to stay, by reason."""
+
+    engine: str
+    verb: str
+    state: str
+    done: int
+    total: int
+    bytes: int
+    left: dict[str, int]
+    error: str | None
+
+
+class OperationAnswer(_Answer):
+    """An operation: `state` is `running`, `done`, `failed` or `cancelled`; `note` says why nothing was
+    to be done; `result` holds a pin's id."""
+
+    id: str
+    verb: str
+    target: str
+    state: str
+    started: float
+    finished: float | None
+    engines: list[PartAnswer]
+    note: str | None
+    result: dict[str, Any]
+    error: str | None
+
+
+class OperationList(_Answer):
+    """Operations, newest first."""
+
+    operations: list[OperationAnswer]
+
+
+class CostAnswer(_Answer):
+    """What an engine would have taken, by term."""
+
+    engine: str
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    interference_s: float
+    total_s: float
+    cached_tokens: int
+    in_flight: int
+
+
+class CandidateAnswer(CostAnswer):
+    """A cost with what it is made from; `matched_tokens` by tier."""
+
+    trust: str
+    matched_tokens: dict[str, int]
+    free_blocks: int
+
+
+class RouteAnswer(_Answer):
+    """Where a request would go, and why. Token counts are null when the prompt is not known here."""
+
+    model: str
+    path: str
+    n_tokens: int | None
+    blocks: int | None
+    tokens_per_block: int
+    engine: str
+    predicted_tokens: int
+    rule: str
+    why: str
+    candidates: list[CandidateAnswer]
+
+
+class RequestSummary(_Answer):
+    """One past request."""
+
+    request_id: str
+    started: float
+    route: str
+    model: str | None
+    tenant: str | None
+    stream: bool
+    prompt_cache_key: str | None
+    engine: str | None
+    attempts: list[str]
+    status: int | None
+    n_tokens: int | None
+    predicted_tokens: int | None
+    reported_tokens: int | None
+    first_byte_s: float | None
+    duration_s: float | None
+    error: str | None
+
+
+class RequestList(_Answer):
+    """Requests, newest first."""
+
+    requests: list[RequestSummary]
+
+
+class DivergenceAnswer(_Answer):
+    """The first tokens that differ from the earlier request it shares most with, and their text."""
+
+    request_id: str
+    common_tokens: int
+    token_ids: list[int]
+    other_token_ids: list[int]
+    text: str | None
+    other_text: str | None
+
+
+class RequestAnswer(RequestSummary):
+    """One past request, explained."""
+
+    explanation: str
+    costs: list[CostAnswer]
+    rule: str | None
+    divergence: DivergenceAnswer | None
+
+
+class TableAnswer(_Answer):
+    """A p-tuning table; `extra_id` is its uint64 identity beside each of its fake token ids."""
+
+    table_id: str
+    extra_id: int
+    rows: int
+    hidden: int
+    bytes: int
+
+
+class TableList(_Answer):
+    """All tables."""
+
+    prompt_tables: list[TableAnswer]
+
+
+class OpenApi(msgspec.Struct):
+    """An OpenAPI 3.1 document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+    security: list[dict[str, list[str]]]
+
+
+class ErrorFields(_Answer):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(_Answer):
+    """Every error, in OpenAI's shape."""
+
+    error: ErrorFields

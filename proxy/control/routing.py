@@ -1,0 +1,115 @@
+"""A dry run of placement: where a request would go now, and why. Changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_adapter import JsonBody
+from proxy.control.context import Control
+from proxy.core.blocks import Chain
+from proxy.core.placement import Candidate, Cost, Placement, place, place_least_loaded
+from proxy.errors import BadRequest, NoEngine, NotFound
+from proxy.fleet import Pool
+from proxy.prompt import Prompt
+
+CHAT = "/v1/chat/completions"
+
+
+async def route(control: Control, body: JsonBody) -> dict[str, Any]:
+    """Where the request of `body` would go. Beside the request's own fields it may hold `path`, the route
+    it is meant for, and `tenant`, who would send it.
+
+    Raises:
+        BadRequest, ChatError, PromptTableError: a field is wrong.
+        NotFound: no such model or tenant.
+        NoEngine: no engine is ready.
+    """
+    path, tenant = _text(body, "path") or _path_of(body), _text(body, "tenant")
+    if tenant is not None and tenant not in control.tenants.names:
+        raise NotFound(f"there is no tenant {tenant!r}", param="tenant")
+    request = body.replace(path=None, tenant=None)
+    pool = control.fleet.pool(_text(body, "model"))
+    prompt = await _prompt(control, pool, path, request, tenant)
+    chain = pool.chain(prompt)
+    candidates = pool.candidates(chain)
+    if not candidates:
+        raise NoEngine("no engine is ready for this model; try again shortly")
+    placement = place(candidates, chain) if chain is not None else place_least_loaded(candidates)
+    by_engine = {candidate.engine: candidate for candidate in candidates}
+    return {
+        "model": pool.model,
+        "path": path,
+        "n_tokens": chain.n_tokens if chain is not None else None,
+        "blocks": len(chain.hashes) if chain is not None else None,
+        "tokens_per_block": pool.tokens_per_block,
+        "engine": placement.engine,
+        "predicted_tokens": placement.predicted_tokens,
+        "rule": placement.rule,
+        "why": why(control, placement, chain),
+        "candidates": [_candidate(pool, by_engine[cost.engine], cost) for cost in placement.costs],
+    }
+
+
+def why(control: Control, placement: Placement, chain: Chain | None) -> str:
+    """The decision in one sentence."""
+    chosen = next(cost for cost in placement.costs if cost.engine == placement.engine)
+    if control.flow.ingest is None:
+        return f"reuse is off: {chosen.engine} has the fewest requests in flight ({chosen.in_flight})"
+    if chain is None:
+        return f"the prompt is not known here: {chosen.engine} has the fewest requests in flight"
+    others = [cost for cost in placement.costs if cost.engine != chosen.engine]
+    held = f"{chosen.cached_tokens} of {chain.n_tokens} tokens are cached there"
+    if not others:
+        return f"{chosen.engine} is the only engine ready; {held}"
+    fullest = max(others, key=lambda cost: cost.cached_tokens)
+    if fullest.cached_tokens > chosen.cached_tokens:
+        return (
+            f"{chosen.engine} answers first ({_ms(chosen)}): {held}, while {fullest.engine} holds "
+            f"{fullest.cached_tokens} and would take {_ms(fullest)}"
+        )
+    if not chosen.cached_tokens:
+        return f"no engine holds any of it; {chosen.engine} answers first ({_ms(chosen)})"
+    return f"{chosen.engine} answers first ({_ms(chosen)}): {held}"
+
+
+def _ms(cost: Cost) -> str:
+    return f"{cost.total_s * 1000:.1f} ms"
+
+
+async def _prompt(
+    control: Control, pool: Pool, path: str, body: JsonBody, tenant: str | None
+) -> Prompt | None:
+    """As the flow does it."""
+    if control.flow.ingest is None or pool.prompts is None:
+        return None
+    salt = control.tenants.salt(tenant, body.get("cache_salt"))
+    return await pool.prompts.build(path, body, salt=salt)
+
+
+def _candidate(pool: Pool, candidate: Candidate, cost: Cost) -> dict[str, Any]:
+    engine, match = pool.engines[candidate.engine], candidate.match
+    tiers = {"gpu": match.gpu, "host": match.host, "disk": match.disk, "pending": match.pending}
+    return {
+        "engine": candidate.engine,
+        "trust": engine.audit.trust.value,
+        "matched_tokens": {tier: blocks * pool.tokens_per_block for tier, blocks in tiers.items()},
+        "cached_tokens": cost.cached_tokens,
+        "queue_s": cost.queue_s,
+        "restore_s": cost.restore_s,
+        "prefill_s": cost.prefill_s,
+        "interference_s": cost.interference_s,
+        "total_s": cost.total_s,
+        "in_flight": cost.in_flight,
+        "free_blocks": candidate.free_blocks,
+    }
+
+
+def _path_of(body: JsonBody) -> str:
+    return CHAT if "messages" in body or "prompt" not in body else "/v1/completions"
+
+
+def _text(body: JsonBody, name: str) -> str | None:
+    value = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(f"{name} must be a string", param=name)
+    return value
