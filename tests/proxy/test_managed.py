@@ -228,3 +228,29 @@ async def test_an_embedded_engines_stdin_stays_open(tmp_path, monkeypatch):
         await until((tmp_path / "open").exists)
         assert engine.status.state is ProcessState.STARTING
         assert engine.status.last_exit_code is None
+
+
+async def test_stop_while_it_is_being_started(tmp_path, monkeypatch):
+    engine = server(tmp_path)
+    start = asyncio.create_subprocess_exec
+
+    async def start_slowly(*args, **options):
+        process = await start(*args, **options)
+        await engine.stop()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
+    await asyncio.wait_for(engine.run(), 10)
+    assert engine.status.last_exit_code == -signal.SIGKILL
+    assert engine.status.state is ProcessState.STOPPED
+
+
+async def test_it_tells_its_first_start_from_later_ones(tmp_path):
+    engine = server(tmp_path)
+    assert engine.starting
+    async with running(engine):
+        await until(is_ready(engine))
+        assert not engine.starting
+        os.kill(engine.status.pid, signal.SIGKILL)
+        await until(lambda: engine.status.restarts == 1)
+        assert not engine.starting
