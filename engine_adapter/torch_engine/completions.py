@@ -87,8 +87,7 @@ async def _prepare(service: EngineService, metrics: EngineMetrics, request: Prom
         raise ApiError(f"priority is from {_MIN_PRIORITY} to {_MAX_PRIORITY}", param="priority")
     prompt = await service.prompt(request)
     is_chat = isinstance(request, ChatRequest)
-    param = "messages" if is_chat else "prompt"
-    service.check_length(len(prompt.token_ids), request.asked_tokens, param=param)
+    service.check_length(request, len(prompt.token_ids))
     room = service.engine.max_model_len - len(prompt.token_ids)
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
     shape: Shape = ChatShape(service.tokenizer) if is_chat else CompletionShape(service.tokenizer)

@@ -73,6 +73,11 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_tokens
 
     @property
+    def limit_name(self) -> str:
+        """The field that limits the answer."""
+        return "max_tokens"
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings."""
         if self.stop is None:
@@ -96,6 +101,11 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
     def asked_tokens(self) -> int | None:
         """See `_Generation.asked_tokens`; the newer name of the field wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_name(self) -> str:
+        """See `_Generation.limit_name`."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 class CompletionRequest(_Generation, frozen=True, kw_only=True):
@@ -305,12 +315,8 @@ def _number(request: PromptRequest, name: str, default: float, low: float, high:
 
 def _max_tokens(request: PromptRequest, default_max_tokens: int | None) -> tuple[str, int | None]:
     """Name and value of the limit in force."""
-    if isinstance(request, ChatRequest):
-        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        default = default_max_tokens
-    else:
-        name, default = "max_tokens", _DEFAULT_COMPLETION_TOKENS
-    return name, default if request.asked_tokens is None else request.asked_tokens
+    default = default_max_tokens if isinstance(request, ChatRequest) else _DEFAULT_COMPLETION_TOKENS
+    return request.limit_name, default if request.asked_tokens is None else request.asked_tokens
 
 
 def _logprobs(request: PromptRequest) -> int | None:

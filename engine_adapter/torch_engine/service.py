@@ -164,14 +164,15 @@ class EngineService:
             for identity, rows in embeddings.items()
         }
 
-    def check_length(self, prompt_tokens: int, max_tokens: int | None, *, param: str) -> None:
-        """Raises ApiError (400) for a prompt that leaves no room for an answer of `max_tokens`."""
+    def check_length(self, request: PromptRequest, prompt_tokens: int) -> None:
+        """Raises ApiError (400) for a prompt that leaves no room for the answer asked for."""
         limit = self.engine.max_model_len
-        wanted = 1 if max_tokens is None else max_tokens
-        if prompt_tokens + wanted <= limit:
-            return
-        asked = "" if max_tokens is None else f" and max_tokens of {max_tokens}"
-        raise _too_long(f"a prompt of {prompt_tokens} tokens{asked} exceeds the context of {limit}", param)
+        message = f"a prompt of {prompt_tokens} tokens exceeds the context of {limit}"
+        if prompt_tokens >= limit:
+            raise _too_long(message, "messages" if isinstance(request, ChatRequest) else "prompt")
+        if prompt_tokens + (request.asked_tokens or 0) > limit:
+            name = request.limit_name
+            raise _too_long(f"{name} of {request.asked_tokens} after {message}", name)
 
     def _check_chars(self, chars: int, param: str) -> None:
         """Refuses, before any work, a text that cannot fit however it is tokenised."""

@@ -1,0 +1,42 @@
+"""One engine in this process, behind a real socket, for tests that look at it from both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import torch
+
+from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.server import EngineHost, create_app
+from engine_adapter.torch_engine.service import EngineService, ServiceOptions
+from tests.engines import served
+
+MAX_BODY_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    url: str
+    service: EngineService
+
+
+@pytest.fixture(scope="session")
+def served_engine() -> Iterator[ServedEngine]:
+    """Tests share its cache and its counters: use prompts or salts of your own."""
+    torch.set_num_threads(1)
+    options = EngineOptions(kv_blocks=256, host_cache_bytes=64 << 20, prefill_chunk=64)
+    service = EngineService.build(ServiceOptions(threads=1, engine=options))
+    try:
+        with served(create_app(EngineHost(service), max_body_bytes=MAX_BODY_BYTES)) as url:
+            yield ServedEngine(url, service)
+    finally:
+        service.close()
+
+
+@pytest.fixture
+async def client(served_engine) -> httpx.AsyncClient:
+    async with httpx.AsyncClient(base_url=served_engine.url, timeout=60, trust_env=False) as client:
+        yield client

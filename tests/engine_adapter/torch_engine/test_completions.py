@@ -1,0 +1,220 @@
+"""Answers on a real socket: streams, headers, stops, usage, and clients that leave or dawdle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import httpx
+import openai
+import pytest
+
+PROMPT = list(range(10, 60))
+
+
+def body(**fields):
+    return {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True} | fields
+
+
+async def complete(client, **fields):
+    response = await client.post("/v1/completions", json=body(**fields))
+    assert response.status_code == 200, response.text
+    return response
+
+
+async def stream(client, path="/v1/completions", **fields):
+    """Chunks of a stream, and its response headers."""
+    request = {"stream": True} | (body(**fields) if path == "/v1/completions" else fields)
+    async with client.stream("POST", path, json=request) as response:
+        assert response.status_code == 200
+        chunks = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    assert chunks[-1] == "[DONE]"
+    return [json.loads(chunk) for chunk in chunks[:-1]], response.headers
+
+
+def cancelled(service) -> int:
+    return service.engine.counters.finished.get("cancelled", 0)
+
+
+async def one_more_cancelled(service, before: int) -> None:
+    """Waits until the engine has ended one more request for want of a client."""
+    for _ in range(1000):
+        if cancelled(service) > before:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("the request is still running")
+
+
+async def test_streamed_and_whole_answers_agree(client):
+    whole = (await complete(client, return_token_ids=True)).json()
+    chunks, _ = await stream(client, return_token_ids=True, stream_options={"include_usage": True})
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"] == PROMPT
+    assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 8
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+async def test_cached_tokens_in_header_and_usage(client):
+    salt = "cached-tokens"
+    cold = await complete(client, cache_salt=salt)
+    warm = await complete(client, cache_salt=salt)
+    chunks, headers = await stream(client, cache_salt=salt, stream_options={"include_usage": True})
+    assert cold.headers["x-kv-cached-tokens"] == "0"
+    assert cold.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert warm.headers["x-kv-cached-tokens"] == headers["x-kv-cached-tokens"] == "48"
+    assert warm.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+    assert warm.json()["choices"][0]["text"] == cold.json()["choices"][0]["text"]
+
+
+async def test_without_include_usage_a_stream_has_none(client):
+    chunks, _ = await stream(client)
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_headers_come_before_the_first_token(client):
+    prompt = [token % 900 + 5 for token in range(3000)]
+    async with client.stream(
+        "POST", "/v1/completions", json=body(prompt=prompt, max_tokens=1, cache_salt="headers-first")
+    ) as response:
+        assert response.headers["x-kv-cached-tokens"] == "0"
+        generated_before = (await client.get("/kv/stats")).json()["requests"]["running"]
+        assert generated_before == 1
+        await response.aread()
+
+
+async def test_stop_strings_end_the_text_before_them(client, served_engine):
+    before = cancelled(served_engine.service)
+    text = (await complete(client, max_tokens=40)).json()["choices"][0]["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    expected = text[: text.index(stop)]
+    whole = (await complete(client, max_tokens=40, stop=stop)).json()
+    assert whole["choices"][0]["text"] == expected
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["usage"]["completion_tokens"] < 40
+    chunks, _ = await stream(client, max_tokens=40, stop=["\x00never", stop])
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == expected
+    assert choices[-1]["finish_reason"] == "stop"
+    await one_more_cancelled(served_engine.service, before)
+
+
+async def test_a_stop_token_is_not_shown(client):
+    answer = (await complete(client, return_token_ids=True)).json()["choices"][0]
+    stop = next(token for index, token in enumerate(answer["token_ids"]) if index >= 2)
+    stopped = (await complete(client, stop_token_ids=[stop], return_token_ids=True)).json()
+    choice = stopped["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["token_ids"][-1] == stop
+    assert stop not in choice["token_ids"][:-1]
+    assert answer["text"].startswith(choice["text"])
+
+
+async def test_logprobs(client):
+    choice = (await complete(client, logprobs=3, max_tokens=4)).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 4
+    assert all(value <= 0 for value in logprobs["token_logprobs"])
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    content = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["logprobs"][
+        "content"
+    ]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    chunks, _ = await stream(client, logprobs=1, max_tokens=3)
+    shown = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum(len(entry["tokens"]) for entry in shown if entry) == 3
+
+
+async def test_seeds_repeat(client):
+    texts = [
+        (await complete(client, temperature=1.5, seed=seed, max_tokens=12)).json()["choices"][0]["text"]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+async def test_the_openai_client(served_engine):
+    async with openai.AsyncOpenAI(
+        base_url=f"{served_engine.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        messages = [{"role": "user", "content": "hello"}]
+        answer = await client.chat.completions.create(
+            model="kvpin-tiny", messages=messages, max_completion_tokens=6, temperature=0
+        )
+        assert answer.usage.prompt_tokens_details.cached_tokens is not None
+        text = ""
+        async for chunk in await client.chat.completions.create(
+            model="kvpin-tiny",
+            messages=messages,
+            max_completion_tokens=6,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            if chunk.choices:
+                text += chunk.choices[0].delta.content or ""
+            else:
+                assert chunk.usage.total_tokens == answer.usage.total_tokens
+        assert text == answer.choices[0].message.content
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="kvpin-tiny", messages=[])
+        assert caught.value.param == "messages"
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="other", messages=messages)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_client_that_leaves_frees_its_blocks(client, served_engine, streams):
+    before = cancelled(served_engine.service)
+    fields = body(max_tokens=3000, stream=streams, cache_salt="leaving")
+    async with (
+        httpx.AsyncClient(base_url=served_engine.url, timeout=60, trust_env=False) as leaver,
+        leaver.stream("POST", "/v1/completions", json=fields) as response,
+    ):
+        assert response.status_code == 200
+    await one_more_cancelled(served_engine.service, before)
+    assert (await client.get("/kv/stats")).json()["gpu"]["active"] == 0
+
+
+async def test_a_client_that_leaves_while_it_waits(client, served_engine):
+    """Cancelled before its headers: the queue must not keep it."""
+    before = cancelled(served_engine.service)
+    with socket.create_connection(httpx.URL(served_engine.url).netloc.decode().split(":")) as connection:
+        content = json.dumps(body(max_tokens=3000)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+    await one_more_cancelled(served_engine.service, before)
+    await complete(client)
+
+
+async def test_a_client_that_does_not_read_stops_nobody(client, served_engine):
+    before = cancelled(served_engine.service)
+    host, _, port = httpx.URL(served_engine.url).netloc.decode().partition(":")
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.connect((host, int(port)))
+        fields = body(max_tokens=3000, stream=True, logprobs=20, cache_salt="slow")
+        content = json.dumps(fields).encode()
+        slow.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
+        answers = await asyncio.gather(*(complete(client) for _ in range(3)))
+        assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    await one_more_cancelled(served_engine.service, before)
+
+
+async def test_many_at_once_get_what_they_would_alone(client):
+    prompts = [[10 + i, *PROMPT] for i in range(6)]
+    alone = [(await complete(client, prompt=prompt)).json()["choices"][0]["text"] for prompt in prompts]
+    together = await asyncio.gather(*(complete(client, prompt=prompt) for prompt in prompts))
+    assert [answer.json()["choices"][0]["text"] for answer in together] == alone

@@ -1,0 +1,171 @@
+"""The engine's routes on a real socket, with the real engine behind them."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine_adapter.torch_engine.server import EngineHost, create_app
+from tests.engines import served
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+
+
+def assert_error(response: httpx.Response, status: int, *, param=None, code=None) -> str:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["code"] == code
+    assert error["message"]
+    return error["message"]
+
+
+async def test_health(client):
+    response = await client.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+async def test_models(client):
+    (card,) = (await client.get("/v1/models")).json()["data"]
+    assert card["id"] == "kvpin-tiny"
+    assert card["max_model_len"] > 0
+    assert (await client.get("/v1/models/kvpin-tiny")).json() == card
+    assert_error(await client.get("/v1/models/other"), 404, param="model", code="model_not_found")
+
+
+async def test_unknown_routes_and_methods(client):
+    assert "not served" in assert_error(await client.get("/v1/embeddings"), 404)
+    response = await client.get("/v1/completions")
+    assert_error(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+async def test_tokenize_is_what_is_served(client):
+    for path, body in (
+        ("/v1/chat/completions", HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/v1/completions", {"prompt": "some text", "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "some text", "add_special_tokens": False, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 1}),
+    ):
+        tokenized = (await client.post("/tokenize", json=body)).json()
+        served_answer = (await client.post(path, json=body | {"return_token_ids": True})).json()
+        assert tokenized["tokens"] == served_answer["prompt_token_ids"]
+        assert tokenized["count"] == len(tokenized["tokens"]) == served_answer["usage"]["prompt_tokens"]
+        assert tokenized["extra_ids"] is None
+
+
+async def test_detokenize(client):
+    text = "zażółć 漢字 🙂"
+    tokens = (await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()[
+        "tokens"
+    ]
+    assert (await client.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": text}
+    response = await client.post("/detokenize", json={"tokens": [0, 10**6]})
+    assert_error(response, 400, param="tokens[1]")
+
+
+async def test_metrics(client):
+    await client.post("/v1/chat/completions", json=HELLO)
+    families = {f.name for f in text_string_to_metric_families((await client.get("/metrics")).text)}
+    assert {"kvpin_engine_generated_tokens", "kvpin_engine_kv_blocks"} <= families
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({}, "messages"),
+        ({"messages": [{"role": "user"}], "max_tokens": -1}, "max_tokens"),
+        (HELLO | {"cache_salt": ""}, "cache_salt"),
+        (HELLO | {"temperature": 3}, "temperature"),
+        (HELLO | {"stop": ["", "a"]}, "stop"),
+        (HELLO | {"n": 2}, "n"),
+        (HELLO | {"tools": "x"}, "tools"),
+        (HELLO | {"priority": 10**9}, "priority"),
+    ],
+)
+async def test_bad_chats_name_the_field(client, body, param):
+    assert_error(await client.post("/v1/chat/completions", json=body), 400, param=param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "", "add_special_tokens": False}, "prompt"),
+        ({"prompt": [1, -5]}, "prompt[1]"),
+        ({"prompt": [1, 10**6]}, "prompt[1]"),
+        ({"prompt": [1, 10**6], "extra_ids": [0, 0]}, "extra_ids[1]"),
+        ({"prompt": [1, 2], "extra_ids": [0]}, "extra_ids"),
+        ({"prompt": [1, 2], "extra_ids": [0, 5]}, "extra_ids[1]"),
+        ({"prompt": [10**6], "extra_ids": [10**30]}, "extra_ids[0]"),
+        ({"prompt": [10**6], "extra_ids": [77]}, "extra_ids[0]"),
+        ({"prompt": [1], "prompt_table": "none"}, "prompt_table"),
+        ({"prompt": "x", "echo": True}, "echo"),
+    ],
+)
+async def test_bad_completions_name_the_field(client, body, param):
+    assert_error(await client.post("/v1/completions", json=body), 400, param=param)
+
+
+async def test_prompts_that_do_not_fit(client, served_engine):
+    limit = served_engine.service.engine.max_model_len
+    too_long = "context_length_exceeded"
+    response = await client.post("/v1/completions", json={"prompt": [5] * limit, "max_tokens": 1})
+    assert str(limit) in assert_error(response, 400, param="prompt", code=too_long)
+    response = await client.post("/v1/completions", json={"prompt": [5] * 10, "max_tokens": limit})
+    assert_error(response, 400, param="max_tokens", code=too_long)
+    response = await client.post("/v1/chat/completions", json=HELLO | {"max_completion_tokens": 10**30})
+    assert_error(response, 400, param="max_completion_tokens", code=too_long)
+    response = await client.post("/v1/completions", json={"prompt": "a" * (257 * limit)})
+    assert_error(response, 400, param="prompt", code=too_long)
+    messages = [{"role": "user", "content": "word " * limit}]
+    response = await client.post("/v1/chat/completions", json={"messages": messages})
+    assert_error(response, 400, param="messages", code=too_long)
+
+
+async def test_an_unknown_model(client):
+    for path, body in (("/v1/chat/completions", HELLO), ("/tokenize", {"prompt": "x"})):
+        response = await client.post(path, json=body | {"model": "gpt-none"})
+        assert "gpt-none" in assert_error(response, 404, param="model", code="model_not_found")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\xff"}', b"[" * 200_000, b"\x00" * 1000])
+async def test_bodies_that_are_no_json(client, body):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/kv/pin"):
+        assert (await client.post(path, content=body)).status_code == 400
+
+
+async def test_bodies_beyond_the_limit(client):
+    garbage = b"x" * (5 << 20)
+
+    async def unannounced():
+        for start in range(0, len(garbage), 1 << 16):
+            yield garbage[start : start + (1 << 16)]
+
+    assert_error(await client.post("/v1/completions", content=garbage), 413, code="content_too_large")
+    response = await client.post("/v1/completions", content=unannounced())
+    assert_error(response, 413, code="content_too_large")
+    assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 200
+
+
+async def test_nothing_but_a_503_while_it_loads():
+    with served(create_app(EngineHost())) as url:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            for path in ("/health", "/v1/models", "/kv/info", "/metrics", "/kv_event_sources"):
+                response = await client.get(path)
+                assert_error(response, 503, code="loading")
+                assert response.headers["retry-after"]
+            assert_error(await client.post("/v1/chat/completions", json=HELLO), 503, code="loading")
+
+
+async def test_errors_are_json(client):
+    response = await client.post("/v1/completions", content=b"{")
+    assert response.headers["content-type"] == "application/json"
+    assert json.loads(response.content)["error"]["type"] == "invalid_request_error"
