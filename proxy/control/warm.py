@@ -69,7 +69,7 @@ async def warm_on(control: Control, prefix: Prefix, engine: Engine, part: Part) 
         if outcome.error is not None:
             raise EngineRejected(outcome.error, status=outcome.status)
     part.done = part.total
-    if control.flow.ingest is not None and outcome.cached_tokens is not None:
+    if control.flow.ingest is not None and placement.firm and outcome.cached_tokens is not None:
         control.flow.ingest.audit(engine, placement.predicted_tokens, outcome.cached_tokens)
 
 

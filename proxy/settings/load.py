@@ -19,6 +19,8 @@ from proxy.settings.models import Settings, SettingsError
 PREFIX = "KVPIN_"
 DELIMITER = "__"
 CONFIG_VARIABLE = "KVPIN_CONFIG"
+# Read by the command line, of the server and of its clients.
+_NOT_SETTINGS = (CONFIG_VARIABLE, "KVPIN_URL")
 REUSE_SWITCHES = ("ENABLE_KV_CACHE_REUSE", "NIM_ENABLE_KV_CACHE_REUSE")
 _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
 
@@ -109,7 +111,7 @@ def _part_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 def _check_variables() -> None:
     """Refuses KVPIN_ variables that no setting reads: a misspelt one must not pass in silence."""
     for variable in os.environ:
-        if not variable.upper().startswith(PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.upper().startswith(PREFIX) or variable in _NOT_SETTINGS:
             continue
         model: type[BaseModel] | None = Settings
         for name in variable[len(PREFIX) :].lower().split(DELIMITER):

@@ -1,0 +1,204 @@
+"""Commands that ask a running kvpin through its admin API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from proxy.cli.client import DEFAULT_URL, AdminClient, AdminKeyOption, JsonOption, UrlOption, fail, print_json
+from proxy.cli.targets import TargetOptions, with_target
+
+engines_app = typer.Typer(help="List, add, remove and drain engines.", rich_markup_mode=None)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command("stats")(stats)
+    app.add_typer(engines_app, name="engines")
+    for command in (flush, offload, restore, warm, pin, route):
+        app.command(command.__name__)(with_target(command))
+    app.command("unpin")(unpin)
+    app.command("requests")(requests)
+
+
+def stats(
+    url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None, as_json: JsonOption = False
+) -> None:
+    """What every engine holds, believes and has predicted."""
+    answer = AdminClient(url, admin_key).get("/stats")
+    _show(answer, as_json, "show_stats")
+
+
+def flush(
+    *,
+    target: TargetOptions,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Forget KV: of a prefix and all that follows it, an engine, a tenant, or all."""
+    _run(AdminClient(url, admin_key), "flush", target.body(), as_json)
+
+
+def offload(
+    *,
+    target: TargetOptions,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move KV from the GPU tier to host memory."""
+    _run(AdminClient(url, admin_key), "offload", target.body(), as_json)
+
+
+def restore(
+    *,
+    target: TargetOptions,
+    or_warm: Annotated[
+        bool, typer.Option("--or-warm", help="Where an engine cannot restore, compute the prefix again.")
+    ] = False,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move KV from host memory to the GPU tier."""
+    body = target.body() | ({"fallback": "warm"} if or_warm else {})
+    _run(AdminClient(url, admin_key), "restore", body, as_json)
+
+
+def warm(
+    *,
+    target: TargetOptions,
+    all_engines: Annotated[bool, typer.Option("--all-engines", help="On every engine of the model.")] = False,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute a prefix before it is needed."""
+    body = target.body() | ({"engines": "all"} if all_engines else {})
+    _run(AdminClient(url, admin_key), "warm", body, as_json)
+
+
+def pin(
+    *,
+    target: TargetOptions,
+    ttl: Annotated[float, typer.Option(metavar="SECONDS", help="How long it is kept.")] = 3600.0,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Protect a prefix from eviction for a time."""
+    _run(AdminClient(url, admin_key), "pin", target.body() | {"ttl_s": ttl}, as_json)
+
+
+def unpin(
+    pin_id: Annotated[str, typer.Argument(help="As `kvpin pin` printed it.")],
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End a pin."""
+    _run(AdminClient(url, admin_key), "unpin", {"pin_id": pin_id}, as_json)
+
+
+def route(
+    *,
+    target: TargetOptions,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Where a request would go now, and why; nothing is sent."""
+    answer = AdminClient(url, admin_key).post("/route", target.request())
+    _show(answer, as_json, "show_route")
+
+
+def requests(
+    request_id: Annotated[str | None, typer.Argument(help="Explain this one.")] = None,
+    limit: Annotated[int, typer.Option(help="How many to list.")] = 20,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The last requests, newest first; with an id, why its cache missed or hit."""
+    client = AdminClient(url, admin_key)
+    if request_id is not None:
+        _show(client.get(f"/requests/{request_id}"), as_json, "show_request")
+        return
+    answer = client.get("/requests", limit=limit)
+    _show(answer, as_json, "show_requests", "requests")
+
+
+@engines_app.callback(invoke_without_command=True)
+def engines(
+    context: typer.Context,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List engines; or add, remove, drain one."""
+    client = AdminClient(url, admin_key)
+    context.obj = client
+    if context.invoked_subcommand is None:
+        _show(client.get("/engines"), as_json, "show_engines", "engines")
+
+
+@engines_app.command("add")
+def engines_add(
+    context: typer.Context,
+    description: Annotated[str, typer.Argument(metavar="KIND=URL[,name=value…]")],
+) -> None:
+    """Add an engine."""
+    head, *options = description.split(",")
+    kind, equals, address = head.partition("=")
+    if not equals:
+        fail(f"{description!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000")
+    body: dict[str, Any] = {"kind": kind, "url": address}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            fail(f"option {name!r} needs a value: {name}=…")
+        body[name.replace("-", "_")] = int(value) if value.isdigit() and "bytes" in name else value
+    typer.echo(f"added {context.obj.post('/engines', body)['id']}")
+
+
+@engines_app.command("remove")
+def engines_remove(context: typer.Context, engine_id: str) -> None:
+    """Drop an engine."""
+    context.obj.delete(f"/engines/{engine_id}")
+    typer.echo(f"removed {engine_id}")
+
+
+@engines_app.command("drain")
+def engines_drain(
+    context: typer.Context,
+    engine_id: str,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
+) -> None:
+    """Give an engine no new requests."""
+    engine = context.obj.post(f"/engines/{engine_id}/drain", {"undo": undo})
+    typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
+
+
+def _run(client: AdminClient, verb: str, body: dict[str, Any], as_json: bool) -> None:
+    """Starts an operation, follows it, prints what came of it; status 1 when it failed."""
+    from proxy.cli import tables  # noqa: PLC0415 - rich is slow to import
+
+    with tables.progress_bar(verb) as show:
+        operation = client.run(verb, body, show)
+    if as_json:
+        print_json(operation)
+    else:
+        tables.show_operation(operation)
+    if operation["state"] != "done":
+        fail(operation["error"] or f"the operation is {operation['state']}")
+
+
+def _show(answer: Any, as_json: bool, view: str, part: str | None = None) -> None:  # noqa: ANN401 - JSON
+    from proxy.cli import tables  # noqa: PLC0415 - rich is slow to import
+
+    if as_json:
+        print_json(answer)
+    else:
+        getattr(tables, view)(answer[part] if part is not None else answer)

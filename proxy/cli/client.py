@@ -1,0 +1,105 @@
+"""The admin API as the command line uses it: one call, one clear line when it fails."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import typer
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+POLL_S = 0.2
+TIMEOUT_S = 75.0
+
+UrlOption = Annotated[
+    str, typer.Option("--url", envvar="KVPIN_URL", metavar="URL", help="Where kvpin listens.")
+]
+AdminKeyOption = Annotated[
+    str | None,
+    typer.Option("--admin-key", envvar="KVPIN_ADMIN_KEY", metavar="KEY", help="Key of the admin API."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminClient:
+    """Calls `/admin/v1` of one kvpin. Every failure ends the program with one line and status 1."""
+
+    url: str
+    admin_key: str | None
+
+    def get(self, path: str, **query: str | int) -> Any:  # noqa: ANN401 - JSON
+        """GET, decoded."""
+        return self._call("GET", path, params=query)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
+        """POST JSON, decoded."""
+        return self._call("POST", path, json=body)
+
+    def delete(self, path: str) -> Any:  # noqa: ANN401 - JSON
+        """DELETE; the decoded answer, None for an empty one."""
+        return self._call("DELETE", path)
+
+    def run(self, verb: str, body: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Starts an operation and follows it to its end; an interrupt cancels it.
+
+        Args:
+            verb: e.g. `flush`.
+            body: its target and options.
+            show: called with the operation each time it was looked at.
+        """
+        operation: dict[str, Any] = self.post(f"/{verb}", {**body, "wait_s": 0.1})
+        try:
+            while operation["state"] == "running":
+                show(operation)
+                time.sleep(POLL_S)
+                operation = self.get(f"/operations/{operation['id']}")
+        except KeyboardInterrupt:
+            self.delete(f"/operations/{operation['id']}")
+            typer.echo(f"cancelled {operation['id']}", err=True)
+            raise typer.Exit(130) from None
+        show(operation)
+        return operation
+
+    def _call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - JSON
+        headers = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
+        address = f"{self.url.rstrip('/')}/admin/v1{path}"
+        try:
+            answer = httpx.request(
+                method, address, headers=headers, timeout=TIMEOUT_S, trust_env=False, **options
+            )
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            fail(f"{self.url!r} is no address: {error}")
+        except httpx.ConnectError:
+            fail(f"nothing answers at {self.url}: is kvpin running there? (--url or KVPIN_URL says where)")
+        except httpx.HTTPError as error:
+            fail(f"{self.url}: {str(error) or type(error).__name__}")
+        if answer.is_error:
+            fail(_error_of(answer))
+        return answer.json() if answer.content else None
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the program with one line on standard error and status 1."""
+    typer.echo(f"kvpin: {message}", err=True)
+    raise typer.Exit(1)
+
+
+def print_json(value: object) -> None:
+    """The raw answer."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _error_of(answer: httpx.Response) -> str:
+    """The message of an error in OpenAI's shape, with its field; else the status."""
+    try:
+        error = answer.json()["error"]
+        message, param = str(error["message"]), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{answer.request.url}: {answer.status_code} {answer.reason_phrase}"
+    named = f" [{param}]" if param and str(param) not in message else ""
+    return f"{message}{named} ({answer.status_code})"

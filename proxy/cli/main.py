@@ -1,0 +1,48 @@
+"""`kvpin` and its commands."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from proxy.cli import admin, serve
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="An OpenAI-compatible reverse proxy that makes the KV caches of serving engines count.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvpin {version('kvpin')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """An OpenAI-compatible reverse proxy that makes the KV caches of serving engines count."""
+
+
+serve.register(app)
+admin.register(app)
+
+
+def main() -> None:
+    """The entry point of `kvpin`."""
+    try:
+        app()
+    except BrokenPipeError:
+        # Whoever read our output has seen enough, as in `kvpin stats | head`.
+        sys.stderr.close()
+        sys.exit(1)

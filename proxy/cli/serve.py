@@ -1,0 +1,101 @@
+"""`kvpin serve` and `kvpin engine`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# A program of its own, as `python -m` would run it: the proxy shares no code path with it.
+ENGINE_MODULE = "engine_adapter.torch_engine.serve"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command("serve")(serve)
+    app.command(
+        "engine",
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "help_option_names": [],
+        },
+        help="Serve the embedded engine; `kvpin engine --help` lists its options.",
+    )(engine)
+
+
+def serve(
+    *,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port, 0 for a free one [8000].")] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings in a TOML file.")] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND=URL[,name=value…]", help="An engine that runs elsewhere; repeatable."),
+    ] = None,
+    managed: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="'KIND: command line'",
+            help="An engine to start and watch, e.g. 'embedded: --kv-blocks 512'; repeatable.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="A client key, each a tenant of its own; or KVPIN_API_KEYS."),
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Key of the admin API; or KVPIN_ADMIN_KEY.")
+    ] = None,
+    reuse: Annotated[
+        bool | None,
+        typer.Option("--reuse/--no-reuse", help="Route by KV cache; or ENABLE_KV_CACHE_REUSE=1 [off]."),
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="auto, json or pretty [auto].")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [info].")] = None,
+) -> None:
+    """Serve the proxy: OpenAI's API under /v1, the admin API under /admin/v1."""
+    from proxy.settings import (  # noqa: PLC0415 - the clients start quicker without
+        SettingsError,
+        load_settings,
+        parse_engine_flag,
+        parse_managed_flag,
+    )
+
+    logs = {"format": log_format, "level": log_level}
+    flags: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "admin_key": admin_key,
+        "reuse": reuse,
+        "logs": {name: value for name, value in logs.items() if value is not None} or None,
+    }
+    try:
+        if engine:
+            flags["engines"] = tuple(parse_engine_flag(text) for text in engine)
+        if managed:
+            flags["managed"] = tuple(parse_managed_flag(text) for text in managed)
+        if api_key:
+            flags["api_keys"] = tuple({"key": key} for key in api_key)
+        settings = load_settings(config, **flags)
+    except SettingsError as error:
+        typer.echo(f"kvpin: {error}", err=True)
+        raise typer.Exit(2) from error
+    from proxy.app import serve as run  # noqa: PLC0415 - likewise
+
+    raise typer.Exit(run(settings))
+
+
+def engine(context: typer.Context) -> None:
+    """Serve the embedded engine."""
+    try:
+        program = importlib.import_module(ENGINE_MODULE)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("torch", "numpy"):
+            raise
+        typer.echo("kvpin: the embedded engine needs torch: pip install 'kvpin[engine]'", err=True)
+        raise typer.Exit(1) from error
+    sys.exit(program.app(context.args, prog_name="kvpin engine"))

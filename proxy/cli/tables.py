@@ -1,0 +1,186 @@
+"""Answers of the admin API as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+_STATE_STYLES = {"ready": "green", "done": "green", "precise": "green", "failed": "red", "down": "red"}
+
+
+def console() -> Console:
+    """Standard output; tables keep their width when it is no terminal."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=160)
+
+
+def show_engines(engines: list[dict[str, Any]]) -> None:
+    """One line an engine."""
+    table = _table("engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error")
+    for engine in engines:
+        table.add_row(
+            engine["id"],
+            engine["kind"],
+            engine["url"],
+            _state(engine["state"]),
+            engine["model"] or "",
+            _state(engine["trust"]),
+            str(engine["in_flight"]),
+            str(engine["served"]),
+            engine["last_error"] or "",
+        )
+    console().print(table)
+
+
+def show_stats(stats: dict[str, Any]) -> None:
+    """Pools, engines, pins, totals."""
+    out = console()
+    for pool in stats["pools"]:
+        table = _table(
+            "engine", "state", "view", "gpu", "host", "disk", "in flight", "served", "exact", "cached"
+        )
+        table.title = (
+            f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens known"
+        )
+        for engine in pool["engines"]:
+            audit, blocks = engine["audit"], engine["blocks"]
+            table.add_row(
+                engine["id"],
+                _state(engine["state"]),
+                f"{_state(engine['trust'])} ({engine['why']})",
+                *(str(blocks[tier]) for tier in ("gpu", "host", "disk")),
+                str(engine["in_flight"]),
+                str(engine["served"]),
+                f"{audit['exact']} of {audit['checked']}",
+                f"{audit['reported_tokens']} tokens",
+            )
+        out.print(table)
+    if stats["unconnected"]:
+        out.print("not connected:")
+        show_engines(stats["unconnected"])
+    if stats["pins"]:
+        table = _table("pin", "target", "engines", "blocks", "ends in")
+        for pin in stats["pins"]:
+            engines = ", ".join(pin["engines"])
+            table.add_row(
+                pin["pin_id"], pin["target"], engines, str(pin["blocks"]), f"{pin['expires_in_s']:.0f} s"
+            )
+        out.print(table)
+    totals = stats["totals"]
+    out.print(
+        f"{totals['ready']} of {totals['engines']} engines ready, {totals['in_flight']} requests in flight, "
+        f"{totals['served']} served; reuse is {'on' if stats['reuse'] else 'off'}"
+    )
+
+
+def show_operation(operation: dict[str, Any]) -> None:
+    """What an operation did, by engine."""
+    out = console()
+    table = _table("engine", "verb", "state", "blocks", "bytes", "left", "error")
+    for part in operation["engines"]:
+        left = ", ".join(f"{count} {reason}" for reason, count in part["left"].items() if count)
+        table.add_row(
+            part["engine"],
+            part["verb"],
+            _state(part["state"]),
+            f"{part['done']} of {part['total']}",
+            str(part["bytes"]),
+            left,
+            part["error"] or "",
+        )
+    if operation["engines"]:
+        out.print(table)
+    for name, value in operation["result"].items():
+        out.print(f"{name}: {value}", markup=False)
+    if operation["note"]:
+        out.print(operation["note"], markup=False)
+
+
+def show_route(route: dict[str, Any]) -> None:
+    """Where a request would go."""
+    out = console()
+    out.print(f"{route['engine']}: {route['why']}", markup=False)
+    table = _table(
+        "engine", "view", "cached", "queue", "restore", "prefill", "interference", "total", "in flight"
+    )
+    for cost in route["candidates"]:
+        terms = ("queue_s", "restore_s", "prefill_s", "interference_s", "total_s")
+        chosen = "[bold]" if cost["engine"] == route["engine"] else ""
+        table.add_row(
+            f"{chosen}{cost['engine']}",
+            _state(cost["trust"]),
+            f"{cost['cached_tokens']} of {route['n_tokens'] or '?'}",
+            *(f"{cost[term] * 1000:.1f} ms" for term in terms),
+            str(cost["in_flight"]),
+        )
+    out.print(table)
+
+
+def show_requests(requests: list[dict[str, Any]]) -> None:
+    """One line a request."""
+    table = _table("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took")
+    for request in requests:
+        table.add_row(
+            request["request_id"],
+            request["engine"] or "",
+            str(request["status"] or request["error"] or ""),
+            *(_count(request[name]) for name in ("n_tokens", "predicted_tokens", "reported_tokens")),
+            _ms(request["first_byte_s"]),
+            _ms(request["duration_s"]),
+        )
+    console().print(table)
+
+
+def show_request(request: dict[str, Any]) -> None:
+    """One request, explained."""
+    show_requests([request])
+    out = console()
+    out.print(request["explanation"], markup=False)
+    divergence = request["divergence"]
+    if divergence is not None and divergence["text"] is not None:
+        at = divergence["common_tokens"]
+        out.print(f"from token {at} on:  {divergence['text']!r}", markup=False)
+        out.print(f"request {divergence['request_id']}:  {divergence['other_text']!r}", markup=False)
+
+
+@contextmanager
+def progress_bar(verb: str) -> Iterator[Any]:
+    """A bar on standard error that follows an operation; nothing when that is no terminal."""
+    err = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        bars: dict[str, TaskID] = {}
+
+        def show(operation: dict[str, Any]) -> None:
+            for part in operation["engines"]:
+                name = part["engine"]
+                if name not in bars:
+                    bars[name] = progress.add_task(f"{verb} {name}", total=None)
+                progress.update(bars[name], completed=part["done"], total=part["total"] or None)
+
+        yield show
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _state(state: str) -> str:
+    style = _STATE_STYLES.get(state)
+    return f"[{style}]{state}[/]" if style else state
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.1f} ms"

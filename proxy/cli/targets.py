@@ -1,0 +1,136 @@
+"""Options that say what to act on, as the body the admin API takes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from proxy.cli.client import fail
+
+Verb = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """The options of every command that takes a target, in the order of its help."""
+
+    messages_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="JSON: a list of messages, or a request body; - for stdin."),
+    ] = None
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text of a completion.")] = None
+    prompt_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The same from a file; - for stdin.")
+    ] = None
+    token_ids: Annotated[
+        str | None, typer.Option(metavar="1,2,3", help="Token ids; @FILE reads a JSON list.")
+    ] = None
+    prompt_cache_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="The last prompt with that prompt_cache_key.")
+    ] = None
+    engine: Annotated[
+        str | None, typer.Option(metavar="ID", help="All of that engine; beside a prefix, only there.")
+    ] = None
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="All of that tenant; beside a prefix, whose it is.")
+    ] = None
+    everything: Annotated[bool, typer.Option("--all", help="Everything on all engines.")] = False
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Where several are served.")] = None
+    cache_salt: Annotated[str | None, typer.Option(metavar="SALT", help="The client's cache_salt.")] = None
+
+    def body(self) -> dict[str, Any]:
+        """The target as the admin API takes it."""
+        named = ("prompt", "prompt_cache_key", "engine", "tenant", "model", "cache_salt")
+        body = {name: getattr(self, name) for name in named}
+        if self.everything:
+            body["all"] = True
+        if self.prompt_file is not None:
+            if self.prompt is not None:
+                fail("--prompt and --prompt-file exclude each other")
+            body["prompt"] = _read(self.prompt_file)
+        if self.token_ids is not None:
+            body["token_ids"] = _token_ids(self.token_ids)
+        if self.messages_file is not None:
+            body |= _chat(self.messages_file)
+        return {name: value for name, value in body.items() if value is not None}
+
+    def request(self) -> dict[str, Any]:
+        """The target as a data-plane request, for a dry run."""
+        body = self.body()
+        if "token_ids" in body:
+            body["prompt"] = body.pop("token_ids")
+        for name in ("engine", "all", "prompt_cache_key"):
+            if name in body:
+                fail(f"a dry run needs a prompt; --{name.replace('_', '-')} names none")
+        return body
+
+
+def with_target(command: Callable[..., None]) -> Verb:
+    """Gives a command the target options: it gets them as its argument `target`."""
+    names = [field.name for field in fields(TargetOptions)]
+    hints = inspect.get_annotations(TargetOptions, eval_str=True)
+    own = inspect.signature(command, eval_str=True)
+
+    def run(**options: Any) -> None:  # noqa: ANN401 - typer passes what it parsed
+        target = TargetOptions(**{name: options.pop(name) for name in names})
+        command(target=target, **options)
+
+    shared = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(TargetOptions)
+    ]
+    rest = [parameter for name, parameter in own.parameters.items() if name != "target"]
+    parameters = [*shared, *rest]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__doc__ = command.__doc__
+    run.__name__ = command.__name__
+    return run
+
+
+def _chat(name: str) -> dict[str, Any]:
+    """Messages, and what of a whole request belongs to its prompt."""
+    value = _json(_read(name), "--messages-file")
+    if isinstance(value, list):
+        return {"messages": value}
+    if not isinstance(value, dict) or "messages" not in value:
+        fail("--messages-file must hold a JSON list of messages, or an object with messages")
+    kept = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "model", "cache_salt")
+    return {key: value[key] for key in kept if key in value}
+
+
+def _token_ids(text: str) -> list[int]:
+    if text.startswith("@"):
+        values = _json(_read(text[1:]), "--token-ids")
+        if not isinstance(values, list):
+            fail("--token-ids: the file must hold a JSON list")
+        return values
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        fail(f"--token-ids {text!r}: write integers with commas between them")
+
+
+def _json(text: str, option: str) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        fail(f"{option} is not JSON: {error}")
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        fail(f"{name!r} cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        fail(f"{name!r} is not UTF-8 text")
