@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 import uvicorn
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 
 from engine_adapter.errors import EngineSpecError
@@ -145,6 +146,17 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _size(text: str) -> int:
+    """Bytes, as a number or with a unit."""
+    try:
+        return int(_read_size(text))
+    except ValidationError:
+        raise typer.BadParameter("give bytes, or a number with a unit such as 512MiB") from None
+
+
+_read_size = TypeAdapter(ByteSize).validate_python
+
+
 @app.command()
 def engine(
     *,
@@ -153,9 +165,13 @@ def engine(
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
     kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the GPU tier.")] = None,
-    kv_bytes: Annotated[int | None, typer.Option(help="Bytes of the GPU tier.")] = None,
+    kv_bytes: Annotated[
+        int | None, typer.Option(help="Size of the GPU tier, e.g. 2GiB.", parser=_size)
+    ] = None,
     tokens_per_block: Annotated[int, typer.Option(help="A power of two.")] = _SIZES.tokens_per_block,
-    host_cache_bytes: Annotated[int, typer.Option(help="Bytes of the host tier, 0 for none.")] = 0,
+    host_cache_bytes: Annotated[
+        int | None, typer.Option(help="Size of the host tier, e.g. 1GiB; none: no such tier.", parser=_size)
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests at once.")] = _SIZES.max_num_seqs,
     prefill_chunk: Annotated[int, typer.Option(help="Most prompt tokens a step.")] = _SIZES.prefill_chunk,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -180,7 +196,7 @@ def engine(
             kv_blocks=kv_blocks,
             kv_bytes=kv_bytes,
             tokens_per_block=tokens_per_block,
-            host_cache_bytes=host_cache_bytes,
+            host_cache_bytes=host_cache_bytes or 0,
             max_num_seqs=max_num_seqs,
             prefill_chunk=prefill_chunk,
             seed=seed,
