@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, ViewCurrent, ViewLost
+from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, ViewLost
 from proxy.core.blocks import BlockHash, extend
 from proxy.core.index import PrefixIndex
 
@@ -45,7 +45,7 @@ class EngineView:
         self.counts = ViewCounts()
 
     def apply(self, event: KvEvent) -> None:
-        """Writes one event to the index."""
+        """Writes one event to the index; ViewCurrent has nothing to write."""
         match event:
             case BlocksStored():
                 self._store(event)
@@ -54,8 +54,6 @@ class EngineView:
             case CacheCleared() | ViewLost():
                 self._names.clear()
                 self._index.wipe(self._engine)
-            case ViewCurrent():
-                pass
 
     def _store(self, event: BlocksStored) -> None:
         parent = self._parent_of(event)

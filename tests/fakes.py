@@ -1,0 +1,360 @@
+"""A scripted engine and a proxy in front of it, both on real sockets, for tests of the data plane.
+
+`FakeEngine` speaks HTTP/1.1 by hand, so that a script decides about every byte, pause and death.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from engine_adapter import AiohttpTransport, EngineInfo, EngineSpec
+from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from proxy.api.openai import DataPlane
+from proxy.api.ops import Ops
+from proxy.fleet import Engine, EngineState, Fleet
+from proxy.flow import Flow
+from proxy.forward import Forwarder
+from proxy.ingest import Ingest
+from proxy.metrics import Metrics
+from proxy.records import RequestLog
+from proxy.tasks import Supervisor
+from proxy.tenants import Tenants
+
+CHAT = "/v1/chat/completions"
+USAGE = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
+ANSWER = {
+    "id": "chatcmpl-1",
+    "choices": [{"message": {"role": "assistant", "content": "hi"}}],
+    "usage": USAGE,
+}
+
+
+class Exchange:
+    """One request an engine received, and its way back."""
+
+    def __init__(self, connection: "_Connection", method: str, target: str, headers: list[tuple[str, str]]):
+        self.method, self.target, self.raw_headers = method, target, headers
+        self.headers = dict(headers)
+        self.body = b""
+        self.left = asyncio.Event()  # the peer went away
+        self.ended = False
+        self._connection = connection
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    async def start(self, status=200, headers=(("content-type", "text/event-stream"),)):
+        lines = [f"HTTP/1.1 {status} Whatever", *(f"{n}: {v}" for n, v in headers)]
+        self._chunked = not any(n == "content-length" for n, _ in headers)
+        if self._chunked:
+            lines.append("transfer-encoding: chunked")
+        await self._connection.write("\r\n".join([*lines, "", ""]).encode())
+
+    async def chunk(self, data: bytes):
+        await self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    async def end(self):
+        self.ended = True
+        await self._connection.write(b"0\r\n\r\n" if self._chunked else b"")
+
+    async def send(self, content, status=200, headers=()):
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        kind = () if any(n == "content-type" for n, _ in headers) else (("content-type", "application/json"),)
+        await self.start(status, (*kind, ("content-length", str(len(data))), *headers))
+        await self.chunk(data)
+        self.ended = True
+
+    async def stream(self, *chunks: bytes):
+        await self.start()
+        for data in chunks:
+            await self.chunk(data)
+        await self.end()
+
+    def die(self, *, abort=False):
+        self.ended = True
+        transport = self._connection.transport
+        transport.abort() if abort else transport.close()
+
+
+Script = Callable[[Exchange], Awaitable[None]]
+
+
+async def answer(exchange: Exchange) -> None:
+    """What a well engine says."""
+    if exchange.target == "/health":
+        await exchange.send({"status": "ok"})
+    elif exchange.target == "/v1/models":
+        await exchange.send({"data": [{"id": "m", "max_model_len": 4096}]})
+    elif exchange.body and exchange.json.get("stream"):
+        await exchange.stream(event({"choices": [{"delta": {"content": "hi"}}]}), b"data: [DONE]\n\n")
+    else:
+        await exchange.send(ANSWER)
+
+
+def event(content) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+class _Connection(asyncio.Protocol):
+    """HTTP/1.1 with keep-alive, for well-formed requests."""
+
+    def __init__(self, engine: "FakeEngine"):
+        self._engine = engine
+        self._buffer = bytearray()
+        self._data = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self.lost = False
+        self.exchange: Exchange | None = None
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self._engine.connections.append(self)
+        self._task = asyncio.get_running_loop().create_task(self._serve())
+
+    def data_received(self, data):
+        self._buffer += data
+        self._data.set()
+
+    def pause_writing(self):
+        self._room.clear()
+
+    def resume_writing(self):
+        self._room.set()
+
+    def connection_lost(self, _exc):
+        self.lost = True
+        self._data.set()
+        self._room.set()
+        if self.exchange is not None and not self.exchange.ended:
+            self.exchange.left.set()
+
+    async def write(self, data: bytes):
+        await self._room.wait()
+        if self.lost:
+            raise ConnectionResetError
+        self.transport.write(data)
+
+    async def _until(self, end: Callable[[], int]) -> bytes:
+        """Bytes up to the index that `end` gives; -1 asks for more."""
+        while (at := end()) < 0:
+            if self.lost:
+                raise ConnectionResetError
+            self._data.clear()
+            await self._data.wait()
+        data = bytes(self._buffer[:at])
+        del self._buffer[:at]
+        return data
+
+    async def _take(self, size: int) -> bytes:
+        return await self._until(lambda: size if len(self._buffer) >= size else -1)
+
+    async def _line(self) -> bytes:
+        return await self._until(
+            lambda: self._buffer.find(b"\r\n") + 2 or -1 if b"\r\n" in self._buffer else -1
+        )
+
+    async def _serve(self):
+        with contextlib.suppress(ConnectionResetError):
+            while True:
+                method, target, _ = (await self._line()).decode("latin-1").split(" ")
+                headers = []
+                while (line := (await self._line()).decode("latin-1").strip()) != "":
+                    name, _, value = line.partition(":")
+                    headers.append((name.lower(), value.strip()))
+                exchange = self.exchange = Exchange(self, method, target, headers)
+                self._engine.seen.append(exchange)
+                self._engine.arrived.set()
+                script = self._engine.script
+                if not getattr(script, "reads_body", True):
+                    await script(exchange)
+                    continue
+                if "transfer-encoding" in exchange.headers:
+                    while size := int(await self._line(), 16):
+                        exchange.body += (await self._take(size + 2))[:-2]
+                    await self._line()
+                elif length := int(exchange.headers.get("content-length", 0)):
+                    exchange.body = await self._take(length)
+                await script(exchange)
+
+
+class FakeEngine:
+    """An engine whose answers `script` writes. `seen` has the requests it received."""
+
+    def __init__(self, engine_id="a", script: Script = answer):
+        self.id = engine_id
+        self.script = script
+        self.seen: list[Exchange] = []
+        self.connections: list[_Connection] = []
+        self.arrived = asyncio.Event()
+
+    async def __aenter__(self):
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    async def __aexit__(self, *_):
+        await self.stop()
+
+    async def stop(self):
+        self._server.close()
+        for connection in self.connections:
+            connection.transport.abort()
+            connection._task.cancel()
+        await asyncio.gather(*(c._task for c in self.connections), return_exceptions=True)
+
+    async def request(self, number=0) -> Exchange:
+        """The request of that number, once it is here."""
+        while len(self.seen) <= number:
+            self.arrived.clear()
+            await asyncio.wait_for(self.arrived.wait(), 5)
+        return self.seen[number]
+
+
+INFO = EngineInfo(model="m", instance="i1", capabilities=frozenset(), tokens_per_block=16, gpu_blocks=64)
+
+
+class FakeAdapter(OpenAICompatibleAdapter):
+    """The generic adapter with an `info`, an event stream and a cached-tokens header of the test's making."""
+
+    def __init__(self, engine_id="a", url="http://127.0.0.1:1", info=INFO, **options):
+        super().__init__(EngineSpec("openai_compatible", url, engine_id, **options))
+        self.info = info
+        self.feed: asyncio.Queue = asyncio.Queue()
+        self.failures: list[Exception] = []  # raised by the next calls of connect and load
+        self.subscriptions = self.checks = 0
+        self.checked = asyncio.Event()
+        self.tables = []
+
+    def cached_tokens(self, headers):
+        value = headers.get("x-kv-cached-tokens")
+        return None if value is None else int(value)
+
+    async def connect(self):
+        self._note()
+        return self.info
+
+    async def load(self):
+        self._note()
+
+    async def events(self):
+        self.subscriptions += 1
+        while True:
+            item = await self.feed.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    async def put_prompt_table(self, table):
+        self.tables.append(table)
+
+    def _note(self):
+        self.checks += 1
+        self.checked.set()
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app) -> AsyncIterator[str]:
+    """An ASGI application on a socket, in this loop; gives its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = _Server(
+        uvicorn.Config(app, http="httptools", ws="none", log_config=None, access_log=False, lifespan="off")
+    )
+    task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.001)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+@dataclass
+class FakeProxy:
+    """A data plane over engines that are ready from the start; no monitor."""
+
+    transport: AiohttpTransport
+    reuse: bool = False
+    tenants: Tenants = field(default_factory=lambda: Tenants(()))
+    retries: int = 2
+    max_body_bytes: int = 1 << 20
+    url: str = ""
+
+    def __post_init__(self):
+        self.fleet = Fleet()
+        self.tasks = Supervisor()
+        self.metrics = Metrics(self.fleet)
+        self.requests = RequestLog(100)
+        self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
+        self.flow = Flow(
+            fleet=self.fleet,
+            forwarder=Forwarder(self.transport),
+            ingest=self.ingest,
+            tenants=self.tenants,
+            requests=self.requests,
+            retries=self.retries,
+            observe=self.metrics.observe,
+        )
+        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes)
+        ops = Ops(self.fleet, self.metrics)
+        self.app = Starlette(routes=[Mount("/v1", app=data_plane), *ops.routes()])
+
+    def add(self, fake: FakeEngine | FakeAdapter, **info) -> Engine:
+        adapter = fake if isinstance(fake, FakeAdapter) else FakeAdapter(fake.id, fake.url)
+        adapter.info = replace(adapter.info, **info)
+        engine = self.fleet.add(adapter)
+        self.fleet.join(engine, adapter.info)
+        engine.state = EngineState.READY
+        return engine
+
+    @property
+    def last(self):
+        return list(self.requests)[-1]
+
+    async def settled(self) -> None:
+        """Returns when no request is in flight and nothing is pending; fails when that does not come."""
+        async with asyncio.timeout(5):
+            while any(e.ledger.view().in_flight for e in self.fleet.engines.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            while any(pool.index._pending for pool in self.fleet.pools.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        await self.tasks.stop()
+        for engine in self.fleet.engines.values():
+            await engine.adapter.aclose()
+
+
+@contextlib.asynccontextmanager
+async def proxy_over(*engines: FakeEngine | FakeAdapter, **options) -> AsyncIterator[FakeProxy]:
+    """A proxy on a socket in front of these engines."""
+    transport = AiohttpTransport(connect_timeout_s=2)
+    proxy = FakeProxy(transport, **options)
+    for engine in engines:
+        proxy.add(engine)
+    async with serving(proxy.app) as url:
+        proxy.url = url
+        try:
+            yield proxy
+        finally:
+            await proxy.close()
+    await transport.aclose()

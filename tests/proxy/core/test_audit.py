@@ -1,0 +1,70 @@
+from proxy.core.audit import MIN_MISSES, WINDOW, AuditView, EngineAudit, Trust
+
+
+def synced():
+    audit = EngineAudit()
+    audit.synced()
+    return audit
+
+
+def test_an_engine_is_approximate_until_its_events_are_in():
+    audit = EngineAudit()
+    assert audit.trust is Trust.APPROXIMATE
+    audit.synced()
+    assert (audit.trust, audit.why) == (Trust.PRECISE, "events are healthy")
+    audit.lost("a gap")
+    assert (audit.trust, audit.why) == (Trust.APPROXIMATE, "a gap")
+
+
+def test_persistent_misses_ask_for_a_resync_once():
+    audit = synced()
+    answers = [audit.observe(32, 16) for _ in range(MIN_MISSES)]
+    assert answers == [False] * (MIN_MISSES - 1) + [True]
+    assert audit.trust is Trust.APPROXIMATE
+    assert audit.why == "5 of the last 5 predictions missed"
+    assert not audit.observe(32, 16)
+
+
+def test_a_few_misses_among_many_hits_do_not():
+    audit = synced()
+    for at in range(200):
+        assert not audit.observe(32, 16 if at % 5 == 4 else 32)
+    assert audit.trust is Trust.PRECISE
+
+
+def test_only_the_last_window_counts():
+    audit = synced()
+    for _ in range(4):
+        audit.observe(0, 16)
+    for _ in range(WINDOW):
+        audit.observe(16, 16)
+    assert audit.view().recent_miss_share == 0
+
+
+def test_an_approximate_engine_is_not_resynced():
+    audit = EngineAudit()
+    assert not any(audit.observe(1, 0) for _ in range(100))
+
+
+def test_a_fresh_view_forgives():
+    audit = synced()
+    for _ in range(MIN_MISSES):
+        audit.observe(1, 0)
+    audit.synced()
+    assert not audit.observe(1, 0)
+
+
+def test_the_view_counts_everything_since_the_start():
+    audit = synced()
+    audit.observe(32, 16)
+    audit.observe(48, 48)
+    assert audit.view() == AuditView(
+        trust=Trust.PRECISE,
+        why="events are healthy",
+        checked=2,
+        exact=1,
+        predicted_tokens=80,
+        reported_tokens=64,
+        recent_miss_share=0.5,
+    )
+    assert EngineAudit().view().recent_miss_share == 0.0

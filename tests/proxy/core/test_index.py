@@ -1,0 +1,207 @@
+from array import array
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine_adapter.types import Tier
+from proxy.core.blocks import extend, namespace_root
+from proxy.core.index import Match, PrefixIndex
+
+
+@pytest.fixture
+def index():
+    index = PrefixIndex()
+    index.add_engine("a")
+    index.add_engine("b")
+    return index
+
+
+class TestMatch:
+    def test_counts_leading_blocks_of_each_engine(self, index):
+        index.store("a", Tier.GPU, [1, 2, 3])
+        index.store("b", Tier.GPU, [1])
+        assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=3), "b": Match(gpu=1)}
+
+    def test_stops_at_the_first_block_an_engine_lacks(self, index):
+        index.store("a", Tier.GPU, [1, 3, 4])
+        assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=1)}
+
+    def test_an_engine_without_the_first_block_is_left_out(self, index):
+        index.store("b", Tier.GPU, [2, 3])
+        assert index.match([1, 2, 3]) == {}
+        assert index.match([]) == {}
+
+    def test_each_block_counts_for_its_fastest_tier(self, index):
+        index.store("a", Tier.GPU, [1])
+        for tier in Tier:
+            index.store("a", tier, [2])
+        index.store("a", Tier.HOST, [3])
+        index.store("a", Tier.DISK, [4])
+        index.add_pending("a", [4, 5])
+        assert index.match([1, 2, 3, 4, 5]) == {"a": Match(gpu=2, host=1, disk=1, pending=1)}
+        assert index.match([1, 2, 3, 4, 5])["a"].blocks == 5
+
+    def test_the_worked_example(self, index):
+        root = namespace_root("m")
+
+        def hashes(text, label):
+            labels = array("Q", [label] * 4 + [0] * 4)
+            return extend(root, array("i", [100, 101, 102, 103, *text]), labels, 4)
+
+        index.store("a", Tier.GPU, hashes([1, 2, 3, 4], 1))
+        assert index.match(hashes([1, 2, 3, 4], 1)) == {"a": Match(gpu=2)}
+        assert index.match(hashes([1, 2, 3, 4], 2)) == {}
+        assert index.match(hashes([5, 6, 7, 8], 1)) == {"a": Match(gpu=1)}
+
+
+class TestPending:
+    def test_counts_until_the_last_request_has_ended(self, index):
+        index.add_pending("a", [1, 2])
+        index.add_pending("a", [1])
+        index.end_pending("a", [1, 2])
+        assert index.match([1, 2]) == {"a": Match(pending=1)}
+        index.end_pending("a", [1])
+        assert (index.match([1]), len(index)) == ({}, 0)
+
+    def test_does_not_count_as_held(self, index):
+        index.add_pending("a", [1])
+        assert not index.holds("a", 1)
+        index.store("a", Tier.DISK, [1])
+        assert index.holds("a", 1)
+        assert not index.holds("b", 1)
+
+    def test_its_end_leaves_what_was_confirmed(self, index):
+        index.add_pending("a", [1])
+        index.store("a", Tier.GPU, [1])
+        index.end_pending("a", [1])
+        assert index.match([1]) == {"a": Match(gpu=1)}
+
+    def test_an_end_without_a_beginning_is_fine(self, index):
+        index.store("a", Tier.GPU, [1])
+        index.end_pending("a", [1, 9])
+        assert index.match([1]) == {"a": Match(gpu=1)}
+
+
+class TestEngines:
+    def test_are_known_once(self, index):
+        index.store("a", Tier.GPU, [1])
+        index.add_engine("a")
+        assert index.match([1]) == {"a": Match(gpu=1)}
+
+    def test_one_that_left_makes_room_for_another_without_a_trace(self, index):
+        index.store("a", Tier.GPU, [1])
+        index.add_pending("a", [2])
+        index.store("b", Tier.HOST, [1])
+        index.remove_engine("a")
+        index.add_engine("c")
+        assert index.match([1]) == {"b": Match(host=1)}
+        assert index.held("c", Tier.GPU) == 0
+        assert index._shifts["c"] == 0
+
+    def test_wiping_or_removing_an_unknown_one_is_fine(self, index):
+        index.wipe("x")
+        index.remove_engine("x")
+
+    def test_many_have_bits_of_their_own(self):
+        index = PrefixIndex()
+        names = [f"e{n}" for n in range(100)]
+        for n, name in enumerate(names):
+            index.add_engine(name)
+            index.store(name, Tier.GPU, range(n + 1))
+        assert {name: m.gpu for name, m in index.match(range(100)).items()} == {
+            name: n + 1 for n, name in enumerate(names)
+        }
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """The index against dicts of sets."""
+
+    ENGINES = ("a", "b", "c")
+    engines = st.sampled_from(ENGINES)
+    tiers = st.sampled_from(list(Tier))
+    blocks = st.lists(st.integers(0, 9), max_size=6)
+
+    def __init__(self):
+        super().__init__()
+        self.index = PrefixIndex()
+        self.held = {engine: {tier: set() for tier in Tier} for engine in self.ENGINES}
+        self.pending = {engine: Counter() for engine in self.ENGINES}
+        for engine in self.ENGINES:
+            self.index.add_engine(engine)
+
+    @rule(engine=engines, tier=tiers, blocks=blocks)
+    def store(self, engine, tier, blocks):
+        self.index.store(engine, tier, blocks)
+        self.held[engine][tier] |= set(blocks)
+
+    @rule(engine=engines, tier=tiers, blocks=blocks)
+    def remove(self, engine, tier, blocks):
+        self.index.remove(engine, tier, blocks)
+        self.held[engine][tier] -= set(blocks)
+
+    @rule(engine=engines, blocks=blocks)
+    def add_pending(self, engine, blocks):
+        self.index.add_pending(engine, iter(blocks))
+        self.pending[engine].update(blocks)
+
+    @rule(engine=engines, blocks=blocks)
+    def end_pending(self, engine, blocks):
+        self.index.end_pending(engine, blocks)
+        for block in blocks:
+            if self.pending[engine][block] > 0:
+                self.pending[engine][block] -= 1
+
+    @rule(engine=engines)
+    def wipe(self, engine):
+        self.index.wipe(engine)
+        self._forget(engine)
+
+    @rule(engine=engines)
+    def leave_and_return(self, engine):
+        self.index.remove_engine(engine)
+        self.index.add_engine(engine)
+        self._forget(engine)
+
+    def _forget(self, engine):
+        self.held[engine] = {tier: set() for tier in Tier}
+        self.pending[engine] = Counter()
+
+    def where(self, engine, block):
+        for tier in Tier:
+            if block in self.held[engine][tier]:
+                return tier.value
+        return "pending" if self.pending[engine][block] > 0 else None
+
+    @rule(hashes=blocks)
+    def match(self, hashes):
+        expected = {}
+        for engine in self.ENGINES:
+            counts = Counter()
+            for block in hashes:
+                place = self.where(engine, block)
+                if place is None:
+                    break
+                counts[place] += 1
+            if counts:
+                expected[engine] = Match(**counts)
+        assert self.index.match(hashes) == expected
+
+    @invariant()
+    def counts_agree(self):
+        known = set()
+        for engine in self.ENGINES:
+            for tier in Tier:
+                assert self.index.held(engine, tier) == len(self.held[engine][tier])
+                known |= self.held[engine][tier]
+            known |= {block for block, n in self.pending[engine].items() if n > 0}
+            for block in range(10):
+                held = any(block in self.held[engine][tier] for tier in Tier)
+                assert self.index.holds(engine, block) is held
+        assert len(self.index) == len(known)
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
