@@ -81,7 +81,7 @@ class KvTree:
 
     def below(self, roots: Iterable[Node]) -> Iterator[Node]:
         """All blocks below these nodes, a parent before its children."""
-        stack = [child for root in roots for child in reversed(root.children.values())]
+        stack = [child for root in roots for child in root.children.values()][::-1]
         while stack:
             node = stack.pop()
             yield node

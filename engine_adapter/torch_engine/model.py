@@ -146,7 +146,7 @@ def _probe(module: Any, config: PretrainedConfig, name: str) -> tuple[LayerShape
             module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=token[0])
     except EngineSpecError as error:
         raise EngineSpecError(f"{refused}{error}") from error
-    except (TypeError, LookupError, ValueError) as error:
+    except (TypeError, LookupError, ValueError, AttributeError, RuntimeError) as error:
         raise EngineSpecError(f"{refused}it does not take a paged forward pass ({error})") from error
     total = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(total)):

@@ -6,7 +6,7 @@ from array import array
 
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
 from engine_adapter.torch_engine.kv_integrity import violations
-from engine_adapter.types import BlocksRemoved, BlocksStored, Tier
+from engine_adapter.types import BlocksRemoved, BlocksStored, KvTarget, Tier
 
 SIZE = 4
 
@@ -113,6 +113,10 @@ class World:
         fresh = View()
         fresh.apply(self.cache.snapshot())
         assert fresh.tiers == self.view.tiers
+
+    def held(self, tokens):
+        """Blocks of a prefix that are cached; looking changes nothing."""
+        return len(self.cache._admin._scope(KvTarget(array("i", tokens))))
 
     def blocks(self, tier):
         return len(self.view.tiers[tier])

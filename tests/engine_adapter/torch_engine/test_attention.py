@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.torch_engine.attention import (
+    Call,
+    Decodes,
+    PagedBatch,
+    Place,
+    Probe,
+    Span,
+    attention,
+    attention_context,
+    paged_attention,
+)
+
+HEADS, KV_HEADS, DIM, SIZE = 4, 2, 8, 4
+
+
+class Planes:
+    def __init__(self, tokens):
+        draw = torch.Generator().manual_seed(0)
+        self.keys = torch.randn(tokens, KV_HEADS, DIM, generator=draw)
+        self.values = torch.randn(tokens, KV_HEADS, DIM, generator=draw)
+
+    def layer(self, index):
+        return self.keys, self.values
+
+
+def call(rows, **kwargs):
+    draw = torch.Generator().manual_seed(1)
+    values = {"scaling": 0.3, "softcap": None, "window": None, **kwargs}
+    return Call(
+        0,
+        torch.randn(rows, HEADS, DIM, generator=draw),
+        torch.randn(rows, KV_HEADS, DIM, generator=draw),
+        torch.randn(rows, KV_HEADS, DIM, generator=draw),
+        **values,
+    )
+
+
+def by_hand(query, keys, values, asked):
+    """One query over its keys, written out."""
+    output = torch.empty(HEADS, DIM)
+    start = 0 if asked.window is None else max(0, len(keys) - asked.window)
+    for head in range(HEADS):
+        group = head // (HEADS // KV_HEADS)
+        scores = keys[start:, group] @ query[head] * asked.scaling
+        if asked.softcap is not None:
+            scores = asked.softcap * torch.tanh(scores / asked.softcap)
+        output[head] = scores.softmax(-1) @ values[start:, group]
+    return output
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_mixed_step_attends_each_row_over_its_own_sequence(window, softcap):
+    planes = Planes(40)
+    asked = call(2 + 3 + 5, window=window, softcap=softcap)
+    sequences = [  # block ids, tokens after this step, rows in this step
+        ([3, 1], 6, 1),
+        ([0], 2, 1),
+        ([5, 6], 7, 3),  # in one piece
+        ([9, 2], 5, 5),  # from its start, and not in one piece
+    ]
+    slots, spans, row = [], [], 0
+    for blocks, length, rows in sequences:
+        slots += [blocks[at // SIZE] * SIZE + at % SIZE for at in range(length - rows, length)]
+        if rows > 1:
+            together = blocks[-1] - blocks[0] == len(blocks) - 1
+            where = Place(length, blocks[0] * SIZE, None if together else torch.tensor(blocks))
+            spans.append(Span(row, row + rows, where))
+        row += rows
+    decodes = Decodes(2, torch.tensor([3, 1, 0, 0]), torch.tensor([6, 2]))
+    output = PagedBatch(planes, SIZE, torch.tensor(slots), decodes, spans).attend(asked)
+    row = 0
+    for blocks, length, rows in sequences:
+        at = [blocks[position // SIZE] * SIZE + position % SIZE for position in range(length)]
+        for position in range(length - rows, length):
+            seen = at[: position + 1]
+            expected = by_hand(asked.query[row], planes.keys[seen], planes.values[seen], asked)
+            torch.testing.assert_close(output[row], expected)
+            row += 1
+
+
+def test_one_step_writes_its_own_rows_only():
+    planes = Planes(8)
+    before = planes.keys.clone()
+    asked = call(2)
+    PagedBatch(planes, SIZE, torch.tensor([5, 6]), None, [Span(0, 2, Place(3, 4, None))]).attend(asked)
+    assert torch.equal(planes.keys[5:7], asked.key)
+    assert torch.equal(planes.keys[[0, 1, 2, 3, 4, 7]], before[[0, 1, 2, 3, 4, 7]])
+
+
+def test_heads_shared_in_groups_agree_with_repeated_ones():
+    asked = call(3)
+    query = asked.query.transpose(0, 1)[None]
+    key, value = asked.key.transpose(0, 1)[None], asked.value.transpose(0, 1)[None]
+    mask = torch.zeros(3, 3).masked_fill_(torch.ones(3, 3).triu(1).bool(), float("-inf"))
+    grouped = attention(query, key, value, mask, asked)
+    repeated = attention(query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask, asked)
+    torch.testing.assert_close(grouped, repeated)
+
+
+def run_probe(module=None, mask=None, **kwargs):
+    probe = Probe()
+    asked = SimpleNamespace(layer_idx=1, is_causal=True) if module is None else module
+    query, key, value = (torch.zeros(1, heads, 2, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    with attention_context(probe):
+        output, weights = paged_attention(asked, query, key, value, mask, **kwargs)
+    assert weights is None
+    return probe, output
+
+
+def test_the_probe_learns_shapes_and_windows():
+    probe, output = run_probe(sliding_window=9, position_ids=torch.zeros(1))
+    assert probe.shapes == {1: (KV_HEADS, DIM, DIM)}
+    assert probe.windows == {1: 9}
+    assert output.shape == (1, 2, HEADS, DIM)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"mask": torch.zeros(1)}, "masks of its own"),
+        ({"s_aux": torch.zeros(1)}, "needs s_aux"),
+        ({"module": SimpleNamespace(layer_idx=0, is_causal=False)}, "not causal"),
+        ({"module": SimpleNamespace(layer_idx=None, is_causal=True)}, "not numbered"),
+    ],
+)
+def test_the_probe_refuses_what_cannot_work(kwargs, message):
+    with pytest.raises(EngineSpecError, match=message):
+        run_probe(**kwargs)

@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.torch_engine.model import load_model
+from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
+from engine_adapter.types import BlocksStored, KvTarget, Tier
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_world import CONFIGS, VOCAB, Reference, served, tiny, write_config_model
+
+
+def prompt_of(length, seed=0):
+    return [2 + (31 * index + 7 * index * index + 17 * seed) % (VOCAB - 2) for index in range(length)]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request, tmp_path_factory):
+    """(our model, transformers' own) of one kind."""
+    directory = write_config_model(request.param, tmp_path_factory.mktemp(request.param))
+    return load_model(str(directory)), Reference(directory)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    directory = write_config_model("llama", tmp_path_factory.mktemp("llama"))
+    return load_model(str(directory)), Reference(directory)
+
+
+# --- the answers are transformers' own, however they came about --------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [3, 7, 256])
+def test_greedy_is_generate_with_and_without_cache(pair, chunk):
+    model, reference = pair
+    prompt = prompt_of(41)
+    expected = reference.greedy(prompt, 12)
+    with served(model, prefill_chunk=chunk) as world:
+        cold, warm = world.ask(prompt, 12).wait(), world.ask(prompt, 12).wait()
+        assert (cold.tokens, cold.cached) == (expected, 0)
+        assert (warm.tokens, warm.cached) == (expected, 40)
+        longer = prompt + expected + prompt_of(9, seed=1)
+        turn = world.ask(longer, 6).wait()
+        assert turn.tokens == reference.greedy(longer, 6)
+        assert turn.cached == (41 + 12 - 1) // 4 * 4  # the last token's KV was never computed
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_greedy_is_generate_in_a_batch(pair, chunk):
+    model, reference = pair
+    shared = prompt_of(17)
+    prompts = [shared + prompt_of(length, seed=length) for length in (1, 5, 13, 30)] + [prompt_of(3, seed=9)]
+    with served(model, prefill_chunk=chunk, max_num_seqs=3) as world:
+        answers = [world.ask(prompt, 10) for prompt in prompts]
+        assert [answer.wait().tokens for answer in answers] == [
+            reference.greedy(prompt, 10) for prompt in prompts
+        ]
+
+
+def test_greedy_is_generate_after_offload_and_restore(pair):
+    model, reference = pair
+    prompt = prompt_of(30)
+    expected = reference.greedy(prompt, 9)
+    with served(model, host_cache_bytes=64 * model.block_bytes(4)) as world:
+        assert world.tokens(prompt, 9) == expected
+        assert world.operate("offload", prompt).moved == 7
+        again = world.ask(prompt, 9).wait()  # restored by the prompt that meets it
+        assert (again.tokens, again.cached) == (expected, 28)
+        assert world.operate("offload").moved == 9
+        assert world.operate("restore", prompt).moved == 7
+        assert world.tokens(prompt, 9) == expected
+        assert world.stats()["blocks"] == {"evicted": 0, "offloaded": 16, "restored": 14}
+
+
+def test_greedy_is_generate_through_preemption_and_eviction(pair):
+    model, reference = pair
+    prompts = [prompt_of(14, seed=seed) for seed in range(4)]
+    with served(model, kv_blocks=14, prefill_chunk=8, host_cache_bytes=5 * model.block_bytes(4)) as world:
+        answers = [world.ask(prompt, 24) for prompt in prompts]
+        assert [answer.wait().tokens for answer in answers] == [
+            reference.greedy(prompt, 24) for prompt in prompts
+        ]
+        assert world.engine.counters.preemptions > 0
+        assert world.stats()["blocks"]["evicted"] > 0
+
+
+def test_fake_ids_stand_for_rows_of_their_table(llama):
+    model, reference = llama
+    tables = {7: torch.randn(5, 32, generator=torch.Generator().manual_seed(1)), 8: torch.randn(5, 32)}
+    text = prompt_of(6)
+    tokens = [VOCAB + 4, VOCAB + 1, VOCAB, VOCAB + 2, *text]
+    embed = reference.module.get_input_embeddings()
+    embeds = torch.cat([tables[7][[4, 1, 0, 2]], embed(torch.tensor(text))]).detach()
+    expected = reference.greedy(tokens, 8, embeds)
+    with served(model, prefill_chunk=3) as world:
+        first = world.ask(tokens, 8, extra_ids=[7] * 4 + [0] * 6, embeddings=tables).wait()
+        again = world.ask(tokens, 8, extra_ids=[7] * 4 + [0] * 6, embeddings=tables).wait()
+        other = world.ask(tokens, 8, extra_ids=[8] * 4 + [0] * 6, embeddings=tables).wait()
+    assert (first.tokens, first.cached) == (expected, 0)
+    assert (again.tokens, again.cached) == (expected, 8)
+    assert other.cached == 0
+
+
+# --- sharing -------------------------------------------------------------------------------------------
+
+
+def test_the_worked_example_of_extra_ids(llama):
+    model, _ = llama
+    rows = {extra: torch.randn(4, 32) for extra in (1, 2)}
+    fake = [VOCAB, VOCAB + 1, VOCAB + 2, VOCAB + 3]
+    cases = [
+        ([*fake, 1, 2, 3, 4, 9], [1] * 4 + [0] * 5, 0),
+        ([*fake, 1, 2, 3, 4, 9], [2] * 4 + [0] * 5, 0),
+        ([*fake, 5, 6, 7, 8, 9], [1] * 4 + [0] * 5, 4),
+    ]
+    with served(model) as world:
+        for tokens, extra_ids, cached in cases:
+            assert world.ask(tokens, 1, extra_ids=extra_ids, embeddings=rows).wait().cached == cached
+
+
+def test_a_salt_keeps_kv_apart(llama):
+    model, _ = llama
+    prompt = prompt_of(9)
+    with served(model) as world:
+        cached = [world.ask(prompt, 1, salt=salt).wait().cached for salt in (None, "a", "a", "b", None)]
+    assert cached == [0, 0, 8, 0, 8]
+
+
+@pytest.mark.parametrize("length", [9, 33])
+def test_a_burst_of_one_prompt_computes_it_once(llama, length):
+    model, _ = llama
+    prompt = prompt_of(length)
+    with served(model, prefill_chunk=16) as world:
+        gate = threading.Event()
+        blocked = world.engine.call(lambda cache: gate.wait(10))
+        answers = [world.ask(prompt, 4) for _ in range(6)]
+        gate.set()
+        blocked.result(timeout=10)
+        assert [answer.wait().cached for answer in answers] == [0] + [length - 1] * 5
+        assert len({tuple(answer.tokens) for answer in answers}) == 1
+
+
+# --- events -------------------------------------------------------------------------------------------
+
+
+def test_events_of_a_step_come_before_its_tokens_in_runs(llama):
+    model, _ = llama
+    order = []
+    with served(model, prefill_chunk=8) as world:
+        world.engine._publish = lambda events: order.append(("events", events))
+        done = threading.Event()
+
+        def on_output(outputs):
+            order.append(("outputs", outputs))
+            if isinstance(outputs[-1], Finished):
+                done.set()
+
+        prompt = prompt_of(17)
+        world.engine.submit(
+            GenerationRequest("x", array("i", prompt), SamplingParams(temperature=0, max_tokens=4)), on_output
+        )
+        assert done.wait(10)
+    kinds = [kind for kind, _ in order]
+    assert kinds[:6] == ["outputs", "events", "events", "outputs", "outputs", "outputs"]
+    stored = [event for kind, events in order if kind == "events" for event in events]
+    assert [len(event.hashes) for event in stored[:2]] == [2, 2]
+    assert all(isinstance(event, BlocksStored) and event.tier is Tier.GPU for event in stored)
+    assert (stored[0].parent, stored[1].parent) == (None, stored[0].hashes[-1])
+    assert list(stored[0].token_ids + stored[1].token_ids) == prompt[:16]
+
+
+def test_an_operation_publishes_before_its_future_is_done(llama):
+    model, _ = llama
+    with served(model) as world:
+        world.tokens(prompt_of(9))
+        seen = len(world.batches)
+        assert world.operate("flush").moved == 4
+        assert len(world.batches) == seen + 1
+
+
+# --- ends ---------------------------------------------------------------------------------------------
+
+
+def test_cancel_frees_the_blocks_at_once(llama):
+    model, _ = llama
+    with served(model) as world:
+        answer = world.ask(prompt_of(9), 200)
+        assert answer.first.wait(10)
+        world.engine.cancel(answer.id)
+        assert world.stats()["gpu"]["active"] == 0
+        assert answer.wait().finished.reason == "cancelled"
+        world.engine.cancel(answer.id)
+        world.engine.cancel("never heard of")
+        waiting = world.engine.counters
+        assert (waiting.running, waiting.waiting) == (0, 0)
+
+
+def test_stop_tokens_and_lengths(llama):
+    model, _ = llama
+    with served(model) as world:
+        free = world.tokens(prompt_of(9), 12)
+        stop = free[5]
+        first = free.index(stop)
+        stopped = world.ask(prompt_of(9), 12, stop_token_ids=frozenset({stop})).wait()
+        assert (stopped.tokens, stopped.finished.reason) == (free[: first + 1], "stop")
+        later = world.ask(prompt_of(9), 12, stop_token_ids=frozenset({stop}), min_tokens=first + 2).wait()
+        assert len(later.tokens) >= first + 2
+        assert stop not in later.tokens[: first + 1]
+        whole = world.ask(prompt_of(250), None, min_tokens=0).wait()
+        assert (len(whole.tokens), whole.finished.reason) == (6, "length")
+
+
+def test_the_end_token_stops_unless_ignored(llama):
+    model, _ = llama
+    with served(model) as world:
+        free = world.tokens(prompt_of(9), 12)
+    ending = dataclasses.replace(model, eos_token_ids=frozenset({free[5]}))
+    with served(ending) as world:
+        ended = world.ask(prompt_of(9), 12, ignore_eos=False).wait()
+        assert (ended.tokens, ended.finished.reason) == (free[: free.index(free[5]) + 1], "stop")
+        assert world.tokens(prompt_of(9), 12) == free
+
+
+def test_a_failed_step_ends_its_requests_and_nothing_else(llama, caplog):
+    model, reference = llama
+    with served(model) as world:
+        run = world.engine._runner.run
+
+        def fail(work):
+            world.engine._runner.run = run
+            raise RuntimeError("out of luck")
+
+        world.engine._runner.run = fail
+        broken = world.ask(prompt_of(9)).wait()
+        assert broken.finished.reason == "error"
+        assert broken.finished.message == "RuntimeError: out of luck"
+        assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)
+        assert world.engine.counters.finished == {"error": 1, "length": 1}
+    assert "a step failed" in caplog.text
+
+
+def test_an_owner_that_fails_loses_its_own_request_only(llama, caplog):
+    model, reference = llama
+    with served(model) as world:
+        answer = world.ask(prompt_of(9), 8)
+
+        def explode(outputs):
+            raise RuntimeError("owner")
+
+        world.engine.submit(
+            GenerationRequest("bad", array("i", prompt_of(30)), SamplingParams(max_tokens=100)), explode
+        )
+        assert answer.wait().tokens == reference.greedy(prompt_of(9), 8)
+        world.call(lambda cache: None)
+        world.call(lambda cache: None)
+        assert "bad" not in world.engine._in_flight
+    assert "the owner of a request failed" in caplog.text
+
+
+def test_a_dead_thread_leaves_nobody_waiting(llama, caplog):
+    model, _ = llama
+    with served(model) as world:
+
+        def die():
+            raise RuntimeError("bug")
+
+        world.engine._scheduler.plan = die
+        answer = world.ask(prompt_of(9)).wait()
+        assert answer.finished.reason == "error"
+        world.engine._thread.join(10)
+        assert not world.engine.alive
+        with pytest.raises(EngineUnavailable):
+            world.ask(prompt_of(9))
+        with pytest.raises(EngineUnavailable):
+            world.engine.call(lambda cache: None)
+        world.engine.cancel(answer.id)
+    assert "the engine thread died" in caplog.text
+
+
+def test_stop_cancels_what_is_in_flight(llama):
+    model, _ = llama
+    with served(model) as world:
+        answer = world.ask(prompt_of(9), 200)
+        assert answer.first.wait(10)
+        world.engine.stop()
+        assert answer.wait().finished.reason == "cancelled"
+        assert not world.engine.alive
+        with pytest.raises(EngineUnavailable):
+            world.engine.start()
+
+
+# --- refusals -----------------------------------------------------------------------------------------
+
+
+def test_requests_that_never_fit_are_refused(llama):
+    model, _ = llama
+    with served(model, kv_blocks=4) as world:
+        assert world.engine.max_model_len == 16
+        with pytest.raises(RequestRefused, match="at most 16 fit") as refused:
+            world.ask(prompt_of(16))
+        assert refused.value.param == "prompt"
+        assert world.ask(prompt_of(15), 5).wait().finished.reason == "length"
+
+
+def test_an_id_in_flight_is_refused(llama):
+    model, _ = llama
+    with served(model) as world:
+        first = world.ask(prompt_of(9), 200, request_id="same")
+        with pytest.raises(RequestRefused, match="in flight") as refused:
+            world.ask(prompt_of(9), request_id="same")
+        assert refused.value.param == "request_id"
+        world.engine.cancel("same")
+        first.wait()
+        world.ask(prompt_of(9), request_id="same").wait()
+
+
+def test_pins_can_leave_a_request_without_room(llama):
+    model, _ = llama
+    with served(model, kv_blocks=10) as world:
+        world.tokens(prompt_of(32), 1)
+        target = KvTarget(array("i", prompt_of(32)))
+        assert world.call(lambda cache: cache.pin(target, 1e9, 0.0)).blocks == 8
+        lost = world.ask(prompt_of(20, seed=5)).wait()
+        assert lost.finished.reason == "error"
+        assert "beside its 8 pinned blocks" in lost.finished.message
+        assert world.ask(prompt_of(5, seed=6), 2).wait().finished.reason == "length"
+
+
+def test_the_callers_error_comes_back_from_call(llama):
+    model, _ = llama
+    with served(model) as world:
+        with pytest.raises(ZeroDivisionError):
+            world.call(lambda cache: 1 / 0)
+        assert world.engine.alive
+
+
+# --- counters and the default model --------------------------------------------------------------------
+
+
+def test_counters_add_up(llama):
+    model, _ = llama
+    with served(model) as world:
+        for _ in range(2):
+            world.tokens(prompt_of(13), 5)
+        counters = world.engine.counters
+        world.call(lambda cache: None)
+        assert (counters.prompt_tokens, counters.cached_tokens, counters.generated_tokens) == (26, 12, 10)
+        assert counters.finished == {"length": 2}
+        assert counters.steps == 10
+
+
+def test_the_default_model_serves_sampled_and_scored_tokens():
+    with served(tiny(), tokens_per_block=16) as world:
+        prompt = list(range(10, 60))
+        sampled = [world.tokens(prompt, 12, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+        assert sampled[0] == sampled[1] != sampled[2]
+        scored = world.ask(prompt, 3, logprobs=2).wait()
+        for token in scored.outputs[1:-1]:
+            assert token.top_logprobs[0] == (token.token_id, token.logprob)
+            assert token.logprob >= token.top_logprobs[1][1]

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from engine_adapter.types import KvTarget, Tier
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kv_world import SIZE, World
+
+
+def tokens(length, start=0):
+    return list(range(start, start + length))
+
+
+@pytest.mark.parametrize(("length", "reused"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (13, 12)])
+def test_the_last_prompt_token_is_always_computed(length, reused):
+    world = World(16)
+    assert world.run(tokens(16)) == 0
+    assert world.run(tokens(length)) == reused
+
+
+def test_content_decides_not_the_hash():
+    world = World(16)
+    world.run(tokens(9))
+    assert world.run([*tokens(4), 99, 5, 6, 7, 8]) == 4
+    assert world.run(tokens(9), salt="s") == 0
+    assert world.run(tokens(9), extra_ids=[0] * 9) == 8
+    assert world.run(tokens(9), extra_ids=[0, 0, 0, 0, 1, 0, 0, 0, 0]) == 4
+    assert world.run(tokens(9), extra_ids=[0, 0, 0, 0, 2, 0, 0, 0, 0]) == 4
+
+
+def test_a_forced_collision_of_names_mixes_nothing_up(monkeypatch):
+    real = xxhash.xxh3_64_intdigest
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: real(data) % 3)
+    world = World(3)
+    sequence = world.sequence(tokens(8))
+    assert world.begin(sequence)
+    world.compute(sequence, 8)
+    world.check()
+    assert len({node.name for node in sequence.path}) == 2
+
+
+def test_a_sequence_grows_and_its_full_blocks_are_shared_at_once():
+    world = World(8)
+    first = world.sequence(tokens(6))
+    assert world.begin(first)
+    world.compute(first, 6)
+    for token in (6, 7, 8):
+        first.append(token)
+        world.compute(first, 1)
+    world.check()
+    second = world.sequence(tokens(9))
+    assert world.begin(second)
+    assert second.computed == 8
+    assert list(second.blocks[:2]) == list(first.blocks[:2])
+    world.check()
+
+
+def test_the_same_block_computed_twice_is_kept_once():
+    world = World(8)
+    pair = [world.sequence(tokens(8)) for _ in range(2)]
+    for sequence in pair:
+        assert world.begin(sequence)
+    for sequence in pair:
+        world.compute(sequence, 8)
+    world.check()
+    assert list(pair[0].blocks) == list(pair[1].blocks)
+    assert world.cache.tree.gpu.free == 6
+
+
+def test_extend_takes_over_what_another_computed():
+    world = World(8)
+    pair = [world.sequence(tokens(13)) for _ in range(2)]
+    for sequence in pair:
+        assert world.begin(sequence)
+    world.compute(pair[1], 2)
+    world.compute(pair[0], 13)
+    assert world.cache.extend(pair[1]) == 0  # within a block
+    world.compute(pair[1], 2)
+    assert world.cache.extend(pair[1]) == 8
+    world.compute(pair[1], 1)
+    world.check()
+
+
+def test_extend_restores_into_the_reserved_block():
+    world = World(8, 8)
+    waiting = world.sequence(tokens(9))
+    assert world.begin(waiting)
+    world.run(tokens(9))
+    assert world.cache.offload(KvTarget(), 10).moved == 2
+    world.check()
+    assert world.cache.extend(waiting) == 8
+    world.compute(waiting, 1)
+    world.check()
+    assert world.blocks(Tier.HOST) == 0
+
+
+def test_no_room_changes_nothing():
+    world = World(4)
+    holder = world.sequence(tokens(12))
+    assert world.begin(holder)
+    world.compute(holder, 12)
+    assert not world.begin(world.sequence(tokens(20)))
+    assert not world.begin(world.sequence(tokens(4, 50)), spare=1)
+    assert not world.cache.reserve(holder, 17)
+    world.check()
+    assert world.begin(world.sequence(tokens(4, 50)))
+    world.check()
+
+
+def test_eviction_takes_leaves_first_then_the_least_recently_used():
+    world = World(6)
+    world.run(tokens(8))
+    world.run(tokens(8, 100))
+    assert world.run(tokens(9)) == 8  # touches the first
+    world.run(tokens(12, 200)[:11])  # 2 free, so it evicts 1: the leaf of the second
+    assert [world.held(tokens(8, start)) for start in (0, 100, 200)] == [2, 1, 2]
+
+
+def test_a_higher_priority_is_evicted_later():
+    world = World(4)
+    world.run(tokens(8), priority=1)
+    world.run(tokens(8, 100))
+    world.run(tokens(8, 200))
+    assert world.run(tokens(9)) == 8
+
+
+def test_eviction_moves_down_and_a_prompt_brings_it_back():
+    world = World(4, 4)
+    world.run(tokens(12))
+    world.run(tokens(12, 100))
+    assert world.blocks(Tier.HOST) == 2
+    assert world.run(tokens(13)) == 12
+    assert world.cache.stats(0.0)["blocks"]["restored"] == 2
+
+
+def test_a_full_host_tier_keeps_what_is_worth_more():
+    world = World(4, 2)
+    world.run(tokens(16))
+    world.run(tokens(16, 100))  # 4 evicted into 2 host blocks: the two nearest the root stay
+    assert world.blocks(Tier.HOST) == 2
+    assert world.run(tokens(9)) == 8
+
+
+def test_end_frees_a_partial_block_and_twice_is_fine():
+    world = World(4)
+    sequence = world.sequence(tokens(6))
+    assert world.begin(sequence)
+    world.compute(sequence, 6)
+    world.end(sequence)
+    world.end(sequence)
+    world.check()
+    assert world.cache.tree.gpu.free == 3
+    with pytest.raises(ValueError, match="not begun"):
+        _ = sequence.tip
+
+
+def test_generated_tokens_are_text_beside_extra_ids():
+    world = World(4)
+    sequence = world.sequence([9, 9], extra_ids=[5, 5])
+    sequence.append(1)
+    assert list(sequence.extra_ids) == [5, 5, 0]
+    assert sequence.tokens == array("i", [9, 9, 1])
+    assert SIZE == 4

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    MambaConfig,
+)
+
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.torch_engine.model import DEFAULT_MODEL, load_model, random_model
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_world import CONFIGS, tiny, write_config_model
+
+
+def test_the_default_model_says_what_it_is():
+    model = tiny()
+    assert (model.name, model.is_default, model.tokenizer) == ("kvpin-tiny", True, str(DEFAULT_MODEL))
+    assert (model.vocab_size, model.hidden_size, model.max_model_len) == (4096, 256, 8192)
+    assert (model.default_max_tokens, model.eos_token_ids) == (128, {2})
+    assert model.block_bytes(16) == 65536
+    assert (model.device, model.dtype) == ("cpu", "float32")
+
+
+def test_the_default_model_is_the_same_each_time_and_leaves_torchs_seed_be():
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    again = load_model(None, served_name="other")
+    assert torch.equal(torch.rand(1), expected)
+    assert again.name == "other"
+    for (name, ours), (_, theirs) in zip(
+        tiny().module.named_parameters(), again.module.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    other = load_model(None, seed=1)
+    assert not torch.equal(other.module.lm_head.weight, again.module.lm_head.weight)
+
+
+def test_the_default_tokenizer_is_exact_and_renders_chats():
+    tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    text = "def größe(x): return '漢字 🙂'\n\t<|im_start|>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) == 4096
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "content": "42"},
+    ]
+    plain = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert plain == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        '<|im_start|>assistant\n\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    )
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools = tokenizer.apply_chat_template(messages[:2], tools=tools, tokenize=False)
+    assert with_tools == (
+        '<|im_start|>system\nBe brief.\n\nTools:\n{"type": "function", "function": {"name": "f"}}<|im_end|>\n'
+        "<|im_start|>user\nHi<|im_end|>\n"
+    )
+
+
+def test_a_directory_is_served_under_its_name_in_the_type_asked_for(tmp_path):
+    directory = write_config_model("qwen3", tmp_path / "my-model")
+    model = load_model(str(directory), dtype="bfloat16")
+    assert (model.name, model.tokenizer, model.is_default) == ("my-model", str(directory), False)
+    assert (model.dtype, model.kv_bytes_per_token) == ("bfloat16", 2 * 2 * 2 * 16 * 2)
+    assert (model.max_model_len, model.eos_token_ids) == (256, {1})
+
+
+def save(config, directory):
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return str(directory)
+
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, state_size=4),
+            "layers of kind linear_attention",
+        ),
+        (BloomConfig(**SMALL), "Bloom"),
+        (
+            GptOssConfig(
+                **SMALL, num_key_value_heads=2, head_dim=8, intermediate_size=32, num_local_experts=2
+            ),
+            "s_aux",
+        ),
+        (
+            Llama4TextConfig(
+                **SMALL,
+                num_key_value_heads=2,
+                head_dim=8,
+                intermediate_size=32,
+                intermediate_size_mlp=32,
+                num_local_experts=2,
+                moe_layers=[],
+            ),
+            "layers of kind chunked_attention",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_models_that_cannot_run_are_refused_at_start(config, message, tmp_path):
+    with pytest.raises(EngineSpecError, match=message):
+        load_model(save(config, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int4"}, "dtype is 'int4'; one of float32"),
+        ({"source": "/nowhere/at/all"}, "cannot load model '/nowhere/at/all'"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(arguments, message):
+    with pytest.raises(EngineSpecError, match=message):
+        load_model(**{"source": None, **arguments})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_cuda_is_refused():
+    with pytest.raises(EngineSpecError, match="no CUDA device"):
+        load_model(None, device="cuda")
+
+
+def test_random_weights_come_from_the_seed_alone():
+    first, second, other = (random_model(CONFIGS["gpt2"], seed) for seed in (1, 1, 2))
+    pairs = list(zip(first.parameters(), second.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(one, two) for one, two, _ in pairs)
+    assert any(not torch.equal(one, three) for one, _, three in pairs)

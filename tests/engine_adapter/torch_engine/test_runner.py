@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_adapter.torch_engine.kv_cache import KvSequence
+from engine_adapter.torch_engine.runner import Runner, Work
+from engine_adapter.torch_engine.storage import KvStorage
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_world import tiny
+
+SIZE = 4
+
+
+@pytest.fixture
+def runner():
+    torch.set_num_threads(1)
+    model = tiny()
+    storage = KvStorage(
+        model.layers,
+        gpu_blocks=16,
+        host_blocks=0,
+        tokens_per_block=SIZE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    return Runner(model, storage, SIZE)
+
+
+def sequence(tokens, blocks, extra_ids=None):
+    made = KvSequence(array("i", tokens), None if extra_ids is None else array("Q", extra_ids), None)
+    made.blocks = array("i", blocks)
+    return made
+
+
+def run(runner, *work):
+    logits = runner.run([Work(item, count, wants, {}) for item, count, wants in work])
+    for item, count, _ in work:
+        item.computed += count
+    return logits
+
+
+def test_rows_of_a_step_do_not_see_each_other(runner):
+    alone = run(runner, (sequence(range(9), [0, 1, 2]), 9, True))
+    first, second = sequence(range(9), [9, 4, 6]), sequence(range(30, 35), [3, 2])
+    assert run(runner, (first, 4, False), (second, 5, False)).shape == (0, 4096)
+    assert first.computed == 4
+    both = run(runner, (first, 5, True))
+    torch.testing.assert_close(both, alone)
+
+
+def test_logits_come_in_the_order_of_the_work_that_wants_them(runner):
+    prompts = [sequence(range(start, start + 5), [2 * start, 2 * start + 1]) for start in (0, 1, 2)]
+    alone = [run(runner, (item, 5, True))[0] for item in prompts]
+    for item in prompts:
+        item.computed = 4
+    together = run(
+        runner, (prompts[2], 1, True), (prompts[0], 1, True), (sequence(range(5), [12, 13]), 5, False)
+    )
+    torch.testing.assert_close(together, torch.stack([alone[2], alone[0]]))
+
+
+def test_decodes_of_very_different_lengths_are_attended_apart(runner):
+    long, short = sequence(range(32), list(range(8))), sequence([5], [9])
+    third = sequence([6], [10])
+    run(runner, (long, 31, False))
+    work = [Work(item, 1, True, {}) for item in (long, short, third)]
+    assert runner._decodes_together(work, [32, 1, 1]) == 0
+    assert runner._decodes_together(work[1:], [1, 1]) == 2
+    together = run(runner, (long, 1, True), (short, 1, True), (third, 1, True))
+    long.computed = 31
+    torch.testing.assert_close(together[:1], run(runner, (long, 1, True)))
+
+
+def test_runs_of_different_tables_in_one_chunk(runner):
+    tables = {7: torch.randn(3, 256), 9: torch.randn(3, 256)}
+    fake = 4096
+    tokens, extras = [fake + 2, fake, fake + 1, 5, fake + 1], [7, 7, 9, 0, 9]
+    mixed = sequence(tokens, [0, 1], extras)
+    embed = tiny().module.get_input_embeddings()
+    rows = torch.stack([tables[7][2], tables[7][0], tables[9][1], embed.weight[5], tables[9][1]])
+    logits = runner.run([Work(mixed, 5, True, tables)])
+    whole = sequence([fake + index for index in range(5)], [2, 3], [1] * 5)
+    torch.testing.assert_close(logits, runner.run([Work(whole, 5, True, {1: rows})]))

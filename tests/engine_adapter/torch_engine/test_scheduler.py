@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import sys
+from array import array
+from pathlib import Path
+
+import torch
+
+from engine_adapter.torch_engine.requests import GenerationRequest, SamplingParams
+from engine_adapter.torch_engine.sampling import Choice, Sampler
+from engine_adapter.torch_engine.scheduler import Active, Scheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kv_world import World
+
+
+class Desk:
+    """A scheduler over a cache whose memory is checked; `step` computes what is planned."""
+
+    def __init__(self, blocks=16, max_num_seqs=8, prefill_chunk=8):
+        self.world = World(blocks)
+        self.scheduler = Scheduler(self.world.cache, max_num_seqs=max_num_seqs, prefill_chunk=prefill_chunk)
+
+    def add(self, name, tokens, limit=100, ends=()):
+        params = SamplingParams(temperature=0.0)
+        sampler = Sampler(
+            params, array("i", tokens), ends=frozenset(), vocab_size=10, seed=0, device=torch.device("cpu")
+        )
+        request = GenerationRequest(name, array("i", tokens), params)
+        active = Active(request, lambda outputs: None, sampler, ends=frozenset(ends), limit=limit)
+        self.scheduler.add(active)
+        return active
+
+    def step(self, token=7):
+        """(name, tokens, first) of each item, computed; those that completed got `token`."""
+        items = self.scheduler.plan()
+        told = [(item.active.request.request_id, item.count, item.first) for item in items]
+        for item in items:
+            completes = item.completes
+            self.world.compute(item.active.sequence, item.count)
+            if completes:
+                item.active.accept(Choice(token))
+        self.world.running = [active.sequence for active in self.scheduler.running]
+        self.world.check()
+        return told
+
+
+def tokens(length, start=0):
+    return list(range(start, start + length))
+
+
+def test_prompts_run_in_chunks_first_come_first_served_beside_decodes():
+    desk = Desk()
+    desk.add("a", tokens(11))
+    desk.add("b", tokens(6, 100))
+    assert desk.step() == [("a", 8, True)]
+    assert desk.step() == [("a", 3, False), ("b", 5, True)]
+    assert desk.step() == [("a", 1, False), ("b", 1, False)]
+    assert desk.step() == [("a", 1, False), ("b", 1, False)]
+
+
+def test_single_tokens_come_first():
+    desk = Desk(prefill_chunk=20)
+    desk.add("a", tokens(9))
+    desk.step()
+    desk.scheduler.remove(desk.scheduler.running[0])
+    desk.add("long", tokens(6, 50))
+    desk.add("cached", tokens(9))
+    assert desk.step() == [("cached", 1, True), ("long", 6, True)]
+
+
+def test_a_shared_block_is_computed_once_then_reused():
+    desk = Desk(prefill_chunk=20)
+    for name in ("a", "b", "c"):
+        desk.add(name, tokens(9))
+    assert desk.step() == [("a", 9, True)]
+    assert desk.step() == [("a", 1, False), ("b", 1, True), ("c", 1, True)]
+
+
+def test_no_more_than_max_num_seqs_run():
+    desk = Desk(max_num_seqs=1)
+    first = desk.add("a", tokens(3))
+    desk.add("b", tokens(3, 50))
+    assert desk.step() == [("a", 3, True)]
+    assert desk.step() == [("a", 1, False)]
+    desk.scheduler.remove(first)
+    assert desk.step() == [("b", 3, True)]
+
+
+def test_the_youngest_gives_way_and_comes_back_first():
+    desk = Desk(blocks=5)
+    desk.add("a", tokens(7))
+    desk.add("b", tokens(3, 50))
+    desk.add("c", tokens(3, 90))
+    told = [desk.step() for _ in range(10)]
+    assert desk.scheduler.preemptions > 0
+    assert all("a" in [name for name, _, _ in items] for items in told)
+    assert "c" in [active.request.request_id for active in desk.scheduler.waiting]
+    names = [active.request.request_id for active in (*desk.scheduler.running, *desk.scheduler.waiting)]
+    assert names == ["a", "b", "c"]
+
+
+def test_a_preempted_request_is_recomputed_and_not_first_again():
+    desk = Desk(blocks=5, prefill_chunk=16)
+    first, second = desk.add("a", tokens(7)), desk.add("b", tokens(6, 50))
+    desk.step()
+    while second in desk.scheduler.running:
+        desk.step()
+    desk.scheduler.remove(first)
+    assert len(second.sequence.tokens) == 9
+    assert desk.step() == [("b", 1, False)]  # the rest had stayed in the cache
+
+
+def test_an_empty_plan_means_no_room_at_all():
+    desk = Desk(blocks=2)
+    desk.add("a", tokens(20))
+    assert desk.scheduler.busy
+    assert desk.scheduler.plan() == []
+
+
+def test_remove_forgets_waiting_running_and_strangers():
+    desk = Desk(max_num_seqs=1)
+    running, waiting = desk.add("a", tokens(3)), desk.add("b", tokens(3))
+    desk.step()
+    for active in (running, waiting, running):
+        desk.scheduler.remove(active)
+    assert not desk.scheduler.busy
+    desk.world.running = []
+    desk.world.check()
+
+
+def test_a_request_ends_at_a_stop_token_or_its_limit():
+    active = Desk().add("a", tokens(3), limit=2, ends=[9])
+    assert active.accept(Choice(1)) is None
+    assert active.accept(Choice(1)) == "length"
+    assert active.accept(Choice(9)) == "stop"
+    assert active.finished("stop").request_id == "a"

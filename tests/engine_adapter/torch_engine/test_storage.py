@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import torch
+
+from engine_adapter.torch_engine.attention import LayerShape
+from engine_adapter.torch_engine.storage import KvStorage, bytes_per_token
+
+SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 6, 4), LayerShape(2, 4, 3)]
+
+
+def storage():
+    return KvStorage(
+        SHAPES,
+        gpu_blocks=5,
+        host_blocks=3,
+        tokens_per_block=2,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def test_layers_have_their_own_shapes_and_memory():
+    kv = storage()
+    planes = [plane for index in range(3) for plane in kv.layer(index)]
+    assert [tuple(plane.shape) for plane in planes] == [
+        (10, 2, 4),
+        (10, 2, 4),
+        (10, 1, 6),
+        (10, 1, 4),
+        (10, 2, 4),
+        (10, 2, 3),
+    ]
+    for index, plane in enumerate(planes):
+        plane.fill_(index + 1)
+    assert [float(plane.mean()) for plane in planes] == [1, 2, 3, 4, 5, 6]
+
+
+def test_blocks_go_down_and_up_whole():
+    kv = storage()
+    planes = [plane for index in range(3) for plane in kv.layer(index)]
+    for number, plane in enumerate(planes):
+        plane.copy_(torch.arange(plane.numel()).view(plane.shape) + 1000 * number)
+    before = [plane.clone() for plane in planes]
+    kv.copy_to_host([4, 1], [0, 2])
+    for plane in planes:
+        plane.zero_()
+    kv.copy_to_gpu([2, 0], [3, 0])
+    for plane, old in zip(planes, before, strict=True):
+        assert torch.equal(plane[6:8], old[2:4])
+        assert torch.equal(plane[0:2], old[8:10])
+        assert not plane[2:6].any()
+
+
+def test_bytes_per_token():
+    assert bytes_per_token(SHAPES, torch.float16) == 2 * (16 + 10 + 14)
