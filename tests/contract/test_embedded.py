@@ -1,0 +1,261 @@
+"""What only the embedded engine can do, over its adapter: events, tables, pins, offload, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from engine_adapter import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Capability,
+    EngineRejected,
+    EngineUnavailable,
+    JsonBody,
+    KvTarget,
+    KvVerb,
+    NotSupported,
+    PromptTable,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+)
+from engine_adapter.kv_events import decode_snapshot
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import extra_array, token_array
+
+T = 16
+WAIT_S = 20.0
+
+
+class View:
+    """What a reader of the events believes the engine holds: (tier, hash) → (tokens, extra ids, salt)."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple, tuple] = {}
+        self.salts: dict[object, str | None] = {}
+        self.current = asyncio.Event()
+
+    def apply(self, event) -> None:
+        if isinstance(event, ViewLost):
+            self.blocks.clear()
+            self.current.clear()
+        elif isinstance(event, ViewCurrent):
+            self.current.set()
+        elif isinstance(event, CacheCleared):
+            self.blocks.clear()
+        elif isinstance(event, BlocksRemoved):
+            for name in event.hashes:
+                del self.blocks[event.tier, name]
+        elif isinstance(event, BlocksStored):
+            self._store(event)
+
+    def _store(self, event: BlocksStored) -> None:
+        size = event.tokens_per_block
+        parent = event.parent
+        for index, name in enumerate(event.hashes):
+            tokens = bytes(event.token_ids[index * size : (index + 1) * size])
+            extras = (
+                None if event.extra_ids is None else bytes(event.extra_ids[index * size : (index + 1) * size])
+            )
+            if extras is not None and not any(extras):
+                extras = None
+            salt = event.salt if parent is None else None
+            self.blocks[event.tier, name] = (parent, tokens, extras, salt)
+            parent = name
+
+    @classmethod
+    def of(cls, events) -> View:
+        view = cls()
+        for event in events:
+            view.apply(event)
+        return view
+
+
+@pytest.fixture
+async def adapter(adapter_of, embedded_engine):
+    return adapter_of("embedded", embedded_engine.url)
+
+
+@pytest.fixture
+async def control(adapter):
+    client = ControlClient(adapter.spec)
+    yield client
+    await client.aclose()
+
+
+async def complete(control, tokens, **fields):
+    request = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0} | fields
+    return await control.call("POST", "/v1/completions", json=request)
+
+
+async def fill_the_pool(control, name) -> None:
+    """More prompts than fit in 256 blocks: everything that can be evicted is."""
+    for prompt in range(9):
+        await complete(control, [(prompt + i) % 900 + 5 for i in range(480)], cache_salt=f"{name}{prompt}")
+
+
+def cached(answer) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def result(adapter, verb, target):
+    return [progress async for progress in adapter.operate(verb, target)]
+
+
+async def follow(adapter, view: View) -> None:
+    async for event in adapter.events():
+        view.apply(event)
+
+
+async def same_as_the_engine(control, view: View) -> None:
+    """Waits until the view equals the engine's own snapshot."""
+    for _ in range(int(WAIT_S / 0.05)):
+        snapshot = decode_snapshot(await control.fetch("GET", "/kv/snapshot"))
+        if view.current.is_set() and view.blocks == View.of(snapshot.events).blocks:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("the view differs from the snapshot")
+
+
+async def test_connect_tells_everything(adapter):
+    info = await adapter.connect()
+    assert info.capabilities == frozenset(Capability)
+    assert info.tokens_per_block == T
+    assert info.gpu_blocks == 256
+    assert info.host_blocks > 0
+    assert info.vocab_size > 0
+    assert info.hidden_size > 0
+    assert info.tokenizer
+    assert info.version
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi 🙂"}]}),
+        ("/v1/completions", {"prompt": "Once upon a time"}),
+        ("/v1/completions", {"prompt": [9, 8, 7]}),
+    ],
+)
+async def test_tokenize_equals_what_is_served(adapter, control, path, fields):
+    request = fields | {"max_tokens": 1, "return_token_ids": True}
+    served = await control.call("POST", path, json=request)
+    tokens = await adapter.tokenize(path, JsonBody(json.dumps(request).encode()))
+    assert tokens == array("i", served["prompt_token_ids"])
+
+
+async def test_a_refused_request_names_its_field(adapter):
+    with pytest.raises(EngineRejected) as caught:
+        await adapter.tokenize("/v1/chat/completions", JsonBody(b'{"messages": []}'))
+    assert caught.value.status == 400
+    assert caught.value.param == "messages"
+
+
+async def test_events_and_the_snapshot_give_the_same_view(adapter, control):
+    await complete(control, range(10, 60), cache_salt="before")
+    view = View()
+    following = asyncio.create_task(follow(adapter, view))
+    try:
+        await same_as_the_engine(control, view)
+        await complete(control, range(10, 90), cache_salt="after", max_tokens=20, ignore_eos=True)
+        await same_as_the_engine(control, view)
+        salted = KvTarget(cache_salt="after")
+        assert any(salt == "after" for *_, salt in view.blocks.values())
+        await result(adapter, KvVerb.OFFLOAD, salted)
+        await same_as_the_engine(control, view)
+        assert any(tier is Tier.HOST for tier, _ in view.blocks)
+        await result(adapter, KvVerb.FLUSH, salted)
+        await same_as_the_engine(control, view)
+        assert not any(salt == "after" for *_, salt in view.blocks.values())
+        await fill_the_pool(control, "events")
+        await same_as_the_engine(control, view)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_offload_and_restore_keep_the_kv(adapter, control):
+    tokens, salt = token_array(range(100, 164)), "tiers"
+    target = KvTarget(tokens, cache_salt=salt)
+    cold = await complete(control, tokens, cache_salt=salt, max_tokens=5)
+    (offloaded,) = await result(adapter, KvVerb.OFFLOAD, target)
+    assert (offloaded.done, offloaded.total) == (4, 4)
+    assert offloaded.bytes > 0
+    (restored,) = await result(adapter, KvVerb.RESTORE, target)
+    assert restored.done == 4
+    warm = await complete(control, tokens, cache_salt=salt, max_tokens=5)
+    assert cached(warm) == 48
+    assert warm["choices"] == cold["choices"]
+    assert (await result(adapter, KvVerb.FLUSH, target))[-1].done >= 4
+    assert cached(await complete(control, tokens, cache_salt=salt)) == 0
+
+
+async def test_pins_hold_and_end(adapter, control):
+    tokens, salt = token_array(range(200, 264)), "pins"
+    await complete(control, tokens, cache_salt=salt)
+    pinned = await adapter.pin(KvTarget(tokens, cache_salt=salt), 60.0)
+    assert pinned.blocks == 4
+    assert pinned.ttl_s == 60.0
+    assert (await adapter.stats())["pinned_blocks"] >= 4
+    await fill_the_pool(control, "pins")
+    assert cached(await complete(control, tokens, cache_salt=salt)) == 48
+    assert await adapter.unpin(pinned.pin_id)
+    assert not await adapter.unpin(pinned.pin_id)
+    with pytest.raises(EngineRejected):
+        await adapter.pin(KvTarget(tokens), -1.0)
+
+
+async def test_prompt_tables_share_only_their_own_kv(adapter, control):
+    info = await adapter.connect()
+    fake = [info.vocab_size + row for row in range(T)]
+    for extra_id, table_id in enumerate(("soft/1", "soft 2"), start=1):
+        rows = torch.randn(T, info.hidden_size, generator=torch.Generator().manual_seed(extra_id))
+        table = PromptTable(table_id, extra_id, T, info.hidden_size, save({"t": rows}))
+        await adapter.put_prompt_table(table)
+        await adapter.put_prompt_table(table)
+    prompt = [*fake, *range(1, 6)]
+    first = await complete(control, prompt, prompt_table="soft/1", logprobs=2)
+    other = await complete(control, prompt, prompt_table="soft 2", logprobs=2)
+    text = [*fake, *range(5, 10)]
+    third = await complete(control, text, extra_ids=[1] * T + [0] * 5)
+    assert (cached(first), cached(other), cached(third)) == (0, 0, T)
+    assert first["choices"][0]["logprobs"] != other["choices"][0]["logprobs"]
+    pinned = await adapter.pin(KvTarget(token_array(fake), extra_array([1] * T)), 5.0)
+    assert pinned.blocks == 1
+    await adapter.unpin(pinned.pin_id)
+    with pytest.raises(EngineRejected) as caught:
+        await adapter.put_prompt_table(
+            PromptTable("soft/1", 9, T, info.hidden_size, save({"t": torch.zeros(T, info.hidden_size)}))
+        )
+    assert caught.value.status == 409
+    for table_id in ("soft/1", "soft 2", "soft 2"):
+        await adapter.delete_prompt_table(table_id)
+    with pytest.raises(EngineRejected) as caught:
+        await complete(control, prompt, prompt_table="soft/1")
+    assert caught.value.param == "prompt_table"
+
+
+async def test_an_engine_that_is_killed(adapter_of, start_engine):
+    engine = start_engine("--kv-blocks", "64")
+    adapter = adapter_of("embedded", engine.url)
+    info = await adapter.connect()
+    assert info.host_blocks == 0
+    assert info.capabilities == frozenset(Capability) - {Capability.OFFLOAD, Capability.RESTORE}
+    with pytest.raises(NotSupported, match="host"):
+        await result(adapter, KvVerb.OFFLOAD, KvTarget())
+    view = View()
+    following = asyncio.create_task(follow(adapter, view))
+    await asyncio.wait_for(view.current.wait(), WAIT_S)
+    engine.kill()
+    with pytest.raises(EngineUnavailable):
+        await asyncio.wait_for(following, WAIT_S)
+    for call in (adapter.connect, adapter.load, adapter.stats):
+        with pytest.raises(EngineUnavailable):
+            await call()

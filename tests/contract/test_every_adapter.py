@@ -1,0 +1,146 @@
+"""What `EngineAdapter` promises, held against every adapter on a real engine."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from engine_adapter import (
+    Capability,
+    EngineRejected,
+    EngineSpecError,
+    EngineUnavailable,
+    JsonBody,
+    KvTarget,
+    KvVerb,
+    NotSupported,
+    PromptTable,
+    make_adapter,
+)
+from engine_adapter.types import EngineSpec, token_array
+from tests.engines import served
+
+CHAT = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3, "temperature": 0}
+TARGET = KvTarget(token_array([1, 2, 3]))
+
+
+def body(**fields) -> JsonBody:
+    return JsonBody(json.dumps(CHAT | fields).encode())
+
+
+async def drained(iterator):
+    async with aclosing(iterator) as items:
+        return [item async for item in items]
+
+
+USES = {
+    Capability.KV_EVENTS: lambda adapter: drained(adapter.events()),
+    Capability.TOKENIZE: lambda adapter: adapter.tokenize("/v1/chat/completions", body()),
+    Capability.FLUSH: lambda adapter: drained(adapter.operate(KvVerb.FLUSH, TARGET)),
+    Capability.OFFLOAD: lambda adapter: drained(adapter.operate(KvVerb.OFFLOAD, TARGET)),
+    Capability.RESTORE: lambda adapter: drained(adapter.operate(KvVerb.RESTORE, TARGET)),
+    Capability.PIN: lambda adapter: adapter.pin(TARGET, 1.0),
+    Capability.PROMPT_TABLES: lambda adapter: adapter.put_prompt_table(PromptTable("t", 1, 1, 1, b"")),
+}
+
+
+async def test_connect_says_what_it_is_and_changes_nothing(adapter):
+    first, second = await adapter.connect(), await adapter.connect()
+    assert first == second
+    assert first.model == "kvpin-tiny"
+    assert first.instance
+    assert first.max_model_len > 0
+
+
+async def test_load_counts_requests(adapter):
+    load = await adapter.load()
+    assert (load.running, load.waiting) == (0, 0)
+    assert load.gpu_usage is None or 0 <= load.gpu_usage <= 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_prepared_request_is_answered(adapter, transport, path):
+    sent = body(prompt="Hello") if path == "/v1/completions" else body()
+    headers = {"content-type": "application/json", "host": "proxy", "x-request-id": "r", "x-kvpin-x": "y"}
+    request = adapter.prepare("POST", path, headers, sent)
+    assert request.body == sent.raw
+    assert not {"host", "x-kvpin-x", "authorization"} & set(request.headers)
+    async with await transport.send(request) as response:
+        answer = json.loads(await response.read())
+        assert response.status == 200
+        reported = adapter.cached_tokens(response.headers)
+    assert reported in (None, answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_cached_tokens_of_headers_that_say_nothing(adapter):
+    assert adapter.cached_tokens({}) is None
+    assert adapter.cached_tokens({"x-kv-cached-tokens": "many"}) is None
+
+
+async def test_a_stream_comes_piece_by_piece(adapter, transport):
+    request = adapter.prepare("POST", "/v1/chat/completions", {}, body(stream=True, ignore_eos=True))
+    async with await transport.send(request) as response:
+        data = b"".join([chunk async for chunk in response.chunks()])
+    assert data.endswith(b"data: [DONE]\n\n")
+
+
+async def test_what_is_not_declared_is_not_supported(adapter):
+    missing = set(USES) - (await adapter.connect()).capabilities
+    for capability in missing:
+        with pytest.raises(NotSupported) as caught:
+            await USES[capability](adapter)
+        assert caught.value.capability == capability.value
+        assert caught.value.instead
+    if Capability.PIN in missing:
+        with pytest.raises(NotSupported):
+            await adapter.unpin("x")
+    if Capability.PROMPT_TABLES in missing:
+        with pytest.raises(NotSupported):
+            await adapter.delete_prompt_table("x")
+
+
+async def test_stats_are_for_people(adapter):
+    stats = await adapter.stats()
+    assert isinstance(stats, dict)
+    json.dumps(stats)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "openai_compatible"])
+async def test_nobody_there_is_unavailable(adapter_of, kind):
+    adapter = adapter_of(kind, "http://127.0.0.1:1")
+    for call in (adapter.connect, adapter.load):
+        with pytest.raises(EngineUnavailable):
+            await call()
+
+
+@pytest.mark.parametrize("kind", ["embedded", "openai_compatible"])
+def test_a_bad_address_is_told_at_once(kind):
+    with pytest.raises(EngineSpecError):
+        make_adapter(EngineSpec(kind=kind, url="localhost:8000", id="e"))
+
+
+async def test_another_kind_of_engine_is_not_taken_for_ours(adapter_of):
+    with served(Starlette(routes=[Route("/kv/info", lambda _: JSONResponse({"engine": "another"}))])) as url:
+        with pytest.raises(EngineUnavailable, match="does not answer as kvpin"):
+            await adapter_of("embedded", url).connect()
+        with pytest.raises(EngineRejected):
+            await adapter_of("embedded", url).load()
+
+
+async def test_an_engine_without_a_health_route_is_asked_for_its_models(adapter_of):
+    models = JSONResponse({"data": [{"id": "m"}]})
+    with served(Starlette(routes=[Route("/v1/models", lambda _: models)])) as url:
+        adapter = adapter_of("openai_compatible", f"{url}/v1")
+        assert (await adapter.connect()).model == "m"
+        await adapter.load()
+
+
+async def test_an_engine_that_is_not_well(adapter_of):
+    app = Starlette(routes=[Route("/health", lambda _: JSONResponse({}, 500))])
+    with served(app) as url, pytest.raises(EngineUnavailable):
+        await adapter_of("openai_compatible", url).load()

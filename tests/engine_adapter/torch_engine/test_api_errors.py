@@ -1,0 +1,46 @@
+"""Which error is answered how."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine_adapter.errors import ChatError, EngineUnavailable, PromptTableError
+from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error_response
+from engine_adapter.torch_engine.requests import RequestRefused
+
+
+@pytest.mark.parametrize("kind", [ChatError, PromptTableError, RequestRefused])
+def test_what_the_client_did_is_a_400_with_its_field(kind):
+    error = as_api_error(kind("why", param="messages[2]"))
+    assert (error.status, error.param, str(error)) == (400, "messages[2]", "why")
+
+
+def test_an_engine_that_is_gone_is_a_503():
+    response = error_response(as_api_error(EngineUnavailable("gone")))
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert json.loads(response.body) == {
+        "error": {
+            "message": "gone",
+            "type": "service_unavailable_error",
+            "param": None,
+            "code": "engine_unavailable",
+        }
+    }
+
+
+def test_an_api_error_is_itself():
+    error = ApiError("x", status=409, code="c")
+    assert as_api_error(error) is error
+    assert json.loads(error_response(error).body)["error"]["type"] == "conflict_error"
+
+
+def test_a_fault_of_ours_is_no_answer():
+    assert as_api_error(ZeroDivisionError()) is None
+
+
+def test_a_body_that_was_not_read_closes_the_connection():
+    assert error_response(ApiError("x", status=413)).headers["connection"] == "close"
+    assert "connection" not in error_response(ApiError("x")).headers

@@ -1,0 +1,58 @@
+"""What clients see of an engine that stops in mid-answer: never something that passes for a whole one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+import torch
+
+from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.server import EngineHost, create_app
+from engine_adapter.torch_engine.service import EngineService, ServiceOptions
+from tests.engines import served
+
+BODY = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture
+async def mortal():
+    """A service of the test's own, and a client of it."""
+    torch.set_num_threads(1)
+    service = await asyncio.to_thread(
+        EngineService.build, ServiceOptions(threads=1, engine=EngineOptions(kv_blocks=64))
+    )
+    try:
+        with served(create_app(EngineHost(service))) as url:
+            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+                yield service, client
+    finally:
+        await asyncio.to_thread(service.close)
+
+
+async def test_streams_and_answers_are_cut_and_health_tells(mortal):
+    service, client = mortal
+    lines: list[str] = []
+
+    async def read_stream() -> None:
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                lines.append(line)  # noqa: PERF401 - kept although the stream breaks
+
+    reading = asyncio.create_task(read_stream())
+    whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
+    while not lines or service.engine.counters.running < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(service.engine.stop)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await reading
+    with pytest.raises(httpx.RemoteProtocolError):
+        await whole
+    last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+    for path in ("/health", "/v1/models", "/kv/info"):
+        assert (await client.get(path)).status_code == 503
+    assert (await client.post("/v1/completions", json=BODY)).status_code == 503
+    assert (await client.get("/metrics")).status_code == 200

@@ -1,0 +1,171 @@
+"""`/kv/…` on a real socket. What the routes do to the cache is the cache's tests' business, and the
+contract suite's; here it is what they take and answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save
+
+T = 16
+
+
+def bad(response, status, param):
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == param
+
+
+async def complete(client, tokens, **fields):
+    request = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0} | fields
+    response = await client.post("/v1/completions", json=request)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_info(client, served_engine):
+    info = (await client.get("/kv/info")).json()
+    assert info["engine"] == "kvpin-embedded"
+    assert info["instance"] == served_engine.service.instance
+    assert info["tokens_per_block"] == T
+    assert info["gpu_blocks"] == 256
+    assert {"version", "model", "tokenizer", "vocab_size", "hidden_size", "max_model_len"} <= set(info)
+    assert {"host_blocks", "block_bytes", "dtype", "device"} <= set(info)
+
+
+async def test_stats_add_up(client):
+    await complete(client, range(5, 60), cache_salt="stats")
+    stats = (await client.get("/kv/stats")).json()
+    gpu, host = stats["gpu"], stats["host"]
+    assert gpu["free"] + gpu["cached"] + gpu["active"] == gpu["total"] == 256
+    assert host["free"] + host["cached"] == host["total"]
+    assert stats["requests"] == {"running": 0, "waiting": 0}
+    assert stats["tokens"]["prompt"] >= 55
+    assert {"evicted", "offloaded", "restored"} <= set(stats["blocks"])
+    assert stats["pins"] == []
+
+
+async def test_event_sources(client, served_engine):
+    (source,) = (await client.get("/kv_event_sources")).json().values()
+    assert source["endpoint"].startswith("tcp://127.0.0.1:")
+    assert source["buffer_steps"] == 10_000
+    assert set(source) == {"endpoint", "replay_endpoint", "buffer_steps", "hwm", "topic"}
+
+
+async def test_snapshot_has_a_sequence_and_blocks(client):
+    await complete(client, range(5, 60), cache_salt="snapshot")
+    response = await client.get("/kv/snapshot")
+    assert response.headers["content-type"] == "application/msgpack"
+    sequence, events = msgspec.msgpack.decode(response.content)
+    assert sequence >= 0
+    assert any(
+        ["cache_salt", "snapshot"] in (keys or []) for e in events for keys in e.get("extra_keys") or []
+    )
+
+
+async def test_slices_stop_at_their_size_and_go_on(client):
+    await complete(client, range(5, 5 + 6 * T), cache_salt="slices")
+    asked = {"cache_salt": "slices", "max_blocks": 4}
+    first = (await client.post("/kv/offload", json=asked)).json()
+    second = (await client.post("/kv/offload", json=asked)).json()
+    assert (first["moved"], first["remaining"]) == (4, 2)
+    assert (second["moved"], second["remaining"]) == (2, 0)
+    assert first["bytes"] == 2 * second["bytes"]
+    assert set(first["left"]) == {"in_use", "pinned", "no_room"}
+    assert (await client.post("/kv/restore", json=asked)).json()["moved"] == 4
+    flushed = (await client.post("/kv/flush", json={"cache_salt": "slices"})).json()
+    assert (flushed["moved"], flushed["remaining"]) == (6, 0)
+
+
+async def test_a_flush_leaves_running_requests_their_blocks(client):
+    prompt = [(i * 3) % 900 + 5 for i in range(200)]
+    fields = {"cache_salt": "running", "ignore_eos": True, "max_tokens": 60}
+    alone = await complete(client, prompt, **fields)
+    await client.post("/kv/flush", json={"cache_salt": "running"})
+    running = asyncio.create_task(complete(client, prompt, **fields))
+    in_use = 0
+    while not running.done():
+        left = (await client.post("/kv/flush", json={"cache_salt": "running"})).json()["left"]
+        in_use = max(in_use, left["in_use"])
+    assert in_use > 0
+    assert (await running)["choices"] == alone["choices"]
+
+
+async def test_pins_are_listed_and_end(client):
+    tokens = list(range(300, 300 + 2 * T))
+    await complete(client, [*tokens, 5], cache_salt="pin")
+    asked = {"token_ids": tokens, "cache_salt": "pin", "ttl_s": 60}
+    pinned = (await client.post("/kv/pin", json=asked)).json()
+    assert (pinned["blocks"], pinned["ttl_s"]) == (2, 60)
+    (shown,) = (await client.get("/kv/stats")).json()["pins"]
+    assert shown["pin_id"] == pinned["pin_id"]
+    assert 0 < shown["expires_in_s"] <= 60
+    for expected in (True, False):
+        answer = await client.post("/kv/unpin", json={"pin_id": pinned["pin_id"]})
+        assert answer.json() == {"unpinned": expected}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/kv/flush", {"max_blocks": 0}, "max_blocks"),
+        ("/kv/flush", {"max_blocks": "x"}, "max_blocks"),
+        ("/kv/offload", {"cache_salt": ""}, "cache_salt"),
+        ("/kv/restore", {"token_ids": [1, "x"]}, "token_ids[1]"),
+        ("/kv/flush", {"extra_ids": [1]}, "extra_ids"),
+        ("/kv/pin", {"token_ids": [1]}, "ttl_s"),
+        ("/kv/pin", {"ttl_s": 5}, "token_ids"),
+        ("/kv/pin", {"token_ids": [1], "ttl_s": 0}, "ttl_s"),
+        ("/kv/unpin", {}, "pin_id"),
+    ],
+)
+async def test_bad_operations_name_the_field(client, path, fields, param):
+    bad(await client.post(path, json=fields), 400, param)
+
+
+async def test_tables_come_and_go(client, served_engine):
+    hidden = served_engine.service.model.hidden_size
+    data = save({"t": torch.ones(2, hidden)})
+    path = "/kv/prompt_tables/a/b c?extra_id=99"
+    created = await client.put(path, content=data)
+    assert (created.status_code, created.json()) == (
+        201,
+        {"id": "a/b c", "extra_id": 99, "rows": 2, "hidden": hidden},
+    )
+    assert (await client.put(path, content=data)).status_code == 200
+    assert created.json() in (await client.get("/kv/prompt_tables")).json()["prompt_tables"]
+    bad(await client.put(path, content=save({"t": torch.zeros(2, hidden)})), 409, "table_id")
+    bad(await client.put("/kv/prompt_tables/x?extra_id=0", content=data), 400, "extra_id")
+    bad(await client.put("/kv/prompt_tables/x", content=b"\x80\x04pickle"), 400, "table")
+    bad(
+        await client.put("/kv/prompt_tables/x", content=save({"t": torch.full((1, hidden), math.nan)})),
+        400,
+        "table",
+    )
+    bad(await client.put("/kv/prompt_tables/x", content=save({"t": torch.ones(1, hidden + 1)})), 400, "table")
+    assert (await client.delete("/kv/prompt_tables/a/b c")).json() == {"deleted": True}
+    assert (await client.delete("/kv/prompt_tables/a/b c")).json() == {"deleted": False}
+
+
+async def test_embeddings_in_a_message(client, served_engine):
+    import base64
+
+    hidden, vocab = served_engine.service.model.hidden_size, served_engine.service.model.vocab_size
+    rows = save({"t": torch.randn(3, hidden, generator=torch.Generator().manual_seed(1))})
+    part = {"type": "prompt_embeds", "data": base64.b64encode(rows).decode()}
+    text = {"type": "text", "text": "go on"}
+    body = {"messages": [{"role": "user", "content": [part, text]}], "max_tokens": 2}
+    tokenized = (await client.post("/tokenize", json=body)).json()
+    fake = [token for token in tokenized["tokens"] if token >= vocab]
+    assert fake == [vocab, vocab + 1, vocab + 2]
+    assert sum(value > 0 for value in tokenized["extra_ids"]) == 3
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] == tokenized["count"]
+    broken = save({"t": torch.full((1, hidden), math.inf)})
+    part["data"] = base64.b64encode(broken).decode()
+    bad(await client.post("/v1/chat/completions", content=json.dumps(body)), 400, "messages")

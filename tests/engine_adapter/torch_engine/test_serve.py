@@ -1,0 +1,81 @@
+"""The engine as a process: start, signals, a parent that goes away, and options that cannot be."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from engine_adapter import EngineSpecError
+from engine_adapter.torch_engine.serve import ServeOptions, app, serve_engine
+from tests.engines import running_engine
+
+STOP_S = 30
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("serve") / "log"
+
+
+def test_a_signal_ends_it_after_its_requests(log):
+    flags = ("--kv-blocks", "64", "--tokens-per-block", "8", "--served-model-name", "tiny", "--seed", "1")
+    with running_engine(log, *flags) as engine, httpx.Client(base_url=engine.url, trust_env=False) as client:
+        info = client.get("/kv/info").json()
+        assert (info["gpu_blocks"], info["tokens_per_block"], info["model"]) == (64, 8, "tiny")
+        assert "random weights" in log.read_text()
+        body = {"prompt": [5] * 9, "max_tokens": 60, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            engine.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert engine.process.wait(STOP_S) == 0
+
+
+def test_it_ends_when_its_parent_does(log):
+    with running_engine(log, "--kv-blocks", "64") as engine:
+        engine.process.stdin.close()
+        assert engine.process.wait(STOP_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tokens-per-block", "12"], "power of two"),
+        (["--kv-blocks", "5", "--kv-bytes", "5"], "kv_blocks and kv_bytes"),
+        (["--kv-blocks", "0"], "kv_blocks"),
+    ],
+)
+def test_options_that_cannot_be(flags, said):
+    result = CliRunner().invoke(app, ["--port", "0", *flags])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineSpecError, match=str(port)):
+            serve_engine(ServeOptions(port=port))
+
+
+def test_a_model_that_is_not_there():
+    done = subprocess.run(
+        [sys.executable, "-m", "engine_adapter.torch_engine.serve", "--port", "0", "--model", "/nowhere"],
+        capture_output=True,
+        timeout=120,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "/nowhere" in done.stderr
+    assert "Traceback" not in done.stderr

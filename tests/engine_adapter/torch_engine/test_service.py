@@ -1,0 +1,48 @@
+"""Prompts as the service makes them: also those too long for the event loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.protocol import ChatRequest, CompletionRequest
+from engine_adapter.torch_engine.service import EngineService, ServiceOptions
+
+
+async def test_long_and_short_texts_are_tokenised_alike(served_engine):
+    service = served_engine.service
+    text = "One two three. " * 400  # longer than what is done on the event loop
+    prompt = await service.prompt(CompletionRequest(prompt=text))
+    assert prompt.token_ids == service.tokenizer.encode(text, add_special_tokens=True)
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    chat = await service.prompt(ChatRequest(messages=messages))
+    assert chat.token_ids == service.tokenizer.chat(messages).token_ids
+
+
+async def test_a_conversation_can_be_continued(served_engine):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    continued = await served_engine.service.prompt(
+        ChatRequest(messages=messages, continue_final_message=True)
+    )
+    anew = await served_engine.service.prompt(ChatRequest(messages=messages))
+    assert len(continued.token_ids) < len(anew.token_ids)
+    assert anew.token_ids[: len(continued.token_ids)] == continued.token_ids
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(served_engine, monkeypatch):
+    service = served_engine.service
+    monkeypatch.setattr(type(service.tokenizer), "encode", lambda *_, **__: pytest.fail("it was tokenised"))
+    too_long = "x" * (256 * service.engine.max_model_len + 1)
+    for request in (
+        CompletionRequest(prompt=too_long),
+        ChatRequest(messages=[{"role": "user", "content": too_long}]),
+    ):
+        with pytest.raises(ApiError) as caught:
+            await service.prompt(request)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_model_that_is_not_there():
+    with pytest.raises(EngineSpecError):
+        EngineService.build(ServiceOptions(model="/nowhere", threads=1))
