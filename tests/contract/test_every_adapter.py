@@ -130,17 +130,3 @@ async def test_another_kind_of_engine_is_not_taken_for_ours(adapter_of):
             await adapter_of("embedded", url).connect()
         with pytest.raises(EngineRejected):
             await adapter_of("embedded", url).load()
-
-
-async def test_an_engine_without_a_health_route_is_asked_for_its_models(adapter_of):
-    models = JSONResponse({"data": [{"id": "m"}]})
-    with served(Starlette(routes=[Route("/v1/models", lambda _: models)])) as url:
-        adapter = adapter_of("openai_compatible", f"{url}/v1")
-        assert (await adapter.connect()).model == "m"
-        await adapter.load()
-
-
-async def test_an_engine_that_is_not_well(adapter_of):
-    app = Starlette(routes=[Route("/health", lambda _: JSONResponse({}, 500))])
-    with served(app) as url, pytest.raises(EngineUnavailable):
-        await adapter_of("openai_compatible", url).load()

@@ -1,0 +1,79 @@
+"""What engines do that the contract suite's own does not: no health route, no models, keys."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from engine_adapter import EngineRejected, EngineSpec, EngineUnavailable
+from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from tests.engines import served
+
+
+async def models(request: Request) -> JSONResponse:
+    if request.headers.get("authorization") != "Bearer k":
+        return JSONResponse({"error": "no key"}, 401)
+    return JSONResponse({"data": [{"id": "m", "max_model_len": 512}, {"id": "n"}]})
+
+
+def answering(status: int):
+    return lambda _: JSONResponse({}, status)
+
+
+@pytest.fixture
+async def connect():
+    adapters = []
+
+    def make(url: str, **fields: str) -> OpenAICompatibleAdapter:
+        adapters.append(
+            OpenAICompatibleAdapter(EngineSpec(kind="openai_compatible", url=url, id="e", **fields))
+        )
+        return adapters[-1]
+
+    yield make
+    for adapter in adapters:
+        await adapter.aclose()
+
+
+@pytest.mark.parametrize(
+    "routes", [[], [Route("/health", answering(200))], [Route("/health", answering(401))]]
+)
+async def test_with_and_without_a_health_route(connect, routes):
+    with served(Starlette(routes=[Route("/v1/models", models), *routes])) as url:
+        adapter = connect(f"{url}/v1", api_key="k")
+        info = await adapter.connect()
+        assert (info.model, info.max_model_len, info.capabilities) == ("m", 512, frozenset())
+        await adapter.load()
+
+
+async def test_the_operator_names_model_and_tokenizer(connect):
+    with served(Starlette(routes=[Route("/v1/models", models)])) as url:
+        info = await connect(url, api_key="k", model="n", tokenizer="/t").connect()
+    assert (info.model, info.tokenizer) == ("n", "/t")
+
+
+async def test_a_wrong_key_is_told(connect):
+    with served(Starlette(routes=[Route("/v1/models", models)])) as url:
+        with pytest.raises(EngineRejected, match="no key") as caught:
+            await connect(url).connect()
+        with pytest.raises(EngineRejected):
+            await connect(url).load()
+    assert caught.value.status == 401
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_an_engine_that_is_not_well(connect, status):
+    with served(Starlette(routes=[Route("/health", answering(status))])) as url:
+        adapter = connect(url)
+        for call in (adapter.load, adapter.connect):
+            with pytest.raises(EngineUnavailable):
+                await call()
+
+
+async def test_an_engine_without_models(connect):
+    app = Starlette(routes=[Route("/v1/models", lambda _: JSONResponse({"data": []}))])
+    with served(app) as url, pytest.raises(EngineUnavailable, match="no model"):
+        await connect(url).connect()
