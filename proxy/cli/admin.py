@@ -138,18 +138,46 @@ def engines(
     as_json: JsonOption = False,
 ) -> None:
     """List engines; or add, remove, drain one."""
-    client = AdminClient(url, admin_key)
-    context.obj = client
     if context.invoked_subcommand is None:
-        _show(client.get("/engines"), as_json, "show_engines", "engines")
+        _show(AdminClient(url, admin_key).get("/engines"), as_json, "show_engines", "engines")
 
 
 @engines_app.command("add")
 def engines_add(
-    context: typer.Context,
     description: Annotated[str, typer.Argument(metavar="KIND=URL[,name=value…]")],
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
 ) -> None:
     """Add an engine."""
+    engine = AdminClient(url, admin_key).post("/engines", _described(description))
+    typer.echo(f"added {engine['id']}")
+
+
+@engines_app.command("remove")
+def engines_remove(
+    engine_id: Annotated[str, typer.Argument(help="As `kvpin engines` lists it.")],
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Drop an engine."""
+    AdminClient(url, admin_key).delete(f"/engines/{engine_id}")
+    typer.echo(f"removed {engine_id}")
+
+
+@engines_app.command("drain")
+def engines_drain(
+    engine_id: Annotated[str, typer.Argument(help="As `kvpin engines` lists it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Give an engine no new requests."""
+    engine = AdminClient(url, admin_key).post(f"/engines/{engine_id}/drain", {"undo": undo})
+    typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
+
+
+def _described(description: str) -> dict[str, Any]:
+    """`KIND=URL[,name=value…]` as the admin API takes it; the values are its to check."""
     head, *options = description.split(",")
     kind, equals, address = head.partition("=")
     if not equals:
@@ -159,26 +187,8 @@ def engines_add(
         name, equals, value = option.partition("=")
         if not equals:
             fail(f"option {name!r} needs a value: {name}=…")
-        body[name.replace("-", "_")] = int(value) if value.isdigit() and "bytes" in name else value
-    typer.echo(f"added {context.obj.post('/engines', body)['id']}")
-
-
-@engines_app.command("remove")
-def engines_remove(context: typer.Context, engine_id: str) -> None:
-    """Drop an engine."""
-    context.obj.delete(f"/engines/{engine_id}")
-    typer.echo(f"removed {engine_id}")
-
-
-@engines_app.command("drain")
-def engines_drain(
-    context: typer.Context,
-    engine_id: str,
-    undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
-) -> None:
-    """Give an engine no new requests."""
-    engine = context.obj.post(f"/engines/{engine_id}/drain", {"undo": undo})
-    typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
+        body[name.replace("-", "_")] = int(value) if value.isdigit() and name.endswith("bytes") else value
+    return body
 
 
 def _run(client: AdminClient, verb: str, body: dict[str, Any], as_json: bool) -> None:

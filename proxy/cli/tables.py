@@ -109,7 +109,7 @@ def show_route(route: dict[str, Any]) -> None:
         "engine", "view", "cached", "queue", "restore", "prefill", "interference", "total", "in flight"
     )
     for cost in route["candidates"]:
-        terms = ("queue_s", "restore_s", "prefill_s", "interference_s", "total_s")
+        terms = ("queue_s", "restore_s", "prefill_s", "interference_s", "regret_s", "total_s")
         chosen = "[bold]" if cost["engine"] == route["engine"] else ""
         table.add_row(
             f"{chosen}{cost['engine']}",

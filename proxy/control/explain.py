@@ -135,6 +135,7 @@ def _cost(cost: Cost) -> dict[str, Any]:
         "restore_s": cost.restore_s,
         "prefill_s": cost.prefill_s,
         "interference_s": cost.interference_s,
+        "regret_s": cost.regret_s,
         "total_s": cost.total_s,
         "cached_tokens": cost.cached_tokens,
         "in_flight": cost.in_flight,

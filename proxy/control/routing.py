@@ -98,6 +98,7 @@ def _candidate(pool: Pool, candidate: Candidate, cost: Cost) -> dict[str, Any]:
         "restore_s": cost.restore_s,
         "prefill_s": cost.prefill_s,
         "interference_s": cost.interference_s,
+        "regret_s": cost.regret_s,
         "total_s": cost.total_s,
         "in_flight": cost.in_flight,
         "free_blocks": candidate.free_blocks,

@@ -232,8 +232,8 @@ def _holders(control: Control, prefix: Prefix, target: Target, capability: Capab
 def _why_none(prefix: Prefix) -> str:
     if not prefix.chain.hashes:
         return (
-            f"the prefix has {prefix.chain.n_tokens} tokens, and a block has {prefix.pool.tokens_per_block}: "
-            "only full blocks are kept"
+            f"only full blocks of {prefix.pool.tokens_per_block} tokens are kept; "
+            f"the prefix has {prefix.chain.n_tokens}"
         )
     return "no engine holds any of it"
 

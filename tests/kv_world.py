@@ -1,0 +1,229 @@
+"""A control plane over engines whose caches are sets in memory: every block they hold can be looked at."""
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import httpx
+import msgspec
+from starlette.applications import Starlette
+
+from engine_adapter import (
+    AiohttpTransport,
+    Capability,
+    EngineRejected,
+    EngineUnavailable,
+    KvProgress,
+    KvVerb,
+    Pinned,
+    make_adapter,
+)
+from proxy.api.admin import admin_routes
+from proxy.api.auth import AdminGuard
+from proxy.api.errors import handle_http
+from proxy.app import Proxy
+from proxy.control import Control
+from proxy.core.pins import PinBook
+from proxy.fleet import Engine, EngineState
+from proxy.prompt import Prompt, PromptBuilder
+from proxy.records import RequestRecord
+from proxy.settings import load_settings
+from tests.fakes import INFO, FakeAdapter
+
+ALL = frozenset(Capability)
+
+
+class KvFake(FakeAdapter):
+    """An engine that holds prefixes as (salt, token ids of whole blocks) on two tiers, 16 tokens a block.
+
+    `gate` holds operations up between their slices while it is unset; `failure` is raised by the next one.
+    """
+
+    def __init__(self, engine_id="a", capabilities=ALL, **options):
+        # No events unless a test feeds them, so that its view is learned.
+        super().__init__(engine_id, info=replace(INFO, capabilities=capabilities), **options)
+        self.tiers: dict[tuple, str] = {}
+        self.pins: dict[str, list] = {}
+        self.prompt_tables: dict[str, bytes] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.in_use: set[tuple] = set()
+        self.targets: list = []
+        self.closed = False
+
+    def hold(self, prompt: Prompt, tier="gpu"):
+        for block in blocks_of(prompt.token_ids, prompt.salt):
+            self.tiers[block] = tier
+
+    def found(self, target):
+        if target.token_ids is not None:
+            return [b for b in blocks_of(target.token_ids, target.cache_salt) if b in self.tiers]
+        return [b for b in self.tiers if target.cache_salt in (None, b[0])]
+
+    async def operate(self, verb, target):
+        self.targets.append(target)
+        moves = {KvVerb.FLUSH: (None, None), KvVerb.OFFLOAD: ("gpu", "host"), KvVerb.RESTORE: ("host", "gpu")}
+        source, goal = moves[verb]
+        todo = [b for b in self.found(target) if source in (None, self.tiers[b])]
+        left = {"in_use": sum(b in self.in_use for b in todo)}
+        todo = [b for b in todo if b not in self.in_use]
+        for done, block in enumerate(todo):
+            yield KvProgress(done, len(todo), done * 100, left)
+            await self.gate.wait()
+            if self.failure is not None:
+                raise self.failure
+            if goal is None:
+                del self.tiers[block]
+            else:
+                self.tiers[block] = goal
+        yield KvProgress(len(todo), len(todo), len(todo) * 100, left)
+
+    async def pin(self, target, ttl_s):
+        if self.failure is not None:
+            raise self.failure
+        blocks = self.found(target)
+        pin_id = f"{self.spec.id}-{len(self.pins)}"
+        self.pins[pin_id] = blocks
+        return Pinned(pin_id, len(blocks), ttl_s)
+
+    async def unpin(self, pin_id):
+        if self.failure is not None:
+            raise self.failure
+        return self.pins.pop(pin_id, None) is not None
+
+    async def put_prompt_table(self, table):
+        if self.failure is not None:
+            raise self.failure
+        self.prompt_tables[table.table_id] = table.data
+
+    async def delete_prompt_table(self, table_id):
+        if isinstance(self.failure, EngineUnavailable):
+            raise self.failure
+        self.prompt_tables.pop(table_id, None)
+
+    async def stats(self):
+        if self.failure is not None:
+            raise self.failure
+        return {"gpu": {"cached": len(self.tiers)}}
+
+    async def aclose(self):
+        self.closed = True
+        await super().aclose()
+
+
+def blocks_of(token_ids, salt=None):
+    ends = range(16, len(token_ids) + 1, 16)
+    return [(salt, tuple(token_ids[:end])) for end in ends]
+
+
+def tokens(n, start=0):
+    """`n` token ids below the test vocabulary of 600."""
+    return [(start + 7 * i) % 500 + 3 for i in range(n)]
+
+
+@dataclass
+class KvWorld:
+    """A proxy's parts, a control plane over them, and a client of its admin API."""
+
+    proxy: Proxy
+    control: Control
+    tokenizer: str
+    now: float = 100.0
+    engines: dict[str, Engine] = field(default_factory=dict)
+
+    def add(self, fake: KvFake) -> Engine:
+        """A connected, ready engine; its pool tokenises with the test tokenizer."""
+        engine = self.control.fleet.add(fake)
+        pool = self.control.fleet.join(engine, fake.info)
+        if pool.prompts is None:
+            info = replace(fake.info, tokenizer=self.tokenizer, vocab_size=600, hidden_size=4)
+            pool.prompts = PromptBuilder(info, tables=self.control.tables)
+        engine.state = EngineState.READY
+        self.engines[engine.id] = engine
+        return engine
+
+    @property
+    def pool(self):
+        return self.control.fleet.pool(None)
+
+    def served(self, fake: KvFake, ids, salt=None) -> Prompt:
+        """The engine has served a prompt: it holds its blocks, and the proxy knows."""
+        prompt = Prompt(array("i", ids), None, salt)
+        fake.hold(prompt)
+        self.pool.learn(self.engines[fake.spec.id], self.pool.chain(prompt).hashes)
+        return prompt
+
+    def matched(self, ids, salt=None):
+        """Engine → blocks of the prompt that the index believes it holds."""
+        matches = self.pool.index.match(self.pool.chain(Prompt(array("i", ids), None, salt)).hashes)
+        return {engine: match.blocks for engine, match in matches.items()}
+
+    def record(self, request_id, ids, **fields) -> RequestRecord:
+        """A finished request in the log."""
+        prompt = Prompt(array("i", ids), None, fields.pop("salt", None)) if ids is not None else None
+        given = {"started": len(list(self.control.requests)) + 1.0, "route": "/v1/completions", "model": "m"}
+        given |= {"tenant": None, "stream": False, "prompt": prompt, "status": 200}
+        record = RequestRecord(request_id, **(given | fields))
+        self.control.requests.add(record)
+        return record
+
+    def client(self, guard: AdminGuard | None = None, peer="127.0.0.1") -> httpx.AsyncClient:
+        app = Starlette(
+            routes=admin_routes(self.control, guard or AdminGuard(None)),
+            exception_handlers={404: handle_http, 405: handle_http},
+        )
+        transport = httpx.ASGITransport(app, client=(peer, 1234))
+        return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/admin/v1")
+
+
+@contextlib.asynccontextmanager
+async def kv_world(tokenizer, **settings) -> AsyncIterator[KvWorld]:
+    """A world without engines; `settings` as `load_settings` takes them."""
+    transport = AiohttpTransport(connect_timeout_s=2)
+    proxy = Proxy(load_settings(**({"reuse": True} | settings)), transport)
+    world = KvWorld(proxy, None, str(tokenizer))
+    world.control = Control(
+        fleet=proxy.fleet,
+        flow=proxy.flow,
+        monitor=proxy.monitor,
+        tables=proxy.tables,
+        tenants=proxy.tenants,
+        requests=proxy.flow.requests,
+        pins=PinBook(),
+        tasks=proxy.tasks,
+        make_adapter=make_adapter,
+        clock=lambda: world.now,
+    )
+    try:
+        yield world
+    finally:
+        await proxy.stop()
+
+
+async def until(condition, seconds=5.0):
+    """Waits for a condition of the world; fails when it does not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        await asyncio.sleep(0.005)
+
+
+def rejected(status=400, message="no"):
+    return EngineRejected(message, status=status, param=None)
+
+
+def safetensors_of(rows=2, hidden=4, value=0.5, dtype="float32"):
+    """A p-tuning table as bytes."""
+    from safetensors import serialize
+
+    data = array("f", [value] * (rows * hidden)).tobytes()
+    return serialize({"t": {"dtype": dtype, "shape": [rows, hidden], "data": data}})
+
+
+def parsed(kind, **fields):
+    """A body as the API would read it."""
+    return msgspec.convert(fields, kind)

@@ -1,0 +1,149 @@
+import asyncio
+
+import pytest
+
+from engine_adapter import EngineUnavailable, KvProgress
+from proxy.control.operations import HISTORY, OperationState, Operations, Part, new_operation, run_parts
+from proxy.errors import BadRequest, NotFound
+from proxy.tasks import Supervisor
+
+
+@pytest.fixture
+async def tasks():
+    tasks = Supervisor()
+    yield tasks
+    await tasks.stop()
+
+
+async def nothing(_operation):
+    pass
+
+
+async def test_it_ends_done_and_keeps_when(tasks):
+    operations = Operations()
+    operation = operations.start(tasks, new_operation("flush", "all"), nothing)
+    assert await operation.wait(5)
+    assert operation.state is OperationState.DONE
+    assert operation.finished >= operation.started
+    assert operations.get(operation.operation_id) is operation
+
+
+async def test_waiting_ends_before_it_does(tasks):
+    gate = asyncio.Event()
+    operation = Operations().start(tasks, new_operation("flush", "all"), lambda _: gate.wait())
+    assert not await operation.wait(0)
+    assert operation.state is OperationState.RUNNING
+    gate.set()
+    assert await operation.wait(5)
+
+
+@pytest.mark.parametrize("error", [BadRequest("no"), EngineUnavailable("no")])
+async def test_an_error_fails_it_with_its_text(tasks, error):
+    async def work(_operation):
+        raise error
+
+    operation = Operations().start(tasks, new_operation("flush", "all"), work)
+    await operation.wait(5)
+    assert (operation.state, operation.error) == (OperationState.FAILED, "no")
+
+
+async def test_a_bug_fails_it_without_its_text(tasks):
+    async def work(_operation):
+        raise ZeroDivisionError("secret")
+
+    operation = Operations().start(tasks, new_operation("flush", "all"), work)
+    await operation.wait(5)
+    assert operation.state is OperationState.FAILED
+    assert "secret" not in operation.error
+
+
+async def test_cancelling_ends_it_and_its_parts(tasks):
+    operations, ended = Operations(), asyncio.Event()
+
+    async def work(_operation):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    operation = operations.start(tasks, new_operation("flush", "all", [Part("a", "flush")]), work)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert operations.cancel(tasks, operation.operation_id) is operation
+    assert operation.state is OperationState.CANCELLED
+    assert operation.parts[0].state is OperationState.CANCELLED
+    async with asyncio.timeout(5):
+        await ended.wait()
+    await asyncio.sleep(0)
+    assert operation.state is OperationState.CANCELLED
+
+
+async def test_cancelling_what_has_ended_changes_nothing(tasks):
+    operations = Operations()
+    operation = operations.start(tasks, new_operation("flush", "all"), nothing)
+    await operation.wait(5)
+    operations.cancel(tasks, operation.operation_id)
+    assert operation.state is OperationState.DONE
+
+
+def test_an_unknown_one_is_not_found():
+    with pytest.raises(NotFound, match="op-x"):
+        Operations().get("op-x")
+
+
+async def test_history_is_bounded_and_keeps_what_runs(tasks):
+    operations = Operations()
+    gate = asyncio.Event()
+    running = operations.start(tasks, new_operation("flush", "all"), lambda _: gate.wait())
+    for _ in range(HISTORY + 5):
+        done = operations.start(tasks, new_operation("flush", "all"), nothing)
+        await done.wait(5)
+    newest = operations.newest()
+    assert len(newest) == HISTORY
+    assert (newest[0], newest[-1]) == (done, running)
+    gate.set()
+
+
+async def test_one_engine_fails_and_the_others_go_on(tasks):
+    parts = [Part("a", "flush"), Part("b", "flush")]
+
+    async def good():
+        pass
+
+    async def bad():
+        raise EngineUnavailable("gone")
+
+    async def work(_operation):
+        await run_parts(zip(parts, (bad, good), strict=True))
+
+    operation = Operations().start(tasks, new_operation("flush", "all", parts), work)
+    await operation.wait(5)
+    assert [part.state for part in parts] == [OperationState.FAILED, OperationState.DONE]
+    assert operation.state is OperationState.FAILED
+    assert operation.error == "1 of 2 engine(s) failed: a: gone"
+
+
+async def test_an_engine_that_is_removed_ends_its_part_alone(tasks):
+    operations, parts, gate = Operations(), [Part("a", "flush"), Part("b", "flush")], asyncio.Event()
+
+    async def work(_operation):
+        await run_parts((part, gate.wait) for part in parts)
+
+    operation = operations.start(tasks, new_operation("flush", "all", parts), work)
+    assert not await operation.wait(0.01)
+    operations.stop_on("a")
+    gate.set()
+    await operation.wait(5)
+    assert [(part.state.value, part.error) for part in parts] == [
+        ("failed", "the engine was removed"),
+        ("done", None),
+    ]
+
+
+def test_progress_adds_up_over_targets():
+    part = Part("a", "flush")
+    part.advance(part.progress, KvProgress(2, 3, 20, {"in_use": 1}))
+    before = part.progress
+    part.advance(before, KvProgress(1, 4, 10, {"in_use": 2, "pinned": 1}))
+    part.advance(before, KvProgress(4, 4, 40, {"in_use": 2, "pinned": 1}))
+    assert part.progress == KvProgress(6, 7, 60, {"in_use": 3, "pinned": 1})

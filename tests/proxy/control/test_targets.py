@@ -1,0 +1,203 @@
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from engine_adapter import Capability, KvTarget, NotSupported
+from proxy.control.targets import Target, kind_of, prefix_of, require_able, select
+from proxy.errors import BadRequest, NoEngine, NotFound
+from tests.kv_world import ALL, KvFake, kv_world, tokens
+
+MESSAGES = [{"role": "user", "content": "What is the weather in Paris today? " * 8}]
+KEYS = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"messages": []}, "messages"),
+        ({"prompt": ""}, "prompt"),
+        ({"token_ids": [1], "engine": "a", "tenant": "t"}, "token_ids"),
+        ({"prompt_cache_key": "k"}, "prompt_cache_key"),
+        ({"engine": "a"}, "engine"),
+        ({"engine": "a", "tenant": "t"}, "tenant"),
+        ({"all": True}, "all"),
+    ],
+)
+def test_the_kind_of_a_target(fields, kind):
+    assert kind_of(Target(**fields)) == kind
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "target"),
+        ({"model": "m", "cache_salt": "s"}, "target"),
+        ({"messages": [], "prompt": "x"}, "prompt"),
+        ({"prompt": "x", "all": True}, "all"),
+        ({"all": True, "engine": "a"}, "all"),
+        ({"all": True, "tenant": "t"}, "all"),
+        ({"prompt": "x", "tools": []}, "tools"),
+        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [], "extra_ids": [1]}, "extra_ids"),
+        ({"messages": [], "prompt_table": "t"}, "prompt_table"),
+        ({"token_ids": [1], "add_special_tokens": False}, "add_special_tokens"),
+        ({"prompt_cache_key": "k", "cache_salt": "s"}, "cache_salt"),
+    ],
+)
+def test_a_wrong_target_names_its_field(fields, param):
+    with pytest.raises(BadRequest) as caught:
+        kind_of(Target(**fields))
+    assert caught.value.param == param
+
+
+async def test_a_chat_is_the_data_planes_prompt_without_the_turn_to_answer(world, pair):
+    from engine_adapter import JsonBody
+
+    prefix = await prefix_of(world.control, Target(messages=MESSAGES))
+    body = JsonBody(msgspec.json.encode({"model": "m", "messages": MESSAGES}))
+    served = await world.pool.prompts.build("/v1/chat/completions", body, salt=None)
+    length = len(prefix.prompt.token_ids)
+    assert prefix.prompt.token_ids == served.token_ids[:length]
+    assert length < len(served.token_ids)
+    whole = await prefix_of(world.control, Target(messages=MESSAGES, add_generation_prompt=True))
+    assert whole.prompt == served
+    assert whole.chain == world.pool.chain(served)
+
+
+async def test_tools_and_template_options_are_part_of_it(world, pair):
+    tool = {"type": "function", "function": {"name": "f"}}
+    plain = await prefix_of(world.control, Target(messages=MESSAGES))
+    tooled = await prefix_of(world.control, Target(messages=MESSAGES, tools=[tool]))
+    assert tooled.chain.hashes[0] != plain.chain.hashes[0]
+
+
+async def test_text_and_token_ids(world, pair):
+    text = await prefix_of(world.control, Target(prompt="The cache", add_special_tokens=False))
+    ids = text.prompt.token_ids.tolist()
+    assert (await prefix_of(world.control, Target(token_ids=ids))).prompt == text.prompt
+    assert text.label == f"prompt ({len(ids)} tokens)"
+
+
+async def test_the_last_prompt_of_a_cache_key(world, pair):
+    record = world.record("r1", tokens(40), prompt_cache_key="k")
+    prefix = await prefix_of(world.control, Target(prompt_cache_key="k"))
+    assert prefix.prompt is record.prompt
+    with pytest.raises(NotFound) as caught:
+        await prefix_of(world.control, Target(prompt_cache_key="other"))
+    assert caught.value.param == "prompt_cache_key"
+    with pytest.raises(BadRequest) as caught:
+        await prefix_of(world.control, Target(prompt_cache_key="k", model="n"))
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"token_ids": []}, BadRequest, "token_ids"),
+        ({"token_ids": [1] * 5000}, BadRequest, "prompt"),
+        ({"token_ids": [600], "extra_ids": [9]}, Exception, "extra_ids[0]"),
+        ({"prompt": "x", "model": "n"}, NotFound, "model"),
+        ({"prompt": "x", "model": "n", "engine": "a"}, BadRequest, "model"),
+        ({"prompt": "x", "engine": "z"}, NotFound, "engine"),
+        ({"prompt": "x", "tenant": "t"}, NotFound, "tenant"),
+        ({"engine": "a"}, BadRequest, "engine"),
+    ],
+)
+async def test_a_prefix_that_cannot_be_named(world, pair, fields, error, param):
+    world.pool.prompts.info = replace(world.pool.prompts.info, max_model_len=4096)
+    with pytest.raises(error) as caught:
+        await prefix_of(world.control, Target(**fields))
+    assert caught.value.param == param
+
+
+async def test_an_engine_that_is_down_has_no_pool(world, pair):
+    world.control.fleet.leave(world.engines["a"])
+    with pytest.raises(NoEngine, match="'a' is not connected"):
+        await prefix_of(world.control, Target(prompt="x", engine="a"))
+
+
+async def test_a_prefix_concerns_engines_that_hold_any_of_it_or_may(world, pair):
+    a, _ = pair
+    for engine in world.engines.values():
+        engine.audit.synced()
+    ids = tokens(64)
+    prompt = world.served(a, ids[:32])
+    world.pool.index.store("a", "gpu", world.pool.chain(prompt).hashes)
+    selection = await select(world.control, Target(token_ids=ids), Capability.FLUSH)
+    assert [share.engine.id for share in selection.shares] == ["a"]
+    assert selection.note is None
+    world.engines["b"].audit.lost("in doubt")
+    selection = await select(world.control, Target(token_ids=ids), Capability.FLUSH)
+    assert [share.engine.id for share in selection.shares] == ["a", "b"]
+
+
+async def test_nobody_holds_it_and_the_note_says_so(world, pair):
+    for engine in world.engines.values():
+        engine.audit.synced()
+    selection = await select(world.control, Target(token_ids=tokens(40)), Capability.FLUSH)
+    assert (selection.shares, selection.note) == ((), "no engine holds any of it")
+    selection = await select(world.control, Target(token_ids=tokens(15)), Capability.FLUSH)
+    assert selection.note == "only full blocks of 16 tokens are kept; the prefix has 15"
+
+
+async def test_engines_that_cannot_are_told_apart(world):
+    world.add(KvFake("a"))
+    world.add(KvFake("b", ALL - {Capability.OFFLOAD}))
+    selection = await select(world.control, Target(all=True), Capability.OFFLOAD)
+    assert [s.engine.id for s in selection.shares] == ["a"]
+    assert [s.engine.id for s in selection.unable] == ["b"]
+    require_able(selection, Capability.OFFLOAD)
+    selection = await select(world.control, Target(engine="b"), Capability.OFFLOAD)
+    with pytest.raises(NotSupported, match="'offload'") as caught:
+        require_able(selection, Capability.OFFLOAD)
+    assert caught.value.instead
+
+
+async def test_all_of_a_salt(world, pair):
+    selection = await select(world.control, Target(all=True, cache_salt="s"), Capability.FLUSH)
+    assert [share.targets for share in selection.shares] == [(KvTarget(cache_salt="s"),)] * 2
+    selection = await select(world.control, Target(engine="b", model="m"), Capability.FLUSH)
+    assert [(s.engine.id, s.targets) for s in selection.shares] == [("b", (KvTarget(),))]
+
+
+async def test_a_tenant_is_every_salt_it_has_been_seen_with(tokenizer_dir):
+    async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
+        world.add(KvFake("a"))
+        tenants = world.control.tenants
+        for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None)):
+            world.pool.root_of(tenants.salt(tenant, salt))
+        selection = await select(world.control, Target(tenant="alice"), Capability.FLUSH)
+        expected = {tenants.salt("alice", None), tenants.salt("alice", "x")}
+        assert {target.cache_salt for target in selection.shares[0].targets} == expected
+        narrow = await select(world.control, Target(tenant="alice", cache_salt="x"), Capability.FLUSH)
+        assert narrow.shares[0].targets == (KvTarget(cache_salt=tenants.salt("alice", "x")),)
+
+
+async def test_a_prefix_lies_under_its_tenants_salt(tokenizer_dir):
+    async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
+        world.add(KvFake("a"))
+        salt = world.control.tenants.salt("alice", "x")
+        prefix = await prefix_of(world.control, Target(prompt="x", tenant="alice", cache_salt="x"))
+        assert prefix.kv.cache_salt == salt
+        for target in (Target(prompt="x"), Target(prompt_cache_key="k")):
+            with pytest.raises(BadRequest) as caught:
+                await prefix_of(world.control, target)
+            assert caught.value.param == "tenant"
+        world.record("r1", tokens(20), tenant="bob", prompt_cache_key="k")
+        found = await prefix_of(world.control, Target(prompt_cache_key="k", tenant="bob"))
+        assert len(found.prompt.token_ids) == 20
+        with pytest.raises(NotFound):
+            await prefix_of(world.control, Target(prompt_cache_key="k", tenant="alice"))
+        with pytest.raises(NotFound):
+            await prefix_of(world.control, Target(prompt_cache_key="k", tenant="carol"))
+
+
+async def test_one_tenant_alone_shares_with_everybody(tokenizer_dir):
+    async with kv_world(tokenizer_dir, api_keys=KEYS[:1]) as world:
+        world.add(KvFake("a"))
+        with pytest.raises(BadRequest) as caught:
+            await select(world.control, Target(tenant="alice"), Capability.FLUSH)
+        assert caught.value.param == "tenant"
+        world.record("r1", tokens(20), tenant="alice", prompt_cache_key="k")
+        assert (await prefix_of(world.control, Target(prompt_cache_key="k"))).prompt.salt is None
