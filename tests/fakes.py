@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -28,6 +29,9 @@ from proxy.tasks import Supervisor
 from proxy.tenants import Tenants
 
 CHAT = "/v1/chat/completions"
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+STREAM = {**ASK, "stream": True}
+DONE = b"data: [DONE]\n\n"
 USAGE = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
 ANSWER = {
     "id": "chatcmpl-1",
@@ -50,6 +54,11 @@ class Exchange:
     @property
     def json(self):
         return json.loads(self.body)
+
+    async def receive(self, text: bytes):
+        """Takes bytes off the wire until `text` has come, for scripts that read their body themselves."""
+        buffer = self._connection._buffer
+        await self._connection._until(lambda: buffer.find(text) + len(text) if text in buffer else -1)
 
     async def start(self, status=200, headers=(("content-type", "text/event-stream"),)):
         lines = [f"HTTP/1.1 {status} Whatever", *(f"{n}: {v}" for n, v in headers)]
@@ -228,7 +237,7 @@ class FakeAdapter(OpenAICompatibleAdapter):
     """The generic adapter with an `info`, an event stream and a cached-tokens header of the test's making."""
 
     def __init__(self, engine_id="a", url="http://127.0.0.1:1", info=INFO, **options):
-        super().__init__(EngineSpec("openai_compatible", url, engine_id, **options))
+        self.spec = EngineSpec("openai_compatible", url, engine_id, **options)  # nothing of it is called
         self.info = info
         self.feed: asyncio.Queue = asyncio.Queue()
         self.failures: list[Exception] = []  # raised by the next calls of connect and load
@@ -258,6 +267,9 @@ class FakeAdapter(OpenAICompatibleAdapter):
     async def put_prompt_table(self, table):
         self.tables.append(table)
 
+    async def aclose(self):
+        pass
+
     def _note(self):
         self.checks += 1
         self.checked.set()
@@ -266,6 +278,13 @@ class FakeAdapter(OpenAICompatibleAdapter):
 
 
 class _Server(uvicorn.Server):
+    """Without signal handlers, and without uvicorn's tick of 0.1 s, so that tests end at once."""
+
+    async def main_loop(self):
+        self.stopping = asyncio.Event()
+        await self.on_tick(0)
+        await self.stopping.wait()
+
     @contextlib.contextmanager
     def capture_signals(self):
         yield
@@ -284,7 +303,8 @@ async def serving(app) -> AsyncIterator[str]:
             await asyncio.sleep(0.001)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = server.force_exit = True
+        server.force_exit = True
+        server.stopping.set()
         await task
 
 
@@ -342,6 +362,38 @@ class FakeProxy:
         await self.tasks.stop()
         for engine in self.fleet.engines.values():
             await engine.adapter.aclose()
+
+
+def client_of(proxy: FakeProxy, **options) -> httpx.AsyncClient:
+    """A client whose only address is the proxy; loading certificates would cost more than the tests."""
+    return httpx.AsyncClient(base_url=proxy.url, timeout=10, verify=False, **options)  # noqa: S501
+
+
+async def connect_to(proxy: FakeProxy) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A bare connection to the proxy."""
+    return await asyncio.open_connection("127.0.0.1", httpx.URL(proxy.url).port)
+
+
+def post(path: str, body: bytes = b"{}", *headers: str) -> bytes:
+    """A request as bytes."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: x",
+        f"content-length: {len(body)}",
+        "connection: close",
+        *headers,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def is_openai_error(response: httpx.Response, status: int, code=..., param=...) -> bool:
+    """Whether an answer is that error, in OpenAI's shape."""
+    error = response.json()["error"]
+    assert response.status_code == status, response.text
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    return (code is ... or error["code"] == code) and (param is ... or error["param"] == param)
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,297 @@
+"""The data plane on real sockets: what it lets in, and clients that leave."""
+
+import asyncio
+import json
+
+import pytest
+
+from engine_adapter import Capability
+from proxy.tenants import ApiKey, Tenants
+from tests.fakes import (
+    ASK,
+    CHAT,
+    DONE,
+    STREAM,
+    FakeAdapter,
+    answer,
+    client_of,
+    connect_to,
+    event,
+    is_openai_error,
+    post,
+    proxy_over,
+)
+
+
+async def raw(proxy, request: bytes, *, close=False) -> bytes:
+    """What comes back for these very bytes."""
+    reader, writer = await connect_to(proxy)
+    writer.write(request)
+    try:
+        if close:
+            return b""
+        return await asyncio.wait_for(reader.read(), 5)
+    finally:
+        writer.close()
+
+
+class TestClientLeaves:
+    """The engine must learn at once, and nothing of the request may stay behind."""
+
+    @staticmethod
+    async def gone(exchange):
+        await asyncio.wait_for(exchange.left.wait(), 5)
+
+    @staticmethod
+    async def wait_forever(exchange):
+        await exchange.left.wait()
+
+    @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
+    async def test_before_the_first_byte(self, engine, proxy, body):
+        engine.script = self.wait_forever
+        _, writer = await connect_to(proxy)
+        writer.write(post(CHAT, json.dumps(body).encode()))
+        exchange = await engine.request()
+        writer.close()
+        await self.gone(exchange)
+        await proxy.settled()
+        assert proxy.last.error == "the client left"
+        assert proxy.fleet.engines["a"].state == "ready"
+
+    async def test_during_a_stream(self, engine, proxy, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"data: 1\n\n")
+            await exchange.left.wait()
+
+        engine.script = script
+        async with client.stream("POST", CHAT, json=STREAM) as response:
+            async for _ in response.aiter_raw():
+                break
+        await self.gone(engine.seen[0])
+
+    async def test_during_a_whole_answer(self, engine, proxy):
+        async def script(exchange):
+            await exchange.start(headers=[("content-type", "application/json"), ("content-length", "100")])
+            await exchange.chunk(b"{")
+            await exchange.left.wait()
+
+        engine.script = script
+        _, writer = await connect_to(proxy)
+        writer.write(post(CHAT, json.dumps(ASK).encode()))
+        exchange = await engine.request()
+        await asyncio.sleep(0.05)
+        writer.close()
+        await self.gone(exchange)
+
+    async def test_while_it_is_too_slow_to_read(self, engine, proxy):
+        async def script(exchange):
+            await exchange.start()
+            while not exchange.left.is_set():
+                await exchange.chunk(b"x" * 65536)
+
+        engine.script = script
+        _, writer = await connect_to(proxy)
+        writer.write(post(CHAT, json.dumps(STREAM).encode()))
+        exchange = await engine.request()
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        await self.gone(exchange)
+
+    async def test_on_done_is_no_cancellation(self, engine, proxy):
+        finish = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"usage": {"prompt_tokens_details": {"cached_tokens": 7}}}))
+            await exchange.chunk(DONE)
+            await finish.wait()
+            await exchange.end()
+
+        engine.script = script
+        reader, writer = await connect_to(proxy)
+        writer.write(post(CHAT, json.dumps(STREAM).encode()))
+        await asyncio.wait_for(reader.readuntil(b"[DONE]"), 5)
+        writer.close()
+        await asyncio.sleep(0.05)
+        finish.set()
+        await proxy.settled()
+        assert (proxy.last.error, proxy.last.status, proxy.last.reported_tokens) == (None, 200, 7)
+        assert not engine.seen[0].left.is_set()
+
+    async def test_in_the_middle_of_its_body(self, engine, proxy, client):
+        request = post(CHAT, b'{"model": "m"}').replace(b"content-length: 14", b"content-length: 99")
+        await raw(proxy, request, close=True)
+        await asyncio.sleep(0.05)
+        assert not engine.seen
+        assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+    async def test_in_the_middle_of_an_upload_the_engine_is_not_to_blame(self, engine, proxy, client):
+        head = post("/v1/audio/transcriptions", b"one", "content-type: multipart/form-data; boundary=b")
+        _, writer = await connect_to(proxy)
+        writer.write(head.replace(b"content-length: 3", b"content-length: 99"))
+
+        async def script(exchange):
+            await exchange.left.wait()
+
+        script.reads_body = False
+        engine.script = script
+        exchange = await engine.request()
+        writer.close()
+        await self.gone(exchange)
+        await proxy.settled()
+        assert proxy.fleet.engines["a"].state == "ready"
+        engine.script = answer
+        assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+
+class TestRefusals:
+    async def test_an_unknown_model(self, client):
+        response = await client.post(CHAT, json={**ASK, "model": "gpt-9"})
+        assert is_openai_error(response, 404, "model_not_found", "model")
+        assert "gpt-9" in response.json()["error"]["message"]
+
+    async def test_no_engine_is_ready(self, proxy, client):
+        proxy.fleet.engines["a"].state = "down"
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 503, "no_engine")
+        assert response.headers["retry-after"] == "1"
+
+    async def test_no_engine_was_ever_there(self):
+        async with proxy_over() as proxy, client_of(proxy) as client:
+            assert is_openai_error(await client.post(CHAT, json=ASK), 503, "no_engine")
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"{", b"nul", b"[1]", b'"x"', b"1", b"null", b'{"a": NaN}', b"{'a': 1}", b'{"a": 1} x',
+            b"\xff\xfe",            b'{"model": "\xff"}', b'{"\xff": 1}', b'{"model": "\\ud800"}', b'{"model": 1e999}',
+            b'{"messages":' + b"[" * 100_000, b'{"messages":' + b"[" * 3000 + b"]" * 3000 + b"}",
+        ],
+    )  # fmt: skip
+    async def test_what_is_no_json_object(self, engine, client, body):
+        assert is_openai_error(await client.post(CHAT, content=body), 400)
+        assert not engine.seen
+        assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+    async def test_a_body_said_to_be_too_long(self, engine, client):
+        assert is_openai_error(await client.post(CHAT, content=b" " * (1 << 21)), 413, "body_too_large")
+
+    @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=b"])
+    async def test_a_body_that_turns_out_too_long(self, engine, proxy, client, kind):
+        async def body():
+            for _ in range(32):
+                yield b" " * 65536
+
+        response = await client.post("/v1/audio/x", content=body(), headers={"content-type": kind})
+        assert is_openai_error(response, 413, "body_too_large")
+        assert proxy.fleet.engines["a"].state == "ready"
+        assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/v1/../kv/flush", "/v1/%2e%2e/kv/flush", "/v1/%2E%2E%2Fkv/flush", "/v1/%252e%252e/kv/flush",
+            "/v1/..;/kv/flush", "/v1/.;a=b/../kv", "/v1/x/../../kv/flush", "/v1\\..\\kv", "/v1/..\\kv/flush",
+            "/v1/%5c..%5ckv", "/v1/./kv", "//v1/../kv/flush", "/v1/x%2f..%2f..%2fkv", "/v1/zażółć",
+        ],
+    )  # fmt: skip
+    async def test_a_path_that_climbs(self, engine, proxy, path):
+        content = await raw(
+            proxy, post(path, b"{}").replace(path.encode("latin-1", "replace"), path.encode())
+        )
+        assert content.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400"))
+        assert not engine.seen
+
+    @pytest.mark.parametrize("path", ["/kv/flush", "/slots", "/v2/x", "//kv/flush", "/V1/models", "/v1"])
+    async def test_what_is_not_under_v1(self, engine, proxy, path):
+        content = await raw(proxy, post(path, b"{}"))
+        assert content.startswith((b"HTTP/1.1 404", b"HTTP/1.1 307"))
+        assert not engine.seen
+
+    async def test_encoded_characters_reach_the_engine_as_they_are(self, engine, proxy):
+        await raw(proxy, post("/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B", b"{}"))
+        assert engine.seen[0].target == "/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B"
+
+
+class TestModels:
+    async def test_the_list_is_the_union_of_pools(self, engine, proxy, client):
+
+        proxy.add(FakeAdapter("b", model="org/other"))
+        proxy.fleet.join(proxy.fleet.engines["b"], proxy.fleet.engines["b"].info)
+        for path in ("/v1/models", "/v1/models/"):
+            content = (await client.get(path)).json()
+            assert content["object"] == "list"
+            assert [card["id"] for card in content["data"]] == ["m", "org/other"]
+        assert (await client.get("/v1/models/org/other")).json()["id"] == "org/other"
+        assert (await client.get("/v1/models/org%2Fother")).json()["id"] == "org/other"
+        assert is_openai_error(await client.get("/v1/models/none"), 404, "model_not_found")
+        assert not engine.seen
+
+    async def test_without_a_name_it_is_the_only_one(self, engine, client):
+        assert (await client.post(CHAT, json={"messages": []})).status_code == 200
+
+    async def test_an_alias_is_put_into_the_engines_words(self, engine):
+
+        adapter = FakeAdapter("a", engine.url, model="alias")
+        async with proxy_over(adapter) as proxy, client_of(proxy) as client:
+            body = b'{"model":"alias","seed" : 1.50 ,"model":"alias"}'
+            assert (await client.post(CHAT, content=body)).status_code == 200
+        assert engine.seen[0].body == b'{"model":"m","seed":1.50}'
+
+
+class TestKeys:
+    @pytest.fixture
+    async def proxy(self, engine):
+        tenants = Tenants([ApiKey.of("key-a", "alice"), ApiKey.of("key-b", "bob")])
+        async with proxy_over(tenants=tenants) as proxy:
+            proxy.add(FakeAdapter("a", engine.url), capabilities=frozenset({Capability.CACHE_SALT}))
+            yield proxy
+            await proxy.settled()
+
+    async def test_no_key_or_a_wrong_one_is_a_401(self, engine, client):
+        for headers in (
+            {},
+            {"authorization": "Bearer nope"},
+            {"x-api-key": "nope"},
+            {"authorization": "key-a"},
+        ):
+            for ask in (
+                client.post(CHAT, json=ASK, headers=headers),
+                client.get("/v1/models", headers=headers),
+            ):
+                response = await ask
+                assert is_openai_error(response, 401, "invalid_api_key")
+                assert response.headers["www-authenticate"] == "Bearer"
+        assert not engine.seen
+
+    async def test_either_header_carries_the_key_and_it_stays_here(self, engine, proxy, client):
+        for headers in ({"authorization": "bearer key-a"}, {"x-api-key": "key-b"}):
+            assert (await client.post(CHAT, json=ASK, headers=headers)).status_code == 200
+        assert [record.tenant for record in proxy.requests] == ["alice", "bob"]
+        assert not any("key-" in value for exchange in engine.seen for value in exchange.headers.values())
+
+    async def test_tenants_have_salts_that_they_cannot_choose(self, engine, proxy, client):
+        async def salt(key, body):
+            headers = {"authorization": f"Bearer {key}"}
+            response = await client.post(CHAT, content=body, headers=headers)
+            assert response.status_code == 200, response.text
+            assert engine.seen[-1].body.count(b"salt") == 1
+            return engine.seen[-1].json["cache_salt"]
+
+        alice, bob = await salt("key-a", b'{"model":"m"}'), await salt("key-b", b'{"model":"m"}')
+        assert alice != bob
+        for body in (
+            b'{"model":"m","cache_salt":"%s"}' % alice.encode(),
+            b'{"model":"m","cache_salt":"%s","cache_salt":"x"}' % alice.encode(),
+            b'{"model":"m","cache_salt":"x","cache\\u005fsalt":"%s"}' % alice.encode(),
+        ):
+            mine = await salt("key-b", body)
+            assert mine.startswith(bob)
+            assert mine not in (alice, bob)
+
+    @pytest.mark.parametrize("value", [5, "", [], {"a": 1}, False])
+    async def test_a_salt_that_is_none_is_refused(self, client, value):
+        headers = {"authorization": "Bearer key-a"}
+        response = await client.post(CHAT, json={**ASK, "cache_salt": value}, headers=headers)
+        assert is_openai_error(response, 400, param="cache_salt")

@@ -1,0 +1,313 @@
+"""Passing requests and answers on, byte for byte, over real sockets."""
+
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+
+from tests.fakes import (
+    ANSWER,
+    ASK,
+    CHAT,
+    DONE,
+    STREAM,
+    client_of,
+    event,
+    is_openai_error,
+    post,
+    proxy_over,
+)
+
+
+class TestPassingOn:
+    async def test_bytes_go_both_ways_unchanged(self, engine, client):
+        body = b'{ "model":"m",\t"messages" : [ ], "temperature":0.10, "x":"\\u0041\xc3\xa9", "big":1e3 }'
+        content = b'{ "id" : "x",\n "choices": [],  "usage":null }'
+
+        async def script(exchange):
+            await exchange.send(content)
+
+        engine.script = script
+        response = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
+        assert engine.seen[0].body == body
+        assert response.content == content
+
+    async def test_headers_that_end_at_a_proxy_do_not_pass(self, engine, client):
+        async def script(exchange):
+            await exchange.send(
+                ANSWER,
+                headers=[
+                    ("x-engine", "1"), ("set-cookie", "a=1"), ("set-cookie", "b=2"), ("server", "engine"),
+                    ("x-request-id", "engines-own"), ("keep-alive", "timeout=5"), ("x-kv-cached-tokens", "5"),
+                    ("x-odd", "zażółć"),
+                ],
+            )  # fmt: skip
+
+        engine.script = script
+        sent = {
+            "x-client": "1", "authorization": "Bearer client-key", "x-api-key": "k", "te": "trailers",
+            "x-kvpin-engine": "z", "accept-encoding": "gzip, br",
+        }  # fmt: skip
+        response = await client.post(CHAT, json=ASK, headers=sent)
+        seen = engine.seen[0].headers
+        assert seen["x-client"] == "1"
+        assert seen["accept-encoding"] == "identity"
+        assert seen["host"] == engine.url.removeprefix("http://")
+        assert not {"authorization", "x-api-key", "te", "x-kvpin-engine"} & set(seen)
+        assert response.headers["x-engine"] == "1"
+        assert response.headers.get_list("set-cookie") == ["a=1", "b=2"]
+        assert response.headers["server"] == "uvicorn"
+        assert "keep-alive" not in response.headers
+        assert dict(response.headers.raw)[b"x-odd"] == "zażółć".encode()
+        assert response.headers["x-kvpin-cached-tokens"] == "5"
+        assert response.headers["x-kvpin-engine"] == "a"
+        assert response.headers["x-kvpin-predicted-tokens"] == "0"
+        assert response.headers["x-request-id"].startswith("req-")
+
+    async def test_a_clients_request_id_is_kept_when_it_is_one(self, client):
+        for given, kept in [("mine-1", True), ("x" * 129, False), ("", False)]:
+            response = await client.post(CHAT, json=ASK, headers={"x-request-id": given})
+            assert (response.headers["x-request-id"] == given) is kept
+
+    async def test_cached_tokens_are_read_from_usage(self, proxy, client):
+        response = await client.post(CHAT, json=ASK)
+        assert response.headers["x-kvpin-cached-tokens"] == "32"
+        assert proxy.last.reported_tokens == 32
+
+    async def test_any_v1_route_and_method_passes(self, engine, client):
+        for method, path in [("GET", "/v1/files?after=a%20b&x=%2F"), ("DELETE", "/v1/responses/r%2F1")]:
+            assert (await client.request(method, path)).status_code == 200
+            assert (engine.seen[-1].method, engine.seen[-1].target) == (method, path)
+            assert "transfer-encoding" not in engine.seen[-1].headers
+            assert engine.seen[-1].body == b""
+
+    async def test_head_passes_without_a_body(self, engine, client):
+        async def script(exchange):
+            await exchange.start(200, [("content-type", "application/json"), ("content-length", "17")])
+            exchange.ended = True
+
+        engine.script = script
+        response = await client.head("/v1/files")
+        assert (response.status_code, response.headers["content-length"], response.content) == (
+            200,
+            "17",
+            b"",
+        )
+        assert (await client.head("/v1/files")).status_code == 200
+
+    async def test_an_answer_without_a_body_passes(self, engine, client):
+        async def script(exchange):
+            await exchange.send(b"", status=204, headers=[("content-type", "text/plain")])
+
+        engine.script = script
+        assert (await client.delete("/v1/files/1")).status_code == 204
+
+    async def test_a_multipart_upload_is_streamed_through(self, engine, proxy, client):
+        arrived = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.receive(b"one")
+            arrived.set()
+            await exchange.receive(b"two")
+            await exchange.send({"text": "heard"})
+
+        script.reads_body = False
+        engine.script = script
+
+        async def parts():
+            yield b"one"
+            await asyncio.wait_for(
+                arrived.wait(), 5
+            )  # the engine has the first part before there is a second
+            yield b"two"
+
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        response = await client.post("/v1/audio/transcriptions", content=parts(), headers=kind)
+        assert response.json() == {"text": "heard"}
+        assert engine.seen[0].headers["content-type"] == kind["content-type"]
+
+    async def test_connections_to_the_engine_are_used_again(self, engine, client):
+        for body in (ASK, STREAM, ASK, STREAM):
+            assert (await client.post(CHAT, json=body)).status_code == 200
+        assert len(engine.connections) == 1
+
+
+class TestStreaming:
+    async def test_each_chunk_arrives_before_the_next_is_made(self, engine, client):
+        go = asyncio.Queue()
+
+        async def script(exchange):
+            await exchange.start()
+            for n in range(3):
+                await exchange.chunk(b"data: %d\n\n" % n)
+                await go.get()
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+        async with client.stream("POST", CHAT, json=STREAM) as response:
+            got = []
+            async for chunk in response.aiter_raw():
+                got.append(chunk)
+                go.put_nowait(None)
+        assert got == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", DONE]
+
+    async def test_usage_is_read_from_the_end_of_the_stream(self, engine, proxy, client):
+        usage = {
+            "choices": [],
+            "usage": {"prompt_tokens": 50, "prompt_tokens_details": {"cached_tokens": 48}},
+        }
+        tail = event(usage) + DONE
+
+        async def script(exchange):
+            await exchange.start()
+            for _ in range(50):
+                await exchange.chunk(event({"choices": [{"delta": {"content": "x" * 900}}], "usage": None}))
+            for at in range(0, len(tail), 7):
+                await exchange.chunk(tail[at : at + 7])
+                await asyncio.sleep(0)
+            await exchange.end()
+
+        engine.script = script
+        response = await client.post(CHAT, json=STREAM)
+        assert response.content.endswith(tail)
+        assert proxy.last.reported_tokens == 48
+
+    async def test_a_header_tells_cached_tokens_before_the_stream(self, engine, proxy, client):
+        async def script(exchange):
+            await exchange.start(
+                headers=[("content-type", "text/event-stream"), ("x-kv-cached-tokens", "16")]
+            )
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+        response = await client.post(CHAT, json=STREAM)
+        assert response.headers["x-kvpin-cached-tokens"] == "16"
+        assert proxy.last.reported_tokens == 16
+
+    async def test_an_engine_that_dies_in_mid_stream_is_told_and_the_connection_breaks(
+        self, engine, other, caplog
+    ):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"n": 1}))
+            exchange.die()
+
+        engine.script = script
+        async with proxy_over(engine, other) as proxy, client_of(proxy) as client:
+            got = b""
+            async with client.stream("POST", CHAT, json=STREAM) as response:
+                with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
+                    async for chunk in response.aiter_raw():
+                        got += chunk
+            first, rest = got.split(b"\n\n", 1)
+            assert first == event({"n": 1}).strip()
+            error = json.loads(rest.strip().removeprefix(b"data: "))["error"]
+            assert error["type"] == "server_error"
+            assert not other.seen, "after the first byte nothing is tried again"
+            assert proxy.fleet.engines["a"].state == "suspect"
+            assert "stopped in mid-answer" in proxy.last.error
+            await proxy.settled()
+
+    async def test_another_kind_of_stream_just_breaks(self, engine, client):
+        async def script(exchange):
+            await exchange.start(headers=[("content-type", "audio/mpeg")])
+            await exchange.chunk(b"sound")
+            exchange.die()
+
+        engine.script = script
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/audio/speech", json={"model": "m"})
+
+    async def test_a_slow_client_slows_the_engine(self, engine, proxy):
+        sent = 0
+
+        async def script(exchange):
+            nonlocal sent
+            await exchange.start()
+            for _ in range(400):
+                await exchange.chunk(b"x" * 65536)
+                sent += 1
+            await exchange.end()
+
+        engine.script = script
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", httpx.URL(proxy.url).port))
+        await loop.sock_sendall(slow, post(CHAT, json.dumps(STREAM).encode()))
+        await engine.request()
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.1)
+        assert sent < 250, "the engine's writes stall while the client does not read"
+        total = 0
+        while data := await loop.sock_recv(slow, 1 << 20):
+            total += len(data)
+        slow.close()
+        assert sent == 400
+        assert total > 400 * 65536
+
+    async def test_fifty_at_once(self, engine, client):
+        gate = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.start()
+            await gate.wait()
+            for n in range(20):
+                await exchange.chunk(event({"me": exchange.json["user"], "n": n}))
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+
+        async def one(user):
+            response = await client.post(CHAT, json={**STREAM, "user": user})
+            return response.content == b"".join(event({"me": user, "n": n}) for n in range(20)) + DONE
+
+        asks = [asyncio.create_task(one(str(n))) for n in range(50)]
+        await engine.request(49)
+        gate.set()
+        assert all(await asyncio.gather(*asks))
+
+
+class TestErrorsOfEngines:
+    @pytest.mark.parametrize(
+        ("content", "message", "param", "code"),
+        [
+            ({"error": {"message": "bad", "type": "t", "param": "n", "code": "c"}}, "bad", "n", "c"),
+            ({"error": {"message": "bad", "code": 400}}, "bad", None, None),
+            (
+                {"object": "error", "message": "bad", "type": "BadRequestError", "param": "n"},
+                "bad",
+                "n",
+                None,
+            ),
+            ({"error": "Unauthorized"}, "Unauthorized", None, None),
+            ({"detail": "Not Found"}, "Not Found", None, None),
+            ({"detail": [{"loc": ["n"]}]}, '[{"loc":["n"]}]', None, None),
+            ("just text", "just text", None, None),
+            (b"<html>oops</html>", "<html>oops</html>", None, None),
+            (b"", "the engine gave no reason", None, None),
+            ({}, "the engine gave no reason", None, None),
+            ({"error": None}, "the engine gave no reason", None, None),
+            (b'{"error": "\xff"}', '{"error": "\ufffd"}', None, None),
+            (b"[" * 5000, "[" * 500, None, None),
+        ],
+    )
+    async def test_come_in_openais_shape(self, engine, proxy, client, content, message, param, code):
+        async def script(exchange):
+            await exchange.send(content, status=400)
+
+        engine.script = script
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 400, code, param)
+        assert response.json()["error"]["message"] == message
+        assert response.headers["x-kvpin-engine"] == "a"
+        assert response.headers["content-type"] == "application/json"
+        assert proxy.last.status == 400
