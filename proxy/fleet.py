@@ -133,11 +133,11 @@ class Pool:
             if engine.id not in without
         ]
 
-    def free_blocks(self, engine: Engine) -> int:
-        """Blocks of the engine's GPU tier that hold nothing known, in pool blocks; 0 where unknown."""
+    def free_blocks(self, engine: Engine) -> int | None:
+        """Blocks of the engine's GPU tier that hold nothing known, in pool blocks; None where unknown."""
         info = engine.info
         if info is None or info.gpu_blocks is None or info.tokens_per_block is None:
-            return 0
+            return None
         capacity = info.gpu_blocks * info.tokens_per_block // self.tokens_per_block
         return max(capacity - self.index.held(engine.id, Tier.GPU), 0)
 

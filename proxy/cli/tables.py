@@ -105,11 +105,9 @@ def show_route(route: dict[str, Any]) -> None:
     """Where a request would go."""
     out = console()
     out.print(f"{route['engine']}: {route['why']}", markup=False)
-    table = _table(
-        "engine", "view", "cached", "queue", "restore", "prefill", "interference", "total", "in flight"
-    )
+    terms = [name for name in route["candidates"][0] if name.endswith("_s")]
+    table = _table("engine", "view", "cached", *(term.removesuffix("_s") for term in terms), "in flight")
     for cost in route["candidates"]:
-        terms = ("queue_s", "restore_s", "prefill_s", "interference_s", "regret_s", "total_s")
         chosen = "[bold]" if cost["engine"] == route["engine"] else ""
         table.add_row(
             f"{chosen}{cost['engine']}",

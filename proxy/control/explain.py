@@ -10,7 +10,8 @@ from array import array
 from typing import Any
 
 from proxy.control.context import Control
-from proxy.core.placement import Cost, Placement
+from proxy.control.routing import describe_cost
+from proxy.core.placement import Placement
 from proxy.fleet import TOKENS_PER_BLOCK
 from proxy.records import Divergence, RequestRecord
 
@@ -46,7 +47,7 @@ def explain(control: Control, record: RequestRecord) -> dict[str, Any]:
     return {
         **summarize(record),
         "explanation": explanation(record, divergence, block),
-        "costs": [_cost(cost) for cost in placement.costs] if placement is not None else [],
+        "costs": [describe_cost(cost) for cost in placement.costs] if placement is not None else [],
         "rule": placement.rule if placement is not None else None,
         "divergence": _divergence(control, record, divergence) if divergence is not None else None,
     }
@@ -84,7 +85,7 @@ def _of_the_rest(
         chosen = next(cost for cost in placement.costs if cost.engine == placement.engine)
         return (
             f"{elsewhere.engine} held {elsewhere.cached_tokens}, but it was placed elsewhere because "
-            f"{chosen.engine} was to answer sooner, in {chosen.total_s * 1000:.1f} ms against "
+            f"{chosen.engine} was to cost less, {chosen.total_s * 1000:.1f} ms against "
             f"{elsewhere.total_s * 1000:.1f} ms"
         )
     if reused >= (placement.n_tokens - 1) // block * block:
@@ -126,17 +127,3 @@ def _tokens_per_block(control: Control, record: RequestRecord) -> int:
     engine = control.fleet.engines.get(record.placement.engine) if record.placement is not None else None
     own = engine.info.tokens_per_block if engine is not None and engine.info is not None else None
     return own or TOKENS_PER_BLOCK
-
-
-def _cost(cost: Cost) -> dict[str, Any]:
-    return {
-        "engine": cost.engine,
-        "queue_s": cost.queue_s,
-        "restore_s": cost.restore_s,
-        "prefill_s": cost.prefill_s,
-        "interference_s": cost.interference_s,
-        "regret_s": cost.regret_s,
-        "total_s": cost.total_s,
-        "cached_tokens": cost.cached_tokens,
-        "in_flight": cost.in_flight,
-    }

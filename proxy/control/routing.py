@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from engine_adapter import JsonBody
@@ -64,12 +65,17 @@ def why(control: Control, placement: Placement, chain: Chain | None) -> str:
     fullest = max(others, key=lambda cost: cost.cached_tokens)
     if fullest.cached_tokens > chosen.cached_tokens:
         return (
-            f"{chosen.engine} answers first ({_ms(chosen)}): {held}, while {fullest.engine} holds "
-            f"{fullest.cached_tokens} and would take {_ms(fullest)}"
+            f"{chosen.engine} costs least ({_ms(chosen)}): {held}, while {fullest.engine} holds "
+            f"{fullest.cached_tokens} and would cost {_ms(fullest)}"
         )
     if not chosen.cached_tokens:
-        return f"no engine holds any of it; {chosen.engine} answers first ({_ms(chosen)})"
-    return f"{chosen.engine} answers first ({_ms(chosen)}): {held}"
+        return f"no engine holds any of it; {chosen.engine} costs least ({_ms(chosen)})"
+    return f"{chosen.engine} costs least ({_ms(chosen)}): {held}"
+
+
+def describe_cost(cost: Cost) -> dict[str, Any]:
+    """A cost with its sum, as the admin API shows it."""
+    return {**asdict(cost), "total_s": cost.total_s}
 
 
 def _ms(cost: Cost) -> str:
@@ -90,17 +96,9 @@ def _candidate(pool: Pool, candidate: Candidate, cost: Cost) -> dict[str, Any]:
     engine, match = pool.engines[candidate.engine], candidate.match
     tiers = {"gpu": match.gpu, "host": match.host, "disk": match.disk, "pending": match.pending}
     return {
-        "engine": candidate.engine,
+        **describe_cost(cost),
         "trust": engine.audit.trust.value,
         "matched_tokens": {tier: blocks * pool.tokens_per_block for tier, blocks in tiers.items()},
-        "cached_tokens": cost.cached_tokens,
-        "queue_s": cost.queue_s,
-        "restore_s": cost.restore_s,
-        "prefill_s": cost.prefill_s,
-        "interference_s": cost.interference_s,
-        "regret_s": cost.regret_s,
-        "total_s": cost.total_s,
-        "in_flight": cost.in_flight,
         "free_blocks": candidate.free_blocks,
     }
 

@@ -1,8 +1,8 @@
 """Placement: the choice of an engine, with its reasons.
 
-Cost in seconds, lowest wins: queue + restore + prefill + interference. Ties go to the engine with the most
-free cache, then to the one that served least. Without reuse, the engine with the fewest requests in flight
-wins, and of those the one that served least, which alternates.
+Cost in seconds, lowest wins: queue + restore + prefill + interference + regret. Ties go to the engine with
+the most free cache, then to the one that served least. Without reuse, the engine with the fewest requests
+in flight wins, and of those the one that served least, which alternates.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from proxy.core.load import DECODE_INTERFERENCE_S, LoadView
 # Learned rates of equal engines differ by noise: costs this close are equal, else one engine would get
 # every new prompt and evict, while its neighbour stays empty.
 TIE = 1.15
+# What a prompt evicts now is only the beginning: its next turns bring about as much again, each. A shared
+# system prompt would otherwise draw every conversation to one full engine past an empty one.
+EVICTION_PRICE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Candidate:
         load: its work in flight.
         prefill_tok_s: prompt tokens it computes per second.
         restore_tok_s: tokens it restores from its host tier per second.
-        free_blocks: blocks of its GPU tier that hold nothing, 0 where unknown.
+        free_blocks: blocks of its GPU tier that hold nothing, None where unknown.
         served: requests it has been given so far.
     """
 
@@ -40,7 +43,7 @@ class Candidate:
     load: LoadView
     prefill_tok_s: float
     restore_tok_s: float
-    free_blocks: int = 0
+    free_blocks: int | None = None
     served: int = 0
 
 
@@ -53,13 +56,14 @@ class Cost:
     restore_s: float
     prefill_s: float
     interference_s: float
+    regret_s: float
     cached_tokens: int
     in_flight: int
 
     @property
     def total_s(self) -> float:
-        """Expected time to the first token."""
-        return self.queue_s + self.restore_s + self.prefill_s + self.interference_s
+        """Expected time to the first token, and what it costs those that come after."""
+        return self.queue_s + self.restore_s + self.prefill_s + self.interference_s + self.regret_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +95,16 @@ def predict(chain: Chain, match: Match, tokens_per_block: int) -> int:
 def cost_of(candidate: Candidate, chain: Chain) -> Cost:
     """The terms of the cost rule for one engine."""
     cached = predict(chain, candidate.match, candidate.tokens_per_block)
+    uncached = chain.n_tokens - cached
+    free = candidate.free_blocks * chain.tokens_per_block if candidate.free_blocks is not None else uncached
     below_gpu = (candidate.match.host + candidate.match.disk) * chain.tokens_per_block
     return Cost(
         engine=candidate.engine,
         queue_s=candidate.load.prefill_tokens / candidate.prefill_tok_s,
         restore_s=min(below_gpu, cached) / candidate.restore_tok_s,
-        prefill_s=(chain.n_tokens - cached) / candidate.prefill_tok_s,
+        prefill_s=uncached / candidate.prefill_tok_s,
         interference_s=candidate.load.decoding * DECODE_INTERFERENCE_S,
+        regret_s=EVICTION_PRICE * max(uncached - free, 0) / candidate.prefill_tok_s,
         cached_tokens=cached,
         in_flight=candidate.load.in_flight,
     )
@@ -113,7 +120,8 @@ def place(candidates: Sequence[Candidate], chain: Chain) -> Placement:
         if cost.total_s <= cheapest.total_s * TIE and cost.cached_tokens >= cheapest.cached_tokens
     ]
     best = min(
-        ties, key=lambda i: (-costs[i].cached_tokens, -candidates[i].free_blocks, candidates[i].served, i)
+        ties,
+        key=lambda i: (-costs[i].cached_tokens, -(candidates[i].free_blocks or 0), candidates[i].served, i),
     )
     return Placement(
         engine=costs[best].engine,
@@ -131,5 +139,5 @@ def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Pl
     For requests whose prompt is not known (reuse off, embeddings, audio). `candidates` is not empty.
     """
     best = min(range(len(candidates)), key=lambda i: (candidates[i].load.in_flight, candidates[i].served, i))
-    costs = tuple(Cost(c.engine, 0.0, 0.0, 0.0, 0.0, 0, c.load.in_flight) for c in candidates)
+    costs = tuple(Cost(c.engine, 0.0, 0.0, 0.0, 0.0, 0.0, 0, c.load.in_flight) for c in candidates)
     return Placement(candidates[best].engine, 0, n_tokens, costs, "least loaded")

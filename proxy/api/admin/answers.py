@@ -145,6 +145,7 @@ class CostAnswer(_Answer):
     restore_s: float
     prefill_s: float
     interference_s: float
+    regret_s: float
     total_s: float
     cached_tokens: int
     in_flight: int
@@ -155,7 +156,7 @@ class CandidateAnswer(CostAnswer):
 
     trust: str
     matched_tokens: dict[str, int]
-    free_blocks: int
+    free_blocks: int | None
 
 
 class RouteAnswer(_Answer):

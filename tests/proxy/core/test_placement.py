@@ -81,19 +81,33 @@ class TestPlace:
         assert place([host, gpu], prompt(1441)).engine == "gpu"
 
     def test_rates_that_differ_by_noise_are_a_tie_for_the_emptier_cache(self):
-        fast = candidate("fast", rate=1100.0, free_blocks=10)
-        roomy = candidate("roomy", rate=1000.0, free_blocks=20)
+        fast = candidate("fast", rate=1100.0, free_blocks=200)
+        roomy = candidate("roomy", rate=1000.0, free_blocks=300)
         assert place([fast, roomy], prompt()).engine == "roomy"
 
     def test_a_real_difference_is_no_tie(self):
-        fast = candidate("fast", rate=1200.0, free_blocks=10)
-        roomy = candidate("roomy", rate=1000.0, free_blocks=20)
+        fast = candidate("fast", rate=1200.0, free_blocks=200)
+        roomy = candidate("roomy", rate=1000.0, free_blocks=300)
         assert place([fast, roomy], prompt()).engine == "fast"
 
     def test_a_tie_is_never_given_to_an_engine_that_holds_less(self):
-        holds = candidate("holds", match=Match(gpu=5), free_blocks=0)
-        empty = candidate("empty", rate=1040.0, free_blocks=100)
+        holds = candidate("holds", match=Match(gpu=5), free_blocks=100)
+        empty = candidate("empty", rate=1040.0, free_blocks=200)
         assert place([empty, holds], prompt()).engine == "holds"
+
+    def test_a_shared_prefix_does_not_draw_new_prompts_past_an_empty_engine(self):
+        full = candidate("full", match=Match(gpu=40), free_blocks=0)
+        empty = candidate("empty", free_blocks=1000)
+        assert place([full, empty], prompt(1000)).engine == "empty"
+
+    def test_a_conversation_stays_on_its_full_engine(self):
+        full = candidate("full", match=Match(gpu=55), free_blocks=0)
+        empty = candidate("empty", match=Match(gpu=10), free_blocks=1000)
+        assert place([full, empty], prompt(1000)).engine == "full"
+
+    def test_nothing_is_regretted_where_the_capacity_is_unknown(self):
+        assert cost_of(candidate(free_blocks=None), prompt()).regret_s == 0
+        assert cost_of(candidate(free_blocks=0), prompt(1000)).regret_s == pytest.approx(4.0)
 
     def test_equal_engines_take_turns(self):
         served = {"a": 0, "b": 0, "c": 0}
