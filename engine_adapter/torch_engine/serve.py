@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -74,10 +74,8 @@ def serve_engine(options: ServeOptions) -> None:
     process.end = end
     host, port = listener.getsockname()[:2]
     _log.info("listening on http://%s:%s, loading", f"[{host}]" if ":" in host else host, port)
-    # uvicorn raises the signal once more when it is done; a wanted end is not a crash.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    server.run(sockets=[listener])
+    with _signals_end_quietly():
+        server.run(sockets=[listener])
     if process.failure is not None:
         raise process.failure
 
@@ -125,6 +123,18 @@ class _EngineProcess:
         # Nobody is left to wait for answers, nor to notice that a stop hangs.
         threading.Event().wait(_GRACE_S + 5)
         os._exit(1)
+
+
+@contextmanager
+def _signals_end_quietly() -> Iterator[None]:
+    """Uvicorn raises the signal that ended it once more when it is done; a wanted end is not a crash."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _nothing() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 
 import httpx
 import pytest
@@ -68,14 +66,10 @@ def test_a_port_in_use_is_named():
             serve_engine(ServeOptions(port=port))
 
 
-def test_a_model_that_is_not_there():
-    done = subprocess.run(
-        [sys.executable, "-m", "engine_adapter.torch_engine.serve", "--port", "0", "--model", "/nowhere"],
-        capture_output=True,
-        timeout=120,
-        check=False,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "/nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_model_that_is_not_there_ends_it_with_one_line():
+    before = signal.getsignal(signal.SIGTERM)
+    result = CliRunner().invoke(app, ["--port", "0", "--model", "/nowhere"])
+    assert result.exit_code == 2
+    assert "kvpin engine: " in result.output
+    assert "/nowhere" in result.output
+    assert signal.getsignal(signal.SIGTERM) is before
