@@ -35,7 +35,8 @@ class EngineAdapter(Protocol):
         """Asks the engine what it is. Changes nothing in it; called again after each outage."""
 
     async def load(self) -> EngineLoad:
-        """Requests running and waiting; also the health check: it raises when the engine is not well."""
+        """Requests running and waiting; also the health check: EngineUnavailable when the engine is not
+        well, or is another process than the one `connect` met, whose KV is then gone."""
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes] | None

@@ -76,8 +76,9 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 class _Load(msgspec.Struct, frozen=True):
-    """What `GET /kv/stats` says of load."""
+    """What `GET /kv/stats` says of load, and which process says it."""
 
+    instance: str
     requests: dict[str, int]
     gpu: dict[str, int]
 
@@ -90,10 +91,12 @@ class EmbeddedAdapter:
         self.spec = spec
         self._control = ControlClient(spec)
         self._capabilities: frozenset[Capability] | None = None
+        self._instance: str | None = None
 
     async def connect(self) -> EngineInfo:
         """See `EngineAdapter.connect`."""
         info = _read(await self._control.get("/kv/info"), _Info)
+        self._instance = info.instance
         self._capabilities = frozenset(Capability) if info.host_blocks else _WITHOUT_HOST_TIER
         return EngineInfo(
             model=info.model,
@@ -112,6 +115,8 @@ class EmbeddedAdapter:
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`."""
         stats = _read(await self._control.get("/kv/stats"), _Load)
+        if self._instance not in (None, stats.instance):
+            raise EngineUnavailable("the engine was restarted")
         return EngineLoad(
             running=stats.requests["running"],
             waiting=stats.requests["waiting"],

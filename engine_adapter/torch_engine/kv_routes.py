@@ -57,6 +57,7 @@ async def kv_stats(service: EngineService) -> dict[str, Any]:
     cache: dict[str, Any] = await service.call(lambda kv: kv.stats(time.monotonic()))
     counters = service.engine.counters
     return {
+        "instance": service.instance,
         **cache,
         "requests": {"running": counters.running, "waiting": counters.waiting},
         "tokens": {
