@@ -36,13 +36,12 @@ def test_content_decides_not_the_hash():
 
 def test_a_forced_collision_of_names_mixes_nothing_up(monkeypatch):
     real = xxhash.xxh3_64_intdigest
-    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: real(data) % 3)
-    world = World(3)
-    sequence = world.sequence(tokens(8))
-    assert world.begin(sequence)
-    world.compute(sequence, 8)
-    world.check()
-    assert len({node.name for node in sequence.path}) == 2
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: 5 if len(data) > 8 else real(data))
+    world = World(8)
+    world.run(tokens(8))
+    world.run(tokens(8, 100))
+    assert world.blocks(Tier.GPU) == 4
+    assert world.run(tokens(9)) == 8
 
 
 def test_a_sequence_grows_and_its_full_blocks_are_shared_at_once():
@@ -128,6 +127,15 @@ def test_a_higher_priority_is_evicted_later():
     world.run(tokens(8, 100))
     world.run(tokens(8, 200))
     assert world.run(tokens(9)) == 8
+
+
+def test_reuse_raises_the_priority_of_a_prefix():
+    world = World(5)
+    world.run(tokens(8))
+    world.run(tokens(9), priority=1)
+    world.run(tokens(8, 100))
+    world.run(tokens(8, 200))
+    assert world.held(tokens(8)) == 2
 
 
 def test_eviction_moves_down_and_a_prompt_brings_it_back():
