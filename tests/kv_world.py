@@ -216,14 +216,9 @@ def rejected(status=400, message="no"):
     return EngineRejected(message, status=status, param=None)
 
 
-def safetensors_of(rows=2, hidden=4, value=0.5, dtype="float32"):
-    """A p-tuning table as bytes."""
-    from safetensors import serialize
-
+def safetensors_of(rows=2, hidden=4, value=0.5):
+    """A p-tuning table as bytes: eight of length, a JSON header, the values."""
     data = array("f", [value] * (rows * hidden)).tobytes()
-    return serialize({"t": {"dtype": dtype, "shape": [rows, hidden], "data": data}})
-
-
-def parsed(kind, **fields):
-    """A body as the API would read it."""
-    return msgspec.convert(fields, kind)
+    entry = {"dtype": "F32", "shape": [rows, hidden], "data_offsets": [0, len(data)]}
+    header = msgspec.json.encode({"t": entry})
+    return len(header).to_bytes(8, "little") + header + data

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -52,14 +54,14 @@ async def post_drain(control: Control, request: Request) -> Response:
 def _spec(control: Control, body: AddEngine) -> EngineSpec:
     """Checked as the settings' own engines are; raises BadRequest naming the field."""
     values = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
-    values.setdefault("id", free_id(control, body.kind.replace("-", "_")))
     try:
-        return EngineSettings.model_validate(values).spec()
+        spec = EngineSettings.model_validate(values).spec()
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         name = str(first["loc"][0]) if first["loc"] else None
         message = first["msg"].removeprefix("Value error, ")
         raise BadRequest(f"{name}: {message}" if name else message, param=name) from error
+    return spec if spec.id else replace(spec, id=free_id(control, spec.kind))
 
 
 ENDPOINTS = (

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from engine_adapter import EngineUnavailable, KvProgress
-from proxy.control.operations import HISTORY, OperationState, Operations, Part, new_operation, run_parts
+from proxy.control.operations import HISTORY, Operations, OperationState, Part, new_operation, run_parts
 from proxy.errors import BadRequest, NotFound
 from proxy.tasks import Supervisor
 

@@ -1,0 +1,47 @@
+import pytest
+
+from proxy.api.admin.app import ENDPOINTS, routes
+from proxy.api.auth import AdminGuard
+
+
+async def test_nothing_is_answered_without_the_key(world):
+    async with world.client(AdminGuard("admin-key")) as client:
+        for endpoint in ENDPOINTS:
+            answer = await client.request(endpoint.method, endpoint.path)
+            assert answer.status_code == 401, endpoint.path
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert (await client.get("/nowhere")).status_code == 401
+        good = await client.get("/stats", headers={"authorization": "Bearer admin-key"})
+        assert good.status_code == 200
+        assert (await client.get("/stats", headers={"authorization": "Bearer no"})).status_code == 401
+
+
+async def test_without_a_key_it_answers_this_machine_alone(world):
+    async with world.client(peer="10.0.0.7") as client:
+        answer = await client.get("/stats")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    async with world.client() as client:
+        assert (await client.get("/stats", headers={"origin": "http://evil.example"})).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/flush", 405), ("DELETE", "/stats", 405), ("POST", "/stats", 405)],
+)
+async def test_routers_refusals_have_the_one_shape(client, method, path, status):
+    answer = await client.request(method, path)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{method} /admin/v1{path}: ")
+
+
+async def test_head_is_answered_as_get(client):
+    answer = await client.head("/stats")
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_every_endpoint_has_a_route_and_every_route_an_endpoint(world):
+    served = {(method, route.path) for route in routes(world.control) for method in route.methods}
+    assert served - {("HEAD", path) for _, path in served} == {(e.method, e.path) for e in ENDPOINTS}

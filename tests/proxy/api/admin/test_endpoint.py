@@ -1,0 +1,62 @@
+import msgspec
+import pytest
+
+from proxy.api.admin.answers import Totals
+from proxy.api.admin.bodies import Flush, Pin, Unpin
+from proxy.api.admin.endpoint import answer, decode
+from proxy.errors import BadRequest
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "param"),
+    [
+        (b'{"all": 1}', Flush, "all"),
+        (b'{"token_ids": [1, -2]}', Flush, "token_ids[1]"),
+        (b'{"messages": [3]}', Flush, "messages[0]"),
+        (b'{"everything": true}', Flush, "everything"),
+        (b'{"wait_s": 61}', Flush, "wait_s"),
+        (b'{"wait_s": -1}', Flush, "wait_s"),
+        (b'{"engine": ""}', Flush, "engine"),
+        (b'{"ttl_s": 0}', Pin, "ttl_s"),
+        (b'{"ttl_s": 604801}', Pin, "ttl_s"),
+        (b"{}", Unpin, "pin_id"),
+        (b"[]", Flush, None),
+    ],
+)
+def test_a_wrong_body_names_its_field(raw, kind, param):
+    with pytest.raises(BadRequest) as caught:
+        decode(raw, kind)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("raw", [b"{", b'{"all": NaN}', b'{"prompt": "\xff"}', b"[" * 100_000])
+def test_what_is_no_json_is_told_so(raw):
+    with pytest.raises(BadRequest, match=r"not valid JSON|must be|Expected|valid"):
+        decode(raw, Flush)
+
+
+def test_an_answer_is_held_to_its_struct():
+    fields = dict.fromkeys(Totals.__struct_fields__, 1)
+    assert msgspec.json.decode(answer(Totals, fields).body) == fields
+    with pytest.raises(msgspec.ValidationError, match="secret"):
+        answer(Totals, fields | {"secret": 1})
+
+
+async def test_an_empty_body_is_an_empty_object(client):
+    answer = await client.post("/flush")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "target")
+
+
+async def test_a_body_over_the_limit(world):
+    from dataclasses import replace
+
+    world.control = replace(world.control, max_body_bytes=10)
+    async with world.client() as client:
+        answer = await client.post("/flush", json={"prompt": "x" * 20})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("limit", ["0", "x", "-1", "10001", "1.5", "٣", "9" * 5000])
+async def test_a_wrong_number_in_the_query(client, limit):
+    answer = await client.get("/requests", params={"limit": limit})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")

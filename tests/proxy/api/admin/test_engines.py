@@ -1,0 +1,62 @@
+import pytest
+
+from proxy.fleet import EngineState
+from tests.fakes import FakeEngine
+from tests.kv_world import tokens, until
+
+
+async def test_an_engine_comes_drains_and_goes(world, client):
+    async with FakeEngine("a") as server:
+        answer = await client.post("/engines", json={"kind": "openai-compatible", "url": server.url})
+        assert (answer.status_code, answer.json()["id"]) == (201, "openai_compatible-0")
+        engine = world.control.fleet.engine("openai_compatible-0")
+        await until(lambda: engine.state is EngineState.READY)
+        listed = (await client.get("/engines")).json()["engines"]
+        assert [(e["id"], e["state"], e["model"]) for e in listed] == [(engine.id, "ready", "m")]
+        drained = await client.post(f"/engines/{engine.id}/drain")
+        assert drained.json()["state"] == "draining"
+        await client.post(f"/engines/{engine.id}/drain", json={"undo": True})
+        await until(lambda: engine.state is EngineState.READY)
+        gone = await client.delete(f"/engines/{engine.id}")
+        assert (gone.status_code, gone.content) == (204, b"")
+        assert (await client.get("/engines")).json() == {"engines": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"kind": "vllm"}, "url"),
+        ({"kind": "vllm", "url": "gpu1:8000"}, "url"),
+        ({"kind": "vllm", "url": "http://u:p@gpu1"}, "url"),
+        ({"kind": "vllm", "url": "http://gpu1", "id": "a b"}, "id"),
+        ({"kind": "vllm", "url": "http://gpu1", "host_cache_bytes": 0}, "host_cache_bytes"),
+        ({"kind": "vllm", "url": "http://gpu1", "nickname": "x"}, "nickname"),
+        ({"kind": "Teapot!", "url": "http://gpu1"}, "kind"),
+    ],
+)
+async def test_a_wrong_description_names_its_field(client, body, param):
+    answer = await client.post("/engines", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_ids_are_taken_once_and_kinds_are_known(client, pair):
+    body = {"kind": "vllm", "url": "http://127.0.0.1:1", "id": "a"}
+    assert (await client.post("/engines", json=body)).status_code == 409
+    answer = await client.post("/engines", json={**body, "kind": "teapot", "id": "t"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_engine")
+    for answer in (await client.delete("/engines/z"), await client.post("/engines/z/drain")):
+        assert answer.status_code == 404
+
+
+async def test_an_engines_key_is_not_shown(world, client):
+    body = {"kind": "vllm", "url": "http://127.0.0.1:1", "id": "v", "api_key": "secret-key"}
+    answer = await client.post("/engines", json=body)
+    assert "secret-key" not in answer.text + (await client.get("/engines")).text
+    assert world.control.fleet.engine("v").adapter.spec.api_key == "secret-key"
+
+
+async def test_stats(world, client, pair):
+    world.served(pair[0], tokens(32))
+    stats = (await client.get("/stats")).json()
+    assert stats["pools"][0]["engines"][0]["blocks"] == {"gpu": 2, "host": 0, "disk": 0}
+    assert stats["totals"]["ready"] == 2

@@ -1,0 +1,123 @@
+import pytest
+
+from engine_adapter import Capability
+from tests.fakes import FakeEngine
+from tests.kv_world import ALL, KvFake, tokens, until
+
+NO_EVENTS = ALL - {Capability.KV_EVENTS}
+
+
+async def test_an_operation_that_ends_in_time_is_200(world, client, pair):
+    world.served(pair[0], tokens(32))
+    answer = await client.post("/flush", json={"token_ids": tokens(40), "engine": "a"})
+    assert answer.status_code == 200
+    operation = answer.json()
+    assert (operation["state"], operation["verb"], operation["error"]) == ("done", "flush", None)
+    assert operation["engines"] == [
+        {
+            "engine": "a",
+            "verb": "flush",
+            "state": "done",
+            "done": 2,
+            "total": 2,
+            "bytes": 200,
+            "left": {"in_use": 0},
+            "error": None,
+        }
+    ]
+
+
+async def test_one_that_does_not_is_202_and_can_be_followed(world, client, pair):
+    world.served(pair[0], tokens(64))
+    pair[0].gate.clear()
+    answer = await client.post("/offload", json={"engine": "a", "wait_s": 0})
+    assert answer.status_code == 202
+    path = f"/operations/{answer.json()['id']}"
+    running = (await client.get(path)).json()
+    assert (running["state"], running["finished"]) == ("running", None)
+    pair[0].gate.set()
+    operation = world.control.operations.newest()[0]
+    assert await operation.wait(5)
+    assert (await client.get(path)).json()["engines"][0]["done"] == 4
+    listed = (await client.get("/operations")).json()["operations"]
+    assert [o["id"] for o in listed] == [answer.json()["id"]]
+
+
+async def test_a_running_one_can_be_cancelled(world, client, pair):
+    world.served(pair[0], tokens(64))
+    pair[0].gate.clear()
+    path = f"/operations/{(await client.post('/flush', json={'all': True, 'wait_s': 0})).json()['id']}"
+    assert (await client.delete(path)).json()["state"] == "cancelled"
+    assert (await client.get("/operations/op-x")).status_code == 404
+    assert (await client.delete("/operations/op-x")).status_code == 404
+
+
+async def test_a_pin_and_its_end(world, client, pair):
+    world.served(pair[0], tokens(32))
+    pinned = (await client.post("/pin", json={"token_ids": tokens(40), "ttl_s": 60})).json()
+    pin_id = pinned["result"]["pin_id"]
+    assert [pin["pin_id"] for pin in (await client.get("/stats")).json()["pins"]] == [pin_id]
+    assert (await client.post("/unpin", json={"pin_id": pin_id})).json()["result"]["unpinned"]
+    answer = await client.post("/unpin", json={"pin_id": pin_id})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "pin_id")
+
+
+async def test_warming(world, client):
+    async with FakeEngine("a") as a, FakeEngine("b") as b:
+        for server in (a, b):
+            world.add(KvFake(server.id, NO_EVENTS, url=server.url))
+        answer = await client.post("/warm", json={"token_ids": tokens(32), "engines": "all"})
+        assert [part["state"] for part in answer.json()["engines"]] == ["done", "done"]
+        assert len(a.seen) == len(b.seen) == 1
+
+
+async def test_what_cannot_be_done_names_the_capability_and_what_can(world, client):
+    world.add(KvFake("a", NO_EVENTS - {Capability.RESTORE}))
+    answer = await client.post("/restore", json={"token_ids": tokens(32), "engine": "a"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (501, "not_supported_error", "not_supported")
+    assert "'restore'" in error["message"]
+    assert "warm" in error["message"]
+
+
+async def test_a_restore_falls_back_to_warming_when_told(world, client):
+    async with FakeEngine("a") as server:
+        fake = KvFake("a", NO_EVENTS - {Capability.RESTORE}, url=server.url)
+        world.add(fake)
+        body = {"token_ids": tokens(32), "engine": "a", "fallback": "warm"}
+        answer = await client.post("/restore", json=body)
+        assert answer.json()["engines"][0]["verb"] == "warm"
+        assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "param"),
+    [
+        ("flush", {}, 400, "target"),
+        ("flush", {"prompt": "x", "all": True}, 400, "all"),
+        ("flush", {"messages": [{"role": "teapot", "content": "x"}]}, 400, "messages"),
+        ("flush", {"engine": "z"}, 404, "engine"),
+        ("flush", {"model": "n", "all": True}, 404, "model"),
+        ("offload", {"fallback": "warm", "all": True}, 400, "fallback"),
+        ("restore", {"fallback": "pray", "all": True}, 400, "fallback"),
+        ("warm", {"all": True}, 400, "all"),
+        ("warm", {"prompt": "x", "engines": "some"}, 400, "engines"),
+        ("pin", {"engine": "a"}, 400, "engine"),
+        ("pin", {"prompt": "x", "ttl_s": -1}, 400, "ttl_s"),
+        ("unpin", {"pin_id": "x", "engine": "a"}, 400, "engine"),
+    ],
+)
+async def test_what_is_wrong_is_named(client, pair, verb, body, status, param):
+    answer = await client.post(f"/{verb}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+async def test_an_engine_removed_in_between_does_not_hold_it_up(world, client, pair):
+    world.served(pair[0], tokens(64))
+    pair[0].gate.clear()
+    path = f"/operations/{(await client.post('/flush', json={'engine': 'a', 'wait_s': 0})).json()['id']}"
+    await until(lambda: pair[0].targets)
+    assert (await client.delete("/engines/a")).status_code == 204
+    operation = world.control.operations.newest()[0]
+    assert await operation.wait(5)
+    assert (await client.get(path)).json()["engines"][0]["error"] == "the engine was removed"

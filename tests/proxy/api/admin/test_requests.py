@@ -1,0 +1,63 @@
+import pytest
+
+from proxy.core.index import Match
+from proxy.core.load import LoadView
+from proxy.core.placement import Candidate, place
+from tests.kv_world import tokens
+
+
+def placement(world, ids, blocks=0):
+    candidate = Candidate("a", 16, Match(gpu=blocks), LoadView(0, 0, 0), 1000.0, 10_000.0)
+    return place([candidate], world.pool.chain(world.control.requests.get("r").prompt))
+
+
+async def test_where_a_request_would_go(world, client, pair):
+    world.served(pair[1], tokens(64))
+    answer = (await client.post("/route", json={"prompt": tokens(64), "max_tokens": 4})).json()
+    assert (answer["engine"], answer["predicted_tokens"]) == ("b", 48)
+    assert [c["engine"] for c in answer["candidates"]] == ["a", "b"]
+    assert all(c["total_s"] >= c["prefill_s"] for c in answer["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"prompt": [1, -1]}, 400, "prompt[1]"),
+        ({"prompt": "x", "path": 3}, 400, "path"),
+        ({"prompt": "x", "model": "n"}, 404, "model"),
+        ({"prompt": "x", "cache_salt": ""}, 400, "cache_salt"),
+    ],
+)
+async def test_a_request_that_would_be_refused(client, pair, body, status, param):
+    answer = await client.post("/route", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+async def test_a_body_that_is_no_object(client, pair):
+    for raw in (b"[]", b"{"):
+        assert (await client.post("/route", content=raw)).status_code == 400
+
+
+async def test_the_last_requests_newest_first(world, client, pair):
+    for number in range(60):
+        world.record(f"r{number}", tokens(20))
+    listed = (await client.get("/requests")).json()["requests"]
+    assert (len(listed), listed[0]["request_id"]) == (50, "r59")
+    assert [r["request_id"] for r in (await client.get("/requests?limit=2")).json()["requests"]] == [
+        "r59",
+        "r58",
+    ]
+    assert len((await client.get("/requests?limit=10000")).json()["requests"]) == 60
+
+
+async def test_one_request_explained(world, client, pair):
+    world.record("first", tokens(40) + [5] * 24)
+    record = world.record("r", tokens(64), reported_tokens=0)
+    record.placement = placement(world, tokens(64))
+    answer = (await client.get("/requests/r")).json()
+    assert "evicted or flushed" in answer["explanation"]
+    assert answer["divergence"]["common_tokens"] == 40
+    assert answer["divergence"]["text"]
+    assert [cost["engine"] for cost in answer["costs"]] == ["a"]
+    missing = await client.get("/requests/nope")
+    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "request_id")

@@ -1,0 +1,99 @@
+import pytest
+
+from proxy.control.explain import explain, summarize
+from proxy.core.placement import Cost, Placement
+from tests.kv_world import tokens
+
+
+def placed(engine, n_tokens, *costs):
+    """A placement with `costs` as (engine, total seconds, cached tokens)."""
+    terms = tuple(Cost(name, 0.0, 0.0, total, 0.0, 0.0, cached, 0) for name, total, cached in costs)
+    predicted = next(cached for name, _, cached in costs if name == engine)
+    return Placement(engine, predicted, n_tokens, terms, "lowest cost")
+
+
+def explained(world, ids, placement, reported, **fields):
+    record = world.record("now", ids, placement=placement, reported_tokens=reported, **fields)
+    return explain(world.control, record)
+
+
+async def test_first_time_seen(world, pair):
+    world.record("r1", tokens(64, start=9))
+    answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 0)), 0)
+    assert answer["explanation"] == (
+        "0 of 64 tokens were reused on a, as predicted; first time seen: no recent request begins like it"
+    )
+
+
+async def test_it_diverges_and_the_text_shows_where(world, pair):
+    other = tokens(40) + [5] * 24
+    world.record("r1", other)
+    answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 32)), 32)
+    assert answer["explanation"].endswith("it diverges at token 40 from request r1")
+    divergence = answer["divergence"]
+    assert (divergence["request_id"], divergence["common_tokens"]) == ("r1", 40)
+    assert divergence["token_ids"] == tokens(64)[40:56]
+    assert divergence["other_token_ids"] == other[40:56]
+    decode = world.pool.prompts.local.tokenizer.decode
+    assert divergence["text"] == decode(tokens(64)[40:56])
+    assert divergence["other_text"] == decode(other[40:56])
+
+
+async def test_within_the_first_block(world, pair):
+    world.record("r1", tokens(5) + [5] * 59)
+    answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 0)), 0)
+    assert answer["explanation"].endswith("diverges at token 5 from request r1, within the first block of 16")
+
+
+async def test_evicted_before_it_came(world, pair):
+    world.record("r1", tokens(64))
+    answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 0)), 0)
+    assert "shares 64 tokens of full blocks with request r1, evicted or flushed" in answer["explanation"]
+
+
+async def test_evicted_on_the_engine_after_it_was_placed(world, pair):
+    answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 48)), 16)
+    assert "reused 16 of the 48 tokens predicted: the others were evicted on a" in answer["explanation"]
+
+
+async def test_placed_elsewhere(world, pair):
+    placement = placed("a", 64, ("a", 0.1, 0), ("b", 0.5, 48))
+    answer = explained(world, tokens(64), placement, 0)
+    assert "b held 48, but it was placed elsewhere because a was to cost less" in answer["explanation"]
+    assert "100.0 ms against 500.0 ms" in answer["explanation"]
+
+
+async def test_all_that_can_be(world, pair):
+    world.record("r1", tokens(64))
+    answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 32)), 48)
+    assert answer["explanation"].startswith("48 of 64 tokens were reused on a, 16 more than predicted; ")
+    assert answer["explanation"].endswith("every full block of it but the one of its last token")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"placement": None, "error": "no engine"}, "it was not placed: no engine"),
+        ({"placement": placed("a", 64, ("a", 0.1, 0)), "ids": None}, "its prompt is not known"),
+        ({"placement": placed("a", 64, ("a", 0.1, 16))}, "a did not report what it reused; 16 of 64"),
+    ],
+)
+async def test_when_less_is_known(world, pair, fields, said):
+    record = world.record("now", fields.pop("ids", tokens(64)), **fields)
+    assert explain(world.control, record)["explanation"].startswith(said)
+
+
+async def test_ids_alone_without_a_tokenizer(world, pair):
+    world.pool.prompts.local = None
+    world.record("r1", tokens(40))
+    divergence = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 0)), 0)["divergence"]
+    assert (divergence["text"], len(divergence["token_ids"])) == (None, 16)
+    world.control.fleet.pools.clear()
+    assert explain(world.control, world.control.requests.get("now"))["divergence"]["text"] is None
+
+
+async def test_a_summary_holds_no_prompt(world, pair):
+    record = world.record("r1", tokens(64), prompt_cache_key="k")
+    summary = summarize(record)
+    assert (summary["n_tokens"], summary["prompt_cache_key"], summary["engine"]) == (64, "k", None)
+    assert "prompt" not in summary

@@ -1,0 +1,206 @@
+import asyncio
+
+import pytest
+
+from engine_adapter import Capability, EngineUnavailable, KvVerb, NotSupported, ViewCurrent, ViewLost
+from proxy.control.kv import operate
+from proxy.control.operations import OperationState
+from proxy.control.pinning import active_pins, pin
+from proxy.control.targets import Target
+from proxy.core.audit import Trust
+from proxy.errors import BadRequest
+from tests.fakes import FakeEngine
+from tests.kv_world import ALL, KvFake, kv_world, tokens, until
+
+NO_EVENTS = ALL - {Capability.KV_EVENTS}
+
+
+@pytest.fixture
+def learned(world):
+    """Two engines whose views are learned from responses."""
+    fakes = KvFake("a", NO_EVENTS), KvFake("b", NO_EVENTS)
+    for fake in fakes:
+        world.add(fake)
+    return fakes
+
+
+async def finished(operation):
+    assert await operation.wait(5)
+    return operation
+
+
+async def test_a_prefix_is_flushed_where_it_lies_and_nowhere_else(world, learned):
+    a, b = learned
+    world.served(a, tokens(64))
+    world.served(b, tokens(64, start=9))
+    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(40))))
+    assert operation.state is OperationState.DONE
+    part = {part.engine: part for part in operation.parts}["a"]
+    assert (part.done, part.total, part.bytes) == (2, 2, 200)
+    assert len(a.tiers) == 2
+    assert len(b.tiers) == 4
+    assert world.matched(tokens(64)) == {}
+    assert world.matched(tokens(64, start=9)) == {"b": 4}
+
+
+async def test_a_flush_clears_the_view_before_it_is_done(world, learned):
+    a, _ = learned
+    world.served(a, tokens(64))
+    a.gate.clear()
+    operation = await operate(world.control, KvVerb.FLUSH, Target(engine="a"))
+    assert not await operation.wait(0.02)
+    assert world.matched(tokens(64)) == {}
+    assert operation.parts[0].total == 4
+    a.gate.set()
+    await finished(operation)
+    assert not a.tiers
+
+
+async def test_all_engines_at_once(world, learned):
+    for fake in learned:
+        world.served(fake, tokens(32))
+    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(all=True)))
+    assert [(part.engine, part.done) for part in operation.parts] == [("a", 2), ("b", 2)]
+    assert world.matched(tokens(32)) == {}
+
+
+async def test_offload_and_restore_move_between_tiers(world, learned):
+    a, _ = learned
+    world.served(a, tokens(64))
+    target = Target(token_ids=tokens(32), engine="a")
+    operation = await finished(await operate(world.control, KvVerb.OFFLOAD, target))
+    assert (operation.parts[0].done, sorted(a.tiers.values())) == (2, ["gpu", "gpu", "host", "host"])
+    operation = await finished(await operate(world.control, KvVerb.RESTORE, Target(engine="a")))
+    assert (operation.parts[0].done, set(a.tiers.values())) == (2, {"gpu"})
+    assert world.matched(tokens(64)) == {"a": 4}
+
+
+async def test_nothing_to_do_is_done_with_an_explanation(world, pair):
+    for engine in world.engines.values():
+        engine.audit.synced()
+    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(32))))
+    assert (operation.state, operation.parts) == (OperationState.DONE, ())
+    assert operation.note == "no engine holds any of it"
+
+
+async def test_without_reuse_every_engine_is_asked(tokenizer_dir):
+    async with kv_world(tokenizer_dir, reuse=False) as world:
+        fake = KvFake("a")
+        world.add(fake)
+        world.served(fake, tokens(32))
+        operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(32))))
+        assert operation.parts[0].done == 2
+
+
+async def test_what_no_engine_can_is_not_started(world):
+    world.add(KvFake("a", ALL - {Capability.RESTORE}))
+    with pytest.raises(NotSupported, match=r"'restore'.*warm"):
+        await operate(world.control, KvVerb.RESTORE, Target(engine="a"))
+    assert world.control.operations.newest() == []
+
+
+async def test_what_one_engine_cannot_fails_its_part_alone(world):
+    able, unable = KvFake("a", NO_EVENTS), KvFake("b", NO_EVENTS - {Capability.OFFLOAD})
+    for fake in (able, unable):
+        world.add(fake)
+        world.served(fake, tokens(32))
+    operation = await finished(await operate(world.control, KvVerb.OFFLOAD, Target(all=True)))
+    assert operation.state is OperationState.FAILED
+    assert [part.state.value for part in operation.parts] == ["done", "failed"]
+    assert "'offload'" in operation.parts[1].error
+
+
+async def test_a_restore_can_fall_back_to_warming(world):
+    async with FakeEngine("a") as server:
+        fake = KvFake("a", NO_EVENTS - {Capability.RESTORE}, url=server.url)
+        world.add(fake)
+        world.served(fake, tokens(32))
+        target = Target(token_ids=tokens(40), engine="a")
+        operation = await finished(await operate(world.control, KvVerb.RESTORE, target, warm_instead=True))
+        assert (operation.state, operation.parts[0].verb) == (OperationState.DONE, "warm")
+        assert server.seen[-1].json["prompt"] == tokens(40)
+    with pytest.raises(BadRequest) as caught:
+        await operate(world.control, KvVerb.RESTORE, Target(engine="a"), warm_instead=True)
+    assert caught.value.param == "fallback"
+
+
+async def test_an_engine_that_goes_away_fails_its_part(world, learned):
+    a, b = learned
+    for fake in learned:
+        world.served(fake, tokens(32))
+    a.failure = EngineUnavailable("gone")
+    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(all=True)))
+    assert operation.error == "1 of 2 engine(s) failed: a: gone"
+    assert not b.tiers
+
+
+async def test_what_a_flush_leaves_is_learned_again_from_events(world, pair):
+    a, _ = pair
+    engine = world.engines["a"]
+    world.control.flow.ingest.follow(engine, world.pool)
+    a.feed.put_nowait(ViewLost("connected"))
+    a.feed.put_nowait(ViewCurrent())
+    await until(lambda: engine.audit.trust is Trust.PRECISE)
+    world.served(a, tokens(32))
+    a.in_use.add(next(iter(a.tiers)))
+    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(engine="a")))
+    assert operation.parts[0].left == {"in_use": 1}
+    await until(lambda: a.subscriptions == 2)
+
+
+async def test_a_clean_flush_keeps_the_subscription(world, pair):
+    a, _ = pair
+    engine = world.engines["a"]
+    world.control.flow.ingest.follow(engine, world.pool)
+    a.feed.put_nowait(ViewCurrent())
+    await until(lambda: engine.audit.trust is Trust.PRECISE)
+    world.served(a, tokens(32))
+    await finished(await operate(world.control, KvVerb.FLUSH, Target(engine="a")))
+    await asyncio.sleep(0.02)
+    assert a.subscriptions == 1
+
+
+async def test_a_flush_ends_the_pins_it_meets(world, learned):
+    a, b = learned
+    for fake in learned:
+        world.served(fake, tokens(32))
+    world.served(a, tokens(32, start=9))
+    for ids in (tokens(32), tokens(32, start=9)):
+        await finished(await pin(world.control, Target(token_ids=ids), 60))
+    await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(16), engine="a")))
+    assert [held["engines"] for held in active_pins(world.control)] == [["b"], ["a"]]
+    await finished(await operate(world.control, KvVerb.FLUSH, Target(engine="a")))
+    assert [held["engines"] for held in active_pins(world.control)] == [["b"]]
+    assert b.pins
+
+
+async def test_a_tenants_kv_and_nobody_elses(tokenizer_dir):
+    keys = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
+    async with kv_world(tokenizer_dir, api_keys=keys) as world:
+        fake = KvFake("a", NO_EVENTS)
+        world.add(fake)
+        salts = {
+            (tenant, salt): world.control.tenants.salt(tenant, salt)
+            for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None))
+        }
+        for salt in salts.values():
+            world.served(fake, tokens(32), salt)
+        operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(tenant="alice")))
+        assert (operation.parts[0].done, operation.parts[0].total) == (4, 4)
+        assert {block[0] for block in fake.tiers} == {salts["bob", None]}
+        # Whose block a hash is cannot be told: the learned view of the engine starts over.
+        assert world.matched(tokens(32), salts["alice", "x"]) == {}
+
+
+async def test_cancelling_stops_between_slices(world, learned):
+    a, _ = learned
+    world.served(a, tokens(64))
+    a.gate.clear()
+    operation = await operate(world.control, KvVerb.FLUSH, Target(engine="a"))
+    assert not await operation.wait(0.02)
+    world.control.operations.cancel(world.control.tasks, operation.operation_id)
+    assert operation.state is OperationState.CANCELLED
+    await asyncio.sleep(0.02)
+    a.gate.set()
+    await asyncio.sleep(0.02)
+    assert len(a.tiers) == 4

@@ -1,0 +1,99 @@
+import msgspec
+import pytest
+
+from engine_adapter import JsonBody, Tier
+from proxy.control.routing import route
+from proxy.errors import BadRequest, NoEngine, NotFound
+from tests.kv_world import KvFake, kv_world, tokens
+
+IDS = tokens(64)
+
+
+def body(**fields):
+    return JsonBody(msgspec.json.encode(fields))
+
+
+async def test_it_goes_where_the_prefix_lies_and_says_why(world, pair):
+    _, b = pair
+    world.served(b, IDS)
+    answer = await route(world.control, body(prompt=IDS, max_tokens=4))
+    assert (answer["engine"], answer["predicted_tokens"], answer["n_tokens"]) == ("b", 48, 64)
+    assert (answer["blocks"], answer["rule"], answer["path"]) == (4, "lowest cost", "/v1/completions")
+    assert answer["why"].startswith("b costs least")
+    assert "48 of 64 tokens are cached there" in answer["why"]
+    by_engine = {candidate["engine"]: candidate for candidate in answer["candidates"]}
+    assert by_engine["b"]["matched_tokens"] == {"gpu": 64, "host": 0, "disk": 0, "pending": 0}
+    assert by_engine["a"]["prefill_s"] > by_engine["b"]["prefill_s"]
+
+
+async def test_the_tier_shows(world, pair):
+    world.pool.index.store("a", Tier.HOST, world.pool.chain(world.served(pair[1], IDS)).hashes)
+    answer = await route(world.control, body(prompt=IDS))
+    by_engine = {candidate["engine"]: candidate for candidate in answer["candidates"]}
+    assert by_engine["a"]["matched_tokens"]["host"] == 64
+    assert by_engine["a"]["restore_s"] > 0
+
+
+async def test_a_busy_holder_loses(world, pair):
+    world.served(pair[0], IDS)
+    world.engines["a"].ledger.begin(100_000)
+    answer = await route(world.control, body(prompt=IDS))
+    assert answer["engine"] == "b"
+    assert "while a holds 48" in answer["why"]
+
+
+async def test_it_changes_nothing(world, pair):
+    before = len(world.pool.index), world.engines["a"].ledger.served
+    await route(world.control, body(prompt=IDS))
+    assert (len(world.pool.index), world.engines["a"].ledger.served) == before
+    assert list(world.control.requests) == []
+
+
+async def test_a_chat_needs_no_path(world, pair):
+    answer = await route(world.control, body(messages=[{"role": "user", "content": "hi"}], model="m"))
+    assert answer["path"] == "/v1/chat/completions"
+    assert answer["why"].startswith("no engine holds any of it")
+
+
+async def test_one_engine_alone(world):
+    world.add(KvFake("a"))
+    answer = await route(world.control, body(prompt=IDS))
+    assert answer["why"].startswith("a is the only engine ready; 0 of 64")
+
+
+async def test_a_prompt_nobody_can_read_goes_to_the_least_loaded(world, pair):
+    answer = await route(world.control, body(path="/v1/embeddings", input="x"))
+    assert (answer["n_tokens"], answer["rule"]) == (None, "least loaded")
+    assert "not known here" in answer["why"]
+
+
+async def test_without_reuse_it_balances(tokenizer_dir):
+    async with kv_world(tokenizer_dir, reuse=False) as world:
+        world.add(KvFake("a"))
+        answer = await route(world.control, body(prompt=IDS))
+        assert answer["why"].startswith("reuse is off")
+
+
+async def test_a_tenant_has_its_own_cache(tokenizer_dir):
+    keys = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
+    async with kv_world(tokenizer_dir, api_keys=keys) as world:
+        fake = KvFake("a")
+        world.add(fake)
+        world.served(fake, IDS, world.control.tenants.salt("alice", None))
+        for tenant, predicted in (("alice", 48), ("bob", 0)):
+            answer = await route(world.control, body(prompt=IDS, tenant=tenant))
+            assert answer["predicted_tokens"] == predicted
+        with pytest.raises(NotFound):
+            await route(world.control, body(prompt=IDS, tenant="carol"))
+
+
+async def test_what_is_wrong(world, pair):
+    with pytest.raises(BadRequest) as caught:
+        await route(world.control, body(prompt=IDS, model=3))
+    assert caught.value.param == "model"
+    with pytest.raises(NotFound):
+        await route(world.control, body(prompt=IDS, model="n"))
+    for engine in world.engines.values():
+        engine.suspect(ValueError("x"))
+    with pytest.raises(NoEngine):
+        await route(world.control, body(prompt=IDS))

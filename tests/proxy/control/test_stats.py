@@ -1,0 +1,40 @@
+from engine_adapter import EngineUnavailable
+from proxy.control.stats import stats
+from tests.kv_world import kv_world, tokens
+
+
+async def test_pools_engines_and_totals(world, pair):
+    a, _ = pair
+    world.served(a, tokens(64))
+    world.engines["a"].audit.observe(32, 48)
+    shown = await stats(world.control)
+    (pool,) = shown["pools"]
+    assert (pool["model"], pool["index_entries"], pool["tokens_per_block"]) == ("m", 4, 16)
+    first, second = pool["engines"]
+    assert first["blocks"] == {"gpu": 4, "host": 0, "disk": 0}
+    assert first["kv"] == {"gpu": {"cached": 4}}
+    assert (first["trust"], first["why"]) == ("approximate", "no events yet: learning from responses")
+    assert first["audit"]["reported_tokens"] == 48
+    assert second["blocks"]["gpu"] == 0
+    totals = shown["totals"]
+    assert (totals["engines"], totals["ready"], totals["predicted_cached_tokens"]) == (2, 2, 32)
+    assert shown["reuse"]
+
+
+async def test_an_engine_that_does_not_answer_is_shown_all_the_same(world, pair):
+    pair[0].failure = EngineUnavailable("gone")
+    (pool,) = (await stats(world.control))["pools"]
+    assert (pool["engines"][0]["kv"], pool["engines"][0]["kv_error"]) == ({}, "gone")
+    assert pool["engines"][1]["kv_error"] is None
+
+
+async def test_an_engine_that_is_down_is_shown_apart(world, pair):
+    world.control.fleet.leave(world.engines["b"])
+    shown = await stats(world.control)
+    assert [engine["id"] for engine in shown["unconnected"]] == ["b"]
+    assert [engine["id"] for engine in shown["pools"][0]["engines"]] == ["a"]
+
+
+async def test_it_says_when_reuse_is_off(tokenizer_dir):
+    async with kv_world(tokenizer_dir, reuse=False) as world:
+        assert not (await stats(world.control))["reuse"]
