@@ -69,6 +69,8 @@ class AiohttpResponse:
     def __init__(self, response: aiohttp.ClientResponse, upload: _Upload | None) -> None:
         self._response = response
         self._upload = upload
+        if upload is not None:
+            upload.response = response
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
 
@@ -164,6 +166,7 @@ class _Upload:
     def __init__(self, source: AsyncIterator[bytes]) -> None:
         self._source = source
         self.error: Exception | None = None
+        self.response: aiohttp.ClientResponse | None = None
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
@@ -171,6 +174,9 @@ class _Upload:
                 yield chunk
         except Exception as error:
             self.error = error
+            if self.response is not None:
+                # Who reads the answer already would wait for an engine that waits for the rest of this.
+                self.response.close()
             raise
 
 

@@ -172,7 +172,7 @@ class _Connection(asyncio.Protocol):
         )
 
     async def _serve(self):
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(ConnectionResetError), contextlib.closing(self.transport):
             while True:
                 method, target, _ = (await self._line()).decode("latin-1").split(" ")
                 headers = []

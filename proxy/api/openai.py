@@ -141,6 +141,7 @@ async def _chunks(receive: Receive, limit: int, body_read: anyio.Event) -> Async
     while True:
         message: Message = await receive()
         if message["type"] == "http.disconnect":
+            body_read.set()
             raise ClientLeft
         chunk = message.get("body", b"")
         size += len(chunk)

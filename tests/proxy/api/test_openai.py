@@ -165,7 +165,7 @@ class TestRefusals:
         "body",
         [
             b"{", b"nul", b"[1]", b'"x"', b"1", b"null", b'{"a": NaN}', b"{'a': 1}", b'{"a": 1} x',
-            b"\xff\xfe",            b'{"model": "\xff"}', b'{"\xff": 1}', b'{"model": "\\ud800"}', b'{"model": 1e999}',
+            b"\xff\xfe", b'{"model": "\xff"}', b'{"\xff": 1}', b'{"model": "\\ud800"}', b'{"model": 1e999}',
             b'{"messages":' + b"[" * 100_000, b'{"messages":' + b"[" * 3000 + b"]" * 3000 + b"}",
         ],
     )  # fmt: skip

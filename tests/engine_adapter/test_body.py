@@ -1,0 +1,94 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.body import JsonBody
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def test_raw_is_what_was_sent():
+    raw = b'{ "a" : 1.50,\t"b":[ 1 ] }'
+    assert JsonBody(raw).raw is raw
+
+
+def test_fields_are_decoded_when_asked_for():
+    body = JsonBody(b'{"a": {"x": [1, 2.5, "\\u00e9", true]}, "n": null}')
+    assert body.get("a") == {"x": [1, 2.5, "é", True]}
+    assert body.get("n") is None
+    assert body.get("missing") is None
+    assert "n" in body
+    assert "missing" not in body
+
+
+def test_replace_keeps_the_bytes_of_other_values():
+    body = JsonBody(b'{"big": 12345678901234567890123, "f" : 1.50, "s":"\\u0041\\/", "l":[ 1 , 2 ]}')
+    changed = body.replace(model="m")
+    assert (
+        changed.raw == b'{"big":12345678901234567890123,"f":1.50,"s":"\\u0041\\/","l":[ 1 , 2 ],"model":"m"}'
+    )
+    assert body.raw.startswith(b'{"big": 1')
+    assert "model" not in body
+
+
+def test_replace_puts_a_field_in_its_place_and_none_removes_it():
+    body = JsonBody(b'{"a":1,"b":2,"c":3}')
+    assert body.replace(b="x", c=None, d=None).raw == b'{"a":1,"b":"x"}'
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"salt":"mine","x":1,"salt":"yours"}', b'{"salt":"a","s\\u0061lt":"b","x":1}']
+)
+def test_no_duplicate_key_smuggles_a_field_past_replace(raw):
+    assert JsonBody(raw).replace(salt="ours").raw == b'{"salt":"ours","x":1}'
+    assert JsonBody(raw).replace(salt=None).raw == b'{"x":1}'
+
+
+def test_of_duplicates_the_last_counts():
+    assert JsonBody(b'{"a":1,"a":2}').get("a") == 2
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"[]", b"1", b"null", b"{", b'{"a":}', b'{"a":1}x', b"{'a':1}", b'{"a":NaN}', b'{"\xff":1}',
+        b"\xef\xbb\xbf{}", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)  # fmt: skip
+def test_what_is_no_object_is_refused(raw):
+    with pytest.raises(msgspec.DecodeError):
+        JsonBody(raw)
+
+
+@pytest.mark.parametrize("value", [b'"\xff"', b'"\\ud800"', b"1e999", b"9" * 5000, b"[" * 2000 + b"]" * 2000])
+def test_a_value_that_cannot_be_read_is_refused_when_it_is(value):
+    with pytest.raises(msgspec.DecodeError):
+        JsonBody(b'{"x":1,"a":%b}' % value).get("a")
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=5), st.dictionaries(st.text(), JSON, max_size=3))
+def test_replace_does_what_a_dict_does(fields, changes):
+    body = JsonBody(msgspec.json.encode(fields)).replace(**changes)
+    expected = {
+        name: value for name, value in {**fields, **changes}.items() if changes.get(name, 0) is not None
+    }
+    assert msgspec.json.decode(body.raw) == expected
+    assert all(body.get(name) == value for name, value in expected.items())
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_body_or_a_decode_error(raw):
+    try:
+        body = JsonBody(raw)
+    except msgspec.DecodeError:
+        return
+    assert body.raw == raw
