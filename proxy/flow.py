@@ -113,7 +113,7 @@ class Flow:
         record.first_byte_s = lease.first_byte_s
         _note_outcome(record, outcome)
         if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP
-            engine.suspect(EngineUnavailable(outcome.error))
+            self._note_failure(engine, call, EngineUnavailable(outcome.error))
         is_known = record.prompt is not None and placement.firm
         if self.ingest is not None and is_known and outcome.cached_tokens is not None:
             self.ingest.audit(engine, placement.predicted_tokens, outcome.cached_tokens)

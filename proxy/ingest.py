@@ -10,7 +10,7 @@ import asyncio
 
 import structlog
 
-from engine_adapter import Capability, EngineUnavailable, ViewCurrent, ViewLost
+from engine_adapter import Capability, EngineError, ViewCurrent, ViewLost
 from proxy.core.view import EngineView
 from proxy.fleet import Engine, Fleet, Pool
 from proxy.tasks import Supervisor
@@ -50,11 +50,13 @@ class Ingest:
 
     async def _follow(self, engine: Engine, pool: Pool) -> None:
         while True:
+            reason = "it ended"
             try:
                 await self._apply_all(engine, pool)
-            except EngineUnavailable as error:
-                engine.audit.lost(f"the event stream broke: {error}")
+            except EngineError as error:
+                reason = str(error)
                 engine.suspect(error)
+            engine.audit.lost(f"the event stream broke: {reason}")
             await asyncio.sleep(RETRY_S)
 
     async def _apply_all(self, engine: Engine, pool: Pool) -> None:

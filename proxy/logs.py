@@ -58,6 +58,7 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     for name in _QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
 
@@ -74,6 +75,12 @@ def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventD
     for name in event.keys() & _HIDDEN:
         event[name] = "[hidden]"
     return event
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for uvicorn's word on an answer that does not end: a stream is broken off on purpose when its
+    engine dies, and that was logged with its reason."""
+    return not record.getMessage().startswith("ASGI callable returned without completing response")
 
 
 def _renderers(*, pretty: bool) -> list[Processor]:

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from engine_adapter import AiohttpTransport, EngineInfo, EngineSpec
+from engine_adapter import AiohttpTransport, EngineInfo, EngineLoad, EngineSpec
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
@@ -24,6 +24,7 @@ from proxy.flow import Flow
 from proxy.forward import Forwarder
 from proxy.ingest import Ingest
 from proxy.metrics import Metrics
+from proxy.prompt import PromptBuilder, PromptTables
 from proxy.records import RequestLog
 from proxy.tasks import Supervisor
 from proxy.tenants import Tenants
@@ -255,6 +256,7 @@ class FakeAdapter(OpenAICompatibleAdapter):
 
     async def load(self):
         self._note()
+        return EngineLoad(running=0, waiting=0)
 
     async def events(self):
         self.subscriptions += 1
@@ -342,7 +344,9 @@ class FakeProxy:
         adapter = fake if isinstance(fake, FakeAdapter) else FakeAdapter(fake.id, fake.url)
         adapter.info = replace(adapter.info, **info)
         engine = self.fleet.add(adapter)
-        self.fleet.join(engine, adapter.info)
+        pool = self.fleet.join(engine, adapter.info)
+        if self.reuse and pool.prompts is None:
+            pool.prompts = PromptBuilder(adapter.info, tables=PromptTables(max_bytes=1 << 20))
         engine.state = EngineState.READY
         return engine
 

@@ -14,6 +14,8 @@ WINDOW = 50
 # A view is doubted when more than this share of the last WINDOW predictions missed, and at least this many.
 MAX_MISS_SHARE = 0.2
 MIN_MISSES = 5
+# Each resync that did not help doubles the misses the next one takes, up to this.
+MAX_PATIENCE = 40
 
 
 class Trust(StrEnum):
@@ -43,6 +45,7 @@ class EngineAudit:
         self.trust = Trust.APPROXIMATE
         self.why = "no events yet: learning from responses"
         self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._patience = MIN_MISSES
         self._checked = self._exact = self._predicted = self._reported = 0
 
     def synced(self) -> None:
@@ -62,14 +65,15 @@ class EngineAudit:
         self._reported += reported
         self._recent.append(predicted != reported)
         misses = sum(self._recent)
-        if (
-            self.trust is Trust.PRECISE
-            and misses >= MIN_MISSES
-            and misses > MAX_MISS_SHARE * len(self._recent)
-        ):
-            self.lost(f"{misses} of the last {len(self._recent)} predictions missed")
-            return True
-        return False
+        if misses <= MAX_MISS_SHARE * len(self._recent):
+            if len(self._recent) == WINDOW:
+                self._patience = MIN_MISSES
+            return False
+        if self.trust is not Trust.PRECISE or misses < self._patience:
+            return False
+        self._patience = min(2 * self._patience, MAX_PATIENCE)
+        self.lost(f"{misses} of the last {len(self._recent)} predictions missed")
+        return True
 
     def view(self) -> AuditView:
         """The state as data."""

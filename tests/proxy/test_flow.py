@@ -1,13 +1,16 @@
 """The read path over real sockets: retries, salts, aliases, and nothing left behind."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from proxy.fleet import EngineState
 from tests.fakes import (
     ANSWER,
     ASK,
     CHAT,
+    INFO,
     STREAM,
     client_of,
     is_openai_error,
@@ -105,3 +108,132 @@ class TestRetries:
         async with proxy_over(engine, other, retries=0) as proxy, client_of(proxy) as client:
             assert is_openai_error(await client.post(CHAT, json=ASK), 502, "engine_failed")
         assert not other.seen
+
+
+class TestReuse:
+    """Prompts are ready token ids, so that no tokenizer is needed."""
+
+    @pytest.fixture
+    async def proxy(self, engine, other):
+        async with proxy_over(engine, other, reuse=True) as proxy:
+            for fake in (engine, other):
+                fake.script = self.report(0)
+            yield proxy
+            await proxy.settled()
+
+    @staticmethod
+    def report(cached):
+        async def script(exchange):
+            await exchange.send({"usage": {"prompt_tokens_details": {"cached_tokens": cached}}})
+
+        return script
+
+    @staticmethod
+    async def ask(client, start, n=40, **more):
+        body = {"model": "m", "prompt": list(range(start, start + n)), **more}
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.headers["x-kvpin-engine"], int(response.headers["x-kvpin-predicted-tokens"])
+
+    async def test_a_prompt_returns_to_the_engine_that_served_it(self, proxy, client):
+        first, predicted = await self.ask(client, 0)
+        assert predicted == 0
+        second, _ = await self.ask(client, 1000)
+        assert second != first, "other prompts go elsewhere"
+        for _ in range(3):
+            assert await self.ask(client, 0) == (first, 32)
+        assert await self.ask(client, 0, 100) == (first, 32)
+        assert await self.ask(client, 0, 100) == (first, 96)
+
+    async def test_a_burst_of_one_new_prompt_gathers(self, engine, other, proxy, client):
+        gate = asyncio.Event()
+
+        async def script(exchange):
+            await gate.wait()
+            await exchange.send({})
+
+        engine.script = other.script = script
+        asks = [asyncio.create_task(self.ask(client, 0, 400)) for _ in range(4)]
+        while len(engine.seen) + len(other.seen) < 4:  # noqa: ASYNC110 - either engine
+            await asyncio.sleep(0.005)
+        gate.set()
+        assert {name for name, _ in await asyncio.gather(*asks)} == {"a"}
+
+    async def test_reports_are_held_against_firm_predictions_only(self, engine, proxy, client):
+        other_engine = proxy.fleet.engines["b"]
+        other_engine.state = EngineState.DOWN
+        await self.ask(client, 0)
+        audit = proxy.fleet.engines["a"].audit
+        assert (audit.view().checked, audit.view().exact) == (1, 1)
+        engine.script = self.report(16)
+        await self.ask(client, 0)
+        assert (audit.view().checked, audit.view().predicted_tokens, audit.view().reported_tokens) == (
+            2,
+            32,
+            16,
+        )
+        gate = asyncio.Event()
+
+        async def script(exchange):
+            await gate.wait()
+            await self.report(0)(exchange)
+
+        engine.script = script
+        asks = [asyncio.create_task(self.ask(client, 5000)) for _ in range(2)]
+        await engine.request(3)
+        gate.set()
+        await asyncio.gather(*asks)
+        assert audit.view().checked == 3, "the second of them was a guess about the first"
+
+    async def test_an_engine_with_healthy_events_is_not_learned_from(self, proxy, client):
+        for engine in proxy.fleet.engines.values():
+            engine.audit.synced()
+        await self.ask(client, 0)
+        await proxy.settled()
+        assert len(proxy.fleet.pools["m"].index) == 0
+
+    async def test_what_failed_is_not_learned(self, engine, other, proxy, client):
+        async def script(exchange):
+            await exchange.send({}, status=400)
+
+        engine.script = other.script = script
+        response = await client.post("/v1/completions", json={"model": "m", "prompt": list(range(40))})
+        assert response.status_code == 400
+        await proxy.settled()
+        assert len(proxy.fleet.pools["m"].index) == 0
+
+    async def test_what_is_learned_stays_within_the_engines_capacity(self, proxy, client):
+        proxy.fleet.engines["b"].state = EngineState.DOWN
+        for start in range(0, 100_000, 10_000):
+            await self.ask(client, start, 160)
+        await proxy.settled()
+        assert len(proxy.fleet.pools["m"].index) == 64
+
+    async def test_salts_share_nothing(self, proxy, client):
+        await self.ask(client, 0, cache_salt="x")
+        assert (await self.ask(client, 0, cache_salt="x"))[1] == 32
+        assert (await self.ask(client, 0, cache_salt="y"))[1] == 0
+        assert (await self.ask(client, 0))[1] == 0
+
+    async def test_one_request_id_twice_is_two_requests(self, engine, proxy, client):
+        gate = asyncio.Event()
+
+        async def script(exchange):
+            await gate.wait()
+            await exchange.send({})
+
+        engine.script = script
+        proxy.fleet.engines["b"].state = EngineState.DOWN
+        headers = {"x-request-id": "same"}
+        asks = [asyncio.create_task(client.post(CHAT, json=ASK, headers=headers)) for _ in range(2)]
+        await engine.request(1)
+        assert proxy.fleet.engines["a"].ledger.view().in_flight == 2
+        gate.set()
+        await asyncio.gather(*asks)
+
+    async def test_a_prompt_beyond_the_context_is_refused_here(self, engine, proxy, client):
+        proxy.fleet.pools["m"].prompts.info = replace(INFO, max_model_len=30)
+        response = await client.post("/v1/completions", json={"model": "m", "prompt": list(range(40))})
+        assert is_openai_error(response, 400, "context_length_exceeded", "prompt")
+        assert not engine.seen
+        assert "context" in proxy.last.error

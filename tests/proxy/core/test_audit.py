@@ -25,6 +25,21 @@ def test_persistent_misses_ask_for_a_resync_once():
     assert not audit.observe(32, 16)
 
 
+def test_resyncs_that_do_not_help_become_rare():
+    audit, gaps, since = synced(), [], 0
+    for _ in range(400):
+        since += 1
+        if audit.observe(32, 16):
+            audit.synced()
+            gaps.append(since)
+            since = 0
+    assert gaps[:5] == [5, 10, 20, 40, 40]
+    for _ in range(WINDOW):
+        audit.observe(16, 16)
+    audit.synced()
+    assert [audit.observe(32, 16) for _ in range(5)][-1], "a good window forgives"
+
+
 def test_a_few_misses_among_many_hits_do_not():
     audit = synced()
     for at in range(200):

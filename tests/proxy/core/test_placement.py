@@ -50,6 +50,11 @@ class TestCost:
         assert cost.total_s == pytest.approx(0.5 + 0.016 + 0.68 + 0.004)
         assert cost.in_flight == 3
 
+    def test_what_it_evicts_is_regretted(self):
+        costs = [cost_of(candidate(free_blocks=free), prompt(160)) for free in (None, 10, 4, 0)]
+        assert [cost.regret_s for cost in costs] == pytest.approx([0, 0, 4 * 0.096, 4 * 0.16])
+        assert costs[3].total_s == pytest.approx(0.8)
+
     def test_no_more_is_restored_than_is_reused(self):
         cost = cost_of(candidate(match=Match(host=2)), prompt(32))
         assert cost.cached_tokens == 16
@@ -117,6 +122,10 @@ class TestPlace:
             served[placement.engine] += 1
             order.append(placement.engine)
         assert order == ["a", "b", "c", "a", "b", "c"]
+
+    def test_a_shared_beginning_does_not_fill_one_engine_past_an_empty_one(self):
+        full = candidate("full", match=Match(gpu=20), free_blocks=0)
+        assert place([full, candidate("empty", free_blocks=200)], prompt()).engine == "empty"
 
     def test_a_prediction_on_blocks_still_to_come_is_not_firm(self):
         assert place([candidate(match=Match(gpu=2))], prompt()).firm
