@@ -168,8 +168,7 @@ class Pool:
     def forget(self, engine: Engine, hashes: Sequence[BlockHash]) -> None:
         """The engine was told to flush these blocks."""
         engine.learned.forget(hashes)
-        for tier in Tier:
-            self.index.remove(engine.id, tier, hashes)
+        self.index.drop(engine.id, hashes)
 
     def wipe(self, engine: Engine) -> None:
         """The engine lost its KV, or we lost sight of it."""

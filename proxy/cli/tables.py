@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 _STATE_STYLES = {"ready": "green", "done": "green", "precise": "green", "failed": "red", "down": "red"}
 
@@ -23,7 +24,8 @@ def show_engines(engines: list[dict[str, Any]]) -> None:
     """One line an engine."""
     table = _table("engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error")
     for engine in engines:
-        table.add_row(
+        _row(
+            table,
             engine["id"],
             engine["kind"],
             engine["url"],
@@ -44,15 +46,16 @@ def show_stats(stats: dict[str, Any]) -> None:
         table = _table(
             "engine", "state", "view", "gpu", "host", "disk", "in flight", "served", "exact", "cached"
         )
-        table.title = (
+        table.title = Text(
             f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens known"
         )
         for engine in pool["engines"]:
             audit, blocks = engine["audit"], engine["blocks"]
-            table.add_row(
+            _row(
+                table,
                 engine["id"],
                 _state(engine["state"]),
-                f"{_state(engine['trust'])} ({engine['why']})",
+                _state(engine["trust"], f" ({engine['why']})"),
                 *(str(blocks[tier]) for tier in ("gpu", "host", "disk")),
                 str(engine["in_flight"]),
                 str(engine["served"]),
@@ -67,8 +70,13 @@ def show_stats(stats: dict[str, Any]) -> None:
         table = _table("pin", "target", "engines", "blocks", "ends in")
         for pin in stats["pins"]:
             engines = ", ".join(pin["engines"])
-            table.add_row(
-                pin["pin_id"], pin["target"], engines, str(pin["blocks"]), f"{pin['expires_in_s']:.0f} s"
+            _row(
+                table,
+                pin["pin_id"],
+                pin["target"],
+                engines,
+                str(pin["blocks"]),
+                f"{pin['expires_in_s']:.0f} s",
             )
         out.print(table)
     totals = stats["totals"]
@@ -84,7 +92,8 @@ def show_operation(operation: dict[str, Any]) -> None:
     table = _table("engine", "verb", "state", "blocks", "bytes", "left", "error")
     for part in operation["engines"]:
         left = ", ".join(f"{count} {reason}" for reason, count in part["left"].items() if count)
-        table.add_row(
+        _row(
+            table,
             part["engine"],
             part["verb"],
             _state(part["state"]),
@@ -108,9 +117,10 @@ def show_route(route: dict[str, Any]) -> None:
     terms = [name for name in route["candidates"][0] if name.endswith("_s")]
     table = _table("engine", "view", "cached", *(term.removesuffix("_s") for term in terms), "in flight")
     for cost in route["candidates"]:
-        chosen = "[bold]" if cost["engine"] == route["engine"] else ""
-        table.add_row(
-            f"{chosen}{cost['engine']}",
+        chosen = "bold" if cost["engine"] == route["engine"] else ""
+        _row(
+            table,
+            Text(cost["engine"], chosen),
             _state(cost["trust"]),
             f"{cost['cached_tokens']} of {route['n_tokens'] or '?'}",
             *(f"{cost[term] * 1000:.1f} ms" for term in terms),
@@ -123,7 +133,8 @@ def show_requests(requests: list[dict[str, Any]]) -> None:
     """One line a request."""
     table = _table("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took")
     for request in requests:
-        table.add_row(
+        _row(
+            table,
             request["request_id"],
             request["engine"] or "",
             str(request["status"] or request["error"] or ""),
@@ -171,9 +182,13 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _state(state: str) -> str:
-    style = _STATE_STYLES.get(state)
-    return f"[{style}]{state}[/]" if style else state
+def _row(table: Table, *cells: str | Text) -> None:
+    """Adds a row; plain text is never read as markup, whoever wrote it."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def _state(state: str, more: str = "") -> Text:
+    return Text(state, _STATE_STYLES.get(state, "")).append(more, "default")
 
 
 def _count(value: int | None) -> str:

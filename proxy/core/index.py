@@ -72,6 +72,14 @@ class PrefixIndex:
         """These blocks left `tier` of the engine; unknown ones are fine."""
         self._clear(_BITS[tier] << self._shifts[engine], hashes)
 
+    def drop(self, engine: str, hashes: Iterable[BlockHash]) -> None:
+        """The engine was told to forget these blocks: no tier holds them, and none is expected."""
+        hashes = tuple(hashes)
+        for bit in (*_BITS.values(), _PENDING):
+            self._clear(bit << self._shifts[engine], hashes)
+        for block in hashes:
+            self._pending.pop((engine, block), None)
+
     def holds(self, engine: str, block: BlockHash) -> bool:
         """Whether any tier of the engine holds the block; pending does not count."""
         return bool(self._locations.get(block, 0) >> self._shifts[engine] & (_ALL - _PENDING))

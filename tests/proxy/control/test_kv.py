@@ -1,4 +1,5 @@
 import asyncio
+from array import array
 
 import pytest
 
@@ -9,6 +10,7 @@ from proxy.control.pinning import active_pins, pin
 from proxy.control.targets import Target
 from proxy.core.audit import Trust
 from proxy.errors import BadRequest
+from proxy.prompt import Prompt
 from tests.fakes import FakeEngine
 from tests.kv_world import ALL, KvFake, kv_world, tokens, until
 
@@ -54,6 +56,14 @@ async def test_a_flush_clears_the_view_before_it_is_done(world, learned):
     a.gate.set()
     await finished(operation)
     assert not a.tiers
+
+
+async def test_what_just_ended_is_not_expected_back(world, learned):
+    """A request's blocks stay pending for a moment after it: a flush must not wait for that."""
+    world.served(learned[0], tokens(64))
+    world.pool.index.add_pending("a", world.pool.chain(Prompt(array("i", tokens(64)))).hashes)
+    await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(64))))
+    assert world.matched(tokens(64)) == {}
 
 
 async def test_all_engines_at_once(world, learned):

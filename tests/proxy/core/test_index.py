@@ -85,6 +85,23 @@ class TestPending:
         assert index.match([1]) == {"a": Match(gpu=1)}
 
 
+class TestDrop:
+    def test_no_tier_holds_it_and_none_is_expected(self, index):
+        for tier in Tier:
+            index.store("a", tier, [1, 2])
+        index.store("b", Tier.GPU, [1])
+        index.add_pending("a", [1, 2, 3])
+        index.drop("a", iter([1, 2]))
+        assert index.match([1, 2, 3]) == {"b": Match(gpu=1)}
+        assert [index.held("a", tier) for tier in Tier] == [0, 0, 0]
+        index.end_pending("a", [1, 2, 3])
+        assert len(index) == 1
+
+    def test_unknown_blocks_are_fine(self, index):
+        index.drop("a", [9])
+        assert len(index) == 0
+
+
 class TestEngines:
     def test_are_known_once(self, index):
         index.store("a", Tier.GPU, [1])

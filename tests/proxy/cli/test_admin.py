@@ -1,0 +1,182 @@
+"""The commands against `kvpin serve` in front of a real engine."""
+
+import json
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.live
+KEY = ("--admin-key", "secret")
+
+
+@pytest.fixture
+def ask(kvpin, live_proxy):
+    """Runs a command against the proxy and gives its JSON: `ask("stats")`."""
+
+    def run(*words, status=0):
+        result = kvpin(*words, "--url", live_proxy, *KEY, "--json")
+        assert result.exit_code == status, result.output
+        return json.loads(result.stdout)
+
+    return run
+
+
+@pytest.fixture
+def show(kvpin, live_proxy):
+    """Runs a command as a person would and gives what it prints."""
+
+    def run(*words):
+        result = kvpin(*words, "--url", live_proxy, *KEY)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def story(tmp_path):
+    """A chat nobody else has, as a file."""
+
+    def write(name):
+        text = f"Story {name} {time.time_ns()}: " + " ".join(f"wave {n} came in." for n in range(40))
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps([{"role": "user", "content": text}]))
+        return str(path)
+
+    return write
+
+
+def chat(url, path, **fields):
+    messages = json.loads(Path(path).read_text())
+    body = {"model": "kvpin-tiny", "messages": messages, "max_tokens": 1, "temperature": 0, **fields}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def cached(answer):
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def tier_blocks(ask):
+    return ask("stats")["pools"][0]["engines"][0]["blocks"]
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_warmed_chat_is_found_by_the_data_plane(ask, show, live_proxy, story):
+    path = story("warm")
+    operation = ask("warm", "--messages-file", path)
+    assert (operation["state"], operation["engines"][0]["engine"]) == ("done", "e0")
+    route = ask("route", "--messages-file", path)
+    blocks = operation["engines"][0]["done"]
+    assert route["predicted_tokens"] == blocks * 16 > 0
+    answer = chat(live_proxy, path)
+    assert cached(answer) == blocks * 16
+    assert int(answer.headers["x-kvpin-predicted-tokens"]) == blocks * 16
+    assert "e0 is the only engine ready" in show("route", "--messages-file", path)
+
+
+def test_offload_and_restore_keep_what_was_computed(ask, live_proxy, story):
+    path = story("tiers")
+    first = chat(live_proxy, path)
+    until(lambda: ask("route", "--messages-file", path)["predicted_tokens"])
+    predicted = ask("route", "--messages-file", path)["predicted_tokens"]
+    moved = ask("offload", "--messages-file", path)["engines"][0]
+    assert (moved["state"], moved["done"] * 16) == ("done", predicted)
+    assert moved["bytes"] > 0
+    until(lambda: ask("route", "--messages-file", path)["candidates"][0]["matched_tokens"]["host"])
+    assert tier_blocks(ask)["host"] >= moved["done"]
+    restored = ask("restore", "--messages-file", path)["engines"][0]
+    assert restored["done"] == moved["done"]
+    second = chat(live_proxy, path)
+    assert cached(second) == predicted
+    assert second.json()["choices"][0]["message"] == first.json()["choices"][0]["message"]
+
+
+def test_a_flush_is_seen_at_once(ask, live_proxy, story):
+    path, other = story("flushed"), story("kept")
+    for name in (path, other):
+        chat(live_proxy, name)
+    until(lambda: ask("route", "--messages-file", other)["predicted_tokens"])
+    assert ask("flush", "--messages-file", path)["engines"][0]["done"] > 0
+    assert ask("route", "--messages-file", path)["predicted_tokens"] < 32
+    assert cached(chat(live_proxy, path)) < 32
+    assert cached(chat(live_proxy, other)) > 32
+
+
+def test_a_pinned_prefix_stays_until_it_is_unpinned(ask, show, live_proxy, story):
+    path = story("pinned")
+    chat(live_proxy, path, prompt_cache_key="the-pinned-one")
+    until(lambda: ask("route", "--messages-file", path)["predicted_tokens"])
+    pinned = ask("pin", "--prompt-cache-key", "the-pinned-one", "--ttl", "60")
+    pin_id = pinned["result"]["pin_id"]
+    assert pin_id in show("stats")
+    left = ask("offload", "--prompt-cache-key", "the-pinned-one")["engines"][0]
+    assert (left["done"], left["left"]["pinned"]) == (0, pinned["result"]["blocks"])
+    assert "unpinned: True" in show("unpin", pin_id)
+    assert ask("offload", "--messages-file", path)["engines"][0]["done"] > 0
+
+
+def test_why_a_request_missed(ask, show, live_proxy, story):
+    chat(live_proxy, story("why"), user="x")
+    last = ask("requests", "--limit", "1")["requests"][0]
+    explained = ask("requests", last["request_id"])
+    assert explained["reported_tokens"] == explained["predicted_tokens"]
+    assert explained["explanation"].split("; ")[0].endswith("on e0, as predicted")
+    output = show("requests", last["request_id"])
+    assert explained["explanation"] in " ".join(output.split())
+    assert last["request_id"] in show("requests")
+
+
+def test_token_ids_and_text(ask):
+    assert ask("flush", "--token-ids", "1,2,3")["note"].startswith("only full blocks of 16 tokens")
+    assert ask("flush", "--prompt", "never seen " * 40)["note"] == "no engine holds any of it"
+
+
+def test_tables_for_people(show):
+    assert "kvpin-tiny" in show("engines")
+    assert "1 of 1 engines ready" in show("stats")
+
+
+def test_engines_come_and_go(kvpin, ask, show, live_proxy):
+    assert show("engines", "add", "vllm=http://127.0.0.1:1,id=gone") == "added gone\n"
+    assert show("engines", "drain", "gone") == "gone is draining, 0 requests in flight\n"
+    assert [engine["state"] for engine in ask("engines")["engines"]] == ["ready", "draining"]
+    assert show("engines", "remove", "gone") == "removed gone\n"
+    for words in (("remove", "gone"), ("add", "nonsense"), ("add", "vllm=http://x,id")):
+        result = kvpin("engines", *words, "--url", live_proxy, *KEY)
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+
+
+def test_the_address_and_key_come_from_the_environment(kvpin, live_proxy):
+    env = {"KVPIN_URL": live_proxy, "KVPIN_ADMIN_KEY": "secret"}
+    assert kvpin("stats", env=env).exit_code == 0
+    result = kvpin("stats", env={"KVPIN_URL": live_proxy})
+    assert result.exit_code == 1
+    assert result.stderr == "kvpin: the admin API needs the admin key: Authorization: Bearer <key> (401)\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("flush",), "name a target"),
+        (("flush", "--engine", "z"), "there is no engine 'z'"),
+        (("warm", "--all"), "this needs a prefix"),
+        (("pin", "--prompt", "x", "--ttl", "0"), "ttl_s"),
+        (("unpin", "pin-x"), "there is no pin 'pin-x'"),
+        (("requests", "req-x"), "no recent request has the id 'req-x'"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_status_1(kvpin, live_proxy, words, said):
+    result = kvpin(*words, "--url", live_proxy, *KEY)
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1

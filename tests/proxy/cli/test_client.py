@@ -1,0 +1,122 @@
+import json
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import typer
+
+from proxy.cli import client
+from proxy.cli.client import AdminClient
+
+
+@contextmanager
+def admin(script):
+    """An admin API whose answers `script(method, path, body)` gives as (status, body)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            size = int(self.headers.get("content-length") or 0)
+            seen.append((self.command, self.path, self.rfile.read(size), self.headers.get("authorization")))
+            status, body = script(*seen[-1][:3])
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        do_GET = do_POST = do_DELETE = answer  # noqa: N815 - http.server names them
+
+        def log_message(self, *_):
+            pass
+
+    seen = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", seen
+        finally:
+            server.shutdown()
+            thread.join(5)
+
+
+def failure(capsys, call):
+    with pytest.raises(typer.Exit) as caught:
+        call()
+    assert caught.value.exit_code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("kvpin: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_the_key_goes_along():
+    with admin(lambda *_: (200, {"a": 1})) as (url, seen):
+        assert AdminClient(url + "/", "k").get("/stats", limit=2) == {"a": 1}
+        AdminClient(url, None).delete("/x")
+    assert seen[0] == ("GET", "/admin/v1/stats?limit=2", b"", "Bearer k")
+    assert seen[1] == ("DELETE", "/admin/v1/x", b"", None)
+
+
+def test_an_empty_answer_is_none():
+    with admin(lambda *_: (204, b"")) as (url, _):
+        assert AdminClient(url, None).delete("/x") is None
+
+
+def test_nobody_there(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    assert "nothing answers at" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://x"])
+def test_no_address(capsys, url):
+    assert "is no address" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"error": {"message": "no such engine", "param": "engine"}}, "no such engine (404)"),
+        ({"error": {"message": "it is wrong", "param": "ttl_s"}}, "it is wrong [ttl_s] (404)"),
+        ({"error": {"message": "plain", "param": None}}, "plain (404)"),
+        (b"<html>", "404 Not Found"),
+        ({"error": "x"}, "404 Not Found"),
+        ([1], "404 Not Found"),
+    ],
+)
+def test_errors_are_one_line(capsys, body, said):
+    with admin(lambda *_: (404, body)) as (url, _):
+        assert said in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+
+
+def operation(state, done=0):
+    return {"id": "op-1", "state": state, "engines": [{"engine": "e", "done": done, "total": 2}]}
+
+
+def test_a_long_operation_is_followed(monkeypatch):
+    monkeypatch.setattr(client, "POLL_S", 0.001)
+    states = iter([(202, operation("running")), (200, operation("running", 1)), (200, operation("done", 2))])
+    shown = []
+    with admin(lambda *_: next(states)) as (url, seen):
+        last = AdminClient(url, None).run("flush", {"all": True}, shown.append)
+    assert last["state"] == "done"
+    assert [s["engines"][0]["done"] for s in shown] == [0, 1, 2]
+    assert json.loads(seen[0][2]) == {"all": True, "wait_s": 0.1}
+    assert [path for _, path, *_ in seen[1:]] == ["/admin/v1/operations/op-1"] * 2
+
+
+def test_an_interrupt_cancels_it(capsys):
+    def interrupt(_operation):
+        raise KeyboardInterrupt
+
+    with (
+        admin(lambda *_: (200, operation("running"))) as (url, seen),
+        pytest.raises(typer.Exit) as caught,
+    ):
+        AdminClient(url, None).run("flush", {}, interrupt)
+    assert caught.value.exit_code == 130
+    assert seen[-1][:2] == ("DELETE", "/admin/v1/operations/op-1")
+    assert "cancelled op-1" in capsys.readouterr().err

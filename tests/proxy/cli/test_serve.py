@@ -1,0 +1,119 @@
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from proxy import app
+from proxy.cli import serve
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The settings the server was started with."""
+    seen = []
+
+    def take(settings):
+        seen.append(settings)
+        return 0
+
+    monkeypatch.setattr(app, "serve", take)
+    return seen
+
+
+def test_defaults(kvpin, served):
+    assert kvpin("serve").exit_code == 0
+    (settings,) = served
+    assert (settings.host, settings.port, settings.reuse) == ("127.0.0.1", 8000, False)
+    assert (settings.engines, settings.admin_key) == ((), None)
+
+
+def test_flags_become_settings(kvpin, served, tmp_path):
+    config = tmp_path / "kvpin.toml"
+    config.write_text('port = 7\nretries = 1\n[logs]\nlevel = "error"\n')
+    words = ["serve", "--config", str(config), "--port", "9", "--reuse", "--admin-key", "a"]
+    words += ["--engine", "vllm=http://g:1", "--engine", "nim=http://h:2,id=n"]
+    words += ["--managed", "embedded: --kv-blocks 64", "--api-key", "k1", "--api-key", "k2"]
+    result = kvpin(*words, "--log-format", "json")
+    assert result.exit_code == 0, result.output
+    (settings,) = served
+    assert (settings.port, settings.retries, settings.reuse) == (9, 1, True)
+    assert [engine.id for engine in settings.engines] == ["vllm-0", "n"]
+    assert settings.managed[0].command == ("--kv-blocks", "64")
+    assert [entry.key.get_secret_value() for entry in settings.api_keys] == ["k1", "k2"]
+    assert len({entry.tenant_id for entry in settings.api_keys}) == 2
+    assert settings.admin_key.get_secret_value() == "a"
+    assert (settings.logs.format, settings.logs.level) == ("json", "error")
+
+
+def test_no_reuse_wins_over_the_switch(kvpin, served):
+    kvpin("serve", env={"ENABLE_KV_CACHE_REUSE": "1"})
+    kvpin("serve", "--no-reuse", env={"ENABLE_KV_CACHE_REUSE": "1"})
+    assert [settings.reuse for settings in served] == [True, False]
+
+
+def test_keys_come_from_the_environment(kvpin, served):
+    env = {"KVPIN_ADMIN_KEY": "a", "KVPIN_API_KEYS": '[{"key": "k", "tenant": "t"}]', "KVPIN_URL": "http://x"}
+    assert kvpin("serve", env=env).exit_code == 0
+    assert served[0].admin_key.get_secret_value() == "a"
+    assert served[0].api_keys[0].tenant_id == "t"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--engine", "teapot"),
+        ("--managed", "vllm: vllm serve"),
+        ("--port", "70000"),
+        ("--log-level", "loud"),
+        ("--config", "/nowhere/kvpin.toml"),
+        ("--api-key", "same", "--api-key", "same"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_status_2(kvpin, served, words):
+    result = kvpin("serve", *words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("kvpin: ")
+    assert result.stderr.count("\n") == 1
+    assert not served
+
+
+def test_no_traceback_from_the_program():
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--engine", "teapot"]
+    output = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (output.returncode, output.stdout) == (2, "")
+    assert output.stderr.count("\n") == 1
+
+
+def test_the_servers_exit_status_is_the_programs(kvpin, monkeypatch):
+    monkeypatch.setattr(app, "serve", lambda _settings: 1)
+    assert kvpin("serve").exit_code == 1
+
+
+def test_the_engines_own_options_are_passed_through(kvpin):
+    pytest.importorskip("torch")
+    result = kvpin("engine", "--help")
+    assert result.exit_code == 0
+    assert "--tokens-per-block" in result.output
+    result = kvpin("engine", "--tokens-per-block", "17", "--port", "0")
+    assert result.exit_code == 2
+    assert "power of two" in result.stderr
+
+
+def test_without_torch_one_sentence_says_what_to_install(kvpin, monkeypatch):
+    def missing(name):
+        assert name == serve.ENGINE_MODULE
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    result = kvpin("engine", "--port", "1")
+    assert result.exit_code == 1
+    assert result.stderr == "kvpin: the embedded engine needs torch: pip install 'kvpin[engine]'\n"
+
+
+def test_another_missing_module_is_a_bug_and_says_so(kvpin, monkeypatch):
+    def missing(_name):
+        raise ModuleNotFoundError("No module named 'nonsense'", name="nonsense")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert isinstance(kvpin("engine").exception, ModuleNotFoundError)

@@ -1,0 +1,58 @@
+import pytest
+
+from proxy.cli import tables
+
+OPERATION = {
+    "engines": [
+        {
+            "engine": "e0",
+            "verb": "flush",
+            "state": "failed",
+            "done": 1,
+            "total": 3,
+            "bytes": 64,
+            "left": {"in_use": 2, "pinned": 0},
+            "error": "gone [x]",
+        }
+    ],
+    "result": {"pin_id": "pin-1"},
+    "note": "a [note]",
+}
+
+
+def test_an_operation_shows_what_was_left_and_why(capsys):
+    tables.show_operation(OPERATION)
+    output = capsys.readouterr().out
+    for text in ("e0", "1 of 3", "2 in_use", "gone [x]", "pin_id: pin-1", "a [note]"):
+        assert text in output
+    assert "pinned" not in output
+
+
+def test_an_operation_without_engines_shows_its_note_alone(capsys):
+    tables.show_operation({"engines": [], "result": {}, "note": "nothing to do"})
+    assert capsys.readouterr().out == "nothing to do\n"
+
+
+def test_a_prompt_is_never_read_as_markup(capsys):
+    counts = ("n_tokens", "predicted_tokens", "reported_tokens", "first_byte_s")
+    request = dict.fromkeys(("engine", "status", *counts))
+    request |= {"duration_s": 0.5, "error": "bad [/] tag", "request_id": "r[1]"}
+    request["explanation"] = "why [bold]"
+    request["divergence"] = {"request_id": "r0", "common_tokens": 3, "text": "[/x]", "other_text": "[red]y"}
+    tables.show_request(request)
+    output = capsys.readouterr().out
+    for text in ("why [bold]", "[/x]", "[red]y", "500.0 ms", "from token 3 on", "bad [/] tag", "r[1]"):
+        assert text in output
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_bar_follows_each_engine(monkeypatch, capsys, terminal):
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    with tables.progress_bar("flush") as show:
+        show(OPERATION)
+        show({"engines": [OPERATION["engines"][0] | {"done": 3, "total": 3}]})
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert ("flush e0" in streams.err) == terminal
