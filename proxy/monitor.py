@@ -58,11 +58,11 @@ class Monitor:
             self._ingest.leave(engine)
 
     async def _watch(self, engine: Engine) -> None:
-        backoff_s = self._interval_s / 4
+        backoff_s = FIRST_BACKOFF_S
         while True:
             try:
                 await self._connect(engine)
-                backoff_s = self._interval_s / 4
+                backoff_s = FIRST_BACKOFF_S
                 await self._until_lost(engine)
             except (EngineError, TimeoutError) as error:
                 self._lose(engine, error)

@@ -1,0 +1,119 @@
+import pytest
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+
+from proxy.api.auth import AdminGuard, authenticate, bearer, is_loopback
+from proxy.errors import Forbidden, Unauthorized
+from proxy.tenants import ApiKey, Tenants
+
+TENANTS = Tenants([ApiKey.of("k1", "alice"), ApiKey.of("k2", "bob")])
+
+
+def connection(*, client=("127.0.0.1", 5), **headers):
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return HTTPConnection({"type": "http", "client": client, "headers": raw})
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({"authorization": "Bearer k1"}, "k1"),
+        ({"authorization": "bearer  k1 "}, "k1"),
+        ({"x-api-key": "k2"}, "k2"),
+        ({"authorization": "Basic xx", "x-api-key": "k2"}, "k2"),
+        ({"authorization": "Bearer k1", "x-api-key": "k2"}, "k1"),
+        ({"authorization": "k1"}, ""),
+        ({"authorization": "Bearer"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_key_a_client_sent(headers, key):
+    assert bearer(Headers(headers)) == key
+
+
+class TestAuthenticate:
+    def test_gives_the_tenant(self):
+        assert authenticate(Headers({"authorization": "Bearer k2"}), TENANTS) == "bob"
+
+    @pytest.mark.parametrize(
+        ("headers", "reason"), [({}, "is needed"), ({"x-api-key": "k3"}, "wrong API key")]
+    )
+    def test_refuses_without_repeating_the_key(self, headers, reason):
+        with pytest.raises(Unauthorized, match=reason) as refused:
+            authenticate(Headers(headers), TENANTS)
+        assert "k3" not in str(refused.value)
+
+    def test_lets_everybody_in_where_there_are_no_keys(self):
+        assert authenticate(Headers({"authorization": "Bearer x"}), Tenants([])) is None
+
+
+class TestAdminWithAKey:
+    guard = AdminGuard("admin-key")
+
+    @pytest.mark.parametrize("client", [("127.0.0.1", 5), ("10.1.2.3", 5)])
+    def test_the_key_opens_it_from_anywhere(self, client):
+        self.guard.check(connection(client=client, authorization="Bearer admin-key", host="evil.example"))
+        self.guard.check(connection(client=client, x_api_key="admin-key"))
+
+    @pytest.mark.parametrize(
+        "headers", [{}, {"authorization": "Bearer "}, {"authorization": "Bearer admin-ke"}]
+    )
+    def test_nothing_else_does(self, headers):
+        with pytest.raises(Unauthorized):
+            self.guard.check(connection(host="localhost", **headers))
+
+
+class TestAdminWithoutAKey:
+    guard = AdminGuard(None)
+
+    @pytest.mark.parametrize(
+        "host", ["localhost", "LocalHost:8000", "127.0.0.1", "127.0.0.1:80", "[::1]:8000", "[::1]", ""]
+    )
+    @pytest.mark.parametrize("client", ["127.0.0.1", "127.1.2.3", "::1"])
+    def test_this_machine_gets_in(self, client, host):
+        self.guard.check(connection(client=(client, 5), host=host))
+        self.guard.check(connection(client=(client, 5)))
+
+    @pytest.mark.parametrize(
+        "client", [("10.0.0.1", 5), ("192.168.0.1", 5), ("fe80::1", 5), ("testclient", 5), None]
+    )
+    def test_others_do_not(self, client):
+        with pytest.raises(Forbidden):
+            self.guard.check(connection(client=client, host="localhost"))
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            "evil.example",
+            "evil.example:8000",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "0.0.0.0:8000",
+            "localhost:80:80",
+            "localhost@evil",
+        ],
+    )
+    def test_a_name_rebound_to_this_machine_does_not(self, host):
+        with pytest.raises(Forbidden):
+            self.guard.check(connection(host=host))
+
+    @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:8000"])
+    def test_a_web_page_does_not(self, origin):
+        with pytest.raises(Forbidden):
+            self.guard.check(connection(host="localhost", origin=origin))
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("8.8.8.8", False),
+        ("localhost", False),
+        ("", False),
+    ],
+)
+def test_loopback_is_told_by_address(host, local):
+    assert is_loopback(host) is local

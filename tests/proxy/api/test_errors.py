@@ -1,0 +1,104 @@
+import inspect
+import json
+
+import msgspec
+import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+import engine_adapter.errors
+from engine_adapter import (
+    ChatError,
+    EngineError,
+    EngineRejected,
+    EngineSpecError,
+    EngineUnavailable,
+    NotSupported,
+    PromptTableError,
+)
+from proxy import errors
+from proxy.api.errors import TABLE, error_response, handle, handle_http, row_of
+
+CASES = [
+    (errors.BadRequest("m", param="p"), 400, "invalid_request_error", "p", None),
+    (errors.BadRequest("m", code="c"), 400, "invalid_request_error", None, "c"),
+    (errors.Unauthorized("m"), 401, "authentication_error", None, "invalid_api_key"),
+    (errors.Forbidden("m"), 403, "permission_error", None, "forbidden"),
+    (errors.NotFound("m"), 404, "invalid_request_error", None, "not_found"),
+    (errors.NotFound("m", param="p", code="c"), 404, "invalid_request_error", "p", "c"),
+    (errors.Conflict("m"), 409, "invalid_request_error", None, "conflict"),
+    (errors.BodyTooLarge("m"), 413, "invalid_request_error", None, "body_too_large"),
+    (errors.NoEngine("m"), 503, "server_error", None, "no_engine"),
+    (errors.EngineFailed("m"), 502, "server_error", None, "engine_failed"),
+    (errors.ProxyError("m"), 500, "server_error", None, "internal_error"),
+    (PromptTableError("m", param="p[3]"), 400, "invalid_request_error", "p[3]", "invalid_embeddings"),
+    (ChatError("m", param="messages[0]"), 400, "invalid_request_error", "messages[0]", "invalid_messages"),
+    (EngineSpecError("m"), 400, "invalid_request_error", None, "invalid_engine"),
+    (NotSupported("pin", engine="e", instead="x"), 501, "not_supported_error", None, "not_supported"),
+    (EngineUnavailable("m"), 502, "server_error", None, "engine_unavailable"),
+    (EngineRejected("m", status=429, param="p"), 429, "server_error", "p", "engine_rejected"),
+    (EngineError("m"), 502, "server_error", None, "engine_error"),
+    (msgspec.ValidationError("m"), 400, "invalid_request_error", None, None),
+    (msgspec.DecodeError("m"), 400, "invalid_request_error", None, "invalid_json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "status", "kind", "param", "code"), CASES)
+def test_each_class_has_its_answer(error, status, kind, param, code):
+    response = error_response(error, "r1")
+    body = json.loads(response.body)["error"]
+    assert (response.status_code, body["type"], body["param"], body["code"]) == (status, kind, param, code)
+    assert str(error) in body["message"]
+    assert response.headers["x-request-id"] == "r1"
+    assert response.headers["content-type"] == "application/json"
+
+
+def test_no_class_is_without_a_row_or_a_test():
+    classes = {
+        each
+        for module in (errors, engine_adapter.errors)
+        for _, each in inspect.getmembers(module, inspect.isclass)
+        if issubclass(each, Exception)
+    }
+    assert classes <= set(TABLE)
+    assert set(TABLE) == {type(error) for error, *_ in CASES}
+
+
+def test_a_subclass_answers_like_its_nearest_base():
+    class Special(errors.NoEngine):
+        pass
+
+    assert row_of(Special("x")) is TABLE[errors.NoEngine]
+
+
+def test_a_bug_keeps_its_text_to_the_log():
+    response = error_response(KeyError("a secret"))
+    assert response.status_code == 500
+    assert b"secret" not in response.body
+    assert "x-request-id" not in response.headers
+
+
+def test_headers_tell_clients_what_to_do():
+    assert error_response(errors.NoEngine("m", retry_after_s=7)).headers["retry-after"] == "7"
+    for error in (errors.EngineFailed("m"), EngineRejected("m", status=500)):
+        assert error_response(error).headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in error_response(errors.NoEngine("m")).headers
+    assert error_response(errors.Unauthorized("m")).headers["www-authenticate"] == "Bearer"
+
+
+async def test_starlettes_handlers_give_the_same_shape():
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/x",
+        "headers": [(b"x-request-id", b"r2")],
+        "query_string": b"",
+    }
+    request = Request(scope)
+    assert (await handle(request, errors.Forbidden("m"))).headers["x-request-id"] == "r2"
+    for status, code in [(404, "not_found"), (405, None)]:
+        response = await handle_http(request, HTTPException(status, headers={"allow": "POST"}))
+        error = json.loads(response.body)["error"]
+        assert (response.status_code, error["type"], error["code"]) == (status, "invalid_request_error", code)
+        assert error["message"].startswith("GET /x")
+        assert response.headers["allow"] == "POST"

@@ -1,0 +1,22 @@
+from proxy.fleet import EngineState
+
+
+async def test_live_while_it_serves(proxy, client):
+    proxy.fleet.engines["a"].state = EngineState.DOWN
+    response = await client.get("/health/live")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+async def test_ready_while_an_engine_is(proxy, client):
+    response = await client.get("/health/ready")
+    assert (response.status_code, response.json()) == (200, {"status": "ok", "engines": {"a": "ready"}})
+    proxy.fleet.engines["a"].state = EngineState.SUSPECT
+    response = await client.get("/health/ready")
+    assert (response.status_code, response.json()["engines"]) == (503, {"a": "suspect"})
+    assert response.headers["retry-after"] == "1"
+
+
+async def test_metrics_are_prometheus_text(client):
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert 'kvpin_engine_ready{engine="a"} 1.0' in response.text

@@ -1,0 +1,269 @@
+import asyncio
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter import BlocksStored, Capability, Tier
+from proxy.core.index import Match
+from proxy.core.placement import place, place_least_loaded
+from proxy.errors import Conflict, NoEngine, NotFound
+from proxy.fleet import ASSUMED_CAPACITY_TOKENS, PENDING_LINGER_S, EngineState, Fleet, Pool
+from proxy.prompt import Prompt
+from tests.fakes import INFO, FakeAdapter
+
+PROMPT = Prompt(array("i", range(40)))
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+def add(fleet, engine_id, *, model=None, **info):
+    adapter = FakeAdapter(engine_id, model=model)
+    engine = fleet.add(adapter)
+    fleet.join(engine, replace(INFO, **info))
+    engine.state = EngineState.READY
+    return engine
+
+
+class TestPools:
+    def test_engines_of_one_model_share_a_pool(self, fleet):
+        add(fleet, "a"), add(fleet, "b"), add(fleet, "c", model="alias")
+        assert {model: list(pool.engines) for model, pool in fleet.pools.items()} == {
+            "m": ["a", "b"],
+            "alias": ["c"],
+        }
+
+    @pytest.mark.parametrize(("own", "pools"), [(None, 16), (64, 16), (16, 16), (8, 8)])
+    def test_blocks_are_16_tokens_or_the_engines_smaller_ones(self, fleet, own, pools):
+        add(fleet, "a", tokens_per_block=own)
+        assert fleet.pools["m"].tokens_per_block == pools
+
+    def test_an_engine_that_comes_back_with_other_blocks_gets_another_pool(self, fleet):
+        engine = add(fleet, "a")
+        fleet.leave(engine)
+        fleet.join(engine, replace(INFO, tokens_per_block=4))
+        assert fleet.pools["m"].tokens_per_block == 4
+
+    def test_a_pool_outlives_an_outage_but_not_the_removal_of_its_last_engine(self, fleet):
+        engine = add(fleet, "a")
+        pool = fleet.pools["m"]
+        fleet.leave(engine)
+        assert fleet.pool("m") is pool
+        assert fleet.join(engine, INFO) is pool
+        fleet.remove("a")
+        assert fleet.pools == {}
+
+    def test_an_engine_that_is_removed_while_down_takes_no_pool_along(self, fleet):
+        add(fleet, "a")
+        down = fleet.add(FakeAdapter("b"))
+        assert fleet.remove("b") is down
+        assert list(fleet.pools) == ["m"]
+
+    def test_ids_are_unique_and_unknown_ones_are_named(self, fleet):
+        add(fleet, "a")
+        with pytest.raises(Conflict) as conflict:
+            fleet.add(FakeAdapter("a"))
+        assert conflict.value.param == "id"
+        with pytest.raises(NotFound, match="'x'; known: a"):
+            fleet.engine("x")
+
+    def test_the_pool_of_a_request(self, fleet):
+        with pytest.raises(NoEngine):
+            fleet.pool("m")
+        with pytest.raises(NoEngine):
+            fleet.pool(None)
+        add(fleet, "a")
+        assert fleet.pool(None).model == fleet.pool("m").model == "m"
+        add(fleet, "b", model="n")
+        for name in (None, "x"):
+            with pytest.raises(NotFound, match="served: m, n") as missing:
+                fleet.pool(name)
+            assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+
+    def test_ready_means_any_is_and_none_is_starting(self, fleet):
+        assert not fleet.is_ready()
+        one, two = add(fleet, "a"), add(fleet, "b")
+        assert fleet.is_ready()
+        two.state = EngineState.DOWN
+        assert fleet.is_ready()
+        two.state = EngineState.CONNECTING
+        assert not fleet.is_ready()
+        one.state = two.state = EngineState.DRAINING
+        assert not fleet.is_ready()
+
+
+class TestEngine:
+    def test_a_failed_request_makes_a_ready_one_suspect(self, fleet):
+        engine = add(fleet, "a")
+        engine.suspect(RuntimeError("reset"))
+        assert (engine.state, engine.last_error, engine.check_now.is_set()) == ("suspect", "reset", True)
+        engine.state = EngineState.DRAINING
+        engine.suspect(RuntimeError("again"))
+        assert engine.state == "draining"
+
+    def test_can_do_what_it_declared_once_connected(self, fleet):
+        engine = fleet.add(FakeAdapter("a"))
+        assert not engine.can(Capability.PIN)
+        fleet.join(engine, replace(INFO, capabilities=frozenset({Capability.PIN})))
+        assert engine.can(Capability.PIN)
+
+
+class TestCandidates:
+    def test_say_what_placement_needs(self, fleet):
+        add(fleet, "a", tokens_per_block=64, gpu_blocks=10)
+        down, gone = add(fleet, "b"), add(fleet, "c")
+        add(fleet, "d", tokens_per_block=None, gpu_blocks=None)
+        down.state = EngineState.DOWN
+        pool = fleet.pools["m"]
+        chain = pool.chain(PROMPT)
+        pool.index.store("a", Tier.GPU, chain.hashes)
+        a, d = pool.candidates(chain, without={gone.id})
+        assert (a.engine, a.tokens_per_block, a.match, a.free_blocks) == ("a", 64, Match(gpu=2), 38)
+        assert (d.engine, d.tokens_per_block, d.match, d.free_blocks) == ("d", 16, Match(), None)
+        assert pool.candidates(None)[0].match == Match()
+
+    def test_free_blocks_are_never_below_none(self, fleet):
+        engine = add(fleet, "a", gpu_blocks=1)
+        pool = fleet.pools["m"]
+        pool.index.store("a", Tier.GPU, range(9))
+        assert pool.free_blocks(engine) == 0
+
+
+class TestRoots:
+    def test_salts_have_roots_of_their_own_and_are_remembered(self):
+        pool = Pool("m", 16)
+        assert pool.root_of(None) != pool.root_of("a") != pool.root_of("b")
+        assert pool.salts() == ["a", "b"]
+
+    def test_salts_that_clients_invent_do_not_fill_memory(self):
+        pool = Pool("m", 16)
+        first = pool.root_of("0")
+        for n in range(10_010):
+            pool.root_of(str(n))
+        assert len(pool._roots) < 100
+        assert pool.root_of("0") == first
+
+    def test_no_prompt_has_no_chain(self):
+        assert Pool("m", 16).chain(None) is None
+
+
+class TestLease:
+    def lease(self, fleet):
+        pool = fleet.pools["m"]
+        chain = pool.chain(PROMPT)
+        return pool, chain, pool.lease(place(pool.candidates(chain), chain), chain)
+
+    async def test_holds_load_and_blocks_and_leaves_what_was_learned(self, fleet):
+        engine = add(fleet, "a")
+        pool, chain, leasing = self.lease(fleet)
+        with leasing as lease:
+            assert (engine.ledger.view().in_flight, engine.ledger.view().prefill_tokens) == (1, 40)
+            assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
+            lease.succeeded = True
+        assert engine.ledger.view().in_flight == 0
+        assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
+        assert pool.index._pending
+        await asyncio.sleep(PENDING_LINGER_S * 1.5)
+        assert not pool.index._pending
+
+    async def test_that_fails_leaves_nothing(self, fleet):
+        engine = add(fleet, "a")
+        pool, _, leasing = self.lease(fleet)
+        with pytest.raises(ValueError, match="bug"), leasing:
+            raise ValueError("bug")
+        assert engine.ledger.view().in_flight == 0
+        assert len(pool.index) == 0
+        assert not pool.index._pending
+
+    async def test_that_outlives_its_engine_leaves_nothing(self, fleet):
+        add(fleet, "a")
+        pool, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            fleet.remove("a")
+            lease.succeeded = True
+        await asyncio.sleep(PENDING_LINGER_S * 1.2)
+        assert len(pool.index) == 0
+
+    async def test_without_a_prompt_is_load_alone(self, fleet):
+        engine = add(fleet, "a")
+        pool = fleet.pools["m"]
+        with pool.lease(place_least_loaded(pool.candidates(None)), None) as lease:
+            assert engine.ledger.view().in_flight == 1
+            lease.succeeded = True
+        assert engine.ledger.view().in_flight == 0
+
+    async def test_only_a_streams_first_byte_is_a_first_token(self, fleet):
+        engine = add(fleet, "a")
+        for streamed in (False, True):
+            _, _, leasing = self.lease(fleet)
+            with leasing as lease:
+                lease.first_byte(streamed=streamed)
+                assert lease.first_byte_s >= 0
+                assert engine.ledger.view().decoding == streamed
+
+    async def test_a_crowd_teaches_no_rate(self, fleet):
+        engine = add(fleet, "a")
+        pool = fleet.pools["m"]
+        chain = pool.chain(Prompt(array("i", range(1000))))
+        with pool.lease(place(pool.candidates(chain), chain), chain) as first:
+            with pool.lease(place(pool.candidates(chain), chain), chain) as second:
+                second.first_byte(streamed=True)
+            first.first_byte(streamed=True)
+        assert not engine.ledger._prefill_rates
+        with pool.lease(place(pool.candidates(chain), chain), chain) as alone:
+            await asyncio.sleep(0.001)
+            alone.first_byte(streamed=True)
+        assert len(engine.ledger._prefill_rates) == 1
+
+
+class TestLearning:
+    async def test_forgets_what_the_capacity_cannot_hold(self, fleet):
+        engine = add(fleet, "a", gpu_blocks=3)
+        pool = fleet.pools["m"]
+        pool.learn(engine, (1, 2))
+        pool.learn(engine, (3, 4))
+        assert pool.index.held("a", Tier.GPU) == 3
+
+    def test_an_unknown_capacity_is_assumed(self, fleet):
+        engine = add(fleet, "a", gpu_blocks=None)
+        assert engine.learned.capacity == ASSUMED_CAPACITY_TOKENS // 16
+
+    def test_a_flush_is_forgotten(self, fleet):
+        engine = add(fleet, "a")
+        pool = fleet.pools["m"]
+        pool.learn(engine, (1, 2))
+        pool.index.store("a", Tier.HOST, (2,))
+        pool.forget(engine, (2,))
+        assert (pool.index.held("a", Tier.GPU), pool.index.held("a", Tier.HOST), len(engine.learned)) == (
+            1,
+            0,
+            1,
+        )
+        pool.wipe(engine)
+        assert (len(pool.index), len(engine.learned)) == (0, 0)
+
+    def test_an_engine_that_left_takes_its_blocks_along(self, fleet):
+        engine, other = add(fleet, "a"), add(fleet, "b")
+        pool = fleet.pools["m"]
+        pool.learn(engine, (1, 2))
+        pool.learn(other, (2,))
+        fleet.leave(engine)
+        fleet.leave(engine)
+        assert fleet.pool_of(engine) is None
+        assert len(pool.index) == 1
+        pool.learn(engine, (9,))
+        assert len(pool.index) == 1
+
+
+def test_events_and_prompts_meet_in_one_namespace(fleet):
+    from proxy.core.view import EngineView
+
+    add(fleet, "a")
+    pool = fleet.pools["m"]
+    view = EngineView("a", pool.index, pool.root_of, 16)
+    view.apply(BlocksStored(Tier.GPU, None, (1, 2), PROMPT.token_ids[:32], 16, salt="s"))
+    assert pool.index.match(pool.chain(PROMPT).hashes) == {}
+    assert pool.index.match(pool.chain(Prompt(PROMPT.token_ids, None, "s")).hashes) == {"a": Match(gpu=2)}

@@ -1,0 +1,201 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter import (
+    Capability,
+    EngineRejected,
+    EngineUnavailable,
+    PromptTable,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+)
+from proxy.core.audit import Trust
+from proxy.fleet import EngineState, Fleet
+from proxy.ingest import Ingest
+from proxy.monitor import Monitor
+from proxy.prompt import PromptTables
+from proxy.tasks import Supervisor
+from tests.fakes import INFO, FakeAdapter
+
+INTERVAL_S = 0.02
+
+
+class World:
+    def __init__(self, *, reuse=True, interval_s=INTERVAL_S, timeout_s=1.0):
+        self.tasks, self.fleet = Supervisor(), Fleet()
+        self.ingest = Ingest(self.fleet, self.tasks) if reuse else None
+        self.tables = PromptTables(max_bytes=1 << 20)
+        self.monitor = Monitor(
+            self.fleet, self.tasks, self.ingest, self.tables, interval_s=interval_s, timeout_s=timeout_s
+        )
+
+    def add(self, engine_id="a", **info):
+        adapter = FakeAdapter(engine_id, info=replace(INFO, **info))
+        engine = self.fleet.add(adapter)
+        self.monitor.watch(engine)
+        return engine, adapter
+
+    async def until(self, condition):
+        async with asyncio.timeout(5):
+            while not condition():  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.001)
+
+    async def state(self, engine, *states):
+        await self.until(lambda: engine.state in states)
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    await world.tasks.stop()
+
+
+async def test_an_engine_becomes_ready_and_joins_the_pool_of_its_model(world):
+    engine, _ = world.add()
+    assert engine.state == "connecting"
+    await world.state(engine, EngineState.READY)
+    pool = world.fleet.pools["m"]
+    assert pool.ready() == [engine]
+    assert pool.prompts is not None
+    assert engine.info == INFO
+
+
+async def test_one_that_is_not_there_is_tried_again(world):
+    adapter = FakeAdapter("a")
+    engine = world.fleet.add(adapter)
+    adapter.failures = [EngineUnavailable("not yet"), EngineRejected("loading", status=503)]
+    world.monitor.watch(engine)
+    await world.state(engine, EngineState.READY)
+    assert adapter.checks >= 3
+    assert engine.last_error is None
+
+
+async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_back(world):
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    pool = world.fleet.pools["m"]
+    pool.learn(engine, (1, 2))
+    engine.audit.synced()
+    adapter.failures = [EngineUnavailable("gone")] * 2
+    await world.state(engine, EngineState.DOWN)
+    assert (len(pool.index), len(engine.learned), pool.ready()) == (0, 0, [])
+    assert engine.last_error == "gone"
+    assert engine.audit.trust is Trust.APPROXIMATE
+    await world.state(engine, EngineState.READY)
+    assert world.fleet.pools["m"] is pool
+    assert engine.last_error is None
+
+
+async def test_one_that_does_not_answer_in_time_is_down():
+    world = World(timeout_s=0.03)
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+
+    async def hang():
+        await asyncio.sleep(60)
+
+    adapter.load = adapter.connect = hang
+    await world.state(engine, EngineState.DOWN)
+    assert engine.last_error == "no answer in time"
+    await world.tasks.stop()
+
+
+class TestSuspicion:
+    @pytest.fixture
+    async def world(self):
+        world = World(interval_s=60)  # nothing is checked unless asked for
+        yield world
+        await world.tasks.stop()
+
+    async def test_is_checked_at_once_and_lifted(self, world):
+        engine, _ = world.add()
+        await world.state(engine, EngineState.READY)
+        world.fleet.pools["m"].learn(engine, (1,))
+        engine.suspect(EngineUnavailable("reset"))
+        assert world.fleet.pools["m"].ready() == []
+        await world.state(engine, EngineState.READY)
+        assert world.fleet.pools["m"].index.held("a", Tier.GPU) == 1
+
+    async def test_finds_a_restarted_process_whose_cache_is_gone(self, world):
+        engine, adapter = world.add()
+        await world.state(engine, EngineState.READY)
+        pool = world.fleet.pools["m"]
+        pool.learn(engine, (1,))
+        adapter.info = replace(INFO, instance="i2")
+        engine.suspect(EngineUnavailable("reset"))
+        await world.until(lambda: engine.info.instance == "i2")
+        assert len(pool.index) == 0
+
+    async def test_that_comes_during_a_check_is_not_forgotten(self, world):
+        engine, adapter = world.add()
+        await world.state(engine, EngineState.READY)
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def load():
+            begun.set()
+            await go.wait()
+
+        adapter.load = load
+        engine.check_now.set()
+        await asyncio.wait_for(begun.wait(), 1)
+        engine.suspect(EngineUnavailable("reset"))
+        go.set()
+        await world.state(engine, EngineState.READY)
+
+
+async def test_a_draining_engine_stays_so(world):
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    engine.state = EngineState.DRAINING
+    adapter.failures = [EngineUnavailable("gone")]
+    await world.until(lambda: engine.last_error == "gone")
+    await world.until(lambda: engine.last_error is None)
+    assert engine.state == "draining"
+    assert world.fleet.pools["m"].ready() == []
+
+
+async def test_events_are_followed_from_each_connection_on(world):
+    engine, adapter = world.add(capabilities=frozenset({Capability.KV_EVENTS}))
+    await world.state(engine, EngineState.READY)
+    for event in (ViewLost("start"), ViewCurrent()):
+        adapter.feed.put_nowait(event)
+    await world.until(lambda: engine.audit.trust is Trust.PRECISE)
+    adapter.failures = [EngineUnavailable("gone")]
+    await world.until(lambda: adapter.subscriptions == 2)
+
+
+async def test_tables_are_given_before_requests(world):
+    table = PromptTable("t", 7, 1, 1, b"data")
+    world.tables.list = lambda: [table]
+    engine, adapter = world.add(capabilities=frozenset({Capability.PROMPT_TABLES}))
+    plain, other = world.add("b")
+    await world.state(engine, EngineState.READY)
+    await world.state(plain, EngineState.READY)
+    assert (adapter.tables, other.tables) == ([table], [])
+
+
+async def test_a_forgotten_engine_is_looked_after_no_more(world):
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    world.monitor.forget(engine)
+    world.fleet.remove("a")
+    await asyncio.sleep(0)
+    before = adapter.checks
+    await asyncio.sleep(INTERVAL_S * 3)
+    assert adapter.checks == before
+    assert world.fleet.pools == {}
+
+
+async def test_without_reuse_nothing_is_followed():
+    world = World(reuse=False)
+    engine, adapter = world.add(capabilities=frozenset({Capability.KV_EVENTS}))
+    await world.state(engine, EngineState.READY)
+    adapter.failures = [EngineUnavailable("gone")]
+    await world.until(lambda: engine.last_error == "gone")
+    world.monitor.forget(engine)
+    assert adapter.subscriptions == 0
+    await world.tasks.stop()
