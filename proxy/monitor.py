@@ -15,6 +15,8 @@ from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 
+# Between attempts to connect: short at first, as a restarted engine is there already.
+FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 
 
