@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -39,6 +40,7 @@ _ENDS_HERE = frozenset(
 _OWN_PREFIX = "x-kvpin-"
 
 
+@lru_cache
 def base_url(spec: EngineSpec) -> str:
     """The engine's address without `/v1` and without a slash at its end.
 

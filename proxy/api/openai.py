@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-import anyio
 import msgspec
 import structlog
 from starlette.datastructures import Headers
@@ -73,14 +73,14 @@ class DataPlane:
             return await _send(self._models(), reply)
         if scope["method"] in ("GET", "HEAD") and path.startswith("/v1/models/"):
             return await _send(self._model(unquote(path.removeprefix("/v1/models/"))), reply)
-        body_read = anyio.Event()
+        body_read = asyncio.Event()
         body = await self._body(receive, headers, body_read)
         call = Call(request_id, scope["method"], path, dict(headers), body, tenant)
         await _until_client_leaves(self.flow, call, reply, receive, body_read)
         return None
 
     async def _body(
-        self, receive: Receive, headers: Headers, body_read: anyio.Event
+        self, receive: Receive, headers: Headers, body_read: asyncio.Event
     ) -> JsonBody | AsyncIterator[bytes] | None:
         """JSON is read and parsed; anything else (audio, files) is streamed through unread."""
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -102,35 +102,36 @@ class DataPlane:
 
 
 async def _until_client_leaves(
-    flow: Flow, call: Call, reply: Reply, receive: Receive, body_read: anyio.Event
+    flow: Flow, call: Call, reply: Reply, receive: Receive, body_read: asyncio.Event
 ) -> None:
     """Serves the call; a disconnect cancels it, which closes the engine's connection and frees its blocks."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_cancel_on_disconnect, receive, reply, tasks.cancel_scope, body_read)
-        # The group would wrap an error of the flow: carry it out plainly.
-        failure: Exception | None = None
-        try:
-            await flow.serve(call, reply)
-        except (*_ANSWERED, ClientLeft) as error:
-            failure = error
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+    try:
+        # A time-out without a time: the one way to be cancelled from outside and know it. Not a task group,
+        # which costs as much as the rest of this module and wraps what the flow raises.
+        async with asyncio.timeout(None) as serving:
+            watch = asyncio.create_task(_end_on_disconnect(receive, reply, serving, body_read))
+            try:
+                await flow.serve(call, reply)
+            finally:
+                watch.cancel()
+    except TimeoutError:
+        if not serving.expired():
+            raise
 
 
-async def _cancel_on_disconnect(
-    receive: Receive, reply: Reply, scope: anyio.CancelScope, body_read: anyio.Event
+async def _end_on_disconnect(
+    receive: Receive, reply: Reply, serving: asyncio.Timeout, body_read: asyncio.Event
 ) -> None:
     await body_read.wait()
     while (await receive())["type"] != "http.disconnect":
         pass
     if reply.complete:
         # Clients hang up on [DONE]. The engine ends its stream a moment later, and its connection is kept.
-        await anyio.sleep(ENGINE_END_S)
-    scope.cancel()
+        await asyncio.sleep(ENGINE_END_S)
+    serving.reschedule(0)
 
 
-async def _chunks(receive: Receive, limit: int, body_read: anyio.Event) -> AsyncIterator[bytes]:
+async def _chunks(receive: Receive, limit: int, body_read: asyncio.Event) -> AsyncIterator[bytes]:
     """Body bytes as they come; sets `body_read` at the end.
 
     Raises:
