@@ -22,20 +22,9 @@ from harness import CACHE, ROOT, kvpin
 def make_model(directory: Path) -> Path:
     """A Llama of about 100M random weights with the default tokenizer."""
     if not (directory / "config.json").exists():
-        options = [
-            "--layers",
-            "8",
-            "--hidden",
-            "768",
-            "--heads",
-            "12",
-            "--kv-heads",
-            "4",
-            "--intermediate",
-            "3072",
-        ]
-        command = [sys.executable, str(ROOT / "scripts" / "make_model.py"), *options, str(directory)]
-        subprocess.run(command, check=True)
+        sizes = ["--layers", "14", "--hidden", "768", "--heads", "12", "--kv-heads", "4"]
+        module = "engine_adapter.torch_engine.make_model"
+        subprocess.run([sys.executable, "-m", module, *sizes, str(directory)], cwd=ROOT, check=True)
     return directory
 
 
@@ -70,10 +59,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=150)
+    parser.add_argument("--tokens-per-block", type=int, default=16)
     parser.add_argument("--model", type=Path, help="a model directory instead of the one made here")
     arguments = parser.parse_args()
     model = arguments.model or make_model(CACHE / "bench-100m")
-    managed = f"embedded: --model {model} --threads 1 --kv-blocks 512"
+    blocks = 8192 // arguments.tokens_per_block
+    managed = (
+        f"embedded: --model {model} --threads 1 "
+        f"--kv-blocks {blocks} --tokens-per-block {arguments.tokens_per_block}"
+    )
     for name, reuse in (("reuse on", True), ("reuse off", False)):
         with kvpin("--managed", managed, "--managed", managed, reuse=reuse) as url:
             report(name, rounds(url, arguments.rounds, arguments.rows))

@@ -1,0 +1,89 @@
+"""kvpin as its users run it: `kvpin serve` as a process, with engines it manages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+READY_S = 120.0
+STOP_S = 60.0
+ENGINE = "embedded: --threads 1 --kv-blocks 512 --host-cache-bytes 64MiB"
+
+
+@dataclass(slots=True)
+class Kvpin:
+    """A running proxy."""
+
+    url: str
+    process: subprocess.Popen[bytes] = field(repr=False)
+    log: Path = field(repr=False)
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    def admin(self, method: str, path: str, **options) -> httpx.Response:
+        """An admin request, as JSON."""
+        return httpx.request(method, f"{self.url}/admin/v1/{path}", timeout=60, trust_env=False, **options)
+
+    def engines(self) -> dict[str, dict]:
+        """Stats of each engine, by id."""
+        pools = self.admin("GET", "stats").raise_for_status().json()["pools"]
+        return {engine["id"]: engine for pool in pools for engine in pool["engines"]}
+
+
+@contextmanager
+def running_kvpin(log: Path, *flags: str, reuse: bool = True) -> Iterator[Kvpin]:
+    """Starts `kvpin serve`, yields it once it is ready, ends it with SIGTERM and expects a clean exit."""
+    port = free_port()
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port), *flags]
+    environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse))}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    proxy = Kvpin(f"http://127.0.0.1:{port}", process, log)
+    try:
+        wait_until_ready(proxy)
+        yield proxy
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_S) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait(STOP_S)
+
+
+def wait_until_ready(proxy: Kvpin) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if proxy.process.poll() is not None:
+            pytest.fail(f"kvpin ended with {proxy.process.returncode}:\n{proxy.log.read_text()}")
+        try:
+            if httpx.get(f"{proxy.url}/health/ready", trust_env=False).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    pytest.fail(f"kvpin was not ready:\n{proxy.log.read_text()}")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def kvpin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvpin]:
+    """One proxy with two engines for the whole session. Tests share its caches: use prompts of your own."""
+    log = tmp_path_factory.mktemp("kvpin") / "log"
+    with running_kvpin(log, "--managed", ENGINE, "--managed", ENGINE) as proxy:
+        yield proxy
