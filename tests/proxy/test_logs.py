@@ -121,3 +121,10 @@ def test_tracebacks_do_not_show_local_variables(form):
         logging.getLogger("library").exception("crashed too")
     assert stream.getvalue().count("4 is wrong") >= 2
     assert "hush" not in stream.getvalue()
+
+
+def test_a_stream_broken_off_on_purpose_is_not_uvicorns_news():
+    stream = configured(format="json")
+    logging.getLogger("uvicorn.error").error("ASGI callable returned without completing response.")
+    logging.getLogger("uvicorn.error").error("something else")
+    assert [line["event"] for line in lines(stream)] == ["something else"]

@@ -4,8 +4,10 @@ import asyncio
 import json
 
 import pytest
+import structlog
 
 from engine_adapter import Capability
+from proxy.api.openai import DataPlane
 from proxy.tenants import ApiKey, Tenants
 from tests.fakes import (
     ASK,
@@ -144,8 +146,47 @@ class TestClientLeaves:
         engine.script = answer
         assert (await client.post(CHAT, json=ASK)).status_code == 200
 
+    async def test_in_the_middle_of_an_upload_that_is_being_answered(self, engine, proxy):
+        async def script(exchange):
+            await exchange.receive(b"one")
+            await exchange.start()
+            await exchange.chunk(b"so far so good")
+            await exchange.left.wait()
+
+        script.reads_body = False
+        engine.script = script
+        head = post("/v1/audio/transcriptions", b"one", "content-type: multipart/form-data; boundary=b")
+        reader, writer = await connect_to(proxy)
+        writer.write(head.replace(b"content-length: 3", b"content-length: 99"))
+        await asyncio.wait_for(reader.readuntil(b"good"), 5)
+        writer.close()
+        await self.gone(engine.seen[0])
+        await proxy.settled()
+        assert proxy.fleet.engines["a"].state == "ready"
+
 
 class TestRefusals:
+    async def test_a_websocket(self, proxy):
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        data_plane = DataPlane(proxy.flow, proxy.tenants, 1000)
+        await data_plane({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)
+        assert sent == [{"type": "websocket.close"}]
+
+    async def test_a_bug_is_a_500_that_tells_nothing(self, proxy, client, monkeypatch):
+        def bug(_model):
+            raise KeyError("a secret")
+
+        monkeypatch.setattr(proxy.fleet, "pool", bug)
+        with structlog.testing.capture_logs() as logs:
+            response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 500, "internal_error")
+        assert "secret" not in response.text
+        assert [line["event"] for line in logs] == ["request crashed"]
+
     async def test_an_unknown_model(self, client):
         response = await client.post(CHAT, json={**ASK, "model": "gpt-9"})
         assert is_openai_error(response, 404, "model_not_found", "model")
