@@ -29,6 +29,9 @@ from proxy.tenants import Tenants
 
 log = structlog.get_logger(__name__)
 
+# The status of an answer nobody waited for, as nginx has it.
+CLIENT_LEFT = 499
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -77,7 +80,7 @@ class Flow:
             record.error = str(error)
             raise
         except asyncio.CancelledError:
-            record.error = "the client left"
+            record.status, record.error = CLIENT_LEFT, "the client left"
             raise
         finally:
             record.duration_s = time.monotonic() - started

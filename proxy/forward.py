@@ -135,10 +135,11 @@ async def _answer_stream(
                 del tail[:-_TAIL_BYTES]
             await reply.write(chunk)
     except EngineUnavailable as error:
-        if _is_event_stream(response.headers):
-            await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
-        # Not finished on purpose: a clean end would pass for a complete answer.
-        return Outcome(response.status, cached, error=str(error))
+        if not reply.complete:
+            if _is_event_stream(response.headers):
+                await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
+            # Not finished on purpose: a clean end would pass for a complete answer.
+            return Outcome(response.status, cached, error=str(error))
     await reply.finish()
     if cached is not None:
         return Outcome(response.status, cached)

@@ -12,7 +12,8 @@ log = structlog.get_logger(__name__)
 
 
 class Supervisor:
-    """Owns the background tasks of the process. The only place that creates tasks."""
+    """Owns the background tasks of the process. The only place that creates tasks which outlive
+    their caller."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by name

@@ -1,11 +1,15 @@
 """The read path over real sockets: retries, salts, aliases, and nothing left behind."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 
+from engine_adapter import JsonBody
+from proxy.calls import Call, Reply
 from proxy.fleet import EngineState
+from proxy.forward import Outcome
 from tests.fakes import (
     ANSWER,
     ASK,
@@ -237,3 +241,14 @@ class TestReuse:
         assert is_openai_error(response, 400, "context_length_exceeded", "prompt")
         assert not engine.seen
         assert "context" in proxy.last.error
+
+
+async def test_an_engine_that_broke_off_an_answer_is_suspected(proxy):
+    class Forwarder:
+        async def forward(self, *_):
+            return Outcome(200, error="it died")
+
+    call = Call("r", "POST", CHAT, {}, JsonBody(json.dumps(ASK).encode()))
+    await replace(proxy.flow, forwarder=Forwarder()).serve(call, Reply(None))
+    assert proxy.fleet.engines["a"].state == EngineState.SUSPECT
+    assert (proxy.last.status, proxy.last.error) == (200, "it died")

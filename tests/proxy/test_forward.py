@@ -212,6 +212,20 @@ class TestStreaming:
             assert "stopped in mid-answer" in proxy.last.error
             await proxy.settled()
 
+    async def test_an_engine_that_dies_after_done_has_given_all(self, engine, proxy, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"n": 1}))
+            await exchange.chunk(DONE)
+            await asyncio.sleep(0.02)
+            exchange.die()
+
+        engine.script = script
+        response = await client.post(CHAT, json=STREAM)
+        assert response.content == event({"n": 1}) + DONE
+        assert (proxy.last.status, proxy.last.error) == (200, None)
+        assert proxy.fleet.engines["a"].state == "ready"
+
     async def test_another_kind_of_stream_just_breaks(self, engine, client):
         async def script(exchange):
             await exchange.start(headers=[("content-type", "audio/mpeg")])

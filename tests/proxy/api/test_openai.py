@@ -1,6 +1,7 @@
 """The data plane on real sockets: what it lets in, and clients that leave."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -57,7 +58,7 @@ class TestClientLeaves:
         writer.close()
         await self.gone(exchange)
         await proxy.settled()
-        assert proxy.last.error == "the client left"
+        assert (proxy.last.status, proxy.last.error) == (499, "the client left")
         assert proxy.fleet.engines["a"].state == "ready"
 
     async def test_during_a_stream(self, engine, proxy, client):
@@ -176,9 +177,10 @@ class TestRefusals:
         await data_plane({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)
         assert sent == [{"type": "websocket.close"}]
 
-    async def test_a_bug_is_a_500_that_tells_nothing(self, proxy, client, monkeypatch):
+    @pytest.mark.parametrize("error", [KeyError("a secret"), TimeoutError("a secret")])
+    async def test_a_bug_is_a_500_that_tells_nothing(self, proxy, client, monkeypatch, error):
         def bug(_model):
-            raise KeyError("a secret")
+            raise error
 
         monkeypatch.setattr(proxy.fleet, "pool", bug)
         with structlog.testing.capture_logs() as logs:
@@ -228,6 +230,28 @@ class TestRefusals:
         assert is_openai_error(response, 413, "body_too_large")
         assert proxy.fleet.engines["a"].state == "ready"
         assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+    async def test_an_upload_too_long_while_it_is_answered_breaks_off(self, engine, proxy):
+        async def script(exchange):
+            await exchange.receive(b"one")
+            await exchange.start()
+            await exchange.chunk(b"so far so good")
+            await exchange.left.wait()
+
+        script.reads_body = False
+        engine.script = script
+        head = post("/v1/audio/transcriptions", b"one", "content-type: multipart/form-data; boundary=b")
+        reader, writer = await connect_to(proxy)
+        writer.write(
+            head.replace(b"content-length: 3", b"transfer-encoding: chunked").replace(b"one", b"3\r\none\r\n")
+        )
+        await asyncio.wait_for(reader.readuntil(b"good"), 5)
+        writer.write(b"%x\r\n%b\r\n" % (2 << 20, b" " * (2 << 20)))
+        with contextlib.suppress(ConnectionResetError):
+            assert b"0\r\n\r\n" not in await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        await proxy.settled()
+        assert proxy.fleet.engines["a"].state == "ready"
 
     @pytest.mark.parametrize(
         "path",
