@@ -53,3 +53,9 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], seconds: float) -> No
             pass
         time.sleep(0.2)
     raise TimeoutError(f"kvpin was not ready within {seconds} s")
+
+
+def engine_pids(url: str) -> dict[str, int]:
+    """Process ids of the engines kvpin manages, by engine id."""
+    engines = httpx.get(f"{url}/admin/v1/engines").raise_for_status().json()["engines"]
+    return {engine["id"]: engine["process"]["pid"] for engine in engines}

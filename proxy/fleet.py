@@ -50,6 +50,9 @@ class Process(Protocol):
     def starting(self) -> bool:
         """Whether it is in its first start: not well yet, and nothing is wrong."""
 
+    def describe(self) -> dict[str, str | int | None]:
+        """Its state, pid, port, restarts and last exit code, for people."""
+
 
 class Engine:
     """One engine: its adapter, what it said of itself, its load, its audit."""

@@ -17,7 +17,7 @@ import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 import httpx
@@ -115,6 +115,10 @@ class ManagedEngine:
     def starting(self) -> bool:
         """Whether it is in its first start: not healthy yet, and nothing is wrong."""
         return self._starts <= 1 and not self._stopping.is_set() and self._state in _NOT_YET
+
+    def describe(self) -> dict[str, str | int | None]:
+        """`status` as plain values."""
+        return asdict(self.status)
 
     def command(self) -> list[str]:
         """The command line it is started with."""

@@ -71,7 +71,7 @@ def describe_engine(control: Control, engine: Engine) -> dict[str, Any]:
         "kind": engine.adapter.spec.kind,
         "url": engine.adapter.spec.url,
         "state": engine.state.value,
-        "managed": engine.process is not None,
+        "process": engine.process.describe() if engine.process is not None else None,
         "model": pool.model if pool is not None else engine.adapter.spec.model,
         "version": info.version if info is not None else "",
         "capabilities": sorted(info.capabilities) if info is not None else [],

@@ -11,14 +11,27 @@ class _Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Held to its fields: what is not described is not sent."""
 
 
+class Process(_Answer):
+    """The process of an engine kvpin runs."""
+
+    state: str
+    port: int
+    pid: int | None
+    restarts: int
+    last_exit_code: int | None
+
+
 class EngineAnswer(_Answer):
-    """One engine as kvpin sees it. `trust` is `precise` while its KV events are healthy; `why` says why."""
+    """One engine as kvpin sees it. `trust` is `precise` while its KV events are healthy; `why` says why.
+
+    `process` is null for an engine that kvpin does not run itself.
+    """
 
     id: str
     kind: str
     url: str
     state: str
-    managed: bool
+    process: Process | None
     model: str | None
     version: str
     capabilities: list[str]

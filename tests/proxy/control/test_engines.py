@@ -6,6 +6,8 @@ from proxy.control.kv import operate
 from proxy.control.targets import Target
 from proxy.errors import Conflict, NotFound
 from proxy.fleet import EngineState
+from proxy.managed import ManagedEngine
+from proxy.settings import ManagedSettings
 from tests.fakes import FakeEngine
 from tests.kv_world import KvFake, tokens, until
 
@@ -51,10 +53,12 @@ async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
 
 
 async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
-    world.engines["a"].process = object()
+    process = world.engines["a"].process = ManagedEngine(ManagedSettings(kind="embedded", id="a"))
     with pytest.raises(Conflict, match="runs 'a' itself"):
         await remove_engine(world.control, "a")
-    assert describe_engine(world.control, world.engines["a"])["managed"]
+    shown = describe_engine(world.control, world.engines["a"])["process"]
+    assert (shown["state"], shown["port"], shown["pid"]) == ("stopped", process.port, None)
+    assert describe_engine(world.control, world.engines["b"])["process"] is None
 
 
 async def test_draining_and_back(world, pair):
