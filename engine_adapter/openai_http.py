@@ -21,7 +21,6 @@ _MAX_ERROR_CHARS = 500
 _ENDS_HERE = frozenset(
     {
         "accept-encoding",
-        "authorization",
         "connection",
         "content-length",
         "expect",
@@ -34,9 +33,9 @@ _ENDS_HERE = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
-        "x-api-key",
     }
 )
+_KEYS = frozenset({"authorization", "x-api-key"})
 _OWN_PREFIX = "x-kvpin-"
 
 
@@ -72,10 +71,12 @@ def prepare_request(
         if key.lower() == "connection"
         for name in value.split(",")
     }
+    # A key the engine was given by the operator stands for every client.
+    ends_here = _ENDS_HERE | _KEYS if spec.api_key else _ENDS_HERE
     kept = {
         name: value
         for name, value in headers.items()
-        if (lower := name.lower()) not in _ENDS_HERE
+        if (lower := name.lower()) not in ends_here
         and lower not in named
         and not lower.startswith(_OWN_PREFIX)
     }

@@ -32,7 +32,7 @@ class Ingest:
     def follow(self, engine: Engine, pool: Pool) -> None:
         """Starts, or starts over, following the engine's events; ends with `leave`."""
         if has_exact_events(engine, pool):
-            self._tasks.start(_task(engine), self._follow(engine, pool))
+            self._tasks.keep(_task(engine), lambda: self._follow(engine, pool))
         else:
             engine.audit.lost("no KV events that fit: learning from responses")
 

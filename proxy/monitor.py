@@ -51,7 +51,7 @@ class Monitor:
 
     def watch(self, engine: Engine) -> None:
         """Starts looking after an engine of the fleet."""
-        self._tasks.start(f"watch {engine.id}", self._watch(engine))
+        self._tasks.keep(f"watch {engine.id}", lambda: self._watch(engine))
 
     def forget(self, engine: Engine) -> None:
         """Stops looking after it."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
 
 log = structlog.get_logger(__name__)
+
+RESTART_S = 1.0
 
 
 class Supervisor:
@@ -25,6 +27,10 @@ class Supervisor:
         task = asyncio.get_running_loop().create_task(self._guard(name, work), name=name)
         self._tasks[name] = task
         task.add_done_callback(lambda done: self._forget(name, done, work))
+
+    def keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `work()`, which has no end of its own, and after a crash again."""
+        self.start(name, self._again(name, work))
 
     def cancel(self, name: str) -> None:
         """Ends the task of that name, if it runs."""
@@ -45,6 +51,11 @@ class Supervisor:
             del self._tasks[name]
         # A task cancelled before its first step never came to await it.
         work.close()
+
+    async def _again(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            await self._guard(name, work())
+            await asyncio.sleep(RESTART_S)
 
     async def _guard(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         try:

@@ -13,6 +13,7 @@ from starlette.requests import HTTPConnection
 from proxy.errors import Forbidden, Unauthorized
 from proxy.tenants import Tenants
 
+_KEY_HEADERS = ("authorization", "x-api-key")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -31,6 +32,13 @@ def authenticate(headers: Headers, tenants: Tenants) -> str | None:
     if tenant is None:
         raise Unauthorized("wrong API key" if key else "an API key is needed: Authorization: Bearer <key>")
     return tenant
+
+
+def passed_on_headers(headers: Headers, tenants: Tenants) -> dict[str, str]:
+    """A client's headers less the key it showed us; without keys of ours, its key is for the engine."""
+    if tenants.open:
+        return dict(headers)
+    return {name: value for name, value in headers.items() if name not in _KEY_HEADERS}
 
 
 class AdminGuard:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engine_adapter import EngineError, JsonBody
-from proxy.api.auth import authenticate
+from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.calls import Call, Reply
 from proxy.errors import BadRequest, BodyTooLarge, NotFound, ProxyError
@@ -75,7 +75,8 @@ class DataPlane:
             return await _send(self._model(unquote(path.removeprefix("/v1/models/"))), reply)
         body_read = asyncio.Event()
         body = await self._body(receive, headers, body_read)
-        call = Call(request_id, scope["method"], path, dict(headers), body, tenant)
+        passed_on = passed_on_headers(headers, self.tenants)
+        call = Call(request_id, scope["method"], path, passed_on, body, tenant)
         await _until_client_leaves(self.flow, call, reply, receive, body_read)
         return None
 

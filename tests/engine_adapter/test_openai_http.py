@@ -80,6 +80,7 @@ def test_headers_that_end_at_a_proxy():
         }
     )
     assert request.headers == {
+        "Authorization": "Bearer clients-own",
         "x-request-id": "r1",
         "traceparent": "00-1",
         "Content-Type": "application/json",
@@ -88,8 +89,9 @@ def test_headers_that_end_at_a_proxy():
 
 
 def test_the_engines_own_key_takes_the_place_of_the_clients():
-    request = prepared({"authorization": "Bearer clients-own"}, api_key="engines-own")
-    assert request.headers["authorization"] == "Bearer engines-own"
+    client = {"Authorization": "Bearer clients-own", "X-Api-Key": "clients-own"}
+    request = prepared(client, api_key="engines-own")
+    assert request.headers == {"accept-encoding": "identity", "authorization": "Bearer engines-own"}
 
 
 @pytest.mark.parametrize("answer", [{}, [], {"data": []}, {"data": [{}]}, {"data": [{"id": 5}]}])

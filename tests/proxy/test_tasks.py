@@ -78,3 +78,22 @@ async def test_work_cancelled_before_its_first_step_leaves_no_warning(recwarn):
     tasks.cancel("unknown")
     await tasks.stop()
     assert not recwarn.list
+
+
+async def test_kept_work_starts_again_after_a_crash(monkeypatch):
+    monkeypatch.setattr("proxy.tasks.RESTART_S", 0.0)
+    tasks, runs, again = Supervisor(), [], asyncio.Event()
+
+    async def work():
+        runs.append(len(runs))
+        if len(runs) == 1:
+            raise ValueError("a bug")
+        again.set()
+        await asyncio.Event().wait()
+
+    with structlog.testing.capture_logs() as logs:
+        tasks.keep("w", work)
+        await asyncio.wait_for(again.wait(), 1)
+    assert len(logs) == 1
+    await tasks.stop()
+    assert runs == [0, 1]

@@ -2,7 +2,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 
-from proxy.api.auth import AdminGuard, authenticate, bearer, is_loopback
+from proxy.api.auth import AdminGuard, authenticate, bearer, is_loopback, passed_on_headers
 from proxy.errors import Forbidden, Unauthorized
 from proxy.tenants import ApiKey, Tenants
 
@@ -117,3 +117,9 @@ class TestAdminWithoutAKey:
 )
 def test_loopback_is_told_by_address(host, local):
     assert is_loopback(host) is local
+
+
+def test_a_key_of_ours_ends_here_and_another_goes_to_the_engine():
+    headers = Headers({"authorization": "Bearer k1", "x-api-key": "k1", "x-other": "1"})
+    assert passed_on_headers(headers, TENANTS) == {"x-other": "1"}
+    assert passed_on_headers(headers, Tenants([])) == dict(headers)
