@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from importlib.util import find_spec
 
 import structlog
 import uvicorn
@@ -23,7 +24,15 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount
 
-from engine_adapter import AiohttpTransport, EngineError, Transport, is_generic, make_adapter
+from engine_adapter import (
+    ENGINE_KINDS,
+    AiohttpTransport,
+    EngineError,
+    EngineSpecError,
+    Transport,
+    is_generic,
+    make_adapter,
+)
 from proxy import errors
 from proxy.api.admin import Control, admin_routes
 from proxy.api.auth import AdminGuard
@@ -93,7 +102,7 @@ class Proxy:
                     kind=external.kind,
                 )
             self.monitor.watch(self.fleet.add(make_adapter(external.spec())))
-        for managed in self.settings.managed or default_engines(self.settings):
+        for managed in managed_engines(self.settings):
             process = ManagedEngine(managed)
             engine = self.fleet.add(make_adapter(managed.spec(process.port)))
             engine.process = process
@@ -111,13 +120,27 @@ class Proxy:
         await self.transport.aclose()
 
 
-def default_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
-    """Without any engine named, two embedded ones that share the machine's cores."""
-    if settings.engines:
-        return ()
+def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
+    """The engines kvpin starts itself. Without any engine named, two embedded ones that share the cores."""
+    if settings.engines or settings.managed:
+        return settings.managed
     threads = max((os.cpu_count() or 2) // 2, 1)
     command = ("--threads", str(threads), "--host-cache-bytes", "256MiB")
     return tuple(ManagedSettings(kind="embedded", id=f"embedded-{n}", command=command) for n in range(2))
+
+
+def check_engines(settings: Settings) -> None:
+    """Raises EngineSpecError for an engine that could never run, before anything is started."""
+    managed = managed_engines(settings)
+    for engine in (*settings.engines, *managed):
+        if engine.kind not in ENGINE_KINDS:
+            raise EngineSpecError(
+                f"engine {engine.id!r} has unknown kind {engine.kind!r}: use one of {', '.join(ENGINE_KINDS)}"
+            )
+    if any(engine.kind == "embedded" for engine in managed) and find_spec("torch") is None:
+        raise EngineSpecError(
+            "embedded engines need torch: pip install 'kvpin[engine]', or name an engine with --engine"
+        )
 
 
 def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Starlette:
@@ -161,6 +184,11 @@ def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Star
 def serve(settings: Settings) -> int:
     """Runs the proxy until SIGTERM or SIGINT; returns the exit status."""
     configure_logs(settings.logs)
+    try:
+        check_engines(settings)
+    except EngineSpecError as error:
+        sys.stderr.write(f"kvpin: {error}\n")
+        return 2
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
