@@ -51,7 +51,7 @@ from proxy.metrics import Metrics
 from proxy.monitor import Monitor
 from proxy.prompt import PromptTables
 from proxy.records import RequestLog
-from proxy.settings import ManagedSettings, Settings
+from proxy.settings import EngineSettings, ManagedSettings, Settings
 from proxy.tasks import Supervisor
 from proxy.tenants import ApiKey, Tenants
 
@@ -132,7 +132,8 @@ def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
 def check_engines(settings: Settings) -> None:
     """Raises EngineSpecError for an engine that could never run, before anything is started."""
     managed = managed_engines(settings)
-    for engine in (*settings.engines, *managed):
+    engines: tuple[EngineSettings | ManagedSettings, ...] = (*settings.engines, *managed)
+    for engine in engines:
         if engine.kind not in ENGINE_KINDS:
             raise EngineSpecError(
                 f"engine {engine.id!r} has unknown kind {engine.kind!r}: use one of {', '.join(ENGINE_KINDS)}"
