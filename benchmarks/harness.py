@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -25,15 +25,38 @@ def free_port() -> int:
 
 
 @contextmanager
-def kvpin(*options: str, reuse: bool = True, ready_s: float = 120) -> Iterator[str]:
+def kvpin(*options: str, reuse: bool = True, ready_s: float = 120, log: Path | None = None) -> Iterator[str]:
     """Runs `kvpin serve` with these options; yields its address once it is ready."""
-    port = free_port()
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port), *options]
+    command = [sys.executable, "-m", "proxy.cli", "serve", *options]
     environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse))}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    with _running(command, environment, "/health/ready", ready_s, log) as url:
+        yield url
+
+
+@contextmanager
+def engine(*options: str, ready_s: float = 120) -> Iterator[str]:
+    """Runs `kvpin engine` with these options; yields its address once it serves."""
+    command = [sys.executable, "-m", "engine_adapter.torch_engine.serve", *options]
+    with _running(command, dict(os.environ), "/health", ready_s, None) as url:
+        yield url
+
+
+@contextmanager
+def _running(
+    command: list[str], environment: dict[str, str], health: str, ready_s: float, log: Path | None
+) -> Iterator[str]:
+    port = free_port()
+    with log.open("wb") if log is not None else nullcontext() as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+        )
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_ready(url, process, ready_s)
+        wait_ready(f"{url}{health}", process, ready_s)
         yield url
     finally:
         process.terminate()
@@ -41,18 +64,18 @@ def kvpin(*options: str, reuse: bool = True, ready_s: float = 120) -> Iterator[s
 
 
 def wait_ready(url: str, process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Returns when `/health/ready` answers 200; raises when it does not, or the process ends."""
+    """Returns when `url` answers 200; raises when it does not, or the process ends."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"kvpin ended with status {process.returncode} before it was ready")
+            raise RuntimeError(f"it ended with status {process.returncode} before it was ready")
         try:
-            if httpx.get(f"{url}/health/ready").status_code == httpx.codes.OK:
+            if httpx.get(url).status_code == httpx.codes.OK:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.2)
-    raise TimeoutError(f"kvpin was not ready within {seconds} s")
+    raise TimeoutError(f"{url} was not ready within {seconds} s")
 
 
 def engine_pids(url: str) -> dict[str, int]:
