@@ -11,6 +11,19 @@ _T = TypeVar("_T")
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
+class UnreadableField(msgspec.ValidationError):
+    """A field of a body is JSON, and yet no value: a number beyond all bounds, half a surrogate pair.
+
+    Attributes:
+        param: the field, with the path below it.
+    """
+
+    def __init__(self, name: str, error: msgspec.DecodeError) -> None:
+        message, _, path = str(error).partition(" - at `$")
+        self.param = name + path.rstrip("`")
+        super().__init__(f"{self.param} cannot be read: {message[:1].lower()}{message[1:]}")
+
+
 class JsonBody:
     """The bytes a client sent, and a view of their top-level fields.
 
@@ -32,10 +45,13 @@ class JsonBody:
         """The decoded value of a field, None when it is absent or null.
 
         Raises:
-            msgspec.DecodeError: only now is it seen that the value cannot be read.
+            UnreadableField: only now is it seen that the value cannot be read.
         """
         raw = self._fields.get(name)
-        return None if raw is None else _checked(msgspec.json.decode, raw)
+        try:
+            return None if raw is None else _checked(msgspec.json.decode, raw)
+        except msgspec.DecodeError as error:
+            raise UnreadableField(name, error) from error
 
     def replace(self, **changes: Any) -> JsonBody:  # noqa: ANN401 - JSON
         """A body with these fields set (None removes one); the original is left as it is."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from importlib.util import find_spec
 
+import msgspec
 import structlog
 import uvicorn
 import uvloop
@@ -44,6 +45,7 @@ from proxy.core.pins import PinBook
 from proxy.fleet import Fleet
 from proxy.flow import Flow
 from proxy.forward import Forwarder
+from proxy.http1 import Http1Protocol
 from proxy.ingest import Ingest
 from proxy.logs import configure_logs
 from proxy.managed import ManagedEngine
@@ -177,7 +179,10 @@ def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Star
             *admin_routes(control, guard),
             *Ops(proxy.fleet, proxy.metrics).routes(),
         ],
-        exception_handlers={errors.ProxyError: handle, EngineError: handle, HTTPException: handle_http},
+        exception_handlers={
+            **dict.fromkeys((errors.ProxyError, EngineError, msgspec.DecodeError), handle),
+            HTTPException: handle_http,
+        },
         lifespan=lifespan,
     )
 
@@ -220,7 +225,7 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
     app = build_app(proxy, on_start=lambda: proxy.tasks.start("banner", banner.print_when_ready()))
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=Http1Protocol,
         ws="none",
         log_config=None,
         access_log=False,

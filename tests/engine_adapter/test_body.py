@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.body import JsonBody
+from engine_adapter.body import JsonBody, UnreadableField
 
 JSON = st.recursive(
     st.none()
@@ -92,3 +92,16 @@ def test_any_bytes_are_a_body_or_a_decode_error(raw):
     except msgspec.DecodeError:
         return
     assert body.raw == raw
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [(b"[1, %s]" % (b"9" * 5000), "prompt[1]"), (b"1e999", "prompt"), (b'"\xff"', "prompt")],
+)
+def test_a_value_that_cannot_be_read_is_named(value, param):
+    body = JsonBody(b'{"prompt": %s}' % value)
+    with pytest.raises(
+        UnreadableField, match="^" + param.replace("[", r"\[") + " cannot be read: "
+    ) as caught:
+        body.get("prompt")
+    assert caught.value.param == param

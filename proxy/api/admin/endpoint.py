@@ -82,7 +82,10 @@ def decode(raw: bytes, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(str(error), param=_field_of(str(error))) from error
+        at_fault = _field_of(str(error))
+        if at_fault is None:
+            raise BadRequest("the body must be a JSON object", code="invalid_json") from error
+        raise BadRequest(str(error), param=at_fault) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
 
