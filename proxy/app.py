@@ -198,7 +198,9 @@ def serve(settings: Settings) -> int:
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
-        sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {error.strerror}\n")
+        # What Python adds in brackets says the address once more.
+        reason = (error.strerror or str(error)).partition(" (")[0]
+        sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}\n")
         return 1
     if not settings.reuse:
         log.warning(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Container, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
+from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineUnavailable, Tier
 from proxy.core.audit import EngineAudit, Trust
 from proxy.core.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index import Match, PrefixIndex
@@ -69,6 +69,7 @@ class Engine:
         self.process: Process | None = None
         self.last_error: str | None = None
         self.check_now = asyncio.Event()
+        self.unanswered: set[Lease] = set()
 
     def can(self, capability: Capability) -> bool:
         """Whether the engine, as connected, declares the capability."""
@@ -80,6 +81,11 @@ class Engine:
         if self.state is EngineState.READY:
             self.state = EngineState.SUSPECT
         self.check_now.set()
+
+    def abandon(self) -> None:
+        """The engine is lost: requests whose answer has not begun wait no longer."""
+        for lease in self.unanswered:
+            lease.give_up()
 
 
 class Pool:
@@ -183,7 +189,7 @@ class Pool:
             self.index.end_pending(engine.id, hashes)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
     """A request's hold on an engine, with the times it has seen."""
 
@@ -194,9 +200,37 @@ class Lease:
     started: float = field(default_factory=time.monotonic)
     first_byte_s: float | None = None
     succeeded: bool = False
+    _patience: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def patience(self) -> AsyncIterator[None]:
+        """Waits for the engine as long as it is not lost, until the answer has begun.
+
+        Raises:
+            EngineUnavailable: it was lost before; an engine that hangs would never say so itself.
+        """
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                self.engine.unanswered.add(self)
+                try:
+                    yield
+                finally:
+                    self.engine.unanswered.discard(self)
+        except TimeoutError:
+            if self._patience is None or not self._patience.expired():
+                raise
+            raise EngineUnavailable("the engine was lost before it answered") from None
+
+    def give_up(self) -> None:
+        """Ends `patience`."""
+        if self._patience is not None:
+            self._patience.reschedule(0)
 
     def first_byte(self, *, streamed: bool) -> None:
         """The answer has begun. Only a stream's first byte is a first token and teaches the prefill rate."""
+        self.engine.unanswered.discard(self)
+        if self._patience is not None:
+            self._patience.reschedule(None)
         self.first_byte_s = time.monotonic() - self.started
         if streamed:
             ledger = self.engine.ledger

@@ -104,14 +104,15 @@ class Flow:
             "x-kvpin-engine": engine.id,
             "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
         }
-        outcome = await self.forwarder.forward(
-            engine.adapter,
-            call,
-            self._body_for(engine, pool, call),
-            reply,
-            headers,
-            lambda: lease.first_byte(streamed=call.streams),
-        )
+        async with lease.patience():
+            outcome = await self.forwarder.forward(
+                engine.adapter,
+                call,
+                self._body_for(engine, pool, call),
+                reply,
+                headers,
+                lambda: lease.first_byte(streamed=call.streams),
+            )
         lease.succeeded = outcome.error is None
         record.first_byte_s = lease.first_byte_s
         _note_outcome(record, outcome)

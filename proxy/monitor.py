@@ -118,6 +118,7 @@ class Monitor:
         if self._ingest is not None:
             self._ingest.leave(engine)
         self._fleet.leave(engine)
+        engine.abandon()
 
     async def _give_tables(self, engine: Engine) -> None:
         if engine.can(Capability.PROMPT_TABLES):

@@ -83,8 +83,8 @@ def _is_healthy(url: str) -> bool:
 @contextmanager
 def served(app: ASGIApp, **options) -> Iterator[str]:
     """Serves an ASGI app on a free port in a thread, with options of uvicorn; yields its address."""
-    options = {"log_level": "error", "access_log": False, "timeout_graceful_shutdown": 2, **options}
-    config = uvicorn.Config(app, port=0, **options)
+    defaults = {"log_config": None, "log_level": "error", "access_log": False, "timeout_graceful_shutdown": 2}
+    config = uvicorn.Config(app, port=0, **{**defaults, **options})
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

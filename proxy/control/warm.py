@@ -57,14 +57,15 @@ async def warm_on(control: Control, prefix: Prefix, engine: Engine, part: Part) 
     body = _body(prefix, engine)
     call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, {"content-type": "application/json"}, body)
     with pool.lease(placement, chain) as lease:
-        outcome = await control.flow.forwarder.forward(
-            engine.adapter,
-            call,
-            body,
-            Reply(_discard),
-            {},
-            lambda: lease.first_byte(streamed=False),
-        )
+        async with lease.patience():
+            outcome = await control.flow.forwarder.forward(
+                engine.adapter,
+                call,
+                body,
+                Reply(_discard),
+                {},
+                lambda: lease.first_byte(streamed=False),
+            )
         lease.succeeded = outcome.error is None
         if outcome.error is not None:
             raise EngineRejected(outcome.error, status=outcome.status)

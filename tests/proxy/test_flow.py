@@ -14,6 +14,7 @@ from tests.fakes import (
     ANSWER,
     ASK,
     CHAT,
+    DONE,
     INFO,
     STREAM,
     client_of,
@@ -79,6 +80,47 @@ class TestRetries:
     async def test_a_get_is_repeated_too(self, engine, other, client):
         await engine.stop()
         assert (await client.get("/v1/files")).headers["x-kvpin-engine"] == "b"
+
+    @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
+    @pytest.mark.parametrize("has_begun", [False, True])
+    async def test_one_that_hangs_and_is_lost_is_replaced(self, engine, other, client, body, has_begun):
+        async def script(exchange):
+            if has_begun:
+                await exchange.start()
+            reached.set()
+            await exchange.left.wait()
+            left.set()
+
+        engine.script = script
+        reached, left = asyncio.Event(), asyncio.Event()
+        asked = asyncio.create_task(client.post(CHAT, json=body))
+        await asyncio.wait_for(reached.wait(), 5)
+        await asyncio.sleep(0.02)
+        client.proxy.fleet.engines["a"].abandon()
+        response = await asked
+        assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+        assert client.proxy.last.attempts == ["a", "b"]
+        await asyncio.wait_for(left.wait(), 5)
+        assert not client.proxy.fleet.engines["a"].unanswered
+
+    async def test_an_answer_that_has_begun_outlives_a_lost_engine(self, engine, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"data: 1\n\n")
+            await go_on.wait()
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+        go_on = asyncio.Event()
+        async with client.stream("POST", CHAT, json=STREAM) as response:
+            chunks = response.aiter_bytes()
+            text = await anext(chunks)
+            client.proxy.fleet.engines["a"].abandon()
+            await asyncio.sleep(0.02)
+            go_on.set()
+            text += b"".join([chunk async for chunk in chunks])
+        assert text == b"data: 1\n\n" + DONE
 
     async def test_when_all_are_gone_it_is_a_502_not_to_be_repeated(self, engine, other, client):
         await engine.stop()

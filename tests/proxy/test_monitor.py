@@ -13,7 +13,8 @@ from engine_adapter import (
     ViewLost,
 )
 from proxy.core.audit import Trust
-from proxy.fleet import EngineState, Fleet
+from proxy.core.placement import Placement
+from proxy.fleet import EngineState, Fleet, Lease
 from proxy.ingest import Ingest
 from proxy.monitor import Monitor
 from proxy.prompt import PromptTables
@@ -98,9 +99,17 @@ async def test_one_that_does_not_answer_in_time_is_down():
     async def hang():
         await asyncio.sleep(60)
 
+    async def wait_for_an_answer():
+        lease = Lease(engine, Placement("a", 0, 1, (), "test"), alone=True, ticket=1)
+        async with lease.patience():
+            await hang()
+
+    waiting = asyncio.create_task(wait_for_an_answer())
     adapter.load = adapter.connect = hang
     await world.state(engine, EngineState.DOWN)
     assert engine.last_error == "no answer in time"
+    with pytest.raises(EngineUnavailable, match="lost before it answered"):
+        await waiting
     await world.tasks.stop()
 
 

@@ -1,0 +1,201 @@
+"""kvpin's own life and that of its engines: told to stop, killed, frozen, or never well."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.live.conftest import Kvpin, running_kvpin
+
+pytestmark = pytest.mark.live
+
+ENGINE = "embedded: --threads 1 --kv-blocks 256"
+
+
+def chat(text, **fields):
+    return {
+        "model": "kvpin-tiny",
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": 4,
+        **fields,
+    }
+
+
+def engine_pids(kvpin: Kvpin) -> dict[str, int]:
+    """Engine id → process id, of the last start."""
+    lines = re.findall(
+        r'"engine": "([^"]+)".*?"pid": (\d+), "event": "managed engine started"', kvpin.log.read_text()
+    )
+    return {name: int(pid) for name, pid in lines}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+async def read_stream(client, number, tokens, begun):
+    body = chat(f"Story {number}.", max_tokens=tokens, stream=True, ignore_eos=True)
+    text = b""
+    try:
+        async with client.stream("POST", "/chat/completions", json=body) as answer:
+            async for chunk in answer.aiter_bytes():
+                begun.set()
+                text += chunk
+    except httpx.RemoteProtocolError as error:
+        text += f"broken: {error}".encode()
+    return text
+
+
+async def terminated_during_streams(kvpin, tokens):
+    """What three streams got that ran when kvpin was told to stop."""
+    async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=60) as client:
+        begun = [asyncio.Event() for _ in range(3)]
+        streams = [
+            asyncio.create_task(read_stream(client, number, tokens, event))
+            for number, event in enumerate(begun)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        kvpin.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        async with httpx.AsyncClient(base_url=kvpin.base_url) as late:
+            with pytest.raises(httpx.ConnectError):
+                await late.get("/models")
+        return await asyncio.gather(*streams)
+
+
+async def test_running_answers_finish_before_kvpin_stops(tmp_path):
+    with running_kvpin(tmp_path / "log", "--managed", ENGINE, "--log-format", "json") as kvpin:
+        (pid,) = engine_pids(kvpin).values()
+        for text in await terminated_during_streams(kvpin, tokens=150):
+            assert text.endswith(b"data: [DONE]\n\n")
+        assert kvpin.process.wait(30) == 0
+        assert not is_running(pid)
+    assert '"level": "error"' not in kvpin.log.read_text()
+
+
+async def test_answers_longer_than_the_grace_are_cut_short(tmp_path):
+    config = tmp_path / "kvpin.toml"
+    config.write_text("graceful_shutdown_s = 1\n")
+    flags = ("--config", str(config), "--managed", ENGINE, "--log-format", "json")
+    with running_kvpin(tmp_path / "log", *flags) as kvpin:
+        (pid,) = engine_pids(kvpin).values()
+        for text in await terminated_during_streams(kvpin, tokens=3900):
+            assert not text.endswith(b"data: [DONE]\n\n")
+            assert b"broken: " in text
+        assert kvpin.process.wait(30) == 0
+        assert not is_running(pid)
+
+
+def test_engines_end_with_a_kvpin_that_is_killed(tmp_path):
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--log-format", "json"]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, "--managed", ENGINE], stderr=output, stdout=output)
+    kvpin = Kvpin("", process, log)
+    try:
+        wait_for(lambda: "listening on" in log.read_text())
+        (pid,) = engine_pids(kvpin).values()
+        assert is_running(pid)
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not is_running(pid), seconds=10)
+
+
+def test_told_to_stop_while_engines_start(tmp_path):
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--log-format", "json"]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, "--managed", ENGINE], stderr=output, stdout=output)
+    kvpin = Kvpin("", process, log)
+    wait_for(lambda: "managed engine started" in log.read_text())
+    (pid,) = engine_pids(kvpin).values()
+    process.terminate()
+    assert process.wait(30) == 0
+    assert not is_running(pid)
+
+
+def test_a_port_in_use_is_one_line(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port), "--managed", ENGINE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"kvpin: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert not done.stdout
+
+
+def test_an_engine_that_never_starts_does_not_keep_the_others_from_serving(tmp_path):
+    broken = "embedded: --model /nowhere/at/all --threads 1"
+    flags = ("--managed", broken, "--managed", ENGINE, "--log-format", "json")
+    with running_kvpin(tmp_path / "log", *flags) as kvpin:
+        for number in range(4):
+            answer = httpx.post(
+                f"{kvpin.base_url}/chat/completions", json=chat(f"Ship {number}."), timeout=60
+            )
+            assert answer.status_code == 200
+            assert answer.headers["x-kvpin-engine"] == "embedded-1"
+        wait_for(lambda: kvpin.log.read_text().count("managed engine ended") >= 2)
+        log = kvpin.log.read_text()
+        assert "/nowhere/at/all" in log
+        assert re.search(r'"engine": "embedded-0", "exit_code": [12], "restart_in_s"', log)
+        unconnected = kvpin.admin("GET", "stats").json()["unconnected"]
+        assert [engine["id"] for engine in unconnected] == ["embedded-0"]
+
+
+async def test_a_frozen_engine_is_left_alone_until_it_thaws(tmp_path):
+    config = tmp_path / "kvpin.toml"
+    config.write_text("[health]\ninterval_s = 0.5\ntimeout_s = 1.5\n")
+    flags = ("--config", str(config), "--managed", ENGINE, "--managed", ENGINE, "--log-format", "json")
+    with running_kvpin(tmp_path / "log", *flags) as kvpin:
+        async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=60) as client:
+
+            async def ask(text):
+                answer = await client.post("/chat/completions", json=chat(text))
+                assert answer.status_code == 200, answer.text
+                return answer
+
+            first = await ask("A long tale of the sea. " * 40)
+            home = first.headers["x-kvpin-engine"]
+            pid = engine_pids(kvpin)[home]
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                # Sent there, as nobody knows yet; answered by the other when the engine is given up.
+                answers = await asyncio.gather(*(ask("A long tale of the sea. " * 40) for _ in range(4)))
+                assert home not in {answer.headers["x-kvpin-engine"] for answer in answers}
+                assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {
+                    first.json()["choices"][0]["message"]["content"]
+                }
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            wait_for(lambda: kvpin.engines().get(home, {}).get("state") == "ready")
+            assert engine_pids(kvpin)[home] == pid
+            wait_for(lambda: kvpin.engines()[home]["trust"] == "precise")
+            await asyncio.sleep(0.5)
+            engine = kvpin.engines()[home]
+            assert engine["blocks"]["gpu"] == engine["kv"]["gpu"]["cached"] > 10
+            target = {**chat("A long tale of the sea. " * 40), "path": "/v1/chat/completions"}
+            route = kvpin.admin("POST", "route", json=target).json()
+            cached = {candidate["engine"]: candidate["cached_tokens"] for candidate in route["candidates"]}
+            assert cached[home] > 100
