@@ -64,7 +64,7 @@ def serve_engine(options: ServeOptions) -> None:
     web = create_app(process.host, max_body_bytes=options.max_body_bytes)
     web.router.lifespan_context = process.lifespan
     config = uvicorn.Config(
-        web, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
+        web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
     )
     server = uvicorn.Server(config)
 
@@ -199,7 +199,7 @@ def engine(
 ) -> None:
     """Serve the embedded engine."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for name in ("httpx", "transformers"):
+    for name in ("httpx", "transformers", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         sizes = EngineOptions(
