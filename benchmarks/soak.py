@@ -300,7 +300,7 @@ def main() -> int:
         asyncio.run(soak.run())
     # As long a context as the small ones: some answers end where it does.
     room = arguments.kv_blocks * arguments.tokens_per_block
-    with engine("--threads", "2", "--kv-blocks", str(room // 16), "--tokens-per-block", "16") as url:
+    with engine("--threads", "1", "--kv-blocks", str(room // 16), "--tokens-per-block", "16") as url:
         verdicts, corrupt = asyncio.run(judge(url, soak.answers))
     report(soak, verdicts, corrupt)
     return 1 if corrupt or soak.complaints or verdicts["failed"] else 0

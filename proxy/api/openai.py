@@ -19,7 +19,7 @@ from engine_adapter import EngineError, JsonBody
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.calls import Call, Reply
-from proxy.errors import BadRequest, BodyTooLarge, NotFound, ProxyError
+from proxy.errors import BadRequest, BodyTooLarge, NoEngine, NotFound, ProxyError
 from proxy.flow import Flow
 from proxy.tenants import Tenants
 
@@ -57,6 +57,11 @@ class DataPlane:
                 await self._serve(scope, receive, reply, headers, request_id)
             except ClientLeft:
                 return
+            except asyncio.CancelledError:
+                # Only the server does that, to what is left when kvpin stops and its grace is over.
+                log.info("cut short: kvpin is stopping")
+                stopping = NoEngine("kvpin is stopping; try again shortly")
+                await _answer_error(stopping, request_id, reply, scope, receive, send)
             except _ANSWERED as error:
                 await _answer_error(error, request_id, reply, scope, receive, send)
             except Exception as error:

@@ -105,6 +105,7 @@ async def test_answers_longer_than_the_grace_are_cut_short(tmp_path):
             assert b"broken: " in text
         assert kvpin.process.wait(30) == 0
         assert not is_running(pid)
+    assert "Exception in ASGI" not in kvpin.log.read_text()
 
 
 def test_engines_end_with_a_kvpin_that_is_killed(tmp_path):

@@ -166,6 +166,49 @@ class TestClientLeaves:
         assert proxy.fleet.engines["a"].state == "ready"
 
 
+class TestStopping:
+    """When the grace is over, the server cancels what is left."""
+
+    @staticmethod
+    async def cancelled(engine, proxy, script):
+        engine.script = script
+        body, sent, begun = json.dumps(STREAM).encode(), [], asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+            begun.set()
+
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        task = asyncio.create_task(DataPlane(proxy.flow, proxy.tenants, 1 << 20)(scope, receive, send))
+        exchange = await engine.request()
+        if script is not TestClientLeaves.wait_forever:
+            await begun.wait()
+        task.cancel()
+        await asyncio.wait_for(task, 5)
+        await TestClientLeaves.gone(exchange)
+        return sent
+
+    async def test_before_the_first_byte_it_is_a_503(self, engine, proxy):
+        start, body = await self.cancelled(engine, proxy, TestClientLeaves.wait_forever)
+        assert start["status"] == 503
+        assert (b"retry-after", b"1") in start["headers"]
+        assert json.loads(body["body"])["error"]["message"].startswith("kvpin is stopping")
+
+    async def test_an_answer_that_has_begun_stays_unfinished(self, engine, proxy):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event("1"))
+            await exchange.left.wait()
+
+        sent = await self.cancelled(engine, proxy, script)
+        assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+        assert sent[-1]["more_body"] is True
+
+
 class TestRefusals:
     async def test_a_websocket(self, proxy):
         sent = []
