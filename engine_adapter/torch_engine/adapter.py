@@ -76,11 +76,11 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 class _Load(msgspec.Struct, frozen=True):
-    """What `GET /kv/stats` says of load, and which process says it."""
+    """`GET /kv/load`."""
 
     instance: str
-    requests: dict[str, int]
-    gpu: dict[str, int]
+    running: int
+    waiting: int
 
 
 class EmbeddedAdapter:
@@ -114,14 +114,10 @@ class EmbeddedAdapter:
 
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`."""
-        stats = _read(await self._control.get("/kv/stats"), _Load)
-        if self._instance not in (None, stats.instance):
+        load = _read(await self._control.get("/kv/load"), _Load)
+        if self._instance not in (None, load.instance):
             raise EngineUnavailable("the engine was restarted")
-        return EngineLoad(
-            running=stats.requests["running"],
-            waiting=stats.requests["waiting"],
-            gpu_usage=stats.gpu["active"] / stats.gpu["total"],
-        )
+        return EngineLoad(running=load.running, waiting=load.waiting)
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes] | None

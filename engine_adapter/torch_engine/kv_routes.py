@@ -39,6 +39,7 @@ def kv_routes() -> list[BaseRoute]:
     return [
         Route("/kv_event_sources", event_sources),
         Route("/kv/info", info),
+        Route("/kv/load", load),
         Route("/kv/stats", stats),
         Route("/kv/snapshot", snapshot),
         Route("/kv/flush", _slice_route(KvCache.flush), methods=["POST"]),
@@ -57,7 +58,6 @@ async def kv_stats(service: EngineService) -> dict[str, Any]:
     cache: dict[str, Any] = await service.call(lambda kv: kv.stats(time.monotonic()))
     counters = service.engine.counters
     return {
-        "instance": service.instance,
         **cache,
         "requests": {"running": counters.running, "waiting": counters.waiting},
         "tokens": {
@@ -94,6 +94,15 @@ async def info(request: Request) -> Response:
             "dtype": model.dtype,
             "device": model.device,
         }
+    )
+
+
+async def load(request: Request) -> Response:
+    """Who this is and how busy. Asks nothing of the engine thread: a long step is no sign of ill health."""
+    service = _service(request)
+    counters = service.engine.counters
+    return json_response(
+        {"instance": service.instance, "running": counters.running, "waiting": counters.waiting}
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 
 import msgspec
 import pytest
@@ -35,6 +36,17 @@ async def test_info(client, served_engine):
     assert info["gpu_blocks"] == 256
     assert {"version", "model", "tokenizer", "vocab_size", "hidden_size", "max_model_len"} <= set(info)
     assert {"host_blocks", "block_bytes", "dtype", "device"} <= set(info)
+
+
+async def test_load_does_not_wait_for_the_engine_thread(client, served_engine):
+    release = threading.Event()
+    held = served_engine.service.engine.call(lambda _cache: release.wait(30))
+    try:
+        load = (await client.get("/kv/load")).json()
+    finally:
+        release.set()
+    assert held.result(30)
+    assert load == {"instance": served_engine.service.instance, "running": 0, "waiting": 0}
 
 
 async def test_stats_add_up(client):
