@@ -3,6 +3,7 @@
 base.py        the contract        types.py   its words        errors.py  its errors
 registry.py    kind → adapter      http.py    the transport seam of the data plane
 extra_ids.py   identity of embeddings          chat.py    render + tokenise as transformers does
+body.py        a request's JSON body           encoders.py  the fastest exact encoder
 torch_engine/  the embedded engine and its adapter
 """
 

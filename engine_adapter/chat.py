@@ -6,22 +6,26 @@ both at once, with prompt embeddings standing where their content parts stood.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import msgspec
 
 from engine_adapter.chat_messages import EmbeddingSlot, normalize_messages
 from engine_adapter.content_format import content_format
+from engine_adapter.encoders import exact_encoder
 from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.extra_ids import Embeddings, prompt_embeds_extra_id
 from engine_adapter.types import ExtraIds, TokenIds
+
+_Result = TypeVar("_Result")
 
 # Options of apply_chat_template itself that a client must not reach through chat_template_kwargs.
 _RESERVED_KWARGS = frozenset(
@@ -35,12 +39,6 @@ _RESERVED_KWARGS = frozenset(
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-_PROBES = (
-    "Hello, world!",
-    " leading and trailing ",
-    "zażółć 漢字 🙂\n\n\t<|x|>",
-    "def f(x):\n    return 1234567",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ class ChatTokenizer:
         """Wraps a transformers tokenizer; `load` is the usual way to one."""
         self.source = source
         self._tokenizer = tokenizer
-        self._backend = _exact_backend(tokenizer)
+        self._encoder = exact_encoder(tokenizer)
 
     @classmethod
     def load(cls, source: str) -> ChatTokenizer:
@@ -92,6 +90,11 @@ class ChatTokenizer:
         return cls(tokenizer, source=source)
 
     @property
+    def encoder(self) -> str:
+        """Name of the library that encodes."""
+        return self._encoder.name
+
+    @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows, added tokens included; a model's embedding may have more rows."""
         return len(self._tokenizer)
@@ -109,10 +112,12 @@ class ChatTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
         """Token ids of `text`, as transformers gives them."""
-        if self._backend is None:
-            return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return array("i", encodings[0].ids)
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+
+    async def off_loop(self, chars: int, work: Callable[[], _Result]) -> _Result:
+        """Does `work`, which encodes a text of `chars` characters: here when that takes about a millisecond
+        at the most, in a thread when it would hold up the event loop."""
+        return work() if chars <= self._encoder.chars_per_ms else await asyncio.to_thread(work)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `token_ids`; ids outside the vocabulary have none."""
@@ -278,19 +283,3 @@ def _nonce_absent_from(*values: object) -> str:
     while (nonce := f"kvpin{secrets.token_hex(16)}").encode() in text:
         pass
     return nonce
-
-
-def _exact_backend(tokenizer: Any) -> Any | None:  # noqa: ANN401 - transformers is untyped
-    """The Rust tokenizer, set to neither pad nor truncate; None where transformers adds to what it gives."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not hasattr(backend, "encode_batch_fast"):
-        return None
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-    for probe in _PROBES:
-        for special in (True, False):
-            expected = tokenizer.encode(probe, add_special_tokens=special)
-            if backend.encode_batch_fast([probe], add_special_tokens=special)[0].ids != list(expected):
-                return None
-    return backend

@@ -26,7 +26,6 @@ from engine_adapter.types import TokenIds
 
 T = TypeVar("T")
 
-_INLINE_CHARS = 4_096  # longer texts are tokenised off the event loop
 _MAX_CHARS_PER_TOKEN = 256  # no tokenizer has tokens that long on average: beyond it a prompt cannot fit
 
 
@@ -127,7 +126,7 @@ class EngineService:
         if isinstance(prompt, str):
             self._check_chars(len(prompt), "prompt")
             special = True if request.add_special_tokens is None else request.add_special_tokens
-            token_ids = await _off_loop(
+            token_ids = await self.tokenizer.off_loop(
                 len(prompt), lambda: self.tokenizer.encode(prompt, add_special_tokens=special)
             )
             if not token_ids:
@@ -142,7 +141,7 @@ class EngineService:
     async def _chat_prompt(self, request: ChatRequest) -> Prompt:
         size = _text_size(request.messages)
         self._check_chars(size, "messages")
-        chat = await _off_loop(
+        chat = await self.tokenizer.off_loop(
             size,
             lambda: self.tokenizer.chat(
                 request.messages,
@@ -183,11 +182,6 @@ class EngineService:
 
 def _too_long(message: str, param: str) -> ApiError:
     return ApiError(message, param=param, code="context_length_exceeded")
-
-
-async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    """Runs `work` here when it is small, in a thread when it would hold up other requests."""
-    return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
 
 
 def _text_size(messages: object) -> int:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.chat import ChatPrompt, ChatTokenizer
 from proxy.prompt.render import ChatInput, CompletionInput
-
-# Measured: encoding 4 KiB takes 1.3 ms, and holds the event loop that long, which is bearable; a hop to a
-# worker thread and back takes 0.1 ms on an idle loop and waits for the GIL on a busy one. Above 4 KiB the
-# hop is small beside the work, and encoding in a thread releases the GIL.
-INLINE_BYTES = 4096
-
-_Result = TypeVar("_Result")
 
 
 class PromptTokenizer(Protocol):
@@ -38,7 +29,7 @@ class LocalTokenizer:
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt:
         """See `PromptTokenizer.chat`."""
-        return await _off_loop(
+        return await self.tokenizer.off_loop(
             len(body.raw),
             lambda: self.tokenizer.chat(
                 source.messages,
@@ -54,7 +45,7 @@ class LocalTokenizer:
     async def text(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt:  # noqa: ARG002 - protocol
         """See `PromptTokenizer.text`."""
         text = str(source.prompt)
-        ids = await _off_loop(
+        ids = await self.tokenizer.off_loop(
             len(text), lambda: self.tokenizer.encode(text, add_special_tokens=source.add_special_tokens)
         )
         return ChatPrompt(ids)
@@ -83,8 +74,3 @@ class EngineTokenizer:
             return ChatPrompt(await self._adapter.tokenize(path, body))
         except (EngineRejected, EngineUnavailable):
             return None
-
-
-async def _off_loop(size: int, work: Callable[[], _Result]) -> _Result:
-    """Runs short work at once and long work in a thread; tokenizers release the GIL."""
-    return work() if size <= INLINE_BYTES else await asyncio.to_thread(work)

@@ -2,6 +2,7 @@ import base64
 import json
 import subprocess
 import sys
+import threading
 from array import array
 
 import numpy as np
@@ -264,27 +265,16 @@ def test_what_it_says_of_itself(chat, reference, tokenizer_dir):
     assert chat.eos_token_id == reference.eos_token_id
 
 
-def test_a_tokenizer_without_rust_backend_is_asked_itself(chat, reference):
-    class Slow:
-        backend_tokenizer = None
+async def test_long_work_leaves_the_event_loop(chat):
+    async def is_here(chars):
+        return await chat.off_loop(chars, threading.current_thread) is threading.current_thread()
 
-        def encode(self, text, *, add_special_tokens):
-            return reference.encode(text, add_special_tokens=add_special_tokens)
-
-    slow = ChatTokenizer(Slow(), source="slow")
-    assert slow.encode("hello", add_special_tokens=True) == chat.encode("hello", add_special_tokens=True)
+    assert await is_here(0)
+    assert not await is_here(1_000_000)
 
 
-def test_a_tokenizer_that_adds_to_its_backend_is_asked_itself(chat, reference):
-    class Adding:
-        backend_tokenizer = reference.backend_tokenizer
-        split_special_tokens = False
-
-        def encode(self, text, *, add_special_tokens):
-            return [7, *reference.encode(text, add_special_tokens=add_special_tokens)]
-
-    ids = ChatTokenizer(Adding(), source="adding").encode("hello", add_special_tokens=False)
-    assert ids.tolist() == [7, *chat.encode("hello", add_special_tokens=False)]
+def test_it_encodes_as_fast_as_it_can(chat):
+    assert chat.encoder == "fastokens"
 
 
 def test_importing_loads_neither_torch_nor_transformers():
