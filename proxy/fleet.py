@@ -75,6 +75,11 @@ class Engine:
         """Whether the engine, as connected, declares the capability."""
         return self.info is not None and capability in self.info.capabilities
 
+    @property
+    def removals(self) -> int:
+        """Blocks its events took out of the view so far."""
+        return self.view.counts.removed if self.view is not None else 0
+
     def suspect(self, error: Exception) -> None:
         """A request failed on it: no more until the monitor has looked, which it does at once."""
         self.last_error = str(error)
@@ -155,7 +160,8 @@ class Pool:
         """A request's hold on the engine it was placed on: its load, and its blocks as pending."""
         engine = self.engines[placement.engine]
         alone = engine.ledger.view().in_flight == 0
-        lease = Lease(engine, placement, alone, ticket=engine.ledger.begin(placement.uncached_tokens))
+        ticket = engine.ledger.begin(placement.uncached_tokens)
+        lease = Lease(engine, placement, alone, ticket, engine.removals)
         hashes = chain.hashes if chain is not None else ()
         self.index.add_pending(engine.id, hashes)
         try:
@@ -197,6 +203,7 @@ class Lease:
     placement: Placement
     alone: bool
     ticket: int
+    removals: int
     started: float = field(default_factory=time.monotonic)
     first_byte_s: float | None = None
     succeeded: bool = False
@@ -220,6 +227,11 @@ class Lease:
             if self._patience is None or not self._patience.expired():
                 raise
             raise EngineUnavailable("the engine was lost before it answered") from None
+
+    @property
+    def evicted_since(self) -> bool:
+        """Whether the engine evicted anything since the placement."""
+        return self.engine.removals != self.removals
 
     def give_up(self) -> None:
         """Ends `patience`."""

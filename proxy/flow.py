@@ -120,7 +120,8 @@ class Flow:
             self._note_failure(engine, call, EngineUnavailable(outcome.error))
         is_known = record.prompt is not None and placement.firm
         if self.ingest is not None and is_known and outcome.cached_tokens is not None:
-            self.ingest.audit(engine, placement.predicted_tokens, outcome.cached_tokens)
+            predicted, reported = placement.predicted_tokens, outcome.cached_tokens
+            self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
 
     def _body_for(self, engine: Engine, pool: Pool, call: Call) -> JsonBody | AsyncIterator[bytes] | None:
         """The client's body; changed only where the tenant's salt or the engine's model name must stand."""

@@ -40,9 +40,9 @@ class Ingest:
         """The engine is gone."""
         self._tasks.cancel(_task(engine))
 
-    def audit(self, engine: Engine, predicted: int, reported: int) -> None:
+    def audit(self, engine: Engine, predicted: int, reported: int, *, evicted_since: bool = False) -> None:
         """Holds a prediction against the engine's report, in tokens; persistent misses start a resync."""
-        if engine.audit.observe(predicted, reported):
+        if engine.audit.observe(predicted, reported, evicted_since=evicted_since):
             log.warning("predictions miss: the view is rebuilt", engine=engine.id, why=engine.audit.why)
             pool = self._fleet.pool_of(engine)
             if pool is not None:

@@ -57,12 +57,18 @@ class EngineAudit:
         """The view is void or stale until the next sync."""
         self.trust, self.why = Trust.APPROXIMATE, why
 
-    def observe(self, predicted: int, reported: int) -> bool:
-        """One finished request; both in tokens. True when the view has to be rebuilt now."""
+    def observe(self, predicted: int, reported: int, *, evicted_since: bool = False) -> bool:
+        """One finished request; both in tokens. True when the view has to be rebuilt now.
+
+        A miss after the engine evicted (`evicted_since` the prediction) says nothing against the view: the
+        blocks may have been there when they were predicted. It is counted, and doubts nothing.
+        """
         self._checked += 1
         self._exact += predicted == reported
         self._predicted += predicted
         self._reported += reported
+        if evicted_since and predicted != reported:
+            return False
         self._recent.append(predicted != reported)
         misses = sum(self._recent)
         if misses <= MAX_MISS_SHARE * len(self._recent):

@@ -8,6 +8,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.calls import Call, Reply
+from proxy.core.view import EngineView
 from proxy.fleet import EngineState
 from proxy.forward import Outcome
 from tests.fakes import (
@@ -230,6 +231,21 @@ class TestReuse:
         gate.set()
         await asyncio.gather(*asks)
         assert audit.view().checked == 3, "the second of them was a guess about the first"
+
+    async def test_a_miss_after_an_eviction_is_no_evidence(self, engine, proxy, client):
+        proxy.fleet.engines["b"].state = EngineState.DOWN
+        mine = proxy.fleet.engines["a"]
+        await self.ask(client, 0)
+        mine.view = EngineView("a", proxy.fleet.pools["m"].index, lambda _salt: 0, 16)
+
+        async def script(exchange):
+            mine.view.counts.removed += 1
+            await self.report(0)(exchange)
+
+        engine.script = script
+        await self.ask(client, 0)
+        assert (mine.audit.view().checked, mine.audit.view().exact) == (2, 1)
+        assert mine.audit.view().recent_miss_share == 0
 
     async def test_an_engine_with_healthy_events_is_not_learned_from(self, proxy, client):
         for engine in proxy.fleet.engines.values():

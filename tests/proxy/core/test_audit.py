@@ -83,3 +83,18 @@ def test_the_view_counts_everything_since_the_start():
         recent_miss_share=0.5,
     )
     assert EngineAudit().view().recent_miss_share == 0.0
+
+
+def test_a_miss_after_an_eviction_is_counted_and_doubts_nothing():
+    audit = EngineAudit()
+    audit.synced()
+    for _ in range(3 * MIN_MISSES):
+        assert not audit.observe(32, 16, evicted_since=True)
+    assert audit.trust is Trust.PRECISE
+    assert (audit.view().checked, audit.view().exact, audit.view().recent_miss_share) == (
+        3 * MIN_MISSES,
+        0,
+        0,
+    )
+    assert not audit.observe(32, 32, evicted_since=True)
+    assert audit.view().exact == 1
