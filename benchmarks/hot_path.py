@@ -159,6 +159,8 @@ def _one_chat(
         pool.index.store(engine, Tier.GPU, chain.hashes)
     timed("match", lambda: pool.index.match(chain.hashes))
     timed("match + place", lambda: place(pool.candidates(chain), chain))
+    timed("lease", lambda: pool.index.add_pending("engine-0", chain.hashes))
+    timed("release", lambda: pool.index.end_pending("engine-0", chain.hashes))
     for engine in pool.engines:
         pool.index.wipe(engine)
     return len(ids)
@@ -321,7 +323,18 @@ def print_steps(name: str, results: list[Steps]) -> None:
     print(f"\nCPU of each step, µs ({name})\n")
     print("| step | " + " | ".join(f"{steps.tokens} tokens" for steps in results) + " |")
     print("|---|" + "---:|" * len(results))
-    for step in ("parse", "decode", "render", "encode", "encode again", "chain", "match", "match + place"):
+    for step in (
+        "parse",
+        "decode",
+        "render",
+        "encode",
+        "encode again",
+        "chain",
+        "match",
+        "match + place",
+        "lease",
+        "release",
+    ):
         print(f"| {step} | " + " | ".join(f"{steps.micros[step]:.0f}" for steps in results) + " |")
     rows = [f"{steps.micros['tokenizers'] / steps.micros['encode']:.1f}×" for steps in results]
     print("| `tokenizers` would take | " + " | ".join(rows) + " |")

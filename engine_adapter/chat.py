@@ -170,8 +170,12 @@ class ChatTokenizer:
             PromptTableError: embeddings that cannot be read.
         """
         chat = _Chat(self._tokenizer, tools, add_generation_prompt, continue_final_message, template_kwargs)
-        nonce = _nonce_absent_from(messages, tools, template_kwargs)
-        normal = normalize_messages(messages, chat.format, marker_prefix=nonce, hidden_size=hidden_size)
+        normal = normalize_messages(
+            messages,
+            chat.format,
+            make_word=lambda: _word_absent_from(messages, tools, template_kwargs),
+            hidden_size=hidden_size,
+        )
         text = chat.render(normal.messages)
         if not normal.embeddings:
             return ChatPrompt(self.encode(text, add_special_tokens=False))
@@ -277,9 +281,9 @@ def _checked_kwargs(template_kwargs: object) -> dict[str, Any]:
     return template_kwargs
 
 
-def _nonce_absent_from(*values: object) -> str:
+def _word_absent_from(*values: object) -> str:
     """A random word that stands nowhere in `values`: 128 bits, and looked for all the same."""
     text = msgspec.json.encode(values)
-    while (nonce := f"kvpin{secrets.token_hex(16)}").encode() in text:
+    while (word := f"kvpin{secrets.token_hex(16)}").encode() in text:
         pass
-    return nonce
+    return word

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,7 @@ def normalize_messages(
     messages: object,
     wanted: ContentFormat,
     *,
-    marker_prefix: str | None = None,
+    make_word: Callable[[], str] | None = None,
     hidden_size: int | None = None,
 ) -> NormalMessages:
     """Checks and converts `messages`; the originals are left as they are.
@@ -46,7 +47,7 @@ def normalize_messages(
     Args:
         messages: the request's field, decoded from JSON.
         wanted: what the template reads a list of parts as.
-        marker_prefix: a word that stands nowhere in the chat; without it, embeddings are refused.
+        make_word: gives a word that stands nowhere in the chat; without it, embeddings are refused.
         hidden_size: columns that embeddings must have; None refuses them.
 
     Raises:
@@ -55,7 +56,7 @@ def normalize_messages(
     """
     if not isinstance(messages, list) or not messages:
         raise ChatError("messages must be a list of at least one message", param="messages")
-    reader = _Reader(wanted, marker_prefix, hidden_size)
+    reader = _Reader(wanted, make_word, hidden_size)
     normal = [reader.message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     return NormalMessages(normal, reader.embeddings)
 
@@ -63,10 +64,13 @@ def normalize_messages(
 class _Reader:
     """Converts one chat's messages and gathers its embeddings."""
 
-    def __init__(self, wanted: ContentFormat, marker_prefix: str | None, hidden_size: int | None) -> None:
+    def __init__(
+        self, wanted: ContentFormat, make_word: Callable[[], str] | None, hidden_size: int | None
+    ) -> None:
         self.embeddings: list[EmbeddingSlot] = []
         self._wanted = wanted
-        self._marker_prefix = marker_prefix
+        self._make_word = make_word
+        self._word = ""
         self._hidden_size = hidden_size
 
     def message(self, message: object, name: str) -> dict[str, Any]:
@@ -114,7 +118,7 @@ class _Reader:
         )
 
     def _embedding(self, data: object, name: str) -> str:
-        if self._marker_prefix is None or self._hidden_size is None:
+        if self._make_word is None or self._hidden_size is None:
             raise ChatError(f"{name}: prompt embeddings cannot be used here", param=name)
         if not isinstance(data, str):
             raise ChatError(f"{name} must be base64 text", param=name)
@@ -128,7 +132,8 @@ class _Reader:
                 f"{name} has {embeddings.hidden} columns; the model's hidden size is {self._hidden_size}",
                 param=name,
             )
-        marker = f"{self._marker_prefix}x{len(self.embeddings)}x"
+        self._word = self._word or self._make_word()
+        marker = f"{self._word}x{len(self.embeddings)}x"
         self.embeddings.append(EmbeddingSlot(marker, name, embeddings))
         return marker
 

@@ -359,7 +359,7 @@ class FakeProxy:
         async with asyncio.timeout(5):
             while any(e.ledger.view().in_flight for e in self.fleet.engines.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            while any(pool.index._pending for pool in self.fleet.pools.values()):  # noqa: ASYNC110
+            while any(p.index.pending(e) for p in self.fleet.pools.values() for e in p.engines):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
     async def close(self) -> None:

@@ -44,7 +44,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._locations: dict[BlockHash, int] = {}
         self._shifts: dict[str, int] = {}
-        self._pending: Counter[tuple[str, BlockHash]] = Counter()
+        # Requests in flight that will leave a block on an engine, beyond the first, which its bit stands for.
+        self._awaited: dict[str, dict[BlockHash, int]] = {}
         self._held: Counter[int] = Counter()  # location bit → blocks
 
     def __len__(self) -> int:
@@ -58,11 +59,13 @@ class PrefixIndex:
             self._shifts[engine] = next(
                 s for s in range(0, _WIDTH * (len(taken) + 1), _WIDTH) if s not in taken
             )
+            self._awaited[engine] = {}
 
     def remove_engine(self, engine: str) -> None:
         """Forgets the engine and all it held."""
         self.wipe(engine)
         self._shifts.pop(engine, None)
+        self._awaited.pop(engine, None)
 
     def store(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
         """These blocks now lie on `tier` of the engine."""
@@ -77,8 +80,9 @@ class PrefixIndex:
         hashes = tuple(hashes)
         for bit in (*_BITS.values(), _PENDING):
             self._clear(bit << self._shifts[engine], hashes)
-        for block in hashes:
-            self._pending.pop((engine, block), None)
+        awaited = self._awaited[engine]
+        for block in awaited and hashes:
+            awaited.pop(block, None)
 
     def holds(self, engine: str, block: BlockHash) -> bool:
         """Whether any tier of the engine holds the block; pending does not count."""
@@ -88,6 +92,10 @@ class PrefixIndex:
         """Blocks that lie on `tier` of the engine."""
         return self._held[_BITS[tier] << self._shifts[engine]]
 
+    def pending(self, engine: str) -> int:
+        """Blocks that requests in flight are about to leave on the engine."""
+        return self._held[_PENDING << self._shifts[engine]]
+
     def wipe(self, engine: str) -> None:
         """Forgets what the engine held. One pass over the index; for restarts and resyncs, not requests."""
         if engine not in self._shifts:
@@ -96,27 +104,25 @@ class PrefixIndex:
             self._held.pop(bit << self._shifts[engine], None)
         keep = ~(_ALL << self._shifts[engine])
         self._locations = {h: rest for h, bits in self._locations.items() if (rest := bits & keep)}
-        for key in [key for key in self._pending if key[0] == engine]:
-            del self._pending[key]
+        self._awaited[engine].clear()
 
     def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """A request placed on the engine will leave these blocks there."""
-        hashes = tuple(hashes)
-        self._pending.update((engine, h) for h in hashes)
-        self._set(_PENDING << self._shifts[engine], hashes)
+        bit, locations, added = _PENDING << self._shifts[engine], self._locations, 0
+        awaited = self._awaited[engine]
+        for block in hashes:
+            bits = locations.get(block, 0)
+            if bits & bit:
+                awaited[block] = awaited.get(block, 0) + 1
+            else:
+                locations[block] = bits | bit
+                added += 1
+        self._held[bit] += added
 
     def end_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """That request has ended, whatever came of it."""
-        ended = []
-        for block in hashes:
-            left = self._pending.get((engine, block), 0) - 1
-            if left > 0:
-                self._pending[engine, block] = left
-            elif left == 0:
-                del self._pending[engine, block]
-                ended.append(block)
-        if ended:
-            self._clear(_PENDING << self._shifts[engine], ended)
+        awaited = self._awaited[engine]
+        self._clear(_PENDING << self._shifts[engine], hashes if not awaited else _last_of(awaited, hashes))
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
         """For each engine that holds the first block, how far its copy of the chain reaches."""
@@ -158,3 +164,17 @@ class PrefixIndex:
                 else:
                     locations[block] = bits - bit
         self._held[bit] -= removed
+
+
+def _last_of(awaited: dict[BlockHash, int], hashes: Iterable[BlockHash]) -> list[BlockHash]:
+    """Counts each block down by one request; those that no other request waits for."""
+    last = []
+    for block in hashes:
+        others = awaited.get(block, 0)
+        if others > 1:
+            awaited[block] = others - 1
+        elif others:
+            del awaited[block]
+        else:
+            last.append(block)
+    return last

@@ -30,18 +30,19 @@ class LoadView:
 
 
 class EngineLedger:
-    """In-flight work and learned rates of one engine."""
+    """In-flight work and learned rates of one engine.
+
+    Attributes:
+        served: requests it was given so far.
+        prefill_tok_s: prompt tokens it computes per second.
+    """
 
     def __init__(self) -> None:
         self._prefills: dict[int, int] = {}
         self._decoding: set[int] = set()
         self._prefill_rates: deque[float] = deque(maxlen=WINDOW)
         self.served = 0
-
-    @property
-    def prefill_tok_s(self) -> float:
-        """Prompt tokens computed per second."""
-        return median(self._prefill_rates) if self._prefill_rates else DEFAULT_PREFILL_TOK_S
+        self.prefill_tok_s = DEFAULT_PREFILL_TOK_S
 
     @property
     def restore_tok_s(self) -> float:
@@ -63,6 +64,7 @@ class EngineLedger:
         self._decoding.add(ticket)
         if alone and uncached_tokens >= MIN_SAMPLE_TOKENS and seconds > 0:
             self._prefill_rates.append(uncached_tokens / seconds)
+            self.prefill_tok_s = median(self._prefill_rates)
 
     def end(self, ticket: int) -> None:
         """The request is over, in whatever way."""

@@ -18,7 +18,7 @@ def embeds(rows=2, hidden=4):
 
 def content_of(parts, wanted=ContentFormat.STRING):
     normal = normalize_messages(
-        [{"role": "user", "content": parts}], wanted, marker_prefix="M", hidden_size=4
+        [{"role": "user", "content": parts}], wanted, make_word=lambda: "M", hidden_size=4
     )
     return normal.messages[0]["content"], normal.embeddings
 
@@ -113,4 +113,4 @@ def test_bad_embeddings_name_their_field(data, error, message):
 def test_embeddings_need_a_hidden_size():
     message = {"role": "user", "content": [{"type": "prompt_embeds", "data": embeds()}]}
     with pytest.raises(ChatError, match="cannot be used here"):
-        normalize_messages([message], ContentFormat.STRING, marker_prefix="M")
+        normalize_messages([message], ContentFormat.STRING, make_word=lambda: "M")

@@ -165,9 +165,9 @@ class TestLease:
             lease.succeeded = True
         assert engine.ledger.view().in_flight == 0
         assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
-        assert pool.index._pending
+        assert pool.index.pending("a")
         await asyncio.sleep(PENDING_LINGER_S * 1.5)
-        assert not pool.index._pending
+        assert not pool.index.pending("a")
 
     async def test_that_fails_leaves_nothing(self, fleet):
         engine = add(fleet, "a")
@@ -176,7 +176,7 @@ class TestLease:
             raise ValueError("bug")
         assert engine.ledger.view().in_flight == 0
         assert len(pool.index) == 0
-        assert not pool.index._pending
+        assert not pool.index.pending("a")
 
     async def test_that_outlives_its_engine_leaves_nothing(self, fleet):
         add(fleet, "a")

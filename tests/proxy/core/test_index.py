@@ -213,7 +213,9 @@ class IndexMachine(RuleBasedStateMachine):
             for tier in Tier:
                 assert self.index.held(engine, tier) == len(self.held[engine][tier])
                 known |= self.held[engine][tier]
-            known |= {block for block, n in self.pending[engine].items() if n > 0}
+            pending = {block for block, n in self.pending[engine].items() if n > 0}
+            assert self.index.pending(engine) == len(pending)
+            known |= pending
             for block in range(10):
                 held = any(block in self.held[engine][tier] for tier in Tier)
                 assert self.index.holds(engine, block) is held
