@@ -4,7 +4,7 @@ Conversations with a shared system prompt grow turn by turn, interleaved, over t
 small for all of them. The same conversations then run on one engine with the memory of both: what it reuses
 is what could have been reused.
 
-    python benchmarks/multi_turn.py [--requests 500] [--conversations 20] [--concurrency 1] [--kv-blocks 160]
+    python benchmarks/multi_turn.py [--requests 500] [--conversations 20] [--concurrency 1] [--kv-blocks 320]
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Tally:
     predicted: int = 0
     cached: int = 0
     prompt: int = 0
+    evicted: int = 0
     per_engine: Counter[str] = field(default_factory=Counter)
     misses: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -69,6 +70,9 @@ async def run(url: str, schedule: list[list[int]], concurrency: int) -> Tally:
 
         for turns in schedule:
             await asyncio.gather(*(turn(conversation) for conversation in turns))
+        stats = (await client.get("/admin/v1/stats")).json()
+        engines = [engine["kv"] for pool in stats["pools"] for engine in pool["engines"]]
+        tally.evicted = sum(kv["blocks"]["evicted"] for kv in engines)
     return tally
 
 
@@ -114,6 +118,7 @@ def main() -> None:
     print(f"prediction exact    {two.exact} = {100 * two.exact / count:.1f}%")
     print(f"token hit rate      {100 * two.cached / two.prompt:.1f}% of {two.prompt} prompt tokens")
     print(f"one joint engine    {100 * one.cached / one.prompt:.1f}%")
+    print(f"blocks evicted      {two.evicted} by the two, {one.evicted} by the joint one")
     print(f"hits of possible    {100 * two.cached / one.cached:.1f}%")
     print(f"missed predictions  {json.dumps(two.misses[:10])}  [conversation, predicted, reported]")
 
