@@ -1,6 +1,7 @@
 """Engines, behind one facade. `proxy` imports from here and nothing below.
 
 base.py        the contract        types.py   its words        errors.py  its errors
+error_bodies.py  the errors engines answer, in one shape
 registry.py    kind → adapter      http.py    the transport seam of the data plane
 extra_ids.py   identity of embeddings          chat.py    render + tokenise as transformers does
 body.py        a request's JSON body           encoders.py  the fastest exact encoder
@@ -12,6 +13,7 @@ from __future__ import annotations
 from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.engine_command import ENGINE_MODULE, run_engine_cli
+from engine_adapter.error_bodies import read_error
 from engine_adapter.errors import (
     ChatError,
     EngineError,
@@ -76,5 +78,6 @@ __all__ = [
     "ViewLost",
     "is_generic",
     "make_adapter",
+    "read_error",
     "run_engine_cli",
 ]

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from engine_adapter.body import JsonBody
+from engine_adapter.errors import NotSupported
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.types import (
+    Capability,
     EngineInfo,
     EngineLoad,
     EngineSpec,
@@ -48,6 +50,9 @@ class EngineAdapter(Protocol):
 
     def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
         """Reused prompt tokens, where the engine says so in its response headers; else None."""
+
+    def not_supported(self, capability: Capability) -> NotSupported:
+        """The error for a capability the engine lacks; it says what there is in its place."""
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """Token ids of a chat or completions request exactly as the engine would serve it

@@ -105,11 +105,6 @@ class ChatTokenizer:
         token: int | None = self._tokenizer.eos_token_id
         return token
 
-    @property
-    def has_chat_template(self) -> bool:
-        """False for a base model's tokenizer: it encodes text but renders no messages."""
-        return bool(self._tokenizer.chat_template)
-
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
         """Token ids of `text`, as transformers gives them."""
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)

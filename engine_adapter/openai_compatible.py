@@ -29,12 +29,15 @@ _NO_EVENTS: tuple[KvEvent, ...] = ()
 _NO_PROGRESS: tuple[KvProgress, ...] = ()
 _INSTEAD = {
     Capability.KV_EVENTS: "what it holds is learned from its answers",
+    Capability.CACHED_TOKENS: "its answers' usage may say",
     Capability.TOKENIZE: "prompts are tokenised at the proxy with the engine's tokenizer setting",
+    Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own",
+    Capability.EXTRA_IDS: "text alone can be warmed",
     Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
-    Capability.FLUSH: "restart the engine to empty its cache",
-    Capability.OFFLOAD: "its own cache policy decides what stays",
-    Capability.RESTORE: "warm the prefix with a request of one token",
-    Capability.PIN: "keep a prefix warm by asking for it now and then",
+    Capability.FLUSH: "restart the engine, or let eviction take the KV",
+    Capability.OFFLOAD: "its own eviction decides what stays",
+    Capability.RESTORE: 'warm computes a prefix again by a one-token prefill; "fallback": "warm" does so',
+    Capability.PIN: "warm the prefix again when it is needed",
 }
 
 
@@ -80,9 +83,13 @@ class OpenAICompatibleAdapter:
         """None: OpenAI's API reports cached tokens in the body's usage."""
         return None
 
+    def not_supported(self, capability: Capability) -> NotSupported:
+        """See `EngineAdapter.not_supported`."""
+        return NotSupported(capability.value, engine=self.spec.id, instead=_INSTEAD[capability])
+
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:  # noqa: ARG002 - likewise
         """Not supported."""
-        raise self._not_supported(Capability.TOKENIZE)
+        raise self.not_supported(Capability.TOKENIZE)
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """Not supported."""
@@ -98,19 +105,19 @@ class OpenAICompatibleAdapter:
 
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:  # noqa: ARG002 - likewise
         """Not supported."""
-        raise self._not_supported(Capability.PIN)
+        raise self.not_supported(Capability.PIN)
 
     async def unpin(self, pin_id: str) -> bool:  # noqa: ARG002 - likewise
         """Not supported."""
-        raise self._not_supported(Capability.PIN)
+        raise self.not_supported(Capability.PIN)
 
     async def put_prompt_table(self, table: PromptTable) -> None:  # noqa: ARG002 - likewise
         """Not supported."""
-        raise self._not_supported(Capability.PROMPT_TABLES)
+        raise self.not_supported(Capability.PROMPT_TABLES)
 
     async def delete_prompt_table(self, table_id: str) -> None:  # noqa: ARG002 - likewise
         """Not supported."""
-        raise self._not_supported(Capability.PROMPT_TABLES)
+        raise self.not_supported(Capability.PROMPT_TABLES)
 
     async def stats(self) -> dict[str, Any]:
         """{}: not known."""
@@ -140,7 +147,4 @@ class OpenAICompatibleAdapter:
     def _require(self, capability: Capability) -> None:
         """Raises NotSupported for what was not declared, which here is everything."""
         if capability not in _CAPABILITIES:
-            raise self._not_supported(capability)
-
-    def _not_supported(self, capability: Capability) -> NotSupported:
-        return NotSupported(capability, engine=self.spec.id, instead=_INSTEAD[capability])
+            raise self.not_supported(capability)

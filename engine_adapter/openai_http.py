@@ -10,13 +10,13 @@ import httpx
 import msgspec
 
 from engine_adapter.body import JsonBody
+from engine_adapter.error_bodies import read_error
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.http import KEEPALIVE_S, OutgoingRequest, describe
 from engine_adapter.types import EngineSpec
 
 _CONNECT_S, _ANSWER_S = 5.0, 60.0
 _MAX_CONNECTIONS = 32
-_MAX_ERROR_CHARS = 500
 # RFC 9110 7.6.1, and what the next connection sets for itself. Accept-encoding: usage is read on its way.
 _ENDS_HERE = frozenset(
     {
@@ -160,22 +160,8 @@ def _credentials(spec: EngineSpec) -> dict[str, str]:
 
 
 def _rejection(response: httpx.Response) -> EngineRejected | EngineUnavailable:
-    """What an error answer means; engines disagree about its shape."""
-    message, param = _error_text(response.content), None
-    try:
-        content = msgspec.json.decode(response.content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        content = None
-    match content:
-        case {"error": {"message": str(text)} as error}:
-            message = text
-            param = error.get("param") if isinstance(error.get("param"), str) else None
-        case {"message": str(text)} | {"error": str(text)} | {"detail": str(text)}:
-            message = text
+    """What an error answer means."""
+    error = read_error(response.content)
     if response.status_code in (502, 503, 504):
-        return EngineUnavailable(f"the engine answered {response.status_code}: {message}")
-    return EngineRejected(message, status=response.status_code, param=param)
-
-
-def _error_text(content: bytes) -> str:
-    return content[:_MAX_ERROR_CHARS].decode(errors="replace") or "no reason given"
+        return EngineUnavailable(f"the engine answered {response.status_code}: {error.message}")
+    return EngineRejected(error.message, status=response.status_code, param=error.param)

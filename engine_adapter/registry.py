@@ -13,7 +13,7 @@ from engine_adapter.types import EngineSpec
 _ADAPTERS: dict[str, Callable[[EngineSpec], EngineAdapter]] = {
     "embedded": EmbeddedAdapter,
     "openai_compatible": OpenAICompatibleAdapter,
-    # Served through their OpenAI routes until their own adapters land; `generic_kinds` says so.
+    # Served through their OpenAI routes until their own adapters land; `is_generic` says so.
     "llama_server": OpenAICompatibleAdapter,
     "vllm": OpenAICompatibleAdapter,
     "sglang": OpenAICompatibleAdapter,

@@ -20,6 +20,7 @@ from engine_adapter import (
     IncomingResponse,
     JsonBody,
     Transport,
+    read_error,
 )
 from proxy.calls import Call, Reply
 
@@ -44,8 +45,6 @@ _NOT_PASSED_ON = frozenset(
 )
 # The usage chunk and [DONE] of a stream fit well within this.
 _TAIL_BYTES = 8192
-# An error that is not JSON may be a whole page of a web server.
-_MAX_REASON_BYTES = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,6 @@ class Outcome:
 
     status: int
     cached_tokens: int | None = None
-    prompt_tokens: int | None = None
     error: str | None = None
 
 
@@ -107,11 +105,10 @@ async def _answer_json(
 ) -> Outcome:
     content = await response.read()
     on_first_byte()
-    usage = read_usage(content)
-    reported = cached if cached is not None else usage.cached_tokens
+    reported = cached if cached is not None else read_cached_tokens(content)
     await reply.start(response.status, [*headers, *_cached_header(reported)])
     await reply.finish(content)
-    return Outcome(response.status, reported, usage.prompt_tokens)
+    return Outcome(response.status, reported)
 
 
 async def _answer_stream(
@@ -141,10 +138,9 @@ async def _answer_stream(
             # Not finished on purpose: a clean end would pass for a complete answer.
             return Outcome(response.status, cached, error=str(error))
     await reply.finish()
-    if cached is not None:
-        return Outcome(response.status, cached)
-    usage = read_stream_usage(bytes(tail[-_TAIL_BYTES:]))
-    return Outcome(response.status, usage.cached_tokens, usage.prompt_tokens)
+    if cached is None:
+        cached = read_streamed_cached_tokens(bytes(tail[-_TAIL_BYTES:]))
+    return Outcome(response.status, cached)
 
 
 async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:
@@ -172,7 +168,7 @@ def _is_event_stream(headers: Mapping[str, str]) -> bool:
     return headers.get("content-type", "").startswith("text/event-stream")
 
 
-# --- what is read of an answer: usage and errors ------------------------------------------------
+# --- what is read of an answer ------------------------------------------------------------------
 
 
 class _Details(msgspec.Struct):
@@ -180,7 +176,6 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -188,67 +183,25 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Prompt tokens and reused prompt tokens, None where the engine does not say."""
-
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-
-
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
-def read_usage(content: bytes) -> Usage:
-    """Usage of a JSON answer; empty when it is no OpenAI answer."""
+def read_cached_tokens(content: bytes) -> int | None:
+    """Reused prompt tokens by the usage of a JSON answer; None where it does not say."""
     try:
         usage = _decode_answer(content).usage
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Usage()
-    if usage is None:
-        return Usage()
-    details = usage.prompt_tokens_details
-    return Usage(usage.prompt_tokens, details.cached_tokens if details is not None else None)
+        return None
+    details = usage.prompt_tokens_details if usage is not None else None
+    return details.cached_tokens if details is not None else None
 
 
-def read_stream_usage(tail: bytes) -> Usage:
-    """Usage from the last bytes of an event stream, if its client asked for it."""
+def read_streamed_cached_tokens(tail: bytes) -> int | None:
+    """The same from the last bytes of an event stream, if its client asked for usage."""
     for line in reversed(tail.splitlines()):
         if line.startswith(b"data:") and b'"usage"' in line:
-            return read_usage(line.removeprefix(b"data:"))
-    return Usage()
-
-
-@dataclass(frozen=True, slots=True)
-class EngineErrorBody:
-    """An engine's error, whichever shape it came in."""
-
-    message: str
-    type: str | None = None
-    param: str | None = None
-    code: str | None = None
-
-
-def read_error(content: bytes) -> EngineErrorBody:
-    """Reads OpenAI's nested shape, flat ones (`message`), bare strings and FastAPI's `detail`."""
-    try:
-        body = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        body = content[:_MAX_REASON_BYTES].decode(errors="replace").strip()
-    if not isinstance(body, dict):
-        return EngineErrorBody(_reason(body))
-    inner = body.get("error") or body
-    fields = inner if isinstance(inner, dict) else {"message": inner}
-    text = {name: fields.get(name) for name in ("type", "param", "code")}
-    strings = {name: value if isinstance(value, str) else None for name, value in text.items()}
-    return EngineErrorBody(_reason(fields.get("message") or fields.get("detail")), **strings)
-
-
-def _reason(value: object) -> str:
-    """What an engine says went wrong, as text: FastAPI gives a list of fields and faults."""
-    if not value:
-        return "the engine gave no reason"
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            return read_cached_tokens(line.removeprefix(b"data:"))
+    return None
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> bytes:

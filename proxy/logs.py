@@ -1,15 +1,13 @@
 """Log lines: structured, on standard error, never with prompt text or keys.
 
 Code logs through `structlog.get_logger`; libraries that use `logging` come out in the same shape. What is
-bound with `log_context` (the request id) stands on every line of that request's task.
+bound with structlog's contextvars (the request id) stands on every line of that request's task.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TextIO
 
 import structlog
@@ -61,13 +59,6 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     for name in _QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
-
-
-@contextmanager
-def log_context(**fields: str) -> Iterator[None]:
-    """Puts `fields` on every log line of the block, in this task and those it starts."""
-    with structlog.contextvars.bound_contextvars(**fields):
-        yield
 
 
 def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:  # noqa: ARG001 - structlog's

@@ -23,6 +23,7 @@ from enum import StrEnum
 import httpx
 import structlog
 
+from engine_adapter import ENGINE_MODULE
 from proxy.process_output import log_output
 from proxy.settings import ManagedSettings
 
@@ -123,7 +124,7 @@ class ManagedEngine:
     def command(self) -> list[str]:
         """The command line it is started with."""
         if self._settings.kind == "embedded":
-            module = ["-m", "engine_adapter.torch_engine.serve", "--exit-with-parent"]
+            module = ["-m", ENGINE_MODULE, "--exit-with-parent"]
             return [sys.executable, *module, "--port", str(self.port), *self._settings.command]
         return [word.replace("{port}", str(self.port)) for word in self._settings.command]
 

@@ -39,8 +39,8 @@ class Monitor:
         ingest: Ingest | None,
         tables: PromptTables,
         *,
-        interval_s: float = 1.0,
-        timeout_s: float = 5.0,
+        interval_s: float,
+        timeout_s: float,
     ) -> None:
         self._fleet = fleet
         self._tasks = tasks

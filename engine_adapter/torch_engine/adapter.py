@@ -130,6 +130,14 @@ class EmbeddedAdapter:
         text = headers.get(CACHED_TOKENS_HEADER, "")
         return int(text) if text.isascii() and text.isdigit() else None
 
+    def not_supported(self, capability: Capability) -> NotSupported:
+        """See `EngineAdapter.not_supported`: all it may lack is a host tier."""
+        return NotSupported(
+            capability.value,
+            engine=self.spec.id,
+            instead="start it with --host-cache-bytes to give it a host tier",
+        )
+
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:  # noqa: ARG002 - the body tells
         """See `EngineAdapter.tokenize`."""
         answer = await self._control.call("POST", "/tokenize", content=body.raw)
@@ -154,11 +162,7 @@ class EmbeddedAdapter:
         if self._capabilities is None:
             await self.connect()
         if Capability(verb.value) not in (self._capabilities or ()):
-            raise NotSupported(
-                verb.value,
-                engine=self.spec.id,
-                instead="start it with --host-cache-bytes to give it a host tier",
-            )
+            raise self.not_supported(Capability(verb.value))
         body = _target_fields(target)
         done = moved_bytes = 0
         while True:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-# A program of its own, as `python -m` would run it: the proxy shares no code path with it.
-ENGINE_MODULE = "engine_adapter.torch_engine.serve"
 
 
 def register(app: typer.Typer) -> None:
@@ -91,11 +86,10 @@ def serve(
 
 def engine(context: typer.Context) -> None:
     """Serve the embedded engine."""
+    from engine_adapter import EngineSpecError, run_engine_cli  # noqa: PLC0415 - the clients start without
+
     try:
-        program = importlib.import_module(ENGINE_MODULE)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("torch", "numpy"):
-            raise
-        typer.echo("kvpin: the embedded engine needs torch: pip install 'kvpin[engine]'", err=True)
+        run_engine_cli(context.args)
+    except EngineSpecError as error:
+        typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(1) from error
-    sys.exit(program.app(context.args, prog_name="kvpin engine"))

@@ -7,7 +7,7 @@ from functools import partial
 from engine_adapter import Capability, KvVerb
 from proxy.control.context import Control
 from proxy.control.operations import Operation, Part, new_operation, run_parts
-from proxy.control.targets import Selection, Share, Target, not_supported, require_able, select
+from proxy.control.targets import Selection, Share, Target, require_able, select
 from proxy.control.warm import warm_on
 from proxy.core.audit import Trust
 from proxy.core.pins import Pin
@@ -38,7 +38,7 @@ async def operate(control: Control, verb: KvVerb, target: Target, *, warm_instea
     parts = [*(part for part, _ in pairs), *others]
     if not warm_instead:
         for part, share in zip(others, selection.unable, strict=True):
-            part.fail(str(not_supported(share.engine, capability)))
+            part.fail(str(share.engine.adapter.not_supported(capability)))
 
     async def work(_operation: Operation) -> None:
         running = [

@@ -10,7 +10,7 @@ from typing import Any
 from engine_adapter import Capability
 from proxy.control.context import Control
 from proxy.control.operations import Operation, Part, new_operation, run_parts
-from proxy.control.targets import PREFIXES, Share, Target, kind_of, not_supported, require_able, select
+from proxy.control.targets import PREFIXES, Share, Target, kind_of, require_able, select
 from proxy.core.pins import Pin
 from proxy.errors import BadRequest, NotFound
 
@@ -33,7 +33,7 @@ async def pin(control: Control, target: Target, ttl_s: float) -> Operation:
     pairs = [(Part(share.engine.id, "pin"), share) for share in selection.shares]
     unable = [Part(share.engine.id, "pin") for share in selection.unable]
     for part, share in zip(unable, selection.unable, strict=True):
-        part.fail(str(not_supported(share.engine, Capability.PIN)))
+        part.fail(str(share.engine.adapter.not_supported(Capability.PIN)))
 
     async def work(operation: Operation) -> None:
         held: dict[str, str] = {}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from engine_adapter import Capability, JsonBody, KvTarget, NotSupported
+from engine_adapter import Capability, JsonBody, KvTarget
 from proxy.control.context import Control
 from proxy.core.audit import Trust
 from proxy.core.blocks import Chain
@@ -30,14 +30,6 @@ _COMPANIONS = {
     "extra_ids": ("token_ids",),
     "prompt_table": ("token_ids",),
     "add_special_tokens": ("prompt",),
-}
-# What to do on an engine without a capability.
-_INSTEAD = {
-    Capability.FLUSH: "restart the engine, or let eviction take the KV",
-    Capability.OFFLOAD: "its own eviction decides what stays",
-    Capability.RESTORE: 'warm computes a prefix again by a one-token prefill; "fallback": "warm" does so',
-    Capability.PIN: "warm the prefix again when it is needed",
-    Capability.EXTRA_IDS: "text alone can be warmed",
 }
 
 
@@ -196,12 +188,7 @@ async def select(control: Control, target: Target, capability: Capability) -> Se
 def require_able(selection: Selection, capability: Capability) -> None:
     """Raises NotSupported when engines are concerned and none of them can."""
     if selection.unable and not selection.shares:
-        raise not_supported(selection.unable[0].engine, capability)
-
-
-def not_supported(engine: Engine, capability: Capability) -> NotSupported:
-    """The error that names the capability, and what there is in its place."""
-    return NotSupported(capability.value, engine=engine.id, instead=_INSTEAD[capability])
+        raise selection.unable[0].engine.adapter.not_supported(capability)
 
 
 def _divide(

@@ -12,7 +12,7 @@ from engine_adapter import Capability, EngineRejected, JsonBody
 from proxy.calls import Call, Reply
 from proxy.control.context import Control
 from proxy.control.operations import Operation, Part, new_operation, run_parts
-from proxy.control.targets import Prefix, Target, not_supported, prefix_of
+from proxy.control.targets import Prefix, Target, prefix_of
 from proxy.core.placement import place
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet import Engine
@@ -36,7 +36,7 @@ async def warm(control: Control, target: Target, *, everywhere: bool = False) ->
     if prefix.prompt.extra_ids is not None:
         for engine in engines:
             if not engine.can(Capability.EXTRA_IDS):
-                raise not_supported(engine, Capability.EXTRA_IDS)
+                raise engine.adapter.not_supported(Capability.EXTRA_IDS)
     parts = [(Part(engine.id, "warm"), engine) for engine in engines]
 
     async def work(_operation: Operation) -> None:

@@ -200,7 +200,7 @@ class HealthSettings(_Part):
         timeout_s: after which a check counts as failed.
     """
 
-    interval_s: Seconds = 5.0
+    interval_s: Seconds = 1.0
     timeout_s: Seconds = 5.0
 
 
@@ -220,7 +220,6 @@ class Settings(BaseSettings):
         retries: other engines tried before the first byte of an answer.
         health: how engines are watched.
         graceful_shutdown_s: time running answers get when kvpin stops.
-        pending_ttl_s: how long a placement is believed before an event or a response confirms it.
     """
 
     model_config = SettingsConfigDict(
@@ -239,7 +238,6 @@ class Settings(BaseSettings):
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     health: HealthSettings = HealthSettings()
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    pending_ttl_s: Seconds = 30.0
 
     @model_validator(mode="after")
     def _name_engines(self) -> Self:

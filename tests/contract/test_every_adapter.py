@@ -130,3 +130,10 @@ async def test_another_kind_of_engine_is_not_taken_for_ours(adapter_of):
             await adapter_of("embedded", url).connect()
         with pytest.raises(EngineRejected):
             await adapter_of("embedded", url).load()
+
+
+async def test_what_it_cannot_do_is_named_with_what_there_is_instead(adapter):
+    for capability in set(Capability) - (await adapter.connect()).capabilities:
+        error = adapter.not_supported(capability)
+        assert error.capability == capability.value
+        assert f"has no {capability.value!r}: {error.instead}" in str(error)

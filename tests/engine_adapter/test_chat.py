@@ -234,9 +234,7 @@ def test_an_error_inside_the_template_is_the_clients(chat):
 
 def test_a_tokenizer_without_template_renders_no_chat(tokenizer_dir):
     tokenizer = ChatTokenizer.load(str(tokenizer_dir))
-    assert tokenizer.has_chat_template
     tokenizer._tokenizer.chat_template = None
-    assert not tokenizer.has_chat_template
     with pytest.raises(ChatError, match="no chat template"):
         tokenizer.render([user("x")])
     assert tokenizer.encode("x", add_special_tokens=False)

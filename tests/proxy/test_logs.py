@@ -81,7 +81,7 @@ def test_requests_of_libraries_are_not_logged_one_by_one():
 def test_context_stands_on_every_line_of_its_block():
     stream = configured()
     log = structlog.get_logger("test")
-    with logs.log_context(request="req-1"):
+    with structlog.contextvars.bound_contextvars(request="req-1"):
         log.info("inside")
         logging.getLogger("library").warning("inside too")
     log.info("outside")

@@ -100,7 +100,7 @@ async def test_one_that_does_not_answer_in_time_is_down():
         await asyncio.sleep(60)
 
     async def wait_for_an_answer():
-        lease = Lease(engine, Placement("a", 0, 1, (), "test"), alone=True, ticket=1)
+        lease = Lease(engine, Placement("a", 0, 1, (), "test"), alone=True, ticket=1, removals=0)
         async with lease.patience():
             await hang()
 

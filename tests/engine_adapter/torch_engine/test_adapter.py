@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine_adapter import EngineSpec
+from engine_adapter import Capability, EngineSpec
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 
 
@@ -33,3 +33,9 @@ def test_it_needs_no_torch():
         "make_adapter(EngineSpec(kind='embedded', url='http://h:1', id='e'))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+async def test_without_a_host_tier_it_says_how_to_get_one():
+    adapter = EmbeddedAdapter(EngineSpec("embedded", "http://127.0.0.1:1", "e"))
+    assert "start it with --host-cache-bytes" in str(adapter.not_supported(Capability.OFFLOAD))
+    await adapter.aclose()

@@ -151,7 +151,7 @@ async def test_engines_that_cannot_are_told_apart(world):
     selection = await select(world.control, Target(engine="b"), Capability.OFFLOAD)
     with pytest.raises(NotSupported, match="'offload'") as caught:
         require_able(selection, Capability.OFFLOAD)
-    assert caught.value.instead
+    assert str(caught.value) == str(world.control.fleet.engine("b").adapter.not_supported(Capability.OFFLOAD))
 
 
 async def test_all_of_a_salt(world, pair):

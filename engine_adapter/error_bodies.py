@@ -1,0 +1,42 @@
+"""The errors engines answer, which come in many shapes, as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+# An error that is not JSON may be a whole page of a web server.
+_MAX_REASON_BYTES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class EngineErrorBody:
+    """An engine's error, whichever shape it came in."""
+
+    message: str
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
+def read_error(content: bytes) -> EngineErrorBody:
+    """Reads OpenAI's nested shape, flat ones (`message`), bare strings and FastAPI's `detail`."""
+    try:
+        body = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        body = content[:_MAX_REASON_BYTES].decode(errors="replace").strip()
+    if not isinstance(body, dict):
+        return EngineErrorBody(_reason(body))
+    inner = body.get("error") or body
+    fields = inner if isinstance(inner, dict) else {"message": inner}
+    text = {name: fields.get(name) for name in ("type", "param", "code")}
+    strings = {name: value if isinstance(value, str) else None for name, value in text.items()}
+    return EngineErrorBody(_reason(fields.get("message") or fields.get("detail")), **strings)
+
+
+def _reason(value: object) -> str:
+    """What an engine says went wrong, as text: FastAPI gives a list of fields and faults."""
+    if not value:
+        return "the engine gave no reason"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
