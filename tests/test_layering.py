@@ -1,0 +1,40 @@
+"""What importing loads, and which test file belongs to which source file. The layers are the linter's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Source files without a test file of their own, and where they are tested.
+ELSEWHERE = {
+    "engine_adapter/base.py": "a Protocol: tests/contract",
+    "engine_adapter/errors.py": "classes of data: tests/proxy/api/test_errors.py",
+    "engine_adapter/types.py": "classes of data: tests of everything that uses them",
+    "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
+    "proxy/errors.py": "classes of data: tests/proxy/api/test_errors.py",
+}
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for package in ("proxy", "engine_adapter")
+    for path in (ROOT / package).rglob("*.py")
+    if path.name != "__init__.py"
+)
+
+
+@pytest.mark.parametrize("module", ["proxy", "proxy.app", "proxy.cli", "engine_adapter"])
+def test_importing_loads_neither_torch_nor_transformers(module):
+    code = f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_file_has_its_test_file(source):
+    folder, _, name = source.rpartition("/")
+    assert (ROOT / "tests" / folder / f"test_{name}").exists() is (source not in ELSEWHERE)
+
+
+def test_no_exception_for_a_file_that_is_gone():
+    assert set(ELSEWHERE) <= set(SOURCES)
