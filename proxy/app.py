@@ -151,9 +151,9 @@ def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Star
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        proxy.start()
-        on_start()
         try:
+            proxy.start()
+            on_start()
             yield
         finally:
             await proxy.stop()

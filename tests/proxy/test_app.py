@@ -1,7 +1,13 @@
+import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
-from engine_adapter import EngineSpecError
-from proxy.app import check_engines, listen, managed_engines
+from engine_adapter import AiohttpTransport, EngineSpecError
+from proxy import app
+from proxy.app import Proxy, build_app, check_engines, listen, managed_engines
+from proxy.errors import BodyTooLarge
+from proxy.records import RequestRecord
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
@@ -36,3 +42,49 @@ def test_without_torch_only_embedded_engines_are_refused(monkeypatch):
 def test_a_port_is_taken_once():
     with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
         listen(*first.getsockname())
+
+
+async def test_every_limit_reaches_what_it_limits():
+    settings = Settings(
+        reuse=True,
+        retries=5,
+        limits={"body_bytes": 1000, "request_records": 3, "prompt_table_bytes": 10},
+        health={"interval_s": 0.25, "timeout_s": 0.75},
+    )
+    proxy = Proxy(settings, AiohttpTransport())
+    try:
+        assert proxy.flow.retries == 5
+        assert (proxy.monitor._interval_s, proxy.monitor._timeout_s) == (0.25, 0.75)
+        with pytest.raises(BodyTooLarge, match="more than 10 bytes"):
+            proxy.tables.put(save({"t": np.zeros((2, 4), np.float32)}))
+        for number in range(5):
+            proxy.flow.requests.add(RequestRecord(str(number), 0.0, "/v1/x", None, None, False))
+        assert [record.request_id for record in proxy.flow.requests] == ["2", "3", "4"]
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(proxy)), base_url="http://proxy")
+        async with client:
+            answer = await client.post("/v1/completions", content=b" " * 1001)
+        assert answer.status_code == 413
+    finally:
+        await proxy.stop()
+
+
+async def test_without_reuse_nothing_is_followed():
+    proxy = Proxy(Settings(), AiohttpTransport())
+    assert proxy.ingest is None
+    assert proxy.flow.ingest is None
+    await proxy.stop()
+
+
+async def test_running_answers_get_the_time_the_operator_gives(monkeypatch):
+    seen = []
+
+    async def serve(server, sockets):
+        seen.append(server.config.timeout_graceful_shutdown)
+
+    monkeypatch.setattr("uvicorn.Server.serve", serve)
+    transport = AiohttpTransport()
+    monkeypatch.setattr(app, "AiohttpTransport", lambda: transport)
+    with listen("127.0.0.1", 0) as listener:
+        assert await app._run(Settings(graceful_shutdown_s=7), listener) == 1  # it never began
+    await transport.aclose()
+    assert seen == [7]
