@@ -41,12 +41,7 @@ class PromptTables:
             Conflict: the table id or the extra id stands for other content.
             BodyTooLarge: no room left for it.
         """
-        if table_id is not None and not _TABLE_ID.fullmatch(table_id):
-            raise BadRequest(
-                "table_id must be 1 to 128 letters, digits, '_', '.', ':' or '-'", param="table_id"
-            )
-        if extra_id is not None and not 0 < extra_id <= UINT64_MAX:
-            raise BadRequest("extra_id must be an integer from 1 to 2**64-1", param="extra_id")
+        _check_ids(table_id, extra_id)
         embeddings = parse_embeddings(data, param="table")
         content = xxhash.xxh3_128_digest(embeddings.digest)
         derived = prompt_table_extra_id(embeddings)
@@ -115,3 +110,10 @@ class PromptTables:
         if held.extra_id != table.extra_id:
             raise Conflict(f"prompt table {table.table_id!r} has extra id {held.extra_id}", param="extra_id")
         return held
+
+
+def _check_ids(table_id: str | None, extra_id: int | None) -> None:
+    if table_id is not None and not _TABLE_ID.fullmatch(table_id):
+        raise BadRequest("table_id must be 1 to 128 letters, digits, '_', '.', ':' or '-'", param="table_id")
+    if extra_id is not None and not 0 < extra_id <= UINT64_MAX:
+        raise BadRequest("extra_id must be an integer from 1 to 2**64-1", param="extra_id")
