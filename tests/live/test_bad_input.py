@@ -127,9 +127,9 @@ def client(kvpin):
     assert {engine["kv"]["gpu"]["active"] for engine in stats.values()} == {0}
 
 
-def instances(kvpin: Kvpin) -> dict[str, str]:
+def instances(kvpin: Kvpin) -> dict[str, int]:
     """Engine id → which process it is."""
-    return {name: engine["kv"]["instance"] for name, engine in kvpin.engines().items()}
+    return {name: engine["process"]["pid"] for name, engine in kvpin.engines().items()}
 
 
 def post(client: httpx.Client, path: str, body: object) -> httpx.Response:
