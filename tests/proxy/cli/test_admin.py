@@ -40,7 +40,7 @@ def story(tmp_path):
     """A chat nobody else has, as a file."""
 
     def write(name):
-        text = f"Story {name} {time.time_ns()}: " + " ".join(f"wave {n} came in." for n in range(40))
+        text = f"Story {name}: " + " ".join(f"wave {n} came in." for n in range(40))
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps([{"role": "user", "content": text}]))
         return str(path)
@@ -90,7 +90,9 @@ def test_offload_and_restore_keep_what_was_computed(ask, live_proxy, story):
     until(lambda: ask("route", "--messages-file", path)["predicted_tokens"])
     predicted = ask("route", "--messages-file", path)["predicted_tokens"]
     moved = ask("offload", "--messages-file", path)["engines"][0]
-    assert (moved["state"], moved["done"] * 16) == ("done", predicted)
+    assert moved["state"] == "done"
+    # The question's last block may be full only with the generation prompt, which is no part of the target.
+    assert predicted - moved["done"] * 16 in (0, 16)
     assert moved["bytes"] > 0
     until(lambda: ask("route", "--messages-file", path)["candidates"][0]["matched_tokens"]["host"])
     assert tier_blocks(ask)["host"] >= moved["done"]

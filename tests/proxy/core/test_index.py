@@ -224,3 +224,17 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_dropped_blocks_are_no_longer_awaited():
+    index = PrefixIndex()
+    index.add_engine("a")
+    index.add_pending("a", (1, 2))
+    index.add_pending("a", (1, 2))
+    index.store("a", Tier.HOST, (1,))
+    index.drop("a", (1, 2))
+    assert not index.match((1, 2))
+    assert (len(index), index.pending("a")) == (0, 0)
+    index.end_pending("a", (1, 2))
+    index.end_pending("a", (1, 2))
+    assert len(index) == 0
