@@ -24,6 +24,7 @@ from engine_adapter.errors import (
     PromptTableError,
 )
 from engine_adapter.http import AiohttpTransport, IncomingResponse, OutgoingRequest, Transport
+from engine_adapter.prefixes import common_prefix
 from engine_adapter.registry import ENGINE_KINDS, is_generic, make_adapter
 from engine_adapter.types import (
     BlocksRemoved,
@@ -76,6 +77,7 @@ __all__ = [
     "Transport",
     "ViewCurrent",
     "ViewLost",
+    "common_prefix",
     "is_generic",
     "make_adapter",
     "read_error",

@@ -5,11 +5,11 @@ Token ids are kept, text is not. Memory is bounded by a number of records and a 
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from engine_adapter import common_prefix
 from proxy.core.placement import Placement
 from proxy.prompt import Prompt
 
@@ -109,15 +109,3 @@ class RequestLog:
                     tuple(other.prompt.token_ids[common : common + context]),
                 )
         return best
-
-
-def common_prefix(a: array[int], b: array[int]) -> int:
-    """Number of leading items two arrays share; a binary search over slices, so C compares the items."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

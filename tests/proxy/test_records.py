@@ -1,12 +1,10 @@
 from array import array
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from proxy import records as module
 from proxy.prompt import Prompt
-from proxy.records import Divergence, RequestLog, RequestRecord, common_prefix
+from proxy.records import Divergence, RequestLog, RequestRecord
 
 
 def record(name, tokens=None, *, started=0.0, model="m", salt=None, key=None, tenant=None):
@@ -91,12 +89,6 @@ class TestDivergence:
         new = record("new", started=5)
         assert log_of(record("o", [1]), new).divergence(new) is None
         assert new.n_tokens is None
-
-
-@given(st.lists(st.integers(0, 2), max_size=30), st.lists(st.integers(0, 2), max_size=30))
-def test_common_prefix_is_the_naive_one(a, b):
-    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert common_prefix(array("i", a), array("i", b)) == expected
 
 
 def test_prompts_do_not_show_in_logs():
