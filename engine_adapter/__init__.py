@@ -1,6 +1,7 @@
 """Engines, behind one facade. `proxy` imports from here and nothing below.
 
 base.py        the contract        types.py   its words        errors.py  its errors
+hold.py        what a request takes of an engine while it runs
 error_bodies.py  the errors engines answer, in one shape
 registry.py    kind → adapter      http.py    the transport seam of the data plane
 extra_ids.py   identity of embeddings          chat.py    render + tokenise as transformers does
@@ -23,6 +24,7 @@ from engine_adapter.errors import (
     NotSupported,
     PromptTableError,
 )
+from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, SelfPlaced
 from engine_adapter.http import AiohttpTransport, IncomingResponse, OutgoingRequest, Transport
 from engine_adapter.prefixes import common_prefix
 from engine_adapter.registry import ENGINE_KINDS, is_generic, make_adapter
@@ -49,6 +51,7 @@ __all__ = [
     "ENGINE_KINDS",
     "ENGINE_MODULE",
     "AiohttpTransport",
+    "AnswerReader",
     "BlocksRemoved",
     "BlocksStored",
     "CacheCleared",
@@ -62,6 +65,8 @@ __all__ = [
     "EngineSpec",
     "EngineSpecError",
     "EngineUnavailable",
+    "Forecast",
+    "Hold",
     "IncomingResponse",
     "JsonBody",
     "KvEvent",
@@ -73,6 +78,8 @@ __all__ = [
     "Pinned",
     "PromptTable",
     "PromptTableError",
+    "RequestBody",
+    "SelfPlaced",
     "Tier",
     "Transport",
     "ViewCurrent",

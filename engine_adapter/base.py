@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import NotSupported
+from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.types import (
     Capability,
@@ -40,8 +42,23 @@ class EngineAdapter(Protocol):
         """Requests running and waiting; also the health check: EngineUnavailable when the engine is not
         well, or is another process than the one `connect` met, whose KV is then gone."""
 
+    def forecast(self, prompt: KvTarget) -> Forecast | None:
+        """What the prompt would cost now, where the adapter follows the engine's cache itself; None where
+        the index and the learned rates say. No I/O, changes nothing."""
+
+    def hold(
+        self, path: str, body: RequestBody, prompt: KvTarget | None
+    ) -> AbstractAsyncContextManager[Hold]:
+        """Makes room for a request before it is sent, and keeps it until its answer is over.
+
+        Args:
+            path: the request's route.
+            body: its body.
+            prompt: its tokens, None where they are not known.
+        """
+
     def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes] | None
+        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
         """The client's request as this engine wants it: its address, its credentials, the client's
         headers less those that end at a proxy. A JSON body goes on byte for byte unless a field was

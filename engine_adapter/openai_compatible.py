@@ -8,6 +8,7 @@ from typing import Any
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
+from engine_adapter.hold import SelfPlaced
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.openai_http import ControlClient, max_model_len, model_name, prepare_request
 from engine_adapter.types import (
@@ -41,7 +42,7 @@ _INSTEAD = {
 }
 
 
-class OpenAICompatibleAdapter:
+class OpenAICompatibleAdapter(SelfPlaced):
     """`EngineAdapter` over `/v1/models`, `/health` where there is one, and the OpenAI routes.
 
     The identity of the process is not told by such an engine: each connection counts as the same one, and

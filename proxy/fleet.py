@@ -10,11 +10,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Container, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineUnavailable, Tier
+from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineUnavailable, Hold, Tier
 from proxy.core.audit import EngineAudit, Trust
 from proxy.core.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index import Match, PrefixIndex
@@ -127,8 +127,11 @@ class Pool:
         """Engines that take requests."""
         return [engine for engine in self.engines.values() if engine.state is EngineState.READY]
 
-    def candidates(self, chain: Chain | None, *, without: Container[str] = ()) -> list[Candidate]:
-        """The ready engines, with what each holds of the chain and how busy it is."""
+    def candidates(
+        self, chain: Chain | None, prompt: Prompt | None = None, *, without: Container[str] = ()
+    ) -> list[Candidate]:
+        """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is."""
+        target = prompt.kv if prompt is not None else None
         matches = self.index.match(chain.hashes) if chain is not None else {}
         return [
             Candidate(
@@ -142,6 +145,7 @@ class Pool:
                 restore_tok_s=engine.ledger.restore_tok_s,
                 free_blocks=self.free_blocks(engine),
                 served=engine.ledger.served,
+                forecast=engine.adapter.forecast(target) if target is not None else None,
             )
             for engine in self.ready()
             if engine.id not in without
@@ -227,6 +231,12 @@ class Lease:
             if self._patience is None or not self._patience.expired():
                 raise
             raise EngineUnavailable("the engine was lost before it answered") from None
+
+    def refine(self, hold: Hold) -> Placement:
+        """The placement with what the engine's hold knows better."""
+        if hold.cached_tokens is not None:
+            self.placement = replace(self.placement, predicted_tokens=hold.cached_tokens, firm=hold.firm)
+        return self.placement
 
     @property
     def evicted_since(self) -> bool:

@@ -1,21 +1,30 @@
 """The read path.
 
-    request → parse → render + tokenise → block chain → index.match → place → lease → forward → release
+    request → parse → render + tokenise → block chain → index.match → place → lease → hold → forward → release
 
-`Flow.serve` is all of it, one call a step. Restoring from a lower tier is the engine's own doing for every
-engine known so far; its time is a term of the placement's cost.
+`Flow.serve` is all of it, one call a step. Restoring from a lower tier is the engine's own doing, or that of
+its adapter, which does it in `hold`; its time is a term of the placement's cost either way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 import structlog
 
-from engine_adapter import Capability, EngineError, EngineRejected, EngineUnavailable, JsonBody
+from engine_adapter import (
+    Capability,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    Hold,
+    JsonBody,
+    RequestBody,
+)
 from proxy.calls import Call, Reply
 from proxy.core.blocks import Chain
 from proxy.core.placement import Candidate, Placement, place, place_least_loaded
@@ -65,7 +74,7 @@ class Flow:
             chain = pool.chain(prompt)
             failed: dict[str, EngineError] = {}
             while True:
-                candidates = pool.candidates(chain, without=failed)
+                candidates = pool.candidates(chain, prompt, without=failed)
                 placement = record.placement = _choose(candidates, chain, failed)
                 record.attempts.append(placement.engine)
                 with pool.lease(placement, chain) as lease:
@@ -98,19 +107,19 @@ class Flow:
         self, pool: Pool, call: Call, reply: Reply, lease: Lease, record: RequestRecord
     ) -> None:
         """Sends to the leased engine and holds the prediction against its report."""
-        engine, placement = lease.engine, lease.placement
-        headers = {
-            "x-request-id": call.request_id,
-            "x-kvpin-engine": engine.id,
-            "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
-        }
-        async with lease.patience():
+        engine = lease.engine
+        async with lease.patience(), self._hold(engine, pool, call, record.prompt) as hold:
+            placement = record.placement = lease.refine(hold)
             outcome = await self.forwarder.forward(
                 engine.adapter,
                 call,
-                self._body_for(engine, pool, call),
+                hold,
                 reply,
-                headers,
+                {
+                    "x-request-id": call.request_id,
+                    "x-kvpin-engine": engine.id,
+                    "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
+                },
                 lambda: lease.first_byte(streamed=call.streams),
             )
         lease.succeeded = outcome.error is None
@@ -123,7 +132,16 @@ class Flow:
             predicted, reported = placement.predicted_tokens, outcome.cached_tokens
             self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
 
-    def _body_for(self, engine: Engine, pool: Pool, call: Call) -> JsonBody | AsyncIterator[bytes] | None:
+    def _hold(
+        self, engine: Engine, pool: Pool, call: Call, prompt: Prompt | None
+    ) -> AbstractAsyncContextManager[Hold]:
+        """The request's hold on its engine. Without reuse the engine is left to itself."""
+        body = self._body_for(engine, pool, call)
+        if self.ingest is None:
+            return nullcontext(Hold(body))
+        return engine.adapter.hold(call.route, body, prompt.kv if prompt is not None else None)
+
+    def _body_for(self, engine: Engine, pool: Pool, call: Call) -> RequestBody:
         """The client's body; changed only where the tenant's salt or the engine's model name must stand."""
         if not isinstance(call.body, JsonBody):
             return call.body

@@ -4,6 +4,7 @@ send → refused? raise, nothing was sent to the client, so another engine may b
      → error of the client's making: same status, OpenAI's shape
      → JSON: read whole, so that an engine that dies in mid-answer costs the client nothing
      → stream: chunk by chunk as it comes; an engine that dies is told in the stream, which then breaks
+     → stream of an engine that must be asked for one, while its client wants JSON: read whole, assembled
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from dataclasses import dataclass
 import msgspec
 
 from engine_adapter import (
+    AnswerReader,
     EngineAdapter,
     EngineRejected,
     EngineUnavailable,
+    Hold,
     IncomingResponse,
-    JsonBody,
     Transport,
     read_error,
 )
@@ -43,6 +45,8 @@ _NOT_PASSED_ON = frozenset(
         "x-request-id",
     }
 )
+# What a stream says of itself, and an answer assembled from it does not.
+_OF_A_STREAM = frozenset({"content-type", "content-length", "cache-control"})
 # The usage chunk and [DONE] of a stream fit well within this.
 _TAIL_BYTES = 8192
 
@@ -66,7 +70,7 @@ class Forwarder:
         self,
         adapter: EngineAdapter,
         call: Call,
-        body: JsonBody | AsyncIterator[bytes] | None,
+        hold: Hold,
         reply: Reply,
         headers: Mapping[str, str],
         on_first_byte: Callable[[], None],
@@ -76,7 +80,7 @@ class Forwarder:
         Args:
             adapter: the engine's.
             call: the request.
-            body: what of it goes to the engine.
+            hold: what of it goes to the engine, and who reads the answer on its way.
             reply: the client's side.
             headers: added to the answer.
             on_first_byte: called when the answer begins.
@@ -84,7 +88,7 @@ class Forwarder:
         Raises:
             EngineUnavailable, EngineRejected: before anything was sent to the client.
         """
-        outgoing = adapter.prepare(call.method, call.path, call.headers, body)
+        outgoing = adapter.prepare(call.method, call.path, call.headers, hold.body)
         async with await self._transport.send(outgoing) as response:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 return await _answer_error(response, reply, headers)
@@ -92,8 +96,10 @@ class Forwarder:
             kept += headers.items()
             cached = adapter.cached_tokens(response.headers)
             if _is_json(response.headers):
-                return await _answer_json(response, reply, kept, cached, on_first_byte)
-            return await _answer_stream(response, reply, kept, cached, on_first_byte)
+                return await _answer_json(response, reply, kept, cached, hold.answer, on_first_byte)
+            if hold.answer is not None and hold.answer.assembles:
+                return await _answer_assembled(response, reply, kept, hold.answer, on_first_byte)
+            return await _answer_stream(response, reply, kept, cached, hold.answer, on_first_byte)
 
 
 async def _answer_json(
@@ -101,12 +107,37 @@ async def _answer_json(
     reply: Reply,
     headers: list[tuple[str, str]],
     cached: int | None,
+    reader: AnswerReader | None,
     on_first_byte: Callable[[], None],
 ) -> Outcome:
     content = await response.read()
     on_first_byte()
+    if reader is not None:
+        reader.feed(content)
     reported = cached if cached is not None else read_cached_tokens(content)
     await reply.start(response.status, [*headers, *_cached_header(reported)])
+    await reply.finish(content)
+    return Outcome(response.status, reported)
+
+
+async def _answer_assembled(
+    response: IncomingResponse,
+    reply: Reply,
+    headers: list[tuple[str, str]],
+    reader: AnswerReader,
+    on_first_byte: Callable[[], None],
+) -> Outcome:
+    """Nothing is sent before the engine's stream is whole: until then the request can go elsewhere."""
+    chunks = response.chunks()
+    reader.feed(await anext(chunks, b""))
+    on_first_byte()
+    async for chunk in chunks:
+        reader.feed(chunk)
+    content = reader.finish()
+    reported = reader.cached_tokens()
+    kept = [(name, value) for name, value in headers if name not in _OF_A_STREAM]
+    kept.append(("content-type", "application/json"))
+    await reply.start(response.status, [*kept, *_cached_header(reported)])
     await reply.finish(content)
     return Outcome(response.status, reported)
 
@@ -116,9 +147,10 @@ async def _answer_stream(
     reply: Reply,
     headers: list[tuple[str, str]],
     cached: int | None,
+    reader: AnswerReader | None,
     on_first_byte: Callable[[], None],
 ) -> Outcome:
-    chunks = response.chunks()
+    chunks = response.chunks() if reader is None else _watched(response.chunks(), reader)
     # Nothing is sent before the engine's first byte: until then the request can go elsewhere.
     first = await anext(chunks, b"")
     on_first_byte()
@@ -138,9 +170,18 @@ async def _answer_stream(
             # Not finished on purpose: a clean end would pass for a complete answer.
             return Outcome(response.status, cached, error=str(error))
     await reply.finish()
+    if reader is not None:
+        reader.finish()
+        cached = reader.cached_tokens()
     if cached is None:
         cached = read_streamed_cached_tokens(bytes(tail[-_TAIL_BYTES:]))
     return Outcome(response.status, cached)
+
+
+async def _watched(chunks: AsyncIterator[bytes], reader: AnswerReader) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        reader.feed(chunk)
+        yield chunk
 
 
 async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:

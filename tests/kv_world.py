@@ -55,7 +55,7 @@ class KvFake(FakeAdapter):
         self.targets: list = []
         self.closed = False
 
-    def hold(self, prompt: Prompt, tier="gpu"):
+    def keep(self, prompt: Prompt, tier="gpu"):
         for block in blocks_of(prompt.token_ids, prompt.salt):
             self.tiers[block] = tier
 
@@ -153,7 +153,7 @@ class KvWorld:
     def served(self, fake: KvFake, ids, salt=None) -> Prompt:
         """The engine has served a prompt: it holds its blocks, and the proxy knows."""
         prompt = Prompt(array("i", ids), None, salt)
-        fake.hold(prompt)
+        fake.keep(prompt)
         self.pool.learn(self.engines[fake.spec.id], self.pool.chain(prompt).hashes)
         return prompt
 

@@ -12,6 +12,7 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable, NotSupported
+from engine_adapter.hold import SelfPlaced
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.kv_events import MalformedEvents, Snapshot, decode_snapshot
 from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
@@ -83,7 +84,7 @@ class _Load(msgspec.Struct, frozen=True):
     waiting: int
 
 
-class EmbeddedAdapter:
+class EmbeddedAdapter(SelfPlaced):
     """`EngineAdapter` of `kvpin engine`."""
 
     def __init__(self, spec: EngineSpec) -> None:

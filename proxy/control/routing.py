@@ -32,7 +32,7 @@ async def route(control: Control, body: JsonBody) -> dict[str, Any]:
     pool = control.fleet.pool(_text(body, "model"))
     prompt = await _prompt(control, pool, path, request, tenant)
     chain = pool.chain(prompt)
-    candidates = pool.candidates(chain)
+    candidates = pool.candidates(chain, prompt)
     if not candidates:
         raise NoEngine("no engine is ready for this model; try again shortly")
     placement = place(candidates, chain) if chain is not None else place_least_loaded(candidates)

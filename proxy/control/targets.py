@@ -79,7 +79,7 @@ class Prefix:
     @property
     def kv(self) -> KvTarget:
         """The prefix as engines are told it; they act on its full blocks."""
-        return KvTarget(self.prompt.token_ids, self.prompt.extra_ids, self.prompt.salt)
+        return self.prompt.kv
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,9 @@ async def warm(control: Control, target: Target, *, everywhere: bool = False) ->
 async def warm_on(control: Control, prefix: Prefix, engine: Engine, part: Part) -> None:
     """Computes the prefix on one engine, as any request would be: leased, counted, audited."""
     pool, chain = prefix.pool, prefix.chain
-    candidates = [candidate for candidate in pool.candidates(chain) if candidate.engine == engine.id]
+    candidates = [
+        candidate for candidate in pool.candidates(chain, prefix.prompt) if candidate.engine == engine.id
+    ]
     if not candidates:
         raise NoEngine(f"engine {engine.id!r} takes no requests now")
     placement = place(candidates, chain)
@@ -57,11 +59,12 @@ async def warm_on(control: Control, prefix: Prefix, engine: Engine, part: Part) 
     body = _body(prefix, engine)
     call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, {"content-type": "application/json"}, body)
     with pool.lease(placement, chain) as lease:
-        async with lease.patience():
+        async with lease.patience(), engine.adapter.hold(_PATH, body, prefix.kv) as hold:
+            placement = lease.refine(hold)
             outcome = await control.flow.forwarder.forward(
                 engine.adapter,
                 call,
-                body,
+                hold,
                 Reply(_discard),
                 {},
                 lambda: lease.first_byte(streamed=False),
@@ -86,7 +89,7 @@ def _choose(prefix: Prefix, engine_id: str | None, *, everywhere: bool) -> list[
         return list(ready.values())
     if engine_id is not None:
         return [ready[engine_id]]
-    return [ready[place(prefix.pool.candidates(prefix.chain), prefix.chain).engine]]
+    return [ready[place(prefix.pool.candidates(prefix.chain, prefix.prompt), prefix.chain).engine]]
 
 
 def _body(prefix: Prefix, engine: Engine) -> JsonBody:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine_adapter.hold import Forecast
 from proxy.core.blocks import Chain, reusable_tokens
 from proxy.core.index import Match
 from proxy.core.load import DECODE_INTERFERENCE_S, LoadView
@@ -35,6 +36,8 @@ class Candidate:
         restore_tok_s: tokens it restores from its host tier per second.
         free_blocks: blocks of its GPU tier that hold nothing, None where unknown.
         served: requests it has been given so far.
+        forecast: what its own adapter foresees, where that follows the engine's cache token by token; it
+            stands in place of what would follow from `match` and the rates.
     """
 
     engine: str
@@ -45,6 +48,7 @@ class Candidate:
     restore_tok_s: float
     free_blocks: int | None = None
     served: int = 0
+    forecast: Forecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,8 @@ def predict(chain: Chain, match: Match, tokens_per_block: int) -> int:
 
 def cost_of(candidate: Candidate, chain: Chain) -> Cost:
     """The terms of the cost rule for one engine."""
+    if candidate.forecast is not None:
+        return _foreseen(candidate, candidate.forecast)
     cached = predict(chain, candidate.match, candidate.tokens_per_block)
     uncached = chain.n_tokens - cached
     free = candidate.free_blocks * chain.tokens_per_block if candidate.free_blocks is not None else uncached
@@ -106,6 +112,19 @@ def cost_of(candidate: Candidate, chain: Chain) -> Cost:
         interference_s=candidate.load.decoding * DECODE_INTERFERENCE_S,
         regret_s=EVICTION_PRICE * max(uncached - free, 0) / candidate.prefill_tok_s,
         cached_tokens=cached,
+        in_flight=candidate.load.in_flight,
+    )
+
+
+def _foreseen(candidate: Candidate, forecast: Forecast) -> Cost:
+    return Cost(
+        engine=candidate.engine,
+        queue_s=forecast.wait_s,
+        restore_s=forecast.restore_s,
+        prefill_s=forecast.prefill_s,
+        interference_s=forecast.interference_s,
+        regret_s=forecast.regret_s,
+        cached_tokens=forecast.cached_tokens,
         in_flight=candidate.load.in_flight,
     )
 
@@ -129,8 +148,12 @@ def place(candidates: Sequence[Candidate], chain: Chain) -> Placement:
         n_tokens=chain.n_tokens,
         costs=costs,
         rule="lowest cost",
-        firm=candidates[best].match.pending == 0,
+        firm=_is_firm(candidates[best]),
     )
+
+
+def _is_firm(candidate: Candidate) -> bool:
+    return candidate.forecast.firm if candidate.forecast is not None else candidate.match.pending == 0
 
 
 def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Placement:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from engine_adapter import Capability, ChatError, EngineAdapter, EngineInfo, EngineSpecError, JsonBody
+from engine_adapter import (
+    Capability,
+    ChatError,
+    EngineAdapter,
+    EngineInfo,
+    EngineSpecError,
+    JsonBody,
+    KvTarget,
+)
 from engine_adapter.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
@@ -28,6 +36,11 @@ class Prompt:
     token_ids: TokenIds[int] = field(repr=False)
     extra_ids: ExtraIds[int] | None = field(default=None, repr=False)
     salt: str | None = None
+
+    @property
+    def kv(self) -> KvTarget:
+        """The prompt as engines are told it."""
+        return KvTarget(self.token_ids, self.extra_ids, self.salt)
 
 
 class PromptBuilder:
