@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["tests.engines"]
+pytest_plugins = ["tests.engines", "tests.llama"]
 
 # The same examples in every run: what is red here is red everywhere, and coverage does not flicker.
 settings.register_profile("same-every-time", derandomize=True)

@@ -1,0 +1,191 @@
+"""Writes small GGUF models with random weights for tests and benchmarks against a real llama-server.
+
+    python scripts/make_gguf.py tiny|large|swa DIR [--seed N]
+
+What a model says is gibberish, but it behaves as a real one does where a cache is concerned:
+
+- its text is whole words, so that it tokenises back to the ids the server sampled,
+- every token depends on the whole context, so that wrong KV gives another answer,
+- it ends its turn now and then.
+
+Tokenizer and chat template are those of the embedded engine's default model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+VERSION = 1
+"""Part of a cached file's name: raise it whenever the files change."""
+
+_TOKENIZER = Path(__file__).parents[1] / "engine_adapter" / "torch_engine" / "default_model"
+_CONTEXT = 32768
+_END_OF_TEXT, _TURN_END = "<|endoftext|>", "<|im_end|>"
+_WORD = re.compile(r"Ġ[a-z]{2,}")
+"""A space and letters: a run of such tokens is tokenised to the same ids, whatever stands before it."""
+
+# Channel 0 of the residual stream holds a constant that no layer reads or writes. The output head reads it
+# as a bias, which the architecture lacks: far below zero for what is no word, a little above for the end.
+_BIAS = 16.0
+_NEVER = -12.0
+_END = 0.2
+_LOGIT_STD = 3.0
+_ATTENTION_STD = 2.5  # of the logits: sharp enough to look at single tokens far back
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model.
+
+    Attributes:
+        architecture: its name in the file.
+        window: tokens a sliding-window layer looks back; None where all layers see everything.
+    """
+
+    architecture: str
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    window: int | None = None
+
+
+SHAPES = {
+    "tiny": Shape("llama", 4, 256, 640, 4, 2, 64),  # 9 MB
+    "large": Shape("llama", 8, 1024, 2688, 16, 8, 64),  # 100M parameters, 199 MB
+}
+
+
+def gguf_path(kind: str, seed: int = 0) -> Path:
+    """The model's file in the cache outside the checkout, written on first use."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(os.environ.get("KVPIN_CACHE") or Path(home, "kvpin"))
+    return make_gguf(kind, cache / f"gguf-{VERSION}", seed)
+
+
+def make_gguf(kind: str, directory: Path, seed: int = 0) -> Path:
+    """Writes `kind-seed.gguf` into `directory` unless it is there, whole or not at all."""
+    path = directory / f"{kind}-{seed}.gguf"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as work:
+            part = Path(work, path.name)
+            _write(part, SHAPES[kind], kind, seed)
+            part.replace(path)
+    return path
+
+
+def _write(path: Path, shape: Shape, kind: str, seed: int) -> None:
+    tokenizer = msgspec.json.decode((_TOKENIZER / "tokenizer.json").read_bytes())
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    writer.add_name(f"kvpin-{kind}-{seed}")
+    _add_shape(writer, shape)
+    tokens = _add_tokenizer(writer, tokenizer)
+    for name, values in _tensors(shape, tokens, np.random.default_rng(seed)):
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    writer.add_context_length(_CONTEXT)
+    writer.add_block_count(shape.layers)
+    writer.add_embedding_length(shape.width)
+    writer.add_feed_forward_length(shape.hidden)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_width)
+    writer.add_value_length(shape.head_width)
+    writer.add_rope_dimension_count(shape.head_width)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    if shape.window is not None:
+        writer.add_sliding_window(shape.window)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict) -> list[str]:
+    """Writes the vocabulary; returns its tokens by id."""
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    kinds = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(vocabulary[_END_OF_TEXT])
+    writer.add_eos_token_id(vocabulary[_TURN_END])
+    writer.add_pad_token_id(vocabulary[_END_OF_TEXT])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((_TOKENIZER / "chat_template.jinja").read_text(encoding="utf-8"))
+    return tokens
+
+
+def _tensors(
+    shape: Shape, tokens: list[str], random: np.random.Generator
+) -> Iterator[tuple[str, NDArray[np.float16] | NDArray[np.float32]]]:
+    def matrix(rows: int, columns: int, std: float = 1.0) -> NDArray[np.float32]:
+        """Keeps the size of what it multiplies, times `std`."""
+        return random.standard_normal((rows, columns), np.float32) * np.float32(std / columns**0.5)
+
+    def into_stream(columns: int, std: float = 1.0) -> NDArray[np.float16]:
+        values = matrix(shape.width, columns, std)
+        values[0] = 0
+        return values.astype(np.float16)
+
+    norm = np.ones(shape.width, np.float32)
+    unbiased = norm.copy()
+    unbiased[0] = 0
+    queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+    embedding = random.standard_normal((len(tokens), shape.width), np.float32)
+    embedding[:, 0] = _BIAS * (shape.width / 256) ** 0.5
+    yield "token_embd.weight", embedding.astype(np.float16)
+    for layer in range(shape.layers):
+        block = f"blk.{layer}"
+        yield f"{block}.attn_norm.weight", unbiased
+        yield f"{block}.attn_q.weight", matrix(queries, shape.width, _ATTENTION_STD).astype(np.float16)
+        yield f"{block}.attn_k.weight", matrix(keys, shape.width).astype(np.float16)
+        yield f"{block}.attn_v.weight", matrix(keys, shape.width, 2.0).astype(np.float16)
+        yield f"{block}.attn_output.weight", into_stream(queries)
+        yield f"{block}.ffn_norm.weight", unbiased
+        yield f"{block}.ffn_gate.weight", matrix(shape.hidden, shape.width).astype(np.float16)
+        yield f"{block}.ffn_up.weight", matrix(shape.hidden, shape.width).astype(np.float16)
+        yield f"{block}.ffn_down.weight", into_stream(shape.hidden)
+    yield "output_norm.weight", norm
+    head = matrix(len(tokens), shape.width, _LOGIT_STD)
+    head[:, 0] = [
+        0.0 if _WORD.fullmatch(token) else _END if token == _TURN_END else _NEVER for token in tokens
+    ]
+    yield "output.weight", head.astype(np.float16)
+
+
+def main() -> None:
+    """Writes one model and prints its path."""
+    parser = argparse.ArgumentParser(description="Writes a small GGUF model with random weights.")
+    parser.add_argument("kind", choices=SHAPES)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(make_gguf(options.kind, options.directory, options.seed))
+
+
+if __name__ == "__main__":
+    main()

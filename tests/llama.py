@@ -1,0 +1,178 @@
+"""Real llama-server processes for tests: one shared server, and more on demand. Each starts in a moment."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from scripts.make_gguf import gguf_path
+
+ROOT = Path(__file__).parents[1]
+START_S = 60.0
+STOP_S = 30.0
+
+
+@functools.cache
+def llama_server() -> str:
+    """Path of the binary; built on first use, which takes minutes. A failing build fails the test."""
+    build = subprocess.run([ROOT / "scripts" / "llama-server"], capture_output=True, text=True, check=False)
+    if build.returncode:
+        pytest.fail(f"scripts/llama-server ended with {build.returncode}:\n{build.stderr}", pytrace=False)
+    return build.stdout.strip()
+
+
+@dataclass(slots=True)
+class RunningLlama:
+    """A llama-server that answers at `url`.
+
+    Attributes:
+        save_dir: its `--slot-save-path`, None without one.
+    """
+
+    url: str
+    process: subprocess.Popen[bytes] = field(repr=False)
+    model: Path
+    save_dir: Path | None
+    log: Path = field(repr=False)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def kill(self) -> None:
+        """Ends it at once, as a crash would."""
+        self.process.kill()
+        self.process.wait(STOP_S)
+
+    def stop(self) -> None:
+        """Ends it as an operator would."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+@contextmanager
+def running_llama_server(
+    log: Path,
+    model: Path | None = None,
+    *flags: str,
+    slots: int = 4,
+    ctx: int = 4096,
+    save_dir: Path | None = None,
+    port: int = 0,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[RunningLlama]:
+    """Starts a server on the tiny model, or `model`; yields it once it serves; ends it.
+
+    `flags` come last and so win over those this gives; `ctx` is the context of one slot in tokens.
+    """
+    model = model or gguf_path("tiny")
+    command = [
+        *("setpriv", "--pdeathsig", "KILL"),  # it never outlives the tests
+        *(
+            llama_server(),
+            "--model",
+            str(model),
+            "--port",
+            str(port),
+            "-np",
+            str(slots),
+            "-c",
+            str(slots * ctx),
+        ),
+        *("--threads", "1", "--threads-http", "8", "--slots", "--metrics", "--cache-ram", "0", "--no-ui"),
+        *(("--slot-save-path", str(save_dir)) if save_dir else ()),
+        *flags,
+    ]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**clean, **(env or {})},
+        )
+    server = RunningLlama("", process, model, save_dir, log)
+    try:
+        server.url = _wait_until_it_serves(process, log)
+        yield server
+    finally:
+        server.stop()
+
+
+def _wait_until_it_serves(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        text = log.read_text(errors="replace")
+        if process.poll() is not None:
+            pytest.fail(f"llama-server ended with {process.returncode}:\n{text}", pytrace=False)
+        address = re.search(r"listening on (http://\S+)", text)
+        if address is not None and _is_healthy(address[1]):
+            return address[1]
+        time.sleep(0.02)
+    pytest.fail(f"llama-server did not start:\n{log.read_text(errors='replace')}", pytrace=False)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def memory_dir() -> Iterator[Path]:
+    """An empty directory in memory where the machine has one: a host tier."""
+    shared = Path("/dev/shm")  # noqa: S108 - a directory of its own is made in it
+    path = Path(tempfile.mkdtemp(prefix="kvpin-test-", dir=shared if shared.is_dir() else None))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@pytest.fixture
+def save_dir() -> Iterator[Path]:
+    """A host tier of a test's own."""
+    with memory_dir() as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLlama]:
+    """One server with 4 slots for the whole session. Tests share its slots: leave none busy."""
+    with (
+        memory_dir() as path,
+        running_llama_server(tmp_path_factory.mktemp("llama") / "log", save_dir=path) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+def start_llama(tmp_path: Path) -> Iterator[Callable[..., RunningLlama]]:
+    """Starts servers of a test's own: `start_llama("-kvu", slots=2, save_dir=save_dir)`."""
+    with ExitStack() as servers:
+        count = 0
+
+        def start(*flags: str, model: Path | None = None, **options) -> RunningLlama:
+            nonlocal count
+            count += 1
+            log = tmp_path / f"llama-{count}.log"
+            return servers.enter_context(running_llama_server(log, model, *flags, **options))
+
+        yield start
