@@ -82,19 +82,10 @@ def running_llama_server(
     """
     model = model or gguf_path("tiny")
     command = [
-        *("setpriv", "--pdeathsig", "KILL"),  # it never outlives the tests
-        *(
-            llama_server(),
-            "--model",
-            str(model),
-            "--port",
-            str(port),
-            "-np",
-            str(slots),
-            "-c",
-            str(slots * ctx),
-        ),
-        *("--threads", "1", "--threads-http", "8", "--slots", "--metrics", "--cache-ram", "0", "--no-ui"),
+        *("setpriv", "--pdeathsig", "KILL", llama_server()),  # it never outlives the tests
+        *("--model", str(model), "--port", str(port), "--threads", "1", "--threads-http", "8"),
+        *("--slots", "--metrics", "--cache-ram", "0", "--no-ui"),
+        *("-np", str(slots), "-c", str(slots * ctx)),
         *(("--slot-save-path", str(save_dir)) if save_dir else ()),
         *flags,
     ]
