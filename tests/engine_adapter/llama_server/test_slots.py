@@ -1,0 +1,194 @@
+import math
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.llama_server.slots import NEVER, Operation, SlotBusy, SlotTable
+
+
+def ids(*values):
+    return array("i", values)
+
+
+def run(*bounds):
+    return array("i", range(*bounds))
+
+
+def contents(table):
+    return [(list(slot.tokens), slot.unknown, slot.salt, slot.saved, slot.restored) for slot in table]
+
+
+def test_a_new_table_is_empty_and_idle():
+    table = SlotTable(3)
+    assert [slot.id for slot in table] == [0, 1, 2]
+    assert len(table) == 3
+    assert all(slot.is_empty and slot.is_idle and not slot.dirty for slot in table)
+    assert table.idle() == list(table)
+    assert table.in_flight == 0
+
+
+def test_an_operation_begins_and_ends():
+    table = SlotTable(2)
+    table.begin(1, Operation.REQUEST, 5.0)
+    assert (table[1].operation, table[1].since, table[1].uses) == (Operation.REQUEST, 5.0, 1)
+    assert not table[1].is_idle
+    assert table.idle() == [table[0]]
+    assert table.in_flight == 1
+    table.end(1, 9.0)
+    assert (table[1].operation, table[1].since, table[1].uses) == (None, 9.0, 1)
+    assert table.most_in_flight == [0, 1]
+    assert table.violations == 0
+
+
+def test_a_second_operation_on_a_slot_is_a_violation_and_changes_nothing():
+    table = SlotTable(2)
+    table.begin(0, Operation.SAVE, 1.0)
+    with pytest.raises(SlotBusy, match="cannot begin request on slot 0: save is in flight there"):
+        table.begin(0, Operation.REQUEST, 2.0)
+    assert (table[0].operation, table[0].since, table[0].uses) == (Operation.SAVE, 1.0, 1)
+    assert table.violations == 1
+    assert table.most_in_flight == [2, 0]
+
+
+def test_an_end_without_a_begin_is_a_violation():
+    table = SlotTable(1)
+    with pytest.raises(SlotBusy, match="none is in flight"):
+        table.end(0, 1.0)
+    assert table.violations == 1
+
+
+def test_an_operation_that_cannot_be_pinned_takes_every_slot():
+    table = SlotTable(3)
+    table.begin_all(Operation.FOREIGN, 1.0)
+    assert [slot.operation for slot in table] == [Operation.FOREIGN] * 3
+    table.end_all(2.0)
+    assert [slot.since for slot in table] == [2.0] * 3
+    assert table.idle() == list(table)
+
+
+def test_it_takes_every_slot_or_none():
+    table = SlotTable(3)
+    table.begin(1, Operation.REQUEST, 1.0)
+    with pytest.raises(SlotBusy, match="cannot begin foreign on all slots: operations are in flight on 1"):
+        table.begin_all(Operation.FOREIGN, 2.0)
+    with pytest.raises(SlotBusy, match="none is in flight on 0, 2"):
+        table.end_all(3.0)
+    assert [slot.uses for slot in table] == [0, 1, 0]
+    assert [slot.is_idle for slot in table] == [True, False, True]
+    assert table.violations == 2
+
+
+def test_content_is_known_or_unknown():
+    table = SlotTable(1)
+    table.hold(0, run(10), "tenant", unknown=5, saved=12, restored=True)
+    slot = table[0]
+    assert contents(table) == [(list(range(10)), 5, "tenant", 12, True)]
+    assert (slot.length, slot.is_empty, slot.dirty) == (15, False, True)
+    table.hold(0, run(10), "tenant", saved=99)
+    assert (slot.saved, slot.dirty, slot.restored) == (10, False, False)
+
+
+def test_no_tokens_are_an_erased_slot():
+    table = SlotTable(1)
+    table.hold(0, run(10), "tenant", saved=10)
+    table.hold(0, ids(), "tenant")
+    assert contents(table) == [([], 0, None, 0, False)]
+    table.hold(0, ids(), "tenant", unknown=7)
+    assert (table[0].length, table[0].salt, table[0].is_empty) == (7, "tenant", False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "salt", "saved"),
+    [
+        (run(20), "a", 8),  # the conversation goes on: what was saved still leads it
+        (run(5), "a", 5),
+        (ids(0, 1, 2, 99), "a", 3),
+        (run(20), "b", 0),
+        (run(20), None, 0),
+    ],
+)
+def test_what_was_saved_stays_saved_as_far_as_the_content_stays(tokens, salt, saved):
+    table = SlotTable(1)
+    table.hold(0, run(10), "a", saved=8)
+    table.hold(0, tokens, salt)
+    assert table[0].saved == saved
+
+
+def test_shared_tokens_are_of_one_salt():
+    table = SlotTable(1)
+    table.hold(0, run(10), "a", unknown=3)
+    assert table[0].shared(run(20), "a") == 10
+    assert table[0].shared(ids(0, 1, 5), "a") == 2
+    assert table[0].shared(run(20), None) == 0
+
+
+def test_a_pin_covers_known_tokens_and_is_replaced_by_the_next():
+    table = SlotTable(1)
+    table.hold(0, run(10), None, unknown=5)
+    assert table.pin(0, 12, 60.0) == 10
+    assert (table[0].pinned, table[0].pinned_until) == (10, 60.0)
+    assert table.pin(0, 4, 30.0) == 4
+    assert (table[0].pinned, table[0].pinned_until) == (4, 30.0)
+    assert table.pin(0, 0, 99.0) == 0
+    assert (table[0].pinned, table[0].pinned_until) == (0, NEVER)
+
+
+def test_a_pin_ends_when_one_of_its_tokens_goes():
+    table = SlotTable(1)
+    table.hold(0, run(10), None)
+    table.pin(0, 8, 60.0)
+    table.hold(0, ids(*range(8), 99, 98), None)
+    assert (table[0].pinned, table[0].pinned_until) == (8, 60.0)
+    table.hold(0, ids(*range(7), 99), None)
+    assert (table[0].pinned, table[0].pinned_until) == (0, NEVER)
+
+
+def test_a_wipe_takes_contents_and_pins_and_leaves_operations():
+    table = SlotTable(2)
+    table.hold(0, run(10), "a", saved=10, restored=True)
+    table.pin(0, 10, 60.0)
+    table.begin(0, Operation.REQUEST, 1.0)
+    table.wipe()
+    assert contents(table) == [([], 0, None, 0, False)] * 2
+    assert (table[0].pinned, table[0].pinned_until) == (0, -math.inf)
+    assert [slot.uses for slot in table] == [2, 1]  # who compares uses sees that the content is no more
+    assert table[0].operation is Operation.REQUEST
+    table.end(0, 2.0)
+    assert table.in_flight == 0
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.integers(0, 2), st.sampled_from(Operation)),
+        st.tuples(st.just("end"), st.integers(0, 2)),
+        st.tuples(st.just("begin_all"), st.sampled_from(Operation)),
+        st.tuples(st.just("end_all")),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_whatever_is_asked_one_operation_is_in_flight_per_slot(steps):
+    """Against a plain model: the set of busy slots, and which steps it allows."""
+    table, busy, refused, uses = SlotTable(3), set(), 0, [0, 0, 0]
+    everything = {0, 1, 2}
+    for now, (verb, *arguments) in enumerate(steps):
+        touched = {arguments[0]} if verb in {"begin", "end"} else everything
+        legal = not touched & busy if verb.startswith("begin") else touched <= busy
+        step = getattr(table, verb)
+        if legal:
+            step(*arguments, float(now))
+            busy = busy | touched if verb.startswith("begin") else busy - touched
+            for slot_id in touched if verb.startswith("begin") else ():
+                uses[slot_id] += 1
+        else:
+            refused += 1
+            with pytest.raises(SlotBusy):
+                step(*arguments, float(now))
+        assert {slot.id for slot in table if not slot.is_idle} == busy
+        assert table.in_flight == len(busy)
+        assert [slot.uses for slot in table] == uses
+        assert table.violations == refused
