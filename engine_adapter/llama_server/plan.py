@@ -241,10 +241,10 @@ def _best_file(ask: _Ask, saved: Iterable[Entry]) -> _File[Entry] | None:
     for entry in saved:
         seconds = ask.rates.file_s(entry)
         cost = seconds * (1 + ask.streams)
-        needed = len(ask.prompt) - (least - cost) * ask.rates.prefill_tok_s  # more than this must be reused
+        needed = max(len(ask.prompt) - (least - cost) * ask.rates.prefill_tok_s, 0.0)  # or less, and it loses
         if entry.salt != ask.salt or min(len(entry.tokens), ask.most) <= needed:
             continue
-        probe = max(int(needed), 0)
+        probe = int(needed)
         if entry.tokens[probe] != ask.prompt[probe]:
             continue
         reused = min(common_prefix(entry.tokens, ask.prompt), ask.most)

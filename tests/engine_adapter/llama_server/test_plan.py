@@ -1,0 +1,575 @@
+import random
+from array import array
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_adapter.llama_server.plan import Rates, density, plan, worth_saving
+from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
+from engine_adapter.types import Tier, TokenIds
+
+# A token takes 1 ms to compute, 0.1 ms to save, 0.01 ms to restore, 0.02 ms more from disk.
+RATES = Rates(
+    prefill_tok_s=1000.0,
+    save_bytes_s=1e6,
+    restore_bytes_s=1e7,
+    disk_bytes_s=5e6,
+    bytes_per_token=100.0,
+    hold_s=4.0,
+)
+# As on a CPU with a model of 98M parameters: 5.6 ms to compute, 0.29 ms to save, 0.035 ms to restore a token.
+SLOW_PREFILL = replace(RATES, prefill_tok_s=180.0, save_bytes_s=3.5e5, restore_bytes_s=2.9e6)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    name: str
+    tokens: TokenIds
+    salt: str | None = None
+    size: int = 0
+    tier: Tier = Tier.HOST
+
+
+def run(*bounds):
+    return array("i", range(*bounds))
+
+
+def file(name, tokens, **changes):
+    return replace(Saved(name, tokens, size=100 * len(tokens)), **changes)
+
+
+def slot(slot_id, tokens=None, **fields):
+    return Slot(slot_id, array("i") if tokens is None else tokens, **fields)
+
+
+def pinned(slot_id, tokens, until, count):
+    return slot(slot_id, tokens, pinned=count, pinned_until=until)
+
+
+def decide(prompt, slots, saved=(), *, salt=None, now=0.0, can_save=True, can_restore=True, rates=RATES):
+    return plan(prompt, salt, slots, saved, rates, now, can_save=can_save, can_restore=can_restore)
+
+
+# --- which slot ----------------------------------------------------------------------------------
+
+
+def test_no_slots_no_plan():
+    assert decide(run(10), []) is None
+
+
+def test_a_conversation_goes_on_where_it_is_and_costs_only_its_new_tokens():
+    choice = decide(run(2093), [slot(0), slot(1, run(2020)), slot(2, run(5000, 6000))])
+    assert (choice.slot, choice.cached_tokens, choice.firm, choice.restore) == (1, 2020, True, None)
+    assert choice.prefill_s == pytest.approx(0.073)
+    assert choice.total_s == choice.prefill_s
+    assert choice.why == "slot 1 holds 2020 of 2093 tokens"
+
+
+@pytest.mark.parametrize("held", [run(100), run(300)])
+def test_the_last_token_is_always_computed(held):
+    choice = decide(run(100), [slot(0, held)])
+    assert (choice.cached_tokens, choice.firm) == (99, True)
+
+
+def test_an_empty_prompt_reuses_nothing():
+    choice = decide(run(0), [slot(0, run(10))], [file("f", run(10))])
+    assert (choice.cached_tokens, choice.prefill_s, choice.restore) == (0, 0.0, None)
+
+
+def test_content_of_another_salt_is_not_reused():
+    choice = decide(run(100), [slot(0, run(90), salt="a")], salt="b")
+    assert (choice.cached_tokens, choice.firm) == (0, True)
+    assert decide(run(100), [slot(0, run(90), salt="b")], salt="b").cached_tokens == 90
+
+
+def test_an_unknown_tail_may_make_it_more():
+    choice = decide(run(100), [slot(0, run(90), unknown=5)])
+    assert (choice.cached_tokens, choice.firm) == (90, False)
+    assert choice.why == "slot 0 holds at least 90 of 100 tokens"
+
+
+@pytest.mark.parametrize(
+    ("held", "unknown", "salt"),
+    [
+        (run(99), 5, None),  # the 100th is computed anyway
+        (run(90), 0, None),
+        (array("i", [*range(80), 7]), 5, None),  # parts before the tail
+        (run(90), 5, "other"),
+        (run(0), 5, "other"),
+    ],
+)
+def test_otherwise_the_figure_is_firm(held, unknown, salt):
+    assert decide(run(100), [slot(0, held, unknown=unknown, salt=salt)]).firm
+
+
+def test_a_new_conversation_takes_an_empty_slot():
+    choice = decide(run(100), [slot(0, run(5000, 5100)), slot(1), slot(2, run(6000, 6100))])
+    assert (choice.slot, choice.regret_s, choice.save_first) == (1, 0.0, False)
+    assert choice.why == "slot 1 is the cheapest to start anew for 100 tokens"
+
+
+def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
+    assert decide(run(9), [slot(0, since=3.0), slot(1, since=1.0), slot(2, since=1.0)], now=9.0).slot == 1
+
+
+def test_of_two_that_cost_the_same_the_empty_slot():
+    held = slot(0, run(500, 600), since=-5.0)
+    assert decide(run(9), [held, slot(1)], rates=replace(RATES, reuse_probability=0.0)).slot == 1
+
+
+def test_among_equal_contents_the_one_unused_for_longest():
+    slots = [slot(0, run(500, 600), since=50.0), slot(1, run(700, 800), since=10.0)]
+    assert decide(run(9), slots, now=60.0).slot == 1
+
+
+def test_silence_wears_off_what_a_content_is_worth():
+    slots = [slot(0, run(5000, 9000), since=0.0), slot(1, run(500, 1500), since=7200.0)]
+    assert decide(run(9), slots, now=7200.0, can_save=False).slot == 0
+    assert decide(run(9), slots, now=7200.0, can_save=False, rates=replace(RATES, half_life_s=1e9)).slot == 1
+
+
+def test_saved_content_is_given_up_before_content_that_is_not():
+    slots = [slot(0, run(500, 1500)), slot(1, run(2000, 3000), saved=1000)]
+    choice = decide(run(9), slots, can_save=False)
+    assert choice.slot == 1
+    assert choice.regret_s == pytest.approx(0.5 * (0.002 + 0.01))  # a restore, if it comes back
+
+
+def test_lost_are_the_tokens_neither_kept_nor_saved():
+    held = array("i", [*range(300), *range(5000, 5700)])
+    choice = decide(run(1000), [slot(0, held, saved=400)], can_save=False)
+    assert choice.cached_tokens == 300
+    assert choice.regret_s == pytest.approx(0.5 * (0.6 + 0.002 + 0.004))
+    choice = decide(run(1000), [slot(0, held, saved=200)], can_save=False)
+    assert choice.regret_s == pytest.approx(0.5 * 0.7)
+
+
+def test_content_nobody_knows_is_lost_as_well():
+    choice = decide(run(10), [slot(0, unknown=1000)], can_save=False)
+    assert choice.regret_s == pytest.approx(0.5)
+    assert not choice.firm
+
+
+# --- restore -------------------------------------------------------------------------------------
+
+
+def test_a_saved_prefix_is_restored_where_it_beats_the_slots():
+    files = [file("short", run(500)), file("long", run(2020)), file("else", run(1, 3000))]
+    choice = decide(run(2093), [slot(0, run(600)), slot(1)], files)
+    assert (choice.slot, choice.restore, choice.cached_tokens, choice.firm) == (1, files[1], 2020, True)
+    assert choice.restore_s == pytest.approx(0.002 + 0.0202)
+    assert choice.why == "slot 1 gets 2020 of 2093 tokens from host file 'long'"
+
+
+@pytest.mark.parametrize("salt", ["other", None])
+def test_a_file_of_another_salt_is_not(salt):
+    choice = decide(run(1000), [slot(0)], [file("f", run(900), salt=salt)], salt="mine")
+    assert choice.restore is None
+
+
+def test_no_file_where_restoring_does_not_pay_and_nothing_is_saved():
+    slots = [slot(0, run(5000, 6000), saved=1000)]
+    choice = decide(run(1000), slots, [file("f", run(900))], can_restore=False)
+    assert (choice.restore, choice.save_first) == (None, False)
+    assert choice.regret_s == pytest.approx(0.5)  # a file that cannot be restored spares nothing
+
+
+def test_a_slower_tier_may_still_pay():
+    files = [file("slow", run(2020), tier=Tier.DISK)]
+    choice = decide(run(2093), [slot(0)], files)
+    assert choice.restore_s == pytest.approx(0.002 + 0.0202 + 0.0404)
+    assert choice.why == "slot 0 gets 2020 of 2093 tokens from disk file 'slow'"
+    assert decide(run(2093), [slot(0)], [*files, file("near", run(2015))]).restore.name == "near"
+
+
+def test_a_file_that_costs_more_than_it_spares_stays_where_it_is():
+    assert decide(run(2093), [slot(0)], [file("huge", run(2020), size=10**9)]).restore is None
+    assert decide(run(200), [slot(0, run(190))], [file("f", run(195))]).restore is None
+
+
+def test_running_streams_make_a_restore_dear():
+    files = [file("f", run(1000))]
+    busy = [slot(n, run(9000 + n, 9100), operation=Operation.REQUEST) for n in range(1, 101)]
+    free = decide(run(1010), [slot(0)], files)
+    assert free.stall_s == 0.0
+    few = decide(run(1010), [slot(0), *busy[:3]], files)
+    assert few.restore is files[0]
+    assert few.stall_s == pytest.approx(3 * 0.012)
+    assert decide(run(1010), [slot(0), *busy], files).restore is None
+
+
+def test_a_file_that_agrees_only_further_on_is_no_prefix():
+    files = [file("good", run(900)), file("bad", array("i", [7, *range(1, 990)]))]
+    for order in (files, files[::-1]):
+        assert decide(run(1000), [slot(0)], order).restore is files[0]
+
+
+def test_running_streams_make_the_slower_tier_dearer_still():
+    files = [file("disk", run(2020), tier=Tier.DISK), file("host", run(1970))]
+    busy = [slot(n, operation=Operation.REQUEST) for n in range(1, 4)]
+    assert decide(run(2093), [slot(0)], files).restore.name == "disk"
+    assert decide(run(2093), [slot(0), *busy], files).restore.name == "host"
+
+
+def test_one_more_token_is_seen():
+    files = [file("less", run(900)), file("more", run(901))]
+    for order in (files, files[::-1]):
+        assert decide(run(1000), [slot(0)], order).restore is files[1]
+
+
+def test_of_two_files_that_cost_the_same_the_first():
+    files = [file("a", run(900)), file("b", run(900))]
+    assert decide(run(1000), [slot(0)], files).restore is files[0]
+    assert decide(run(1000), [slot(0)], files[::-1]).restore is files[1]
+
+
+# --- save first ----------------------------------------------------------------------------------
+
+
+def test_what_would_be_lost_is_saved_first_when_that_is_cheaper():
+    choice = decide(run(10), [slot(0, run(5000, 6000))])
+    assert choice.save_first
+    assert choice.restore_s == pytest.approx(0.002 + 0.1)
+    assert choice.regret_s == pytest.approx(0.5 * (0.002 + 0.01))
+    assert choice.why == "slot 0 is the cheapest to start anew for 10 tokens, its content is saved first"
+
+
+def test_not_when_it_is_saved_cannot_be_saved_or_hardly_comes_back():
+    held = slot(0, run(5000, 6000))
+    assert not decide(run(10), [slot(0, run(5000, 6000), saved=1000)]).save_first
+    assert not decide(run(10), [held], can_save=False).save_first
+    assert not decide(run(10), [held], rates=replace(RATES, reuse_probability=0.1)).save_first
+
+
+def test_running_streams_pay_for_a_save_too():
+    held = slot(0, run(5000, 6000))
+    busy = [slot(n, operation=Operation.REQUEST, unknown=10**6) for n in range(1, 9)]
+    choice = decide(run(10), [held, *busy[:2]])
+    assert choice.save_first
+    assert choice.stall_s == pytest.approx(2 * 0.102)
+    assert not decide(run(10), [held, *busy]).save_first
+
+
+def test_save_and_restore_are_counted_together():
+    files = [file("f", run(2000))]
+    choice = decide(run(2010), [slot(0, run(5000, 6000))], files)
+    assert (choice.save_first, choice.restore) == (True, files[0])
+    assert choice.restore_s == pytest.approx(0.102 + 0.022)
+
+
+# --- busy slots ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "began", "wait_s"),
+    [
+        (Operation.REQUEST, 9.0, 3.0),
+        (Operation.REQUEST, 0.0, 1.0),  # overstays: a quarter of the usual time
+        (Operation.FOREIGN, 9.5, 3.5),
+        (Operation.SAVE, 10.0, 0.102),
+        (Operation.RESTORE, 10.0, 0.012),
+        (Operation.ERASE, 10.0, 0.012),
+        (Operation.SAVE, 0.0, 0.0255),
+    ],
+)
+def test_a_busy_slot_is_waited_for_as_long_as_its_operation_usually_takes(operation, began, wait_s):
+    choice = decide(run(1100), [slot(0, run(1000), operation=operation, since=began)], now=10.0)
+    assert choice.wait_s == pytest.approx(wait_s)
+    assert not choice.is_ready
+    assert choice.cached_tokens == 1000
+    assert not choice.firm  # the answer that runs adds tokens
+
+
+def test_a_wait_is_told():
+    choice = decide(run(1100), [slot(0, run(1000), operation=Operation.REQUEST)], now=1.0)
+    assert choice.why == "slot 0 holds at least 1000 of 1100 tokens, free in about 3 s"
+
+
+def test_waiting_pays_when_computing_takes_longer():
+    slots = [slot(0, run(20000), operation=Operation.REQUEST, since=0.0), slot(1)]
+    assert decide(run(20010), slots, now=2.0).slot == 0
+    assert decide(run(1000), slots, now=2.0).slot == 1
+
+
+def test_a_file_in_another_slot_beats_a_wait():
+    slots = [slot(0, run(2000), operation=Operation.REQUEST), slot(1)]
+    choice = decide(run(2010), slots, [file("f", run(1990))])
+    assert (choice.slot, choice.restore.name) == (1, "f")
+
+
+def test_nothing_is_restored_into_a_busy_slot():
+    busy = slot(0, run(5000, 5010), operation=Operation.SAVE)
+    for slots in ([busy], [busy, pinned(1, run(9000, 9010), 60.0, 10)]):
+        choice = decide(run(2010), slots, [file("f", run(2000))])
+        assert (choice.slot, choice.restore) == (0, None)
+
+
+def test_a_request_does_not_stall_itself():
+    held = slot(0, run(5000, 6000), operation=Operation.REQUEST)
+    choice = decide(run(10), [held])
+    assert choice.save_first
+    assert choice.stall_s == 0.0
+
+
+# --- pins ----------------------------------------------------------------------------------------
+
+
+def test_a_pinned_slot_is_no_victim():
+    slots = [pinned(0, run(5000, 5010), 60.0, 10), slot(1, run(6000, 8000))]
+    assert decide(run(10), slots, now=59.0).slot == 1
+    assert decide(run(10), slots, now=60.0).slot == 0
+
+
+def test_but_it_serves_what_keeps_the_pinned_tokens():
+    held = array("i", [*range(1000), 7, 7, 7])
+    choice = decide(run(1500), [pinned(0, held, 60.0, 1000), slot(1)])
+    assert (choice.slot, choice.cached_tokens, choice.over_pin) == (0, 1000, False)
+
+
+def test_nothing_is_restored_over_a_pin():
+    slots = [pinned(0, run(5000, 5010), 60.0, 10), slot(1, run(6000, 9000))]
+    choice = decide(run(1000), slots, [file("f", run(990))])
+    assert (choice.slot, choice.restore.name) == (1, "f")
+
+
+def test_when_every_slot_is_pinned_the_pin_that_ends_first_yields():
+    slots = [pinned(0, run(5000, 5010), 60.0, 10), pinned(1, run(6000, 9000), 50.0, 3000)]
+    choice = decide(run(1000), slots, [file("f", run(990))])
+    assert (choice.slot, choice.over_pin, choice.restore.name) == (1, True, "f")
+    assert choice.why == (
+        "slot 1 gets 990 of 1000 tokens from host file 'f', its content is saved first, "
+        "its pin ends first and every slot is pinned"
+    )
+
+
+# --- the least of all ----------------------------------------------------------------------------
+
+
+def naive_prefix(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def every_option(prompt, slots, saved, now):
+    """Everything that may be done: (slot, entry, save first, tokens reused, tokens that stay)."""
+    for each in slots:
+        own = naive_prefix(each.tokens, prompt) if each.salt is None else 0
+        options = [(None, own, own)]
+        if each.operation is None:
+            gains = [(entry, naive_prefix(entry.tokens, prompt)) for entry in saved if entry.salt is None]
+            options += [(entry, gain, 0) for entry, gain in gains if gain > own]
+        for entry, gain, kept in options:
+            if each.pinned_until <= now or kept >= each.pinned:
+                yield each, entry, False, gain, kept
+                if each.saved < each.length:
+                    yield each, entry, True, gain, kept
+
+
+def regret(each, kept, safe, rates, now):
+    """What overwriting is expected to cost when `safe` leading tokens lie in a file."""
+    if kept > 0 and kept == len(each.tokens):
+        return 0.0
+    later = max(each.length - max(kept, safe), 0) / rates.prefill_tok_s
+    if safe > kept:
+        later += rates.restore_overhead_s + safe * rates.bytes_per_token / rates.restore_bytes_s
+    age = now - each.since if each.operation is None else 0.0
+    return later * rates.reuse_probability * 2 ** -(age / rates.half_life_s)
+
+
+def every_total(prompt, slots, saved, rates, now):
+    """Total of every option, straight from the rules: {(slot, file name, save first): seconds}."""
+    totals = {}
+    for each, entry, save_first, gain, kept in every_option(prompt, slots, saved, now):
+        running = each.operation is Operation.REQUEST
+        others = sum(other.operation is Operation.REQUEST for other in slots) - running
+        wait = max(rates.hold_s - (now - each.since), rates.hold_s / 4) if running else 0.0
+        io = 0.0
+        if save_first:
+            io += rates.save_overhead_s + each.length * rates.bytes_per_token / rates.save_bytes_s
+        if entry is not None:
+            io += rates.restore_overhead_s + entry.size / rates.restore_bytes_s
+            io += entry.size / rates.disk_bytes_s if entry.tier is Tier.DISK else 0.0
+        prefill = (len(prompt) - max(min(gain, len(prompt) - 1), 0)) / rates.prefill_tok_s
+        later = regret(each, kept, each.length if save_first else each.saved, rates, now)
+        totals[each.id, entry and entry.name, save_first] = wait + io * (1 + others) + prefill + later
+    return totals
+
+
+TOKENS = st.builds(
+    lambda shared, own, kind: array("i", [*range(shared), *range(1000 * kind, 1000 * kind + own)]),
+    shared=st.integers(0, 60),
+    own=st.integers(0, 40),
+    kind=st.integers(1, 3),
+)
+SALTS = st.sampled_from([None, None, None, "other"])
+
+
+@st.composite
+def slot_lists(draw):
+    slots = []
+    for slot_id in range(draw(st.integers(1, 4))):
+        tokens = draw(TOKENS)
+        slots.append(
+            Slot(
+                slot_id,
+                tokens,
+                unknown=draw(st.sampled_from([0, 0, 7])),
+                salt=draw(SALTS),
+                operation=draw(st.sampled_from([None, None, Operation.REQUEST])),
+                since=draw(st.floats(0, 100)),
+                saved=draw(st.integers(0, len(tokens))),
+                pinned=draw(st.integers(0, len(tokens))),
+                pinned_until=draw(st.sampled_from([0.0, 0.0, 200.0])),
+            )
+        )
+    return slots
+
+
+@st.composite
+def file_lists(draw):
+    return [
+        file(
+            f"f{number}",
+            tokens,
+            salt=draw(SALTS),
+            tier=draw(st.sampled_from([Tier.HOST, Tier.DISK])),
+            size=100 * len(tokens) + draw(st.integers(1, 2000)),
+        )
+        for number, tokens in enumerate(draw(st.lists(TOKENS, max_size=6)))
+    ]
+
+
+SOME_RATES = st.builds(
+    Rates,
+    prefill_tok_s=st.floats(10, 1e4),
+    save_bytes_s=st.floats(1e3, 1e7),
+    restore_bytes_s=st.floats(1e3, 1e8),
+    disk_bytes_s=st.floats(1e3, 1e8),
+    bytes_per_token=st.just(100.0),
+    hold_s=st.floats(0.001, 10),
+    reuse_probability=st.floats(0, 1),
+    half_life_s=st.floats(1, 1e4),
+)
+
+
+@settings(max_examples=150)
+@given(prompt=TOKENS, slots=slot_lists(), saved=file_lists(), rates=SOME_RATES)
+def test_the_choice_is_the_least_of_all_there_is(prompt, slots, saved, rates):
+    now = 100.0
+    totals = every_total(prompt, slots, saved, rates, now)
+    choice = decide(prompt, slots, saved, now=now, rates=rates)
+    if not totals:
+        assert choice.over_pin
+        assert slots[choice.slot].pinned_until == min(each.pinned_until for each in slots)
+        return
+    key = (choice.slot, choice.restore and choice.restore.name, choice.save_first)
+    assert not choice.over_pin
+    assert choice.total_s == pytest.approx(totals[key])
+    assert choice.total_s == pytest.approx(min(totals.values()))
+
+
+@settings(max_examples=50)
+@given(slots=slot_lists(), saved=file_lists(), prompt=TOKENS, seed=st.randoms(use_true_random=False))
+def test_the_order_of_the_slots_changes_nothing(slots, saved, prompt, seed):
+    shuffled = list(slots)
+    seed.shuffle(shuffled)
+    assert decide(prompt, slots, saved, now=100.0) == decide(prompt, shuffled, saved, now=100.0)
+
+
+# --- more conversations than slots ---------------------------------------------------------------
+
+
+class World:
+    """A server that does what plans say, exactly: what is saved becomes a file, what is computed stays."""
+
+    def __init__(self, slots, rates):
+        self.table = SlotTable(slots)
+        self.rates = rates
+        self.files = []
+        self.now = 0.0
+
+    def turn(self, prompt, answer):
+        choice = decide(prompt, self.table, self.files, now=self.now, rates=self.rates)
+        if choice.save_first:
+            content = self.table[choice.slot].tokens
+            self.files.append(file(f"f{len(self.files)}", content))
+        if choice.restore is not None:
+            self.table.hold(choice.slot, choice.restore.tokens, None, saved=len(choice.restore.tokens))
+        hit = min(naive_prefix(self.table[choice.slot].tokens, prompt), len(prompt) - 1)
+        assert hit == choice.cached_tokens
+        self.table.begin(choice.slot, Operation.REQUEST, self.now)
+        self.table.hold(choice.slot, prompt, None)
+        self.table.hold(choice.slot, prompt + answer, None)
+        self.now += 1.0
+        self.table.end(choice.slot, self.now)
+        return hit
+
+
+@settings(max_examples=25)
+@given(slots=st.integers(1, 5), mixed=st.booleans(), seed=st.integers(0, 99), system=st.integers(0, 200))
+def test_more_conversations_than_slots_and_each_goes_on_with_all_it_had(slots, mixed, seed, system):
+    """Every one surely comes back, so what a save costs never exceeds what it is expected to spare."""
+    world = World(slots, replace(SLOW_PREFILL, reuse_probability=1.0, half_life_s=1e9))
+    count, order = slots + 1, random.Random(seed)  # noqa: S311 - no secret
+    held = [array("i", [*range(system), *range(1000 * n, 1000 * n + 300)]) for n in range(1, count + 1)]
+    reusable = [0] * count
+    for step in range(4 * count):
+        n = order.randrange(count) if mixed else step % count
+        prompt = held[n] + array("i", [10**6 + step] * 80)
+        answer = array("i", [2 * 10**6 + step] * 50)
+        assert world.turn(prompt, answer) >= reusable[n]
+        held[n] = prompt + answer
+        reusable[n] = len(held[n])
+    assert world.table.violations == 0
+
+
+def test_a_tail_that_costs_less_than_its_save_is_computed_again():
+    world = World(1, RATES)
+    first, second = run(1000), run(5000, 6000)
+    for prompt, hit in (
+        (first, 0),
+        (second, 0),
+        (first + run(90), 1000),
+        (second, 1000 - 1),
+        (first + run(90), 1000),
+    ):
+        assert world.turn(prompt, run(0)) == hit
+
+
+# --- write-back and eviction ---------------------------------------------------------------------
+
+
+def test_a_dirty_slot_is_worth_saving_once_it_rests():
+    held = slot(0, run(1000), since=10.0)
+    assert not worth_saving(held, RATES, 11.0, 0, idle_s=2.0)
+    assert worth_saving(held, RATES, 12.0, 0, idle_s=2.0)
+
+
+def test_it_is_not_when_busy_clean_or_empty():
+    for each in (slot(0, run(1000), operation=Operation.SAVE), slot(0, run(1000), saved=1000), slot(0)):
+        assert not worth_saving(each, RATES, 99.0, 0, idle_s=2.0)
+
+
+def test_it_is_while_the_streams_it_holds_up_are_few():
+    held = slot(0, run(1000))
+    assert worth_saving(held, RATES, 2.0, 3, idle_s=2.0)  # 0.494 s spared, 4 × 0.102 s spent
+    assert not worth_saving(held, RATES, 2.0, 4, idle_s=2.0)
+
+
+def test_it_is_while_enough_is_unsaved_and_somebody_may_come_back():
+    assert not worth_saving(slot(0, run(1000), saved=900), RATES, 2.0, 0, idle_s=2.0)
+    assert worth_saving(slot(0, run(1000), saved=500), RATES, 2.0, 0, idle_s=2.0)
+    assert not worth_saving(slot(0, run(1000)), RATES, 3 * 1800.0, 0, idle_s=2.0)
+
+
+def test_density_is_tokens_per_byte_that_uses_raise_and_time_wears_off():
+    assert density(1000, 500, 0.0, 0, 60.0) == 2.0
+    assert density(1000, 500, 0.0, 2, 60.0) == 6.0
+    assert density(1000, 500, 60.0, 0, 60.0) == 1.0
+    assert density(1000, 500, 180.0, 0, 60.0) == 0.25
+
+
+def test_density_bears_clocks_that_jump():
+    assert density(1000, 500, -1e9, 0, 60.0) == 2.0
+    assert density(1000, 500, 1e9, 0, 60.0) == 0.0
