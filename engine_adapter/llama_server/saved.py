@@ -1,0 +1,485 @@
+"""The registry of saved prefixes: files of slots in a host tier and a disk tier, within their caps.
+
+    server saves → add → [host tier] ⇄ [disk tier] → gone
+                              ↑ ready / using, before a restore
+
+State changes on the event loop only, each in one go and without awaiting; then the file work it decided on
+runs in a thread, one operation at a time for each entry (`Saved.work`). Callers may be cancelled at any
+await: the work they began goes on and leaves a registry that agrees with the directory.
+
+Salts are secrets of tenants: everything here takes `salt_digest` of a salt, never the salt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakValueDictionary
+
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.llama_server import saved_files
+from engine_adapter.llama_server.saved_entry import (
+    Listener,
+    Saved,
+    SavedEvent,
+    Work,
+    from_found,
+    least_valuable,
+    salt_digest,
+    value,
+)
+from engine_adapter.llama_server.saved_files import Stamp
+from engine_adapter.llama_server.state_file import Reason, StateFileError, writing
+from engine_adapter.types import Tier, TokenIds
+
+__all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
+
+_STILL_SOUND = frozenset({Reason.NO_ROOM, Reason.UNWRITABLE})  # the target failed, not the file
+
+_log = logging.getLogger("kvpin.llama_server")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlace:
+    """Where saved prefixes lie, and how many bytes they may take.
+
+    Attributes:
+        host: the server's `--slot-save-path`, best on a tmpfs.
+        host_bytes: cap of the host tier.
+        disk: directory of the disk tier, None for no such tier.
+        disk_bytes: cap of the disk tier.
+    """
+
+    host: Path
+    host_bytes: int
+    disk: Path | None = None
+    disk_bytes: int = 0
+
+
+class SavedPrefixes:
+    """The saved prefixes of the servers that share a directory.
+
+    Other kvpin processes may share it too: files that come and go are tolerated, each process keeps to its
+    caps for what it knows.
+    """
+
+    _shared: ClassVar[WeakValueDictionary[Path, SavedPrefixes]] = WeakValueDictionary()
+
+    def __init__(self, place: SavedPlace, *, clock: Callable[[], float] = time.time) -> None:
+        if place.disk == place.host:
+            raise EngineSpecError(f"{place.host} cannot be both the host tier and the disk tier")
+        if place.host_bytes <= 0 or (place.disk is not None and place.disk_bytes <= 0):
+            raise EngineSpecError(f"saved prefixes in {place.host}: the bytes of each tier must be above 0")
+        self.place = place
+        self._clock = clock
+        self._dirs = {Tier.HOST: place.host} | ({Tier.DISK: place.disk} if place.disk else {})
+        self._wanted = {Tier.HOST: place.host_bytes, Tier.DISK: place.disk_bytes}
+        self._caps = self._wanted.copy()
+        self._entries: dict[str, Saved] = {}
+        self._listeners: list[Listener] = []
+        self._counts: Counter[str] = Counter(evicted=0, demoted=0, promoted=0, refused=0)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._rebuilding: asyncio.Task[None] | None = None
+
+    @classmethod
+    def shared(cls, place: SavedPlace) -> SavedPrefixes:
+        """The registry of `place` in this process: one for all adapters that name its host directory.
+
+        Raises:
+            EngineSpecError: two descriptions of one host directory, or one that cannot be.
+        """
+        resolved = SavedPlace(
+            place.host.resolve(), place.host_bytes, place.disk and place.disk.resolve(), place.disk_bytes
+        )
+        registry = cls._shared.get(resolved.host)
+        if registry is None:
+            registry = cls._shared[resolved.host] = cls(resolved)
+        if registry.place != resolved:
+            raise EngineSpecError(
+                f"engines share {resolved.host} for saved prefixes with different bytes or disk tiers: "
+                "give all of them the same"
+            )
+        return registry
+
+    # --- What there is ---------------------------------------------------------------------------
+
+    def entries(self, key: str) -> Iterator[Saved]:
+        """The saved prefixes of one key."""
+        return (saved for saved in tuple(self._entries.values()) if saved.key == key)
+
+    @staticmethod
+    def new_name(key: str) -> str:
+        """The file name for the next save.
+
+        Raises:
+            ValueError: the key is not 1 to 128 ASCII letters and digits.
+        """
+        return saved_files.new_name(key)
+
+    def covering(self, key: str, salt: str | None, tokens: TokenIds[int]) -> Saved | None:
+        """A saved prefix that holds all of `tokens`, None if there is none; `salt` is a digest."""
+        return next(
+            (
+                saved
+                for saved in self.entries(key)
+                if saved.salt == salt and saved.tokens[: len(tokens)] == tokens
+            ),
+            None,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Entries, bytes and cap of each tier, what was done so far, and each entry without its content."""
+        now = self._clock()
+        tiers = {
+            tier.value: {
+                "entries": sum(saved.tier is tier for saved in self._entries.values()),
+                "bytes": self._used(tier),
+                "cap": self._caps[tier],
+            }
+            for tier in self._dirs
+        }
+        entries = [
+            {
+                "name": saved.name,
+                "tokens": len(saved.tokens),
+                "size": saved.size,
+                "tier": saved.tier.value,
+                "age": now - saved.last_used,
+                "uses": saved.uses,
+            }
+            for saved in self._entries.values()
+        ]
+        return {"tiers": tiers, **self._counts, "saved": entries}
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Calls `listener` after every change from now on, until the returned function is called."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    # --- What comes in ---------------------------------------------------------------------------
+
+    async def rebuild(self) -> None:
+        """Reads what lies in the directories, once; callers that come meanwhile wait for it.
+
+        Raises:
+            StateFileError: a directory cannot be used; the next call tries again.
+        """
+        if self._rebuilding is None:
+            self._rebuilding = self._spawn(self._rebuild())
+        task = self._rebuilding
+        try:
+            await asyncio.shield(task)
+        except StateFileError:
+            if self._rebuilding is task:
+                self._rebuilding = None
+            raise
+
+    async def _rebuild(self) -> None:
+        taken: frozenset[str] = frozenset()
+        there: list[Saved] = []
+        for tier, directory in self._dirs.items():
+            if tier is Tier.DISK:
+                with writing(directory):
+                    await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+            found = await asyncio.to_thread(saved_files.scan, directory, self._clock(), taken)
+            held = sum(each.sidecar.size for each in found)
+            self._caps[tier] = await asyncio.to_thread(
+                saved_files.capacity, directory, self._wanted[tier], held
+            )
+            taken |= {each.name for each in found}
+            there += [from_found(tier, each) for each in found]
+        for saved in there:
+            self._register(saved)
+        excess = self._victims(Tier.DISK, 0) or []
+        await _settled([*self._evict(excess), *self._retire(self._victims(Tier.HOST, 0) or [])])
+
+    async def add(
+        self,
+        name: str,
+        key: str,
+        salt: str | None,
+        *,
+        tokens_expected: int | None = None,
+        bytes_expected: int | None = None,
+    ) -> Saved:
+        """Takes in what the server saved as `name`; what it continues is dropped, unless pinned.
+
+        Args:
+            name: from `new_name(key)`.
+            key: fingerprint of model and stream layout.
+            salt: digest of the content's cache salt.
+            tokens_expected: the server's `n_saved`.
+            bytes_expected: the server's `n_written`.
+
+        Raises:
+            StateFileError: the file is not whole, or there is no room for it; it is removed.
+        """
+        await self.rebuild()
+        if saved_files.key_of(name) != key or name in self._entries:
+            raise ValueError(f"{name!r} is no new name of key {key!r}")
+        return await asyncio.shield(self._spawn(self._add(name, key, salt, tokens_expected, bytes_expected)))
+
+    async def _add(
+        self,
+        name: str,
+        key: str,
+        salt: str | None,
+        tokens_expected: int | None,
+        bytes_expected: int | None,
+    ) -> Saved:
+        path = self.place.host / name
+        try:
+            content = await asyncio.to_thread(saved_files.inspect, path, tokens_expected, bytes_expected)
+            now = self._clock()
+            saved = Saved(
+                name,
+                key,
+                salt,
+                content.tokens,
+                content.stamp[1],
+                Tier.HOST,
+                content.checksum,
+                now,
+                now,
+                seen=content.stamp,
+            )
+            await asyncio.to_thread(saved_files.write_sidecar, path, saved.sidecar())
+            work = self._take_in(saved)
+        except StateFileError:
+            self._counts["refused"] += 1
+            await self.discard(name)
+            raise
+        await _settled(work)
+        return saved
+
+    def _take_in(self, saved: Saved) -> list[Work]:
+        """Registers a new entry of the host tier; returns what makes room for it."""
+        replaced = [old for old in self.entries(saved.key) if self._continues(saved, old)]
+        victims = self._victims(Tier.HOST, saved.size, replaced)
+        if victims is None:
+            raise self._no_room(saved)
+        saved.uses = sum(old.uses for old in replaced)
+        work = [self._drop(old) for old in replaced]
+        self._register(saved)
+        return work + self._retire(victims)
+
+    def _continues(self, saved: Saved, old: Saved) -> bool:
+        return (
+            old.salt == saved.salt
+            and old.pinned_until <= self._clock()
+            and old.tokens == saved.tokens[: len(old.tokens)]
+        )
+
+    async def discard(self, name: str) -> None:
+        """Removes a file of the host tier that never became an entry: its save failed."""
+        if name not in self._entries and saved_files.key_of(name) is not None:
+            await asyncio.to_thread(saved_files.remove, self.place.host / name)
+
+    # --- What goes out ---------------------------------------------------------------------------
+
+    async def ready(self, saved: Saved) -> str:
+        """Verifies a saved prefix before a restore, brings it to the host tier, and returns its file name.
+
+        Raises:
+            StateFileError: it is not what was saved and was dropped; or the host tier has no room for it.
+        """
+        await saved.idle()
+        self._check_registered(saved)
+        saved.work = self._spawn(self._ready(saved))
+        try:
+            await asyncio.shield(saved.work)
+        except StateFileError as error:
+            if error.reason not in _STILL_SOUND and self._is_registered(saved):
+                _log.warning("%s; it is dropped", error)
+                await asyncio.shield(self._drop(saved))
+            raise
+        self._check_registered(saved)
+        return saved.name
+
+    @asynccontextmanager
+    async def using(self, saved: Saved) -> AsyncIterator[str]:
+        """`ready`, and the files stay until the block ends, whatever becomes of the entry meanwhile."""
+        saved.holds += 1
+        try:
+            yield await self.ready(saved)
+        finally:
+            saved.holds -= 1
+            if not self._is_registered(saved):
+                await asyncio.shield(self._spawn(self._erase(saved)))
+
+    async def _ready(self, saved: Saved) -> None:
+        if saved.tier is Tier.DISK:
+            await self._promote(saved)
+        else:
+            path = self.place.host / saved.name
+            saved.seen = await asyncio.to_thread(
+                saved_files.verify, path, saved.sidecar(), saved.tokens, saved.seen
+            )
+        saved.uses += 1
+        saved.last_used = self._clock()
+        with suppress(StateFileError):  # then a rebuild knows of one use less
+            path = self.place.host / saved.name
+            await asyncio.to_thread(saved_files.write_sidecar, path, saved.sidecar())
+
+    async def _promote(self, saved: Saved) -> None:
+        victims = self._victims(Tier.HOST, saved.size)
+        if victims is None:
+            self._counts["refused"] += 1
+            raise self._no_room(saved)
+        saved.tier = Tier.HOST
+        await _settled(self._retire(victims))
+        try:
+            saved.seen = await self._move(saved, Tier.DISK, Tier.HOST)
+        except StateFileError:
+            saved.tier = Tier.DISK
+            raise
+        self._moved(saved, "promoted")
+
+    async def drop(self, saved: Saved) -> None:
+        """Forgets a saved prefix and deletes its files, once no restore uses them. Nothing if it is gone."""
+        if self._is_registered(saved):
+            await asyncio.shield(self._drop(saved))
+
+    async def drop_where(self, predicate: Callable[[Saved], bool]) -> list[Saved]:
+        """Drops all for which `predicate` holds, pinned or not, and returns them."""
+        chosen = [saved for saved in self._entries.values() if predicate(saved)]
+        await _settled([self._drop(saved) for saved in chosen])
+        return chosen
+
+    def _drop(self, saved: Saved) -> Work:
+        self._forget(saved)
+        return self._spawn(self._erase(saved))
+
+    async def _erase(self, saved: Saved) -> None:
+        """Deletes the files of an entry that is forgotten; the last of its holders does, if it has any."""
+        await saved.idle()
+        if not saved.holds:
+            for directory in self._dirs.values():
+                await asyncio.to_thread(saved_files.remove, directory / saved.name)
+
+    # --- Room ------------------------------------------------------------------------------------
+
+    async def make_room(self, size: int) -> bool:
+        """Makes room for `size` bytes in the host tier before a save; False if it cannot be had."""
+        await self.rebuild()
+        victims = self._victims(Tier.HOST, size)
+        await _settled(self._retire(victims or []))
+        return victims is not None
+
+    def _victims(self, tier: Tier, size: int, leaving: Collection[Saved] = ()) -> list[Saved] | None:
+        """What makes room for `size` bytes more beside what is `leaving` anyway; None if nothing can."""
+        staying = [saved for saved in self._entries.values() if saved.tier is tier and saved not in leaving]
+        missing = sum(saved.size for saved in staying) + size - self._caps[tier]
+        return least_valuable(staying, missing, self._clock())
+
+    def _retire(self, victims: Iterable[Saved]) -> list[Work]:
+        """Takes victims out of the host tier: to disk where they are worth it, else away."""
+        work = []
+        for saved in victims:
+            worse = self._worse_on_disk(saved)
+            if worse is None:
+                work += self._evict([saved])
+            else:
+                saved.tier = Tier.DISK
+                saved.work = self._spawn(self._demote(saved, self._evict(worse)))
+                work.append(saved.work)
+        return work
+
+    def _worse_on_disk(self, saved: Saved) -> list[Saved] | None:
+        """What the disk tier gives up for `saved`; None if it has no room, or only for worse."""
+        if Tier.DISK not in self._dirs:
+            return None
+        victims = self._victims(Tier.DISK, saved.size)
+        now = self._clock()
+        if victims and value(victims[-1], now) >= value(saved, now):
+            return None
+        return victims
+
+    def _evict(self, victims: Iterable[Saved]) -> list[Work]:
+        work = [self._drop(saved) for saved in victims]
+        self._counts["evicted"] += len(work)
+        return work
+
+    async def _demote(self, saved: Saved, before: list[Work]) -> None:
+        await _settled(before)
+        try:
+            await self._move(saved, Tier.HOST, Tier.DISK)
+        except StateFileError as error:
+            _log.warning("%s; it is dropped instead of moved to disk", error)
+            self._counts["evicted"] += 1
+            if self._is_registered(saved):
+                self._forget(saved)
+            await asyncio.to_thread(saved_files.remove, self.place.host / saved.name)
+        else:
+            self._moved(saved, "demoted")
+
+    async def _move(self, saved: Saved, source: Tier, target: Tier) -> Stamp:
+        return await asyncio.to_thread(
+            saved_files.move,
+            self._dirs[source] / saved.name,
+            self._dirs[target] / saved.name,
+            saved.sidecar(),
+        )
+
+    def _used(self, tier: Tier) -> int:
+        return sum(saved.size for saved in self._entries.values() if saved.tier is tier)
+
+    def _no_room(self, saved: Saved) -> StateFileError:
+        detail = (
+            f"its {saved.size} bytes do not fit into the host tier of {self._caps[Tier.HOST]} bytes"
+            " beside what is pinned or in use"
+        )
+        return StateFileError(self.place.host / saved.name, Reason.NO_ROOM, detail)
+
+    # --- Books -----------------------------------------------------------------------------------
+
+    def _register(self, saved: Saved) -> None:
+        self._entries[saved.name] = saved
+        self._tell(SavedEvent.ADDED, saved)
+
+    def _forget(self, saved: Saved) -> None:
+        del self._entries[saved.name]
+        self._tell(SavedEvent.REMOVED, saved)
+
+    def _moved(self, saved: Saved, count: str) -> None:
+        self._counts[count] += 1
+        if self._is_registered(saved):
+            self._tell(SavedEvent.MOVED, saved)
+
+    def _tell(self, event: SavedEvent, saved: Saved) -> None:
+        for listener in tuple(self._listeners):
+            listener(event, saved)
+
+    def _is_registered(self, saved: Saved) -> bool:
+        return self._entries.get(saved.name) is saved
+
+    def _check_registered(self, saved: Saved) -> None:
+        if not self._is_registered(saved):
+            raise StateFileError(self.place.host / saved.name, Reason.MISSING, "it was dropped")
+
+    def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """A task that goes on when who awaits it is cancelled."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+        return task
+
+    def _finish(self, task: Work) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, StateFileError):  # who waited may have left
+            _log.error("work on the saved prefixes in %s failed", self.place.host, exc_info=error)
+
+
+async def _settled(work: Collection[Work]) -> None:
+    """Returns when all of `work`, which does not fail, is done."""
+    if work:
+        await asyncio.wait(work)

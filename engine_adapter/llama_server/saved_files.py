@@ -1,0 +1,277 @@
+"""The directory of saved prefixes: names, sidecars, what lies there, and what is thrown away.
+
+    kvpin-<key>-<unique>.bin    what llama-server saved
+    kvpin-<key>-<unique>.json   its sidecar: what kvpin knows of it; the file counts once this lies beside it
+    ….part                      one of them while it is written
+
+Everything here blocks and is called in a thread. No file is touched whose name is not of this form.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engine_adapter.llama_server import state_file
+from engine_adapter.llama_server.state_file import Reason, StateFileError, reading, writing
+from engine_adapter.types import TokenIds
+
+GRACE_S = 600.0  # how long a file may lie without its sidecar: another process may be at it
+
+_log = logging.getLogger("kvpin.llama_server")
+_OWN = re.compile(r"(kvpin-([0-9A-Za-z]{1,128})-[0-9a-f]{32})(\.bin|\.json|\.bin\.part|\.json\.part)")
+_KEY = re.compile(r"[0-9A-Za-z]{1,128}")
+
+Stamp = tuple[int, int, int]  # inode, bytes, mtime in ns: the same file with the same content
+
+
+class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of a saved file beyond its own bytes; no prompt content, and of the salt only a digest.
+
+    Attributes:
+        format: version of this record.
+        key: fingerprint of the model and stream layout.
+        salt: digest of the cache salt, None without one.
+        tokens: how many tokens it holds.
+        size: bytes.
+        checksum: xxh3_64 of the file.
+        created: seconds since the epoch.
+        last_used: likewise.
+        uses: how often it was restored.
+    """
+
+    format: Literal[1]
+    key: str
+    salt: str | None
+    tokens: int
+    size: int
+    checksum: int
+    created: float
+    last_used: float
+    uses: int
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a saved file was found to hold; `stamp` is of the file these figures are of."""
+
+    tokens: TokenIds[int]
+    checksum: int
+    stamp: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file of `rebuild` whose sidecar, header and size agree."""
+
+    name: str
+    sidecar: Sidecar
+    tokens: TokenIds[int]
+
+
+def new_name(key: str) -> str:
+    """A file name that was never used, valid for llama-server.
+
+    Raises:
+        ValueError: the key is not 1 to 128 ASCII letters and digits.
+    """
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"key {key!r} of a saved prefix must be 1 to 128 ASCII letters and digits")
+    return f"kvpin-{key}-{secrets.token_hex(16)}.bin"
+
+
+def key_of(name: str) -> str | None:
+    """The key in a name of `new_name`, None for any other name."""
+    own = _OWN.fullmatch(name)
+    return own[2] if own and own[3] == ".bin" else None
+
+
+def inspect(path: Path, tokens_expected: int | None, bytes_expected: int | None) -> Content:
+    """Reads a whole saved file, which must hold as much as the server said where that is given.
+
+    Raises:
+        StateFileError: it cannot be read, is not whole, holds no tokens, or changed meanwhile.
+    """
+    before = stamp(path)
+    if bytes_expected is not None:
+        check_size(path, before[1], bytes_expected)
+    tokens = state_file.read_tokens(path)
+    if not tokens:
+        raise StateFileError(path, Reason.TOKENS, "it holds no tokens: the slot was empty")
+    if tokens_expected is not None:
+        check_count(path, len(tokens), tokens_expected)
+    content = Content(tokens, state_file.checksum(path), before)
+    if stamp(path) != before:
+        raise StateFileError(path, Reason.SIZE, "it changed while it was read")
+    return content
+
+
+def verify(path: Path, sidecar: Sidecar, tokens: TokenIds[int], known: Stamp | None) -> Stamp:
+    """Checks a file against what is known of it; one whose stamp is `known` is not hashed again.
+
+    Raises:
+        StateFileError: it is not the file it was.
+    """
+    found = stamp(path)
+    check_size(path, found[1], sidecar.size)
+    if state_file.read_tokens(path) != tokens:
+        raise StateFileError(path, Reason.TOKENS, "its tokens are not those it was saved with")
+    if found != known:
+        check_checksum(path, state_file.checksum(path), sidecar.checksum)
+    return found
+
+
+def move(source: Path, target: Path, sidecar: Sidecar) -> Stamp:
+    """Moves a saved file with its sidecar to another directory, checking it on the way.
+
+    Raises:
+        StateFileError: of `target` (NO_ROOM, UNWRITABLE) with `source` as it was; or of `source`, unsound.
+    """
+    check_size(source, state_file.regular_file(source).st_size, sidecar.size)
+    copied = state_file.copy(source, target)
+    try:
+        check_checksum(source, copied, sidecar.checksum)
+        write_sidecar(target, sidecar)
+    except StateFileError:
+        remove(target)
+        raise
+    remove(source)
+    return stamp(target)
+
+
+def check_size(path: Path, found: int, expected: int) -> None:
+    """Raises StateFileError unless the sizes in bytes are equal."""
+    if found != expected:
+        raise StateFileError(path, Reason.SIZE, f"{found} bytes, of {expected} that were saved")
+
+
+def check_count(path: Path, found: int, expected: int) -> None:
+    """Raises StateFileError unless the numbers of tokens are equal."""
+    if found != expected:
+        raise StateFileError(path, Reason.TOKENS, f"{found} tokens, of {expected} that were saved")
+
+
+def check_checksum(path: Path, found: int, expected: int) -> None:
+    """Raises StateFileError unless the checksums are equal."""
+    if found != expected:
+        raise StateFileError(path, Reason.CHECKSUM, "its bytes are not those that were saved")
+
+
+def stamp(path: Path) -> Stamp:
+    """The stamp of a file; raises StateFileError where there is none."""
+    status = state_file.regular_file(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def write_sidecar(path: Path, sidecar: Sidecar) -> None:
+    """Writes the sidecar of the saved file `path`, whole or not at all.
+
+    Raises:
+        StateFileError: NO_ROOM or UNWRITABLE.
+    """
+    target = path.with_suffix(".json")
+    part = target.with_name(f"{target.name}.part")
+    try:
+        with writing(target):
+            part.write_bytes(msgspec.json.encode(sidecar))
+            part.replace(target)
+    except StateFileError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def remove(path: Path) -> None:
+    """Removes a saved file and its sidecar, the sidecar first; what cannot be removed is logged and left."""
+    for each in (path.with_suffix(".json"), path):
+        try:
+            each.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s cannot be removed: %s", each, error.strerror)
+
+
+def capacity(directory: Path, wanted: int, held: int) -> int:
+    """Bytes that saved files may take: `wanted`, or less where the file system has no room for so many.
+
+    `held` bytes of it are taken already. Raises StateFileError when there is no such directory.
+    """
+    with reading(directory):
+        status = os.statvfs(directory)
+    room = held + status.f_bavail * status.f_frsize
+    room -= room // 50  # sidecars, and blocks that are not full
+    if wanted <= room or not status.f_blocks:  # a tmpfs without a limit says 0 blocks
+        return wanted
+    _log.warning("%s: %d bytes for saved prefixes are wanted, room is for %d", directory, wanted, room)
+    return room
+
+
+def scan(directory: Path, now: float, taken: AbstractSet[str]) -> list[Found]:
+    """The sound entries of a directory; all else that has a name of kvpin's is removed.
+
+    A file without its sidecar, or the reverse, is left while it is younger than GRACE_S, and so is an entry
+    whose name is `taken`: another process may be saving or moving it.
+
+    Raises:
+        StateFileError: the directory cannot be read.
+    """
+    with reading(directory):
+        names = {each.name for each in directory.iterdir() if _OWN.fullmatch(each.name)}
+    found = []
+    for name in sorted(names - taken):
+        if _sidecar(name) in names:
+            try:
+                found.append(_read_entry(directory / name))
+            except StateFileError as error:
+                _log.warning("%s; it is removed", error)
+                remove(directory / name)
+    sound = {each for entry in found for each in (entry.name, _sidecar(entry.name))}
+    for name in sorted(names - sound):
+        _remove_leftover(directory / name, now)
+    return found
+
+
+def _sidecar(name: str) -> str:
+    return f"{name.removesuffix('.bin')}.json"
+
+
+def _read_entry(path: Path) -> Found:
+    target = path.with_suffix(".json")
+    with reading(target):
+        data = target.read_bytes()
+    try:
+        sidecar = msgspec.json.decode(data, type=Sidecar)
+    except msgspec.MsgspecError as error:
+        raise StateFileError(target, Reason.SIDECAR, f"cannot be understood, {error}") from error
+    if sidecar.key != key_of(path.name):
+        raise StateFileError(target, Reason.SIDECAR, f"its key {sidecar.key!r} is not the one of its name")
+    check_size(path, stamp(path)[1], sidecar.size)
+    tokens = state_file.read_tokens(path)
+    if len(tokens) != sidecar.tokens:
+        raise StateFileError(
+            path, Reason.TOKENS, f"{len(tokens)} tokens, of {sidecar.tokens} that were saved"
+        )
+    return Found(path.name, sidecar, tokens)
+
+
+def _remove_leftover(path: Path, now: float) -> None:
+    """Removes a file of no entry, unless it is young or went by itself."""
+    try:
+        age_s = now - path.lstat().st_mtime
+        if age_s < GRACE_S:
+            return
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _log.warning("%s cannot be removed: %s", path, error.strerror)
+        return
+    _log.warning("%s belongs to no saved prefix and is %d s old: removed", path, age_s)

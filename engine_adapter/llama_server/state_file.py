@@ -1,0 +1,209 @@
+"""One file that llama-server saved from a slot: its tokens, its checksum, a verified copy of it.
+
+In 32-bit words of the machine's byte order (read and observed on llama.cpp 0c1e57098):
+
+    0x67677371 · 3 · n · n words · KV to the end of the file
+
+The n words are `-1 · 1 · t · t token ids · m · m positions of media · media`, or plain token ids as servers
+of before wrote them. The KV has no length and no checksum of its own: a file is whole when its size is
+what the server said it wrote, and unharmed when its checksum is what it was then.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from engine_adapter.types import TokenIds
+
+_MAGIC, _VERSION, _TOKENS_VERSION = 0x67677371, 3, 1
+_HEAD = struct.Struct("=III")
+_FRAMED, _MIN_FRAME = -1, 4  # the word no token id is; the words of a frame without tokens and media
+_CHUNK = 1 << 20  # bytes read at once: quickest measured, and long enough for xxhash to release the GIL
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class Reason(StrEnum):
+    """What is wrong with a saved file, or with a place to put one."""
+
+    MISSING = "missing"
+    UNREADABLE = "unreadable"
+    TRUNCATED = "truncated"
+    MAGIC = "magic"
+    VERSION = "version"
+    MEDIA = "media"
+    TOKENS = "tokens"
+    SIZE = "size"
+    CHECKSUM = "checksum"
+    SIDECAR = "sidecar"
+    NO_ROOM = "no_room"  # the file may be sound: there is no room for it, or for a copy
+    UNWRITABLE = "unwritable"  # likewise: the directory takes no files
+
+
+class StateFileError(Exception):
+    """A saved file that cannot be used, kept or moved; the text is one sentence with its path.
+
+    Attributes:
+        reason: what is wrong, for decisions and counters.
+    """
+
+    def __init__(self, path: Path, reason: Reason, detail: str) -> None:
+        super().__init__(f"saved prefix {path}: {detail}")
+        self.reason = reason
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns an OSError of reading `path` into a StateFileError."""
+    try:
+        yield
+    except OSError as error:
+        reason = Reason.MISSING if error.errno == errno.ENOENT else Reason.UNREADABLE
+        raise StateFileError(path, reason, f"it cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError of writing `path` into a StateFileError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise StateFileError(
+                path, Reason.NO_ROOM, f"there is no room to write it: {error.strerror}"
+            ) from error
+        raise StateFileError(path, Reason.UNWRITABLE, f"it cannot be written: {error.strerror}") from error
+
+
+def read_tokens(path: Path) -> TokenIds[int]:
+    """The token ids whose KV a saved file holds; reads its header alone.
+
+    Raises:
+        StateFileError: no such file, not one of llama-server's, cut short, or with media among its tokens.
+    """
+    regular_file(path)
+    with reading(path), path.open("rb") as file:
+        words = _read_words(path, file)
+    tokens = words if not words or words[0] != _FRAMED else _unframe(path, words)
+    if tokens and min(tokens) < 0:
+        raise StateFileError(path, Reason.TOKENS, f"token id {min(tokens)} among its tokens is below 0")
+    return tokens
+
+
+def checksum(path: Path) -> int:
+    """xxh3_64 over the whole file; the GIL is free while it is read and while it is hashed.
+
+    Raises:
+        StateFileError: the file is gone or cannot be read.
+    """
+    regular_file(path)
+    digest = xxhash.xxh3_64()
+    with reading(path), path.open("rb", buffering=0) as file:
+        for chunk in _chunks(path, file):
+            digest.update(chunk)
+    return digest.intdigest()
+
+
+def copy(source: Path, target: Path) -> int:
+    """Copies a saved file and returns the checksum of the bytes that were copied.
+
+    `target` appears under its name when it is whole, and leaves nothing behind after an error.
+
+    Raises:
+        StateFileError: `source` cannot be read, or `target` not be written (NO_ROOM, UNWRITABLE).
+    """
+    regular_file(source)
+    digest = xxhash.xxh3_64()
+    part = target.with_name(f"{target.name}.part")
+    try:
+        with reading(source), source.open("rb", buffering=0) as file, writing(target):
+            with part.open("wb", buffering=0) as copied:
+                for chunk in _chunks(source, file):
+                    digest.update(chunk)
+                    _write_all(copied, chunk)
+            part.replace(target)
+    except StateFileError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    return digest.intdigest()
+
+
+def regular_file(path: Path) -> os.stat_result:
+    """The status of `path`. Asked before a file is opened: opening a FIFO would wait for its writer.
+
+    Raises:
+        StateFileError: it is gone, or no regular file.
+    """
+    with reading(path):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise StateFileError(path, Reason.UNREADABLE, "it is not a regular file")
+    return status
+
+
+def _chunks(path: Path, file: FileIO) -> Iterator[memoryview]:
+    """The rest of `file` in views of one buffer, each void when the next is asked for."""
+    buffer = memoryview(bytearray(_CHUNK))
+    while True:
+        with reading(path):
+            count = file.readinto(buffer)
+        if not count:
+            return
+        yield buffer[:count]
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _read_words(path: Path, file: BinaryIO) -> TokenIds[int]:
+    """The words that stand for the tokens, as they lie in the file."""
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        raise StateFileError(path, Reason.TRUNCATED, f"{len(head)} bytes are less than a header")
+    magic, version, count = _HEAD.unpack(head)
+    if magic != _MAGIC:
+        raise StateFileError(path, Reason.MAGIC, f"it starts with {magic:#010x}, not {_MAGIC:#010x}")
+    if version != _VERSION:
+        raise StateFileError(path, Reason.VERSION, f"format version {version}, known is {_VERSION}")
+    words: TokenIds[int] = array("i")
+    wanted = count * words.itemsize
+    data = file.read(min(wanted, size))
+    if len(data) < wanted:
+        raise StateFileError(path, Reason.TRUNCATED, f"{size} bytes are less than its {count} token words")
+    words.frombytes(data)
+    return words
+
+
+def _unframe(path: Path, words: TokenIds[int]) -> TokenIds[int]:
+    """The tokens between the frame's `-1 · 1 · t` and its `m`."""
+    if len(words) < _MIN_FRAME:
+        raise StateFileError(path, Reason.TOKENS, f"{len(words)} words are less than a frame of tokens")
+    version, count = words[1], words[2]
+    if version != _TOKENS_VERSION:
+        raise StateFileError(
+            path, Reason.VERSION, f"token list version {version}, known is {_TOKENS_VERSION}"
+        )
+    if not 0 <= count <= len(words) - _MIN_FRAME:
+        raise StateFileError(path, Reason.TOKENS, f"{count} tokens do not fit {len(words)} words")
+    if words[3 + count] != 0:
+        raise StateFileError(
+            path, Reason.MEDIA, "it holds images or audio, whose identity is not in its tokens"
+        )
+    if len(words) != _MIN_FRAME + count:
+        raise StateFileError(path, Reason.TOKENS, f"{len(words)} words for {count} tokens are too many")
+    return words[3 : 3 + count]
