@@ -1,0 +1,362 @@
+"""What a llama-server is, read from its own routes, and what its command line lacks.
+
+`discover` asks and changes nothing but, where the model's file is out of reach, one slot. What no route
+tells is found by trying: `probe` costs one slot its content, so the caller says when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.llama_server.fingerprint import file_digest, model_parts, remote_digest
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineSpec
+
+PROBE_FILE = "kvpin-probe.bin"
+"""What `probe` leaves in the server's save directory: the state of an empty slot, some 50 bytes."""
+
+_NOT_FOUND, _NOT_IMPLEMENTED = 404, 501
+_METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
+_PROBE_TOKENS = 48
+_STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
+_CACHES = (1, 2)  # of a model with plain attention, and of one that has sliding windows too
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """One server, as it stood when it was asked.
+
+    Attributes:
+        model: the name it serves under.
+        slots: how many it has.
+        slot_ctx: context of each, in tokens.
+        train_ctx: context the model was trained with, None where unknown.
+        model_path: where the server has its model.
+        local_model: the same file, when it can be read here.
+        vocab_size: ids the model knows, None where unknown.
+        build: the server's version, free text.
+        chat_template: the model's, "" without one.
+        modalities: inputs it takes besides text, e.g. `vision`.
+        instance: word that each process draws anew, None on servers that tell none. Sleep keeps it.
+        is_sleeping: it was asleep when asked: the KV of all its slots is gone.
+        has_slots: `GET /slots` is allowed.
+        has_metrics: `GET /metrics` is allowed.
+        can_save: it has a `--slot-save-path`.
+        fingerprint: which model, and which adapters, made its KV.
+        is_unified: all slots share one pool of KV (`-kvu`); None while unknown.
+        ram_cache: it keeps prompts in a cache of its own (`--cache-ram`); None while unknown.
+    """
+
+    model: str
+    slots: int
+    slot_ctx: int
+    train_ctx: int | None
+    model_path: str
+    local_model: Path | None
+    vocab_size: int | None
+    build: str
+    chat_template: str = field(repr=False)
+    modalities: frozenset[str]
+    instance: str | None
+    is_sleeping: bool
+    has_slots: bool
+    has_metrics: bool
+    can_save: bool
+    fingerprint: str
+    is_unified: bool | None = None
+    ram_cache: bool | None = None
+
+    @property
+    def key(self) -> str:
+        """16 hex digits that name what may read a saved file: this model with this layout of streams.
+
+        Files of a unified pool fit any other, those of separate streams only a server with as many
+        slots; so it is final once `is_unified` is known.
+        """
+        has_one_stream = self.slots == 1 or self.is_unified is True
+        layout = 1 if has_one_stream else self.slots
+        return xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {layout}".encode())
+
+    @property
+    def looks_unified(self) -> bool:
+        """`is_unified`; while that is unknown, whether each slot has all the context there can be."""
+        if self.is_unified is None:
+            return self.slots > 1 and self.slot_ctx == self.train_ctx
+        return self.is_unified
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What stands in the way of using it fully: one sentence each, with the flags to start it with."""
+        return tuple(_findings(self))
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """One slot as `GET /slots` shows it.
+
+    Attributes:
+        id: what `id_slot` names.
+        n_ctx: its context in tokens.
+        is_processing: a request runs on it.
+        id_task: number of its latest request, None when it had none.
+        n_tokens: tokens it holds; None when it had no request, even after a restore.
+    """
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    id_task: int | None
+    n_tokens: int | None
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    n_ctx: int
+
+
+class _Props(msgspec.Struct, frozen=True):
+    """`GET /props`."""
+
+    total_slots: int
+    default_generation_settings: _Settings
+    model_path: str
+    model_alias: str = ""
+    chat_template: str = ""
+    build_info: str = ""
+    modalities: dict[str, bool] = {}
+    media_marker: str | None = None
+    is_sleeping: bool = False
+    endpoint_slots: bool = False
+    endpoint_metrics: bool = False
+
+
+class _Slot(msgspec.Struct, frozen=True):
+    """An entry of `GET /slots`."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    id_task: int | None = None
+    n_prompt_tokens: int | None = None
+
+
+async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
+    """Reads what a server is. Wakes one that sleeps.
+
+    Raises:
+        EngineSpecError: it is no llama-server, or one without slots.
+        EngineRejected: it refuses, e.g. the key.
+        EngineUnavailable: it does not answer, or is still loading its model.
+    """
+    props = await _props(control, spec)
+    model = await _model(control)
+    meta = model["meta"]
+    local = await asyncio.to_thread(_local_model, props.model_path, meta.get("size"))
+    return ServerFacts(
+        model=props.model_alias or model["id"],
+        slots=props.total_slots,
+        slot_ctx=props.default_generation_settings.n_ctx,
+        train_ctx=meta.get("n_ctx_train"),
+        model_path=props.model_path,
+        local_model=local,
+        vocab_size=meta.get("n_vocab"),
+        build=props.build_info,
+        chat_template=props.chat_template,
+        modalities=frozenset(name for name, takes in props.modalities.items() if takes),
+        instance=props.media_marker,
+        is_sleeping=props.is_sleeping,
+        has_slots=props.endpoint_slots,
+        has_metrics=props.endpoint_metrics,
+        can_save=await _can_save(control),
+        fingerprint=await _fingerprint(control, props, meta, local),
+        is_unified=False if props.total_slots == 1 else None,
+    )
+
+
+async def is_sleeping(control: ControlClient) -> bool:
+    """Whether the server sleeps, without waking it."""
+    return bool((await control.get("/props")).get("is_sleeping"))
+
+
+async def read_slots(control: ControlClient) -> list[SlotState]:
+    """All slots by id. Wakes a server that sleeps: ask `is_sleeping` first.
+
+    Raises:
+        EngineRejected: the server runs with `--no-slots`.
+        EngineUnavailable: it does not answer, or not as expected.
+    """
+    answer = await control.get("/slots")
+    try:
+        slots = msgspec.convert(answer, list[_Slot])
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"GET /slots: {error}") from error
+    return [
+        SlotState(slot.id, slot.n_ctx, slot.is_processing, slot.id_task, slot.n_prompt_tokens)
+        for slot in sorted(slots, key=lambda slot: slot.id)
+    ]
+
+
+def spare_slot(slots: Sequence[SlotState]) -> int:
+    """The slot whose content costs least to lose: an idle one if there is one, with the fewest tokens."""
+    return min(slots, key=lambda slot: (slot.is_processing, slot.n_tokens or 0, slot.id)).id
+
+
+async def probe(control: ControlClient, facts: ServerFacts, slot_id: int) -> ServerFacts:
+    """`facts` with what only trying tells. Slot `slot_id` must be idle; it is empty afterwards.
+
+    A few milliseconds on an idle server, plus the prefill of some 150 tokens.
+    """
+    ram_cache = await probe_ram_cache(control, slot_id)
+    is_unified = facts.is_unified
+    if facts.can_save and is_unified is None:
+        is_unified = await probe_unified(control, slot_id, facts.slots)
+    return replace(facts, ram_cache=ram_cache, is_unified=is_unified)
+
+
+async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
+    """Whether `--cache-ram` is on: a prompt that another one drove out of its slot comes back.
+
+    The content of slot `slot_id` is lost.
+    """
+    first, second = list(range(10, 10 + _PROBE_TOKENS)), list(range(110, 110 + _PROBE_TOKENS))
+    for prompt in (first, second):
+        await _prefill(control, prompt, slot_id)
+    return await _prefill(control, [*first, second[0]], slot_id) > 0
+
+
+async def probe_unified(control: ControlClient, slot_id: int, slots: int) -> bool | None:
+    """Whether all slots share one pool of KV, by the size of an empty slot's file; None where that is
+    not to be told.
+
+    The file counts the cells of each stream, and a unified pool is one stream. The content of slot
+    `slot_id` is lost, and `PROBE_FILE` is left in the server's save directory.
+    """
+    await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
+    saved = await control.call("POST", f"/slots/{slot_id}?action=save", json={"filename": PROBE_FILE})
+    words, rest = divmod(saved["n_written"], 4)
+    counted = words - _STATE_WORDS
+    if not rest and counted in [caches * (1 + slots) for caches in _CACHES]:
+        return False
+    return True if not rest and counted in [caches * (1 + 1) for caches in _CACHES] else None
+
+
+async def _prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
+    """Computes a prompt on a slot; returns how many of its tokens were reused."""
+    request = {"prompt": prompt, "n_predict": 0, "cache_prompt": True, "id_slot": slot_id}
+    match await control.call("POST", "/completion", json=request):
+        case {"timings": {"cache_n": int(reused)}}:
+            return reused
+        case _:
+            raise EngineUnavailable("POST /completion: the answer has no 'timings.cache_n'")
+
+
+async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
+    try:
+        answer = await control.get("/props")
+        props = msgspec.convert(answer, _Props)
+    except EngineRejected as error:
+        if error.status == _NOT_FOUND:
+            raise EngineSpecError(
+                f"engine {spec.id!r}: {spec.url!r} is no llama-server: it has no /props"
+            ) from error
+        raise
+    except msgspec.ValidationError as error:
+        raise EngineSpecError(
+            f"engine {spec.id!r}: {spec.url!r} is no llama-server with one model: /props: {error}"
+        ) from error
+    if props.total_slots < 1:
+        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has no slots")
+    return props
+
+
+async def _model(control: ControlClient) -> dict[str, Any]:
+    """The entry of the model in `/v1/models`, with `meta`, if only an empty one."""
+    match await control.get("/v1/models"):
+        case {"data": [{"id": str()} as model, *_]}:
+            return {**model, "meta": model.get("meta") or {}}
+        case _:
+            raise EngineUnavailable("/v1/models names no model")
+
+
+async def _can_save(control: ControlClient) -> bool:
+    """Whether slots can be saved: the server says no before it looks at the file name, which is none."""
+    try:
+        await control.call("POST", "/slots/0?action=save", json={"filename": "/"})
+    except EngineRejected as error:
+        return error.status not in (_NOT_FOUND, _NOT_IMPLEMENTED)
+    return True
+
+
+def _local_model(path: str, size: object) -> Path | None:
+    """The model's file when it is readable here, and not just another one of that name.
+
+    `size` is that of its tensors by the server's word: the rest of the file is metadata.
+    """
+    local = Path(path)
+    try:
+        parts = model_parts(local)
+        total = sum(part.stat().st_size for part in parts)
+        for part in parts:
+            part.open("rb").close()
+    except OSError:
+        return None
+    is_the_same = isinstance(size, int) and 0 <= total - size <= _METADATA * len(parts)
+    return local if is_the_same else None
+
+
+async def _fingerprint(
+    control: ControlClient, props: _Props, meta: dict[str, Any], local: Path | None
+) -> str:
+    if local is not None:
+        model = await asyncio.to_thread(file_digest, local)
+    else:
+        slot_id = spare_slot(await read_slots(control)) if props.endpoint_slots else 0
+        model = await remote_digest(control, meta, Path(props.model_path).name, slot_id)
+    adapters = await _adapters(control)
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([model, adapters])) if adapters else model
+
+
+async def _adapters(control: ControlClient) -> list[Any]:
+    """The LoRA adapters that are loaded: with them, the same model makes other KV."""
+    try:
+        answer = await control.get("/lora-adapters")
+    except EngineRejected as error:
+        if error.status in (_NOT_FOUND, _NOT_IMPLEMENTED):
+            return []
+        raise
+    return answer if isinstance(answer, list) else [answer]
+
+
+def _findings(facts: ServerFacts) -> Sequence[str]:
+    found = []
+    if facts.ram_cache:
+        found.append(
+            "--cache-ram is on: prompts in it change the slots unseen, and can corrupt a running answer; "
+            "start the server with --cache-ram 0"
+        )
+    if facts.looks_unified:
+        verb = "share" if facts.is_unified else "seem to share"
+        found.append(
+            f"its slots {verb} one pool of KV (-kvu, or no -np), where a prompt can drive out the others'; "
+            f"start the server with -no-kvu -np {facts.slots} -c {facts.slots}*CTX, "
+            "CTX being the context of one slot"
+        )
+    if not facts.can_save:
+        found.append(
+            "no prefix can be saved or restored; start the server with --slot-save-path DIR, "
+            "a directory that exists, best in memory"
+        )
+    if not facts.has_slots:
+        found.append("its slots cannot be watched; start the server with --slots")
+    if facts.is_sleeping:
+        found.append(
+            "it sleeps when idle and loses all KV; start the server without --sleep-idle-seconds, or with -1"
+        )
+    return found

@@ -1,0 +1,101 @@
+"""Which model a server runs, as a digest: KV of one model is noise to another of the same shape.
+
+A GGUF that can be read here is told by its bytes. Elsewhere the server's own words must do: what it says
+of the model, and how the model continues a fixed prompt.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.openai_http import ControlClient
+
+_ENDS = 1 << 20  # bytes read at the head (metadata, vocabulary) and at the tail
+_SAMPLES, _SAMPLE = 512, 4096  # evenly between: a tensor of 0.2% of the file is hit at least once
+_WHOLE = 2 * _ENDS + _SAMPLES * _SAMPLE
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+# Half a prompt of unlike tokens, small enough for any vocabulary, and what a model makes of it.
+_PROMPT = tuple(300 + 37 * i % 501 for i in range(24))
+_CONTINUATION = 16
+
+
+def file_digest(path: Path) -> str:
+    """Digest of a GGUF, all its parts included: sizes, and about 4 MiB of each part's bytes.
+
+    Reads milliseconds' worth from a warm page cache; the same unchanged files are read once.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files = []
+    for part in model_parts(path):
+        status = part.stat()
+        files.append((str(part), status.st_size, status.st_mtime_ns, status.st_ino))
+    return _digest(tuple(files))
+
+
+def model_parts(path: Path) -> list[Path]:
+    """The files of a model: `path`, or all parts when it is named `…-00001-of-00003.gguf`."""
+    name = _PART.search(path.name)
+    if name is None:
+        return [path]
+    stem = path.name[: name.start()]
+    return [path.with_name(f"{stem}-{i:05}-of-{name[2]}.gguf") for i in range(1, int(name[2]) + 1)]
+
+
+async def remote_digest(control: ControlClient, meta: dict[str, Any], file_name: str, slot_id: int) -> str:
+    """Digest of a model whose file is out of reach; it replaces what slot `slot_id` holds.
+
+    Args:
+        control: the server.
+        meta: its `meta` in `/v1/models`.
+        file_name: of the model on the server.
+        slot_id: the slot that continues the fixed prompt.
+
+    Raises:
+        EngineUnavailable: the answer carries no tokens.
+    """
+    request = {
+        "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,
+        "return_tokens": True, "cache_prompt": False, "id_slot": slot_id,
+    }  # fmt: skip
+    answer = await control.call("POST", "/completion", json=request)
+    match answer:
+        case {"tokens": [int(), *_] as tokens}:
+            shape = {name: value for name, value in sorted(meta.items()) if name != "n_ctx"}
+            return xxhash.xxh3_128_hexdigest(msgspec.json.encode([shape, file_name, tokens]))
+        case _:
+            raise EngineUnavailable("POST /completion: the answer has no 'tokens'")
+
+
+@lru_cache(maxsize=64)
+def _digest(files: tuple[tuple[str, int, int, int], ...]) -> str:
+    state = xxhash.xxh3_128()
+    for name, size, _mtime, _inode in files:
+        state.update(struct.pack("<Q", size))
+        with Path(name).open("rb", buffering=0) as file:
+            for offset, length in _samples(size):
+                file.seek(offset)
+                state.update(file.read(length))
+    return state.hexdigest()
+
+
+def _samples(size: int) -> Iterator[tuple[int, int]]:
+    """Offsets and lengths of what is read of a file."""
+    if size <= _WHOLE:
+        yield 0, size
+        return
+    yield 0, _ENDS
+    between = size - 2 * _ENDS - _SAMPLE
+    for index in range(_SAMPLES):
+        yield _ENDS + between * index // (_SAMPLES - 1), _SAMPLE
+    yield size - _ENDS, _ENDS
