@@ -1,0 +1,273 @@
+"""What real servers with all kinds of flags are found to be."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.llama_server.discovery import (
+    PROBE_FILE,
+    SlotState,
+    discover,
+    is_sleeping,
+    probe,
+    probe_ram_cache,
+    probe_unified,
+    read_slots,
+    spare_slot,
+)
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineSpec
+from scripts.make_gguf import gguf_path
+from tests.engines import served
+
+RAM = ("--cache-ram", "512")
+
+
+def spec_of(url):
+    return EngineSpec(kind="llama_server", url=url, id="e")
+
+
+@pytest.fixture
+def found(start_llama, control_of):
+    """Starts a server, discovers and probes it: `await found("-kvu", slots=2)`."""
+
+    async def find(*flags, **options):
+        server = start_llama(*flags, **options)
+        control = control_of(server.url)
+        facts = await discover(control, spec_of(server.url))
+        return await probe(control, facts, facts.slots - 1)
+
+    return find
+
+
+async def test_a_server_as_it_should_be(found, save_dir):
+    facts = await found(slots=3, ctx=1024, save_dir=save_dir)
+    assert (facts.slots, facts.slot_ctx, facts.train_ctx, facts.vocab_size) == (3, 1024, 32768, 4096)
+    assert facts.local_model == gguf_path("tiny")
+    assert facts.model_path == facts.model == str(gguf_path("tiny"))
+    assert (facts.has_slots, facts.has_metrics, facts.can_save) == (True, True, True)
+    assert (facts.is_sleeping, facts.is_unified, facts.ram_cache) == (False, False, False)
+    assert (facts.modalities, facts.findings) == (frozenset(), ())
+    assert "<|im_start|>" in facts.chat_template
+    assert facts.build
+    assert re.fullmatch("[0-9a-f]{16}", facts.key)
+    assert (save_dir / PROBE_FILE).stat().st_size < 100
+
+
+async def test_the_flags_of_a_plain_start(found):
+    """No -np, so four slots on one pool; no --cache-ram, so it is on; no --slot-save-path."""
+    facts = await found("-np", "-1", "-c", "0", *RAM)
+    assert (facts.slots, facts.ram_cache, facts.is_unified, facts.can_save) == (4, True, None, False)
+    assert facts.looks_unified
+    ram, pool, save = facts.findings
+    assert "--cache-ram 0" in ram
+    assert "seem to share" in pool
+    assert "-no-kvu -np 4 -c 4*CTX" in pool
+    assert "--slot-save-path DIR" in save
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4, 8])
+@pytest.mark.parametrize("flag", ["-kvu", "-no-kvu"])
+async def test_a_unified_pool_is_found_whatever_the_number_of_slots(found, save_dir, flag, slots):
+    facts = await found(flag, slots=slots, ctx=512, save_dir=save_dir)
+    assert facts.is_unified is facts.looks_unified is (flag == "-kvu")
+    assert [finding for finding in facts.findings if "slots share one pool" in finding] == (
+        list(facts.findings) if facts.is_unified else []
+    )
+    assert len(facts.findings) == facts.is_unified
+
+
+@pytest.mark.parametrize("flags", [RAM, ("--cache-ram", "-1"), (*RAM, "-kvu")])
+async def test_a_ram_cache_is_found(found, save_dir, flags):
+    facts = await found(*flags, save_dir=save_dir)
+    assert facts.ram_cache is True
+    assert "--cache-ram 0" in facts.findings[0]
+
+
+async def test_without_the_route_of_slots(found, save_dir):
+    facts = await found("--no-slots", save_dir=save_dir)
+    assert (facts.has_slots, facts.can_save, facts.is_unified) == (False, True, False)
+    assert [finding for finding in facts.findings if "--slots" in finding] == list(facts.findings)
+
+
+async def test_a_sleeping_server(start_llama, control_of, save_dir):
+    server = start_llama("--sleep-idle-seconds", "1", save_dir=save_dir)
+    control = control_of(server.url)
+    awake = await discover(control, spec_of(server.url))
+    while not await is_sleeping(control):  # noqa: ASYNC110 - another process falls asleep
+        await asyncio.sleep(0.02)
+    facts = await discover(control, spec_of(server.url))
+    assert (awake.is_sleeping, facts.is_sleeping) == (False, True)
+    assert "--sleep-idle-seconds" in facts.findings[0]
+    assert replace(facts, is_sleeping=False) == awake
+
+
+async def test_a_restart_shows(start_llama, control_of):
+    instances = set()
+    for _ in range(2):
+        server = start_llama()
+        instances.add((await discover(control_of(server.url), spec_of(server.url))).instance)
+        assert (await discover(control_of(server.url), spec_of(server.url))).instance in instances
+        server.stop()
+    assert len(instances - {None}) == 2
+
+
+async def test_an_alias_is_the_name(found):
+    assert (await found("--alias", "llama")).model == "llama"
+
+
+# --- which model, and what its files fit --------------------------------------------------------
+
+
+async def test_files_fit_the_same_model_with_the_same_streams(found, save_dir):
+    here, there, fewer, pool, pool_of_two, single, other = [
+        (await found(*flags, slots=slots, ctx=512, save_dir=save_dir, model=gguf_path("tiny", seed))).key
+        for flags, slots, seed in [
+            ((), 4, 0), ((), 4, 0), ((), 2, 0), (("-kvu",), 4, 0), (("-kvu",), 2, 0), ((), 1, 0), ((), 4, 1),
+        ]
+    ]  # fmt: skip
+    assert here == there
+    assert pool == pool_of_two == single
+    assert len({here, fewer, pool, other}) == 4
+
+
+async def test_a_model_out_of_reach(start_llama, control_of, tmp_path):
+    """The server keeps the file open; here it is gone."""
+    prints = set()
+    for seed in (0, 0, 1):
+        model = shutil.copy(gguf_path("tiny", seed), tmp_path / "model.gguf")
+        server = start_llama(model=model)
+        model.unlink()
+        facts = await discover(control_of(server.url), spec_of(server.url))
+        assert facts.local_model is None
+        prints.add(facts.fingerprint)
+    assert len(prints) == 2
+
+
+async def test_another_file_of_that_name_is_not_the_model(start_llama, control_of, tmp_path):
+    model = shutil.copy(gguf_path("tiny"), tmp_path / "model.gguf")
+    server = start_llama("--no-slots", model=model)
+    model.unlink()
+    model.write_bytes(b"GGUF" + bytes(100))
+    assert (await discover(control_of(server.url), spec_of(server.url))).local_model is None
+
+
+async def test_an_unread_model_costs_the_emptiest_slot(start_llama, control_of, tmp_path):
+    model = shutil.copy(gguf_path("tiny"), tmp_path / "model.gguf")
+    server = start_llama(model=model, slots=2)
+    model.unlink()
+    control = control_of(server.url)
+    prompt = list(range(500, 600))
+    await control.call("POST", "/completion", json={"prompt": prompt, "n_predict": 0, "id_slot": 0})
+    await discover(control, spec_of(server.url))
+    assert (await read_slots(control))[0].n_tokens == len(prompt)
+
+
+# --- slots ---------------------------------------------------------------------------------------
+
+
+async def test_slots_before_and_after_a_request(start_llama, control_of):
+    control = control_of(start_llama(slots=2, ctx=512).url)
+    fresh = [SlotState(i, 512, False, None, None) for i in (0, 1)]
+    assert await read_slots(control) == fresh
+    await control.call("POST", "/completion", json={"prompt": [5] * 9, "n_predict": 4, "id_slot": 1})
+    first, second = await read_slots(control)
+    assert first == fresh[0]
+    assert (second.n_tokens, second.is_processing, second.id_task is None) == (9 + 4 - 1, False, False)
+
+
+async def test_slots_that_must_not_be_seen(start_llama, control_of):
+    with pytest.raises(EngineRejected, match="--slots") as caught:
+        await read_slots(control_of(start_llama("--no-slots").url))
+    assert caught.value.status == 501
+
+
+def test_the_spare_slot_is_idle_and_has_least():
+    def slot(id_, n_tokens, is_processing=False):
+        return SlotState(id_, 512, is_processing, None, n_tokens)
+
+    assert spare_slot([slot(0, 9), slot(1, 5), slot(2, None, is_processing=True)]) == 1
+    assert spare_slot([slot(0, 9), slot(1, None)]) == 1
+    assert spare_slot([slot(0, 9, is_processing=True), slot(1, 3, is_processing=True)]) == 1
+
+
+# --- probes --------------------------------------------------------------------------------------
+
+
+async def test_probes_touch_their_slot_alone(start_llama, control_of, save_dir):
+    control = control_of(start_llama(slots=2, save_dir=save_dir).url)
+    prompt = {"prompt": list(range(500, 600)), "n_predict": 0}
+    for slot_id in (0, 1):
+        await control.call("POST", "/completion", json={**prompt, "id_slot": slot_id})
+    assert await probe_ram_cache(control, 1) is False
+    assert await probe_unified(control, 1, 2) is False
+    reused = [
+        (await control.call("POST", "/completion", json={**prompt, "id_slot": slot_id}))["timings"]["cache_n"]
+        for slot_id in (0, 1)
+    ]
+    assert reused == [99, 0]
+
+
+@pytest.mark.parametrize("n_written", [0, 35, 40, 46, 4000])
+async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
+    app = Starlette(
+        routes=[Route("/slots/0", lambda _: JSONResponse({"n_written": n_written}), methods=["POST"])]
+    )
+    with served(app) as url:
+        assert await probe_unified(control_of(url), 0, 4) is None
+
+
+# --- what is no llama-server ---------------------------------------------------------------------
+
+PROPS = {"total_slots": 1, "default_generation_settings": {"n_ctx": 8}, "model_path": "/m"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "message"),
+    [
+        ({}, EngineSpecError, "is no llama-server: it has no /props"),
+        ({"/props": {"role": "router"}}, EngineSpecError, "one model: /props: .*total_slots"),
+        ({"/props": []}, EngineSpecError, "/props: Expected"),
+        ({"/props": {**PROPS, "total_slots": 0}}, EngineSpecError, "has no slots"),
+        ({"/props": PROPS, "/v1/models": {"data": []}}, EngineUnavailable, "names no model"),
+        ({"/props": PROPS, "/v1/models": []}, EngineUnavailable, "names no model"),
+    ],
+)
+async def test_what_is_no_llama_server(control_of, answers, error, message):
+    routes = [Route(path, lambda request: JSONResponse(answers[request.url.path])) for path in answers]
+    with served(Starlette(routes=routes)) as url, pytest.raises(error, match=message):
+        await discover(control_of(url), spec_of(url))
+
+
+async def test_a_wrong_key(start_llama):
+    url = start_llama("--api-key", "k").url
+    for key, status in ((None, 401), ("k", None)):
+        spec = replace(spec_of(url), api_key=key)
+        control = ControlClient(spec)
+        try:
+            if status is None:
+                assert (await discover(control, spec)).slots == 4
+            else:
+                with pytest.raises(EngineRejected) as caught:
+                    await discover(control, spec)
+                assert caught.value.status == status
+        finally:
+            await control.aclose()
+
+
+@pytest.mark.parametrize("answer", [{}, [{"id": 0}], [{"id": "0", "n_ctx": 1, "is_processing": False}]])
+async def test_slots_that_are_not_understood(control_of, answer):
+    with (
+        served(Starlette(routes=[Route("/slots", lambda _: JSONResponse(answer))])) as url,
+        pytest.raises(EngineUnavailable, match="GET /slots"),
+    ):
+        await read_slots(control_of(url))
