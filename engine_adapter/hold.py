@@ -76,12 +76,14 @@ class Hold:
         cached_tokens: what the engine will report as reused, None when the placement's word stands.
         firm: False when it may turn out to be more.
         answer: wants to see the answer pass; None when nobody does.
+        note: what people should know of how it was served.
     """
 
     body: RequestBody
     cached_tokens: int | None = None
     firm: bool = True
     answer: AnswerReader | None = None
+    note: str = ""
 
 
 class SelfPlaced:

@@ -110,16 +110,14 @@ class Flow:
         engine = lease.engine
         async with lease.patience(), self._hold(engine, pool, call, record.prompt) as hold:
             placement = record.placement = lease.refine(hold)
+            record.note = hold.note
+            headers = _headers(call, placement, hold)
             outcome = await self.forwarder.forward(
                 engine.adapter,
                 call,
                 hold,
                 reply,
-                {
-                    "x-request-id": call.request_id,
-                    "x-kvpin-engine": engine.id,
-                    "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
-                },
+                headers,
                 lambda: lease.first_byte(streamed=call.streams),
             )
         lease.succeeded = outcome.error is None
@@ -190,6 +188,16 @@ def _record_of(call: Call) -> RequestRecord:
         stream=call.streams,
         prompt_cache_key=key if isinstance(key, str) else None,
     )
+
+
+def _headers(call: Call, placement: Placement, hold: Hold) -> dict[str, str]:
+    """What kvpin adds to the answer's headers."""
+    headers = {
+        "x-request-id": call.request_id,
+        "x-kvpin-engine": placement.engine,
+        "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
+    }
+    return {**headers, "x-kvpin-note": hold.note} if hold.note else headers
 
 
 def _note_outcome(record: RequestRecord, outcome: Outcome) -> None:

@@ -35,6 +35,7 @@ class RequestRecord:
     first_byte_s: float | None = None
     duration_s: float | None = None
     error: str | None = None
+    note: str = ""
 
     @property
     def n_tokens(self) -> int | None:

@@ -36,6 +36,7 @@ def summarize(record: RequestRecord) -> dict[str, Any]:
         "first_byte_s": record.first_byte_s,
         "duration_s": record.duration_s,
         "error": record.error,
+        "note": record.note,
     }
 
 

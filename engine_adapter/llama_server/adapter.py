@@ -1,0 +1,370 @@
+"""llama-server as an engine: its slots leased, its prompts pinned, its KV saved and restored.
+
+connect → what the server is (discovery.py) → a keeper for its slots, or none where they cannot be kept
+hold    → a slot for the request (keeper.py) → body with id_slot → what the answer left (answer.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineSpecError, NotSupported
+from engine_adapter.hold import Forecast, Hold, RequestBody
+from engine_adapter.http import OutgoingRequest
+from engine_adapter.llama_server.answer_reader import SlotAnswer
+from engine_adapter.llama_server.assemble import streaming_body
+from engine_adapter.llama_server.discovery import (
+    PROBE_FILE,
+    ServerFacts,
+    discover,
+    is_sleeping,
+    probe,
+    read_slots,
+    spare_slot,
+)
+from engine_adapter.llama_server.keeper import STRANGE, SlotKeeper
+from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
+from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
+from engine_adapter.llama_server.state_file import StateFileError
+from engine_adapter.llama_server.tokens import tokenize
+from engine_adapter.llama_server.turns import Ask
+from engine_adapter.llama_server.verbs import SlotVerbs
+from engine_adapter.openai_http import ControlClient, prepare_request
+from engine_adapter.types import (
+    Capability,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    KvEvent,
+    KvProgress,
+    KvTarget,
+    KvVerb,
+    Pinned,
+    PromptTable,
+    TokenIds,
+)
+
+log = logging.getLogger("kvpin.llama_server")
+
+DEFAULT_CACHE_BYTES = 4 * 2**30
+# The routes on which `id_slot` is honoured; on the others that run a prompt, a request runs alone.
+PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+UNPINNED_ROUTES = frozenset({"/v1/messages"})
+# Fields that make one request several, which the server spreads over slots of its own choice.
+_SEVERAL = ("n", "n_cmpl")
+# Fields under which the KV is not that of the tokens alone.
+_OTHER_KV = ("lora",)
+
+_ALWAYS = frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE})
+_WITH_SLOTS = _ALWAYS | {Capability.KV_EVENTS, Capability.CACHE_SALT, Capability.PIN}
+_WITH_FILES = frozenset({Capability.FLUSH, Capability.OFFLOAD, Capability.RESTORE})
+# A prompt whose tokens do not tell what its KV is.
+_UNKNOWN = Ask(array("i"), STRANGE)
+_INSTEAD = {
+    Capability.KV_EVENTS: "its slots cannot be followed, so what it holds is learned from its answers",
+    Capability.CACHE_SALT: "serve tenants that must not share KV from servers of their own",
+    Capability.PIN: "start it with --slots and without -kvu to let kvpin lease its slots",
+    Capability.EXTRA_IDS: "text alone can be warmed",
+    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
+    Capability.FLUSH: "start it with --slot-save-path DIR: erasing a slot needs it",
+    Capability.OFFLOAD: "start it with --slot-save-path DIR and set host_cache_dir to DIR",
+    Capability.RESTORE: "start it with --slot-save-path DIR and set host_cache_dir to DIR; "
+    '"fallback": "warm" computes a prefix again by a one-token prefill',
+}  # fmt: skip
+
+
+class LlamaServerAdapter:
+    """`EngineAdapter` of llama.cpp's llama-server."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Raises EngineSpecError for an address that is none, or directories that contradict each other."""
+        self.spec = spec
+        self._control = ControlClient(spec)
+        self._mirror = MirrorEvents()
+        self._registry = SavedPrefixes.shared(_place(spec)) if spec.host_cache_dir else None
+        self._unsubscribe = self._registry.subscribe(self._on_saved) if self._registry else None
+        self._facts: ServerFacts | None = None
+        self._keeper: SlotKeeper | None = None
+        self._verbs: SlotVerbs | None = None
+        self._write_back: asyncio.Task[None] | None = None
+        self._capabilities: frozenset[Capability] = _ALWAYS
+        self._was_asleep = False
+
+    # --- what it is -----------------------------------------------------------------------------------
+
+    async def connect(self) -> EngineInfo:
+        """See `EngineAdapter.connect`."""
+        await self._control.fetch("GET", "/health")
+        facts = await discover(self._control, self.spec)
+        if self._facts is None or _identity(facts) != _identity(self._facts) or self._is_lost():
+            await self._begin(facts)
+        return EngineInfo(
+            model=self.spec.model or facts.model,
+            instance=_identity(facts),
+            capabilities=self._capabilities,
+            tokens_per_block=TOKENS_PER_BLOCK,
+            max_model_len=facts.slot_ctx,
+            vocab_size=facts.vocab_size,
+            tokenizer=self.spec.tokenizer or (str(facts.local_model) if facts.local_model else None),
+            gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
+            version=facts.build,
+        )
+
+    async def load(self) -> EngineLoad:
+        """See `EngineAdapter.load`."""
+        await self._control.fetch("GET", "/health")
+        keeper = self._keeper
+        if keeper is None:
+            return EngineLoad(running=0, waiting=0)
+        if not keeper.streams:
+            await self._reconcile(keeper)
+        return EngineLoad(running=keeper.streams, waiting=keeper.waiting)
+
+    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
+        """See `EngineAdapter.tokenize`."""
+        return await tokenize(self._control, path, body)
+
+    def not_supported(self, capability: Capability) -> NotSupported:
+        """See `EngineAdapter.not_supported`."""
+        return NotSupported(
+            capability.value, engine=self.spec.id, instead=_INSTEAD.get(capability, "it does not exist here")
+        )
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def forecast(self, prompt: KvTarget) -> Forecast | None:
+        """See `EngineAdapter.forecast`."""
+        return None if self._keeper is None else self._keeper.forecast(self._ask(prompt))
+
+    def hold(
+        self, path: str, body: RequestBody, prompt: KvTarget | None
+    ) -> AbstractAsyncContextManager[Hold]:
+        """See `EngineAdapter.hold`."""
+        keeper = self._keeper
+        if keeper is None or not isinstance(body, JsonBody):
+            return nullcontext(Hold(body))
+        if path in PINNED_ROUTES and not _is_several(body):
+            return self._hold_slot(keeper, path, body, prompt)
+        if path in PINNED_ROUTES or path in UNPINNED_ROUTES:
+            return _hold_all(keeper, body)
+        return nullcontext(Hold(body))
+
+    def prepare(
+        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
+    ) -> OutgoingRequest:
+        """See `EngineAdapter.prepare`."""
+        return prepare_request(self.spec, method, path, headers, body)
+
+    def cached_tokens(self, headers: Mapping[str, str]) -> int | None:  # noqa: ARG002 - part of the contract
+        """None: llama-server reports cached tokens in the body."""
+        return None
+
+    # --- KV -------------------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncGenerator[KvEvent, None]:
+        """See `EngineAdapter.events`."""
+        if Capability.KV_EVENTS not in self._capabilities:
+            raise self.not_supported(Capability.KV_EVENTS)
+        async with aclosing(self._mirror.follow()) as events:
+            async for event in events:
+                yield event
+
+    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """See `EngineAdapter.operate`."""
+        verbs = await self._able(Capability(verb.value))
+        async with aclosing(verbs.operate(verb, target)) as progress:
+            async for step in progress:
+                yield step
+
+    async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
+        """See `EngineAdapter.pin`."""
+        return (await self._able(Capability.PIN)).pin(target, ttl_s)
+
+    async def unpin(self, pin_id: str) -> bool:
+        """See `EngineAdapter.unpin`."""
+        return (await self._able(Capability.PIN)).unpin(pin_id)
+
+    async def put_prompt_table(self, table: PromptTable) -> None:  # noqa: ARG002 - part of the contract
+        """Not supported."""
+        raise self.not_supported(Capability.PROMPT_TABLES)
+
+    async def delete_prompt_table(self, table_id: str) -> None:  # noqa: ARG002 - likewise
+        """Not supported."""
+        raise self.not_supported(Capability.PROMPT_TABLES)
+
+    async def stats(self) -> dict[str, Any]:
+        """See `EngineAdapter.stats`."""
+        keeper, facts = self._keeper, self._facts
+        if facts is None:
+            return {}
+        findings = [*facts.findings, *(keeper.findings if keeper is not None else ())]
+        if keeper is None:
+            return {"slots": [], "findings": findings}
+        return {
+            "slots": keeper.describe(),
+            "findings": findings,
+            "waiting": keeper.waiting,
+            "counts": asdict(keeper.counts),
+            "rates": asdict(keeper.rates.view),
+            "files": self._registry.stats() if self._registry is not None else {},
+        }
+
+    async def aclose(self) -> None:
+        """See `EngineAdapter.aclose`. What lies in slots is saved first, so that a restart loses nothing."""
+        await self._end(farewell=True)
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        await self._control.aclose()
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    async def _begin(self, facts: ServerFacts) -> None:
+        """A server process met for the first time: nothing of the one before counts any more."""
+        await self._end(farewell=False)
+        self._mirror.clear()
+        self._capabilities, self._was_asleep = _ALWAYS, False
+        if facts.has_slots:
+            facts = await self._probe(facts)
+        self._facts = facts
+        for finding in facts.findings:
+            log.warning("%s: %s", self.spec.id, finding)
+        if not facts.has_slots or facts.looks_unified:
+            return
+        saved = await self._usable_registry(facts)
+        self._keeper = SlotKeeper(self.spec.id, self._control, facts, saved, self._mirror)
+        self._verbs = SlotVerbs(self._keeper)
+        self._capabilities = _WITH_SLOTS
+        if facts.can_save:
+            self._capabilities |= {Capability.FLUSH}
+        if saved is not None:
+            self._capabilities |= _WITH_FILES
+            for entry in saved.entries(facts.key):
+                self._on_saved(SavedEvent.ADDED, entry)
+        self._keeper.adopt(await read_slots(self._control))
+        self._write_back = asyncio.get_running_loop().create_task(self._keeper.write_back())
+
+    async def _probe(self, facts: ServerFacts) -> ServerFacts:
+        """What only trying tells, when that disturbs nobody."""
+        states = await read_slots(self._control)
+        if any(state.is_processing for state in states):
+            return facts
+        facts = await probe(self._control, facts, spare_slot(states))
+        if self.spec.host_cache_dir is not None:
+            with suppress(OSError):
+                await asyncio.to_thread((Path(self.spec.host_cache_dir) / PROBE_FILE).unlink, missing_ok=True)
+        return facts
+
+    async def _usable_registry(self, facts: ServerFacts) -> SavedPrefixes | None:
+        if self._registry is None or not facts.can_save:
+            return None
+        try:
+            await self._registry.rebuild()
+        except StateFileError as error:
+            log.warning("%s: KV is not saved: %s", self.spec.id, error)
+            return None
+        return self._registry
+
+    async def _end(self, *, farewell: bool) -> None:
+        if self._write_back is not None:
+            self._write_back.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._write_back
+            self._write_back = None
+        if self._keeper is not None:
+            await self._keeper.aclose(farewell=farewell)
+            self._keeper = self._verbs = None
+
+    def _is_lost(self) -> bool:
+        return self._keeper is not None and self._keeper.is_lost
+
+    async def _reconcile(self, keeper: SlotKeeper) -> None:
+        """GET /slots would wake a sleeping server, which has lost its KV by then."""
+        if await is_sleeping(self._control):
+            if not self._was_asleep:
+                keeper.forget_everything()
+            self._was_asleep = True
+            return
+        self._was_asleep = False
+        await keeper.reconcile()
+
+    @asynccontextmanager
+    async def _hold_slot(
+        self, keeper: SlotKeeper, path: str, body: JsonBody, prompt: KvTarget | None
+    ) -> AsyncIterator[Hold]:
+        is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
+        ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
+        async with keeper.lease(ask) as lease:
+            lease.has_stop = bool(body.get("stop"))
+            wants_reuse = body.get("cache_prompt") is not False
+            reuses = lease.may_reuse and wants_reuse and is_known
+            streamed = streaming_body(path, body)
+            answer = SlotAnswer(path, lease, assembles=streamed is not None)
+            yield Hold(
+                (streamed or body).replace(id_slot=lease.slot, cache_prompt=reuses),
+                cached_tokens=lease.cached_tokens if reuses else 0,
+                firm=lease.firm or not reuses,
+                answer=answer,
+            )
+
+    def _ask(self, prompt: KvTarget) -> Ask:
+        digest = salt_digest(prompt.cache_salt)
+        self._mirror.know(digest, prompt.cache_salt)
+        return Ask(prompt.token_ids if prompt.token_ids is not None else array("i"), digest)
+
+    async def _able(self, capability: Capability) -> SlotVerbs:
+        if self._facts is None:
+            await self.connect()
+        if self._verbs is None or capability not in self._capabilities:
+            raise self.not_supported(capability)
+        return self._verbs
+
+    def _on_saved(self, event: SavedEvent, entry: Saved) -> None:
+        """The registry is shared: what another server saved can be restored here as well."""
+        if self._facts is None or entry.key != self._facts.key:
+            return
+        if event is SavedEvent.REMOVED:
+            self._mirror.drop(entry.name)
+            if self._keeper is not None:
+                self._keeper.note_removed()
+        else:
+            self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
+
+
+@asynccontextmanager
+async def _hold_all(keeper: SlotKeeper, body: JsonBody) -> AsyncIterator[Hold]:
+    """A request the server would put on slots of its own choice: it runs alone, and nothing is predicted."""
+    async with keeper.alone():
+        yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
+
+
+def _is_several(body: JsonBody) -> bool:
+    """Whether the server would make several requests of it."""
+    prompt = body.get("prompt")
+    texts = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
+    return (texts and len(prompt) > 1) or any(body.get(name) not in (None, 1) for name in _SEVERAL)
+
+
+def _identity(facts: ServerFacts) -> str:
+    """Changes with the process, and with the model it serves."""
+    return f"{facts.instance or ''}{facts.fingerprint}"
+
+
+def _place(spec: EngineSpec) -> SavedPlace:
+    """Where the server's saved prefixes lie."""
+    if spec.host_cache_dir is None:
+        raise EngineSpecError(f"engine {spec.id!r} has no host_cache_dir")
+    disk = Path(spec.disk_cache_dir).expanduser() if spec.disk_cache_dir else None
+    return SavedPlace(
+        host=Path(spec.host_cache_dir).expanduser(),
+        host_bytes=spec.host_cache_bytes or DEFAULT_CACHE_BYTES,
+        disk=disk,
+        disk_bytes=(spec.disk_cache_bytes or DEFAULT_CACHE_BYTES) if disk else 0,
+    )

@@ -1,0 +1,49 @@
+"""Watches an answer pass, and reads it once when it is over."""
+
+from __future__ import annotations
+
+from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.llama_server.answer import read_answer
+from engine_adapter.llama_server.assemble import StreamError, assemble
+from engine_adapter.llama_server.keeper import SlotLease
+
+# Longer answers are passed on and not read: what they leave in the slot is asked of the server.
+MAX_BYTES = 64 * 2**20
+_SERVER_ERROR = 500
+
+
+class SlotAnswer:
+    """`AnswerReader` of a request on a leased slot."""
+
+    def __init__(self, path: str, lease: SlotLease, *, assembles: bool) -> None:
+        self.assembles = assembles
+        self._path = path
+        self._lease = lease
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> None:
+        """See `AnswerReader.feed`."""
+        self._lease.has_begun = True
+        self._size += len(chunk)
+        if self._size <= MAX_BYTES or self.assembles:
+            self._chunks.append(chunk)
+
+    def finish(self) -> bytes:
+        """See `AnswerReader.finish`."""
+        raw = b"".join(self._chunks)
+        self._chunks.clear()
+        if self._size <= MAX_BYTES:
+            self._lease.answer = read_answer(raw, streamed=True)
+        if not self.assembles:
+            return b""
+        try:
+            return assemble(self._path, raw)
+        except StreamError as error:
+            if error.status < _SERVER_ERROR:
+                raise EngineRejected(str(error), status=error.status) from error
+            raise EngineUnavailable(str(error)) from error
+
+    def cached_tokens(self) -> int | None:
+        """See `AnswerReader.cached_tokens`."""
+        return self._lease.answer.cached_tokens if self._lease.answer is not None else None

@@ -1,0 +1,77 @@
+"""How fast one server is: medians of what it was seen to do."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from engine_adapter.llama_server.plan import Rates
+
+WINDOW = 32
+# First-token times of fewer tokens measure a round trip, not the prefill.
+MIN_PREFILL_TOKENS = 32
+
+# Before anything is seen: a small model on a CPU, files in memory. Only their ratios matter at first.
+PREFILL_TOK_S = 500.0
+SAVE_BYTES_S = 400e6
+RESTORE_BYTES_S = 2e9
+DISK_BYTES_S = 400e6
+BYTES_PER_TOKEN = 20_000.0
+HOLD_S = 2.0
+
+
+class RateBook:
+    """Learns `Rates` from what happened."""
+
+    def __init__(self) -> None:
+        self._prefill = _Median(PREFILL_TOK_S)
+        self._save = _Median(SAVE_BYTES_S)
+        self._restore = _Median(RESTORE_BYTES_S)
+        self._bytes_per_token = _Median(BYTES_PER_TOKEN)
+        self._hold = _Median(HOLD_S)
+        self.view = self._view()
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """`tokens` prompt tokens were computed in `seconds`."""
+        if tokens >= MIN_PREFILL_TOKENS:
+            self._learn(self._prefill, tokens, seconds)
+
+    def saved(self, tokens: int, size: int, seconds: float) -> None:
+        """A slot of `tokens` tokens became a file of `size` bytes in `seconds`."""
+        self._learn(self._bytes_per_token, size, tokens)
+        self._learn(self._save, size, seconds - self.view.save_overhead_s)
+
+    def restored(self, size: int, seconds: float) -> None:
+        """A file of `size` bytes in the host tier went into a slot in `seconds`."""
+        self._learn(self._restore, size, seconds - self.view.restore_overhead_s)
+
+    def held(self, seconds: float) -> None:
+        """A request held its slot for `seconds`."""
+        self._learn(self._hold, seconds, 1.0)
+
+    def _learn(self, of: _Median, amount: float, per: float) -> None:
+        if amount > 0 and per > 0:
+            of.add(amount / per)
+            self.view = self._view()
+
+    def _view(self) -> Rates:
+        return Rates(
+            prefill_tok_s=self._prefill.value,
+            save_bytes_s=self._save.value,
+            restore_bytes_s=self._restore.value,
+            disk_bytes_s=DISK_BYTES_S,
+            bytes_per_token=self._bytes_per_token.value,
+            hold_s=self._hold.value,
+        )
+
+
+class _Median:
+    """The median of the last samples, or a first guess."""
+
+    def __init__(self, guess: float) -> None:
+        self.value = guess
+        self._samples: deque[float] = deque(maxlen=WINDOW)
+
+    def add(self, sample: float) -> None:
+        self._samples.append(sample)
+        self.value = median(self._samples)

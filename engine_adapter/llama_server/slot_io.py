@@ -1,0 +1,74 @@
+"""A slot's own operations over HTTP: save, restore, erase, and the state of all of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.openai_http import ControlClient
+
+
+class _Saved(msgspec.Struct):
+    n_saved: int
+    n_written: int
+
+
+class _Restored(msgspec.Struct):
+    n_restored: int
+    n_read: int
+
+
+class _Erased(msgspec.Struct):
+    n_erased: int
+
+
+_Answer = TypeVar("_Answer", _Saved, _Restored, _Erased)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a save or a restore moved: tokens, bytes, and the seconds it took."""
+
+    tokens: int
+    size: int
+    seconds: float
+
+
+class SlotIo:
+    """Slot operations of one server. The caller sees to it that a slot never has two of them at once.
+
+    Each raises EngineUnavailable when no answer comes, and EngineRejected when it is an error; a restore
+    that is rejected has wiped its slot.
+    """
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+
+    async def save(self, slot_id: int, name: str) -> Moved:
+        """Writes the slot to file `name` of the server's save path."""
+        started = time.monotonic()
+        answer = await self._act(slot_id, "save", _Saved, {"filename": name})
+        return Moved(answer.n_saved, answer.n_written, time.monotonic() - started)
+
+    async def restore(self, slot_id: int, name: str) -> Moved:
+        """Replaces the slot's content by that of file `name`."""
+        started = time.monotonic()
+        answer = await self._act(slot_id, "restore", _Restored, {"filename": name})
+        return Moved(answer.n_restored, answer.n_read, time.monotonic() - started)
+
+    async def erase(self, slot_id: int) -> int:
+        """Empties the slot; returns the tokens it held."""
+        return (await self._act(slot_id, "erase", _Erased, {})).n_erased
+
+    async def _act(self, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]) -> _Answer:
+        answer = await self._control.call("POST", f"/slots/{slot_id}?action={action}", json=fields)
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
+            raise EngineUnavailable(
+                f"the answer to {action} on slot {slot_id} is not understood: {error}"
+            ) from error

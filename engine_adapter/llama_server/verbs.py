@@ -1,0 +1,220 @@
+"""The admin verbs on slots and files: flush → erase, offload → save and erase, restore, pin.
+
+Counted in blocks, as everywhere: a slot or a file of n tokens has n // 16 of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+from uuid import uuid4
+
+from engine_adapter.llama_server.keeper import SlotKeeper
+from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
+from engine_adapter.llama_server.saved import Saved, salt_digest
+from engine_adapter.llama_server.slots import Operation, Slot
+from engine_adapter.llama_server.turns import Ask
+from engine_adapter.prefixes import common_prefix
+from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
+
+_Held = TypeVar("_Held", Slot, Saved)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """What a pin protects."""
+
+    slots: tuple[int, ...]
+    entries: tuple[Saved, ...]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """How far an operation has come."""
+
+    done: int = 0
+    total: int = 0
+    size: int = 0
+
+    def progress(self, left: dict[str, int]) -> KvProgress:
+        return KvProgress(self.done, self.total, self.size, dict(left))
+
+
+class SlotVerbs:
+    """KV operations on the slots and files of one server."""
+
+    def __init__(self, keeper: SlotKeeper) -> None:
+        self._keeper = keeper
+        self._pins: dict[str, _Pin] = {}
+
+    def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """See `EngineAdapter.operate`."""
+        match verb:
+            case KvVerb.FLUSH:
+                return self._flush(target)
+            case KvVerb.OFFLOAD:
+                return self._offload(target)
+            case KvVerb.RESTORE:
+                return self._restore(target)
+
+    def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
+        """See `EngineAdapter.pin`: the slot and the file that hold most of the prefix."""
+        keeper, table = self._keeper, self._keeper.table
+        slots = _fullest(list(table), lambda slot: _shared(slot.tokens, slot.salt, target))[:1]
+        entries = _fullest(list(keeper.entries()), lambda entry: _shared(entry.tokens, entry.salt, target))[
+            :1
+        ]
+        tokens = 0
+        for slot in slots:
+            shared = _shared(slot.tokens, slot.salt, target)
+            tokens = max(tokens, table.pin(slot.id, shared, keeper.now() + ttl_s))
+        for entry in entries:
+            entry.pinned_until = max(entry.pinned_until, time.time() + ttl_s)
+            tokens = max(tokens, _shared(entry.tokens, entry.salt, target))
+        pin_id = f"pin-{uuid4().hex}"
+        self._pins[pin_id] = _Pin(tuple(slot.id for slot in slots), tuple(entries))
+        return Pinned(pin_id, tokens // TOKENS_PER_BLOCK, ttl_s)
+
+    def unpin(self, pin_id: str) -> bool:
+        """See `EngineAdapter.unpin`."""
+        pin = self._pins.pop(pin_id, None)
+        if pin is None:
+            return False
+        for slot_id in pin.slots:
+            self._keeper.table.pin(slot_id, 0, self._keeper.now())
+        for entry in pin.entries:
+            entry.pinned_until = 0.0
+        return True
+
+    async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """Whatever begins like the target is gone, from slots and from files."""
+        keeper, tally = self._keeper, _Tally()
+        slots, left = self._free([slot for slot in keeper.table if _concerns(slot, target)])
+        entries = [entry for entry in keeper.all_entries() if _matches(entry.tokens, entry.salt, target)]
+        tally.total = sum(map(_blocks, slots)) + sum(map(_blocks, entries))
+        for slot in slots:
+            blocks = _blocks(slot)
+            if slot.is_idle:
+                await keeper.take(slot.id, Operation.ERASE, keeper.erase)
+                tally.done += blocks
+            else:
+                left["in_use"] = left.get("in_use", 0) + blocks
+            yield tally.progress(left)
+        for entry in entries:
+            await keeper.forget(entry)
+            tally.done += _blocks(entry)
+            tally.size += entry.size
+            yield tally.progress(left)
+        yield tally.progress(left)
+
+    async def _offload(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """What lies in slots lies in files afterwards, and the slots are empty."""
+        keeper, tally = self._keeper, _Tally()
+        held = [slot for slot in keeper.table if _concerns(slot, target) and not slot.is_empty]
+        if target.token_ids is not None:
+            held = _fullest(held, lambda slot: _shared(slot.tokens, slot.salt, target))
+        slots, left = self._free(held)
+        tally.total = sum(map(_blocks, slots))
+        for slot in slots:
+            blocks = _blocks(slot)
+            reason = await self._offload_slot(slot)
+            if reason is None:
+                tally.done += blocks
+                tally.size += round(blocks * TOKENS_PER_BLOCK * keeper.rates.view.bytes_per_token)
+            else:
+                left[reason] = left.get(reason, 0) + blocks
+            yield tally.progress(left)
+        yield tally.progress(left)
+
+    async def _offload_slot(self, slot: Slot) -> str | None:
+        """Saves what is not saved yet and erases the slot; why not, if it was left."""
+        keeper = self._keeper
+        if not slot.is_idle:
+            return "in_use"
+        if slot.dirty and not await keeper.take(slot.id, Operation.SAVE, keeper.save):
+            return "not_saved"
+        return await self._erase_saved(slot)
+
+    async def _erase_saved(self, slot: Slot) -> str | None:
+        """Erases a slot that was saved, unless somebody has taken it meanwhile."""
+        if not slot.is_idle or slot.dirty:
+            return "in_use"
+        await self._keeper.take(slot.id, Operation.ERASE, self._keeper.erase)
+        return None
+
+    async def _restore(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """Files go back into slots: the best one for a prefix, else as many as there are empty slots."""
+        keeper, tally = self._keeper, _Tally()
+        left: dict[str, int] = {}
+        for entry in self._wanted(target):
+            tally.total += _blocks(entry)
+            if await keeper.bring(Ask(entry.tokens, entry.salt)):
+                tally.done += _blocks(entry)
+                tally.size += entry.size
+            else:
+                left["no_room"] = left.get("no_room", 0) + _blocks(entry)
+            yield tally.progress(left)
+        yield tally.progress(left)
+
+    def _wanted(self, target: KvTarget) -> list[Saved]:
+        """Files to restore, less those whose tokens lie in a slot already."""
+        keeper = self._keeper
+        entries = [entry for entry in keeper.entries() if _matches(entry.tokens, entry.salt, target)]
+        entries.sort(key=lambda entry: entry.last_used, reverse=True)
+        missing = [
+            entry
+            for entry in entries
+            if not any(slot.shared(entry.tokens, entry.salt) == len(entry.tokens) for slot in keeper.table)
+        ]
+        if target.token_ids is None:
+            return missing[: sum(slot.is_empty for slot in keeper.table.idle())]
+        best = _fullest(entries, lambda entry: _shared(entry.tokens, entry.salt, target))[:1]
+        reached = max((_shared(slot.tokens, slot.salt, target) for slot in keeper.table), default=0)
+        return [e for e in best if e in missing and _shared(e.tokens, e.salt, target) > reached]
+
+    def _free(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, int]]:
+        """(slots that can be worked on, blocks of those that cannot, by reason)."""
+        now, left = self._keeper.now(), {"in_use": 0, "pinned": 0}
+        free = []
+        for slot in slots:
+            if slot.pinned_until > now:
+                left["pinned"] += _blocks(slot)
+            elif not slot.is_idle:
+                left["in_use"] += _blocks(slot)
+            else:
+                free.append(slot)
+        return free, {reason: blocks for reason, blocks in left.items() if blocks}
+
+
+def _blocks(held: Slot | Saved) -> int:
+    length = held.length if isinstance(held, Slot) else len(held.tokens)
+    return length // TOKENS_PER_BLOCK
+
+
+def _concerns(slot: Slot, target: KvTarget) -> bool:
+    """Whether a slot holds any of the target; everything concerns what nobody here knows as well."""
+    if target.token_ids is None and target.cache_salt is None:
+        return not slot.is_empty
+    return _matches(slot.tokens, slot.salt, target)
+
+
+def _matches(tokens: TokenIds[int], salt: str | None, target: KvTarget) -> bool:
+    """Whether content begins like the target, by a full block at least."""
+    if target.token_ids is None:
+        return target.cache_salt is None or salt == salt_digest(target.cache_salt)
+    return _shared(tokens, salt, target) >= TOKENS_PER_BLOCK
+
+
+def _shared(tokens: TokenIds[int], salt: str | None, target: KvTarget) -> int:
+    """Leading tokens of the target that lie here."""
+    if target.token_ids is None or salt != salt_digest(target.cache_salt):
+        return 0
+    return common_prefix(tokens, target.token_ids)
+
+
+def _fullest(held: list[_Held], shared: Callable[[_Held], int]) -> list[_Held]:
+    """Those that share most with the target, if that is a full block."""
+    most = max(map(shared, held), default=0)
+    return [each for each in held if most >= TOKENS_PER_BLOCK and shared(each) == most]
