@@ -3,6 +3,7 @@
 base.py        the contract        types.py   its words        errors.py  its errors
 hold.py        what a request takes of an engine while it runs
 error_bodies.py  the errors engines answer, in one shape
+managed.py     kind → command line of an engine that kvpin starts
 registry.py    kind → adapter      http.py    the transport seam of the data plane
 extra_ids.py   identity of embeddings          chat.py    render + tokenise as transformers does
 body.py        a request's JSON body           encoders.py  the fastest exact encoder
@@ -26,6 +27,14 @@ from engine_adapter.errors import (
 )
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, SelfPlaced
 from engine_adapter.http import AiohttpTransport, IncomingResponse, OutgoingRequest, Transport
+from engine_adapter.managed import (
+    check_command,
+    health_path,
+    managed_advice,
+    managed_command,
+    managed_spec,
+    prepare_managed,
+)
 from engine_adapter.prefixes import common_prefix
 from engine_adapter.registry import ENGINE_KINDS, is_generic, make_adapter
 from engine_adapter.types import (
@@ -84,9 +93,15 @@ __all__ = [
     "Transport",
     "ViewCurrent",
     "ViewLost",
+    "check_command",
     "common_prefix",
+    "health_path",
     "is_generic",
     "make_adapter",
+    "managed_advice",
+    "managed_command",
+    "managed_spec",
+    "prepare_managed",
     "read_error",
     "run_engine_cli",
 ]

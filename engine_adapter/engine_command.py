@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -22,3 +23,16 @@ def run_engine_cli(args: Sequence[str], *, prog_name: str = "kvpin engine") -> N
     from engine_adapter.torch_engine.serve import app  # noqa: PLC0415 - imports torch
 
     app(args=list(args), prog_name=prog_name)
+
+
+def embedded_command(words: Sequence[str], *, port: int) -> list[str]:
+    """The command line of an embedded engine with the options `words`; it ends when standard input does."""
+    return [sys.executable, "-m", ENGINE_MODULE, "--exit-with-parent", "--port", str(port), *words]
+
+
+def check_torch() -> None:
+    """Raises EngineSpecError where no embedded engine can run."""
+    if find_spec("torch") is None:
+        raise EngineSpecError(
+            "embedded engines need torch: pip install 'kvpin[engine]', or name an engine with --engine"
+        )

@@ -48,7 +48,21 @@ class KvVerb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How the operator describes one engine (`--engine 'KIND=URL[,name=value…]'`)."""
+    """How the operator describes one engine (`--engine 'KIND=URL[,name=value…]'`).
+
+    Attributes:
+        kind: its framework, one of `ENGINE_KINDS`.
+        url: address of its HTTP server, without `/v1`.
+        id: its name in kvpin.
+        model: the served name, where the engine does not say.
+        tokenizer: directory or hub id, where the engine does not say.
+        api_key: sent to it instead of the client's key.
+        events: address of its KV events, where the engine does not say.
+        host_cache_dir: directory the engine saves KV files in, as kvpin sees it; best in memory.
+        host_cache_bytes: room for them.
+        disk_cache_dir: directory kvpin moves KV files to that find no room there.
+        disk_cache_bytes: room for those.
+    """
 
     kind: str
     url: str
@@ -59,6 +73,8 @@ class EngineSpec:
     events: str | None = None
     host_cache_dir: str | None = None
     host_cache_bytes: int | None = None
+    disk_cache_dir: str | None = None
+    disk_cache_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

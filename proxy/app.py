@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from importlib.util import find_spec
 
 import msgspec
 import structlog
@@ -33,6 +32,7 @@ from engine_adapter import (
     Transport,
     is_generic,
     make_adapter,
+    prepare_managed,
 )
 from proxy import errors
 from proxy.api.admin import Control, admin_routes
@@ -106,7 +106,7 @@ class Proxy:
             self.monitor.watch(self.fleet.add(make_adapter(external.spec())))
         for managed in managed_engines(self.settings):
             process = ManagedEngine(managed)
-            engine = self.fleet.add(make_adapter(managed.spec(process.port)))
+            engine = self.fleet.add(make_adapter(process.spec))
             engine.process = process
             self.managed.append(process)
             self.tasks.start(f"process {managed.id}", process.run())
@@ -140,10 +140,11 @@ def check_engines(settings: Settings) -> None:
             raise EngineSpecError(
                 f"engine {engine.id!r} has unknown kind {engine.kind!r}: use one of {', '.join(ENGINE_KINDS)}"
             )
-    if any(engine.kind == "embedded" for engine in managed) and find_spec("torch") is None:
-        raise EngineSpecError(
-            "embedded engines need torch: pip install 'kvpin[engine]', or name an engine with --engine"
-        )
+    for engine in managed:
+        try:
+            prepare_managed(engine.spec(0), engine.command)
+        except EngineSpecError as error:
+            raise EngineSpecError(f"engine {engine.id!r}: {error}") from error
 
 
 def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Starlette:

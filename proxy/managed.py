@@ -12,9 +12,8 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import Process
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -23,13 +22,13 @@ from enum import StrEnum
 import httpx
 import structlog
 
-from engine_adapter import ENGINE_MODULE
+from engine_adapter import EngineSpecError, health_path, managed_advice, managed_command, prepare_managed
+from proxy.end_with_parent import ends_with_parent
 from proxy.process_output import log_output
 from proxy.settings import ManagedSettings
 
 log = structlog.get_logger(__name__)
 
-_HEALTH_PATHS = {"nim": "/v1/health/ready"}  # every other kind answers /health
 _DRAIN_S = 1.0
 
 
@@ -91,14 +90,19 @@ class ManagedEngine:
     Attributes:
         id: the engine's name in kvpin.
         port: picked once; the engine comes back on it.
+        spec: what its adapter is made from.
+
+    Raises:
+        EngineSpecError: the settings contradict each other.
     """
 
     def __init__(self, settings: ManagedSettings, *, timing: Timing | None = None) -> None:
         self.id = settings.id
         self.port = _free_port()
-        self._settings = settings
+        self.spec = settings.spec(self.port)
+        self._words = settings.command
         self._timing = timing if timing is not None else Timing()
-        self._health_url = f"http://127.0.0.1:{self.port}{_HEALTH_PATHS.get(settings.kind, '/health')}"
+        self._health_url = f"http://127.0.0.1:{self.port}{health_path(settings.kind)}"
         self._process: Process | None = None
         self._state = ProcessState.STOPPED
         self._starts = 0
@@ -123,13 +127,12 @@ class ManagedEngine:
 
     def command(self) -> list[str]:
         """The command line it is started with."""
-        if self._settings.kind == "embedded":
-            module = ["-m", ENGINE_MODULE, "--exit-with-parent"]
-            return [sys.executable, *module, "--port", str(self.port), *self._settings.command]
-        return [word.replace("{port}", str(self.port)) for word in self._settings.command]
+        return managed_command(self.spec.kind, self._words, port=self.port, spec=self.spec)
 
     async def run(self) -> None:
         """Starts the engine, and again whenever it ends, until `stop`. Cancelling it ends the engine too."""
+        for sentence in managed_advice(self.spec.kind, self._words):
+            log.warning("managed engine: its command works against reuse", engine=self.id, advice=sentence)
         backoff_s = self._timing.backoff_s
         try:
             while True:
@@ -172,16 +175,17 @@ class ManagedEngine:
         self._starts += 1
         with _pipe() as output, _pipe() as keep_alive:
             try:
+                prepare_managed(self.spec, self._words)
                 process = await asyncio.create_subprocess_exec(
-                    *self.command(),
-                    # An embedded engine ends when this pipe does, however kvpin ends.
-                    stdin=keep_alive.reading if self._settings.kind == "embedded" else DEVNULL,
+                    *ends_with_parent(self.command()),
+                    # Ends with kvpin too, for engines that watch it and on systems without that signal.
+                    stdin=keep_alive.reading,
                     stdout=output.writing,
                     stderr=output.writing,
                     env=_environment(),
                     start_new_session=True,
                 )
-            except OSError as error:
+            except (OSError, EngineSpecError) as error:
                 self._last_exit_code = None
                 log.error("managed engine cannot be started", engine=self.id, error=str(error))  # noqa: TRY400
                 return

@@ -29,13 +29,16 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="Settings in a TOML file.")] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND=URL[,name=value…]", help="An engine that runs elsewhere; repeatable."),
+        typer.Option(
+            metavar="KIND=URL[,name=value…]",
+            help="An engine that runs elsewhere; or, as --managed takes it, one to start. Repeatable.",
+        ),
     ] = None,
     managed: Annotated[
         list[str] | None,
         typer.Option(
             metavar="'KIND: command line'",
-            help="An engine to start and watch, e.g. 'embedded: --kv-blocks 512'; repeatable.",
+            help="An engine to start and watch, e.g. 'llama-server: -m model.gguf'; repeatable.",
         ),
     ] = None,
     api_key: Annotated[
@@ -55,6 +58,7 @@ def serve(
     """Serve the proxy: OpenAI's API under /v1, the admin API under /admin/v1."""
     from proxy.settings import (  # noqa: PLC0415 - the clients start quicker without
         SettingsError,
+        is_command_line,
         load_settings,
         parse_engine_flag,
         parse_managed_flag,
@@ -69,10 +73,13 @@ def serve(
         "logs": {name: value for name, value in logs.items() if value is not None} or None,
     }
     try:
-        if engine:
-            flags["engines"] = tuple(parse_engine_flag(text) for text in engine)
-        if managed:
-            flags["managed"] = tuple(parse_managed_flag(text) for text in managed)
+        elsewhere = [parse_engine_flag(text) for text in engine or () if not is_command_line(text)]
+        started = [
+            parse_managed_flag(text, flag="--engine") for text in engine or () if is_command_line(text)
+        ]
+        started += [parse_managed_flag(text) for text in managed or ()]
+        flags["engines"] = tuple(elsewhere) or None
+        flags["managed"] = tuple(started) or None
         if api_key:
             flags["api_keys"] = tuple({"key": key} for key in api_key)
         settings = load_settings(config, **flags)

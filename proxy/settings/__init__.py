@@ -5,7 +5,7 @@ load.py     flags + environment + file → Settings; an unknown key is a start-u
 flags.py    the compact forms of `--engine` and `--managed`
 """
 
-from proxy.settings.flags import parse_engine_flag, parse_managed_flag
+from proxy.settings.flags import is_command_line, parse_engine_flag, parse_managed_flag
 from proxy.settings.load import load_settings
 from proxy.settings.models import (
     ApiKeySettings,
@@ -27,6 +27,7 @@ __all__ = [
     "ManagedSettings",
     "Settings",
     "SettingsError",
+    "is_command_line",
     "load_settings",
     "parse_engine_flag",
     "parse_managed_flag",

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import ValidationError
 
 from proxy.settings.models import EngineSettings, ManagedSettings, SettingsError
 
 _OPTIONS = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
+
+_COMMAND_LINE = re.compile(r"\s*[A-Za-z][A-Za-z0-9_-]*:(\s|-|$)")
+
+
+def is_command_line(text: str) -> bool:
+    """Whether an `--engine` is `KIND: command line`, an engine to start, and not the address of one."""
+    return _COMMAND_LINE.match(text) is not None
 
 
 def parse_engine_flag(text: str) -> EngineSettings:
@@ -18,7 +27,10 @@ def parse_engine_flag(text: str) -> EngineSettings:
     head, *options = text.split(",")
     kind, equals, url = head.partition("=")
     if not equals or not kind.strip() or not url.strip():
-        raise SettingsError(f"--engine {head!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000")
+        raise SettingsError(
+            f"--engine {head!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000, "
+            "or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"
+        )
     label = f"--engine {kind.strip()}=…"
     if "://" not in url:
         raise SettingsError(f"{label}: the address needs a scheme: http://… or https://…")
@@ -39,9 +51,13 @@ def parse_engine_flag(text: str) -> EngineSettings:
         raise SettingsError(f"{label}: {_first(error)}") from None
 
 
-def parse_managed_flag(text: str) -> ManagedSettings:
-    """Reads `KIND: command line`, e.g. `embedded: --kv-blocks 512` or
-    `llama_server: llama-server -m model.gguf --port {port}`; `embedded` alone takes its defaults.
+def parse_managed_flag(text: str, *, flag: str = "--managed") -> ManagedSettings:
+    """Reads `KIND: command line`, e.g. `llama-server: -m model.gguf` or `vllm: vllm serve qwen3
+    --port {port}`; `embedded` alone takes its defaults.
+
+    Args:
+        text: what the operator wrote.
+        flag: where.
 
     Raises:
         SettingsError: saying what is wrong.
@@ -49,11 +65,11 @@ def parse_managed_flag(text: str) -> ManagedSettings:
     kind, colon, command = text.partition(":")
     kind = kind.strip()
     if not kind or (not colon and " " in kind):
-        raise SettingsError(f"--managed {text!r}: write KIND: command line, e.g. 'embedded: --kv-blocks 512'")
+        raise SettingsError(f"{flag} {text!r}: write KIND: command line, e.g. 'embedded: --kv-blocks 512'")
     try:
         return ManagedSettings.model_validate({"kind": kind, "command": command})
     except ValidationError as error:
-        raise SettingsError(f"--managed {kind!r}: {_first(error)}") from None
+        raise SettingsError(f"{flag} {kind!r}: {_first(error)}") from None
 
 
 def _first(error: ValidationError) -> str:

@@ -19,8 +19,8 @@ from proxy.settings.models import Settings, SettingsError
 PREFIX = "KVPIN_"
 DELIMITER = "__"
 CONFIG_VARIABLE = "KVPIN_CONFIG"
-# Read by the command line, of the server and of its clients.
-_NOT_SETTINGS = (CONFIG_VARIABLE, "KVPIN_URL")
+# Read by the command line, of the server and of its clients, and by whatever keeps files.
+_NOT_SETTINGS = (CONFIG_VARIABLE, "KVPIN_URL", "KVPIN_CACHE")
 REUSE_SWITCHES = ("ENABLE_KV_CACHE_REUSE", "NIM_ENABLE_KV_CACHE_REUSE")
 _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
 

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from engine_adapter.types import EngineSpec
+from engine_adapter import EngineSpec, EngineSpecError, check_command, managed_spec
 
 
 class SettingsError(ValueError):
@@ -77,6 +77,8 @@ class _EngineOptions(_Part):
     events: str | None = None
     host_cache_dir: str | None = None
     host_cache_bytes: Size | None = None
+    disk_cache_dir: str | None = None
+    disk_cache_bytes: Size | None = None
 
     def _spec(self, kind: str, url: str) -> EngineSpec:
         return EngineSpec(
@@ -89,6 +91,8 @@ class _EngineOptions(_Part):
             events=self.events,
             host_cache_dir=self.host_cache_dir,
             host_cache_bytes=self.host_cache_bytes,
+            disk_cache_dir=self.disk_cache_dir,
+            disk_cache_bytes=self.disk_cache_bytes,
         )
 
 
@@ -103,8 +107,10 @@ class EngineSettings(_EngineOptions):
         tokenizer: directory or hub id, where the engine does not say.
         api_key: sent to it instead of the client's key.
         events: address of its KV events, where the engine does not say.
-        host_cache_dir: directory of the KV files it saves.
+        host_cache_dir: directory of the KV files it saves, as kvpin sees it; best in memory.
         host_cache_bytes: room for them.
+        disk_cache_dir: directory for KV files that find no room there.
+        disk_cache_bytes: room for those.
     """
 
     kind: Kind
@@ -120,8 +126,11 @@ class ManagedSettings(_EngineOptions):
 
     Attributes:
         kind: its framework.
-        command: for `embedded` the options of `kvpin engine`; for any other kind the whole command
-            line, in which `{port}` stands for the port kvpin picks. Text is split as a shell splits it.
+        command: for `embedded` the options of `kvpin engine`; for `llama_server` those of a llama-server,
+            with or without its name before them; for any other kind the whole command line, in which
+            `{port}` stands for the port kvpin picks. Text is split as a shell splits it.
+
+    The other settings are those of `EngineSettings`. A llama-server gets a host cache where none is named.
     """
 
     kind: Kind
@@ -130,17 +139,19 @@ class ManagedSettings(_EngineOptions):
 
     @model_validator(mode="after")
     def _check_command(self) -> Self:
-        if self.kind == "embedded":
-            for word in self.command:
-                if word.split("=")[0] in ("--port", "--host"):
-                    raise ValueError(f"{word.split('=')[0]} is chosen by kvpin: leave it out")
-        elif not any("{port}" in word for word in self.command):
-            raise ValueError("the command must say {port} where the engine takes its port")
+        try:
+            check_command(self.kind, self.command)
+        except EngineSpecError as error:
+            raise ValueError(str(error)) from error
         return self
 
     def spec(self, port: int) -> EngineSpec:
-        """The description of the engine once it listens on `port`."""
-        return self._spec(self.kind, f"http://127.0.0.1:{port}")
+        """The description of the engine once it listens on `port`.
+
+        Raises:
+            EngineSpecError: the command contradicts the other settings.
+        """
+        return managed_spec(self._spec(self.kind, f"http://127.0.0.1:{port}"), self.command)
 
 
 class ApiKeySettings(_Part):

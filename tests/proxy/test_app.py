@@ -3,12 +3,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from engine_adapter import AiohttpTransport, EngineSpecError
+from engine_adapter import AiohttpTransport, EngineSpecError, engine_command
 from proxy import app
 from proxy.app import Proxy, build_app, check_engines, listen, managed_engines
 from proxy.errors import BodyTooLarge
 from proxy.records import RequestRecord
 from proxy.settings import EngineSettings, ManagedSettings, Settings
+from scripts.make_gguf import gguf_path
+from tests.llama import llama_server
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
 
@@ -33,10 +35,26 @@ def test_a_kind_that_does_not_exist_is_named_with_those_that_do():
 
 
 def test_without_torch_only_embedded_engines_are_refused(monkeypatch):
-    monkeypatch.setattr("proxy.app.find_spec", lambda name: None)
+    monkeypatch.setattr(engine_command, "find_spec", lambda name: None)
     check_engines(Settings(engines=(ELSEWHERE,)))
-    with pytest.raises(EngineSpecError, match=r"pip install 'kvpin\[engine\]'"):
+    with pytest.raises(EngineSpecError, match=r"engine 'embedded-0': .*pip install 'kvpin\[engine\]'"):
         check_engines(Settings())
+
+
+def test_an_engine_that_could_never_start_is_one_sentence_and_status_2(tmp_path, capfd):
+    words = ("/nowhere/llama-server", "-m", "model.gguf", "--slot-save-path", str(tmp_path / "kv"))
+    engine = ManagedSettings(kind="llama_server", id="mine", command=words)
+    assert app.serve(Settings(managed=(engine,))) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("kvpin: engine 'mine': there is no program '/nowhere/llama-server'")
+    assert said.count("\n") == 1
+    assert "scripts/llama-server" in said
+
+
+def test_what_a_llama_server_needs_is_there_before_it_starts(tmp_path):
+    words = (llama_server(), "-m", str(gguf_path("tiny")), "--slot-save-path", str(tmp_path / "kv"))
+    check_engines(Settings(managed=(ManagedSettings(kind="llama_server", command=words),)))
+    assert (tmp_path / "kv").is_dir()
 
 
 def test_a_port_is_taken_once():

@@ -3,15 +3,19 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from structlog.testing import capture_logs
 
 from proxy.managed import ManagedEngine, ProcessState, Timing
 from proxy.settings import ManagedSettings
+from scripts.make_gguf import gguf_path
+from tests.llama import llama_server
 
 SERVER = """
 import http.server, os, pathlib, signal, subprocess, sys
@@ -160,9 +164,9 @@ async def test_the_wait_doubles_up_to_its_limit():
     with capture_logs() as entries:
         async with running(engine):
             await until(lambda: engine.status.restarts == 4)
+            assert engine.status.last_exit_code == 3
     waits = [entry["restart_in_s"] for entry in entries if "restart_in_s" in entry]
     assert waits[:4] == [0.02, 0.04, 0.08, 0.08]
-    assert engine.status.last_exit_code == 3
 
 
 async def test_the_wait_starts_over_after_a_healthy_time(tmp_path):
@@ -182,7 +186,7 @@ async def test_a_program_that_does_not_exist_is_told_and_tried_again():
     with capture_logs() as entries:
         async with running(engine):
             await until(lambda: engine.status.restarts == 1)
-    assert any("No such file" in entry.get("error", "") for entry in entries)
+    assert any("no program '/nowhere/engine'" in entry.get("error", "") for entry in entries)
     assert engine.status.last_exit_code is None
 
 
@@ -211,19 +215,54 @@ async def test_nothing_is_left_open(tmp_path):
     assert open_files() == before
 
 
-def test_the_embedded_engine_is_started_as_a_module():
-    settings = ManagedSettings(kind="embedded", id="e-0", command=("--kv-blocks", "64"))
-    engine = ManagedEngine(settings)
-    assert engine.command() == [
-        *(sys.executable, "-m", "engine_adapter.torch_engine.serve", "--exit-with-parent"),
-        *("--port", str(engine.port), "--kv-blocks", "64"),
-    ]
+def test_an_engine_is_started_with_its_port():
+    engine = ManagedEngine(ManagedSettings(kind="embedded", id="e-0", command=("--kv-blocks", "64")))
+    assert engine.command()[-4:] == ["--port", str(engine.port), "--kv-blocks", "64"]
+    assert engine.spec.url == f"http://127.0.0.1:{engine.port}"
 
 
-async def test_an_embedded_engines_stdin_stays_open(tmp_path, monkeypatch):
+@pytest.fixture
+def llama(tmp_path):
+    """A real llama-server, not started yet; its directory does not exist."""
+    words = (llama_server(), "-m", str(gguf_path("tiny")), "-c", "2048", "-t", "1")
+    settings = ManagedSettings(
+        kind="llama_server",
+        id="l-0",
+        command=words,
+        host_cache_dir=str(tmp_path / "kv"),
+        host_cache_bytes=2**20,
+    )
+    return ManagedEngine(settings, timing=QUICK)
+
+
+async def test_a_llama_server_comes_back_on_its_port_with_its_slots(llama, tmp_path):
+    async with running(llama), httpx.AsyncClient(base_url=llama.spec.url, trust_env=False) as client:
+        for restarts in (0, 1):
+            await until(lambda n=restarts: llama.status.restarts == n and is_ready(llama)())
+            slots = (await client.get("/slots")).json()
+            assert [slot["n_ctx"] for slot in slots] == [512] * 4
+            await client.post("/completion", json={"prompt": "a b c", "n_predict": 2, "id_slot": 3})
+            saved = await client.post("/slots/3?action=save", json={"filename": f"{restarts}.bin"})
+            assert saved.json()["n_saved"] > 0
+            assert (tmp_path / "kv" / f"{restarts}.bin").stat().st_size == saved.json()["n_written"]
+            shutil.rmtree(tmp_path / "kv")  # it is made again
+            os.kill(llama.status.pid, signal.SIGKILL)
+
+
+async def test_what_works_against_reuse_is_told_once(tmp_path):
+    words = (sys.executable, "-m", str(tmp_path / "m.gguf"), "-kvu", "--no-slots")
+    settings = ManagedSettings(kind="llama_server", id="l-0", command=words, host_cache_dir=str(tmp_path))
+    engine = ManagedEngine(settings, timing=QUICK)
+    with capture_logs() as entries:
+        async with running(engine):
+            await until(lambda: engine.status.restarts == 1)
+    advice = [entry["advice"] for entry in entries if "advice" in entry]
+    assert [sentence.split()[0] for sentence in advice] == ["-kvu", "--no-slots"]
+
+
+async def test_an_engines_stdin_stays_open(tmp_path):
     code = f"import sys; open({str(tmp_path / 'open')!r}, 'w').close(); sys.stdin.read(); sys.exit(7)"
-    engine = ManagedEngine(ManagedSettings(kind="embedded", id="e-0"), timing=QUICK)
-    monkeypatch.setattr(engine, "command", lambda: [sys.executable, "-c", code])
+    engine = engine_of(sys.executable, "-c", code, "{port}")
     async with running(engine):
         await until((tmp_path / "open").exists)
         assert engine.status.state is ProcessState.STARTING

@@ -1,10 +1,17 @@
+import json
+import shlex
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import httpx
 import pytest
 
 from engine_adapter import engine_command
 from proxy import app
+from scripts.make_gguf import gguf_path
+from tests.llama import llama_server
 
 
 @pytest.fixture
@@ -45,6 +52,18 @@ def test_flags_become_settings(kvpin, served, tmp_path):
     assert (settings.logs.format, settings.logs.level) == ("json", "error")
 
 
+def test_an_engine_to_start_may_be_given_as_any_other(kvpin, served):
+    words = ["--engine", "llama-server: -m m.gguf -np 2", "--engine", "nim=http://h:2"]
+    result = kvpin("serve", *words, "--managed", "llama_server: mine -m n.gguf")
+    assert result.exit_code == 0, result.output
+    (settings,) = served
+    assert [engine.id for engine in settings.engines] == ["nim-0"]
+    assert [(engine.id, engine.command) for engine in settings.managed] == [
+        ("llama_server-0", ("-m", "m.gguf", "-np", "2")),
+        ("llama_server-1", ("mine", "-m", "n.gguf")),
+    ]
+
+
 def test_no_reuse_wins_over_the_switch(kvpin, served):
     kvpin("serve", env={"ENABLE_KV_CACHE_REUSE": "1"})
     kvpin("serve", "--no-reuse", env={"ENABLE_KV_CACHE_REUSE": "1"})
@@ -62,6 +81,8 @@ def test_keys_come_from_the_environment(kvpin, served):
     "words",
     [
         ("--engine", "teapot"),
+        ("--engine", "llama-server: -np 4"),
+        ("--engine", "llama-server: -m m.gguf --port 1"),
         ("--managed", "vllm: vllm serve"),
         ("--port", "70000"),
         ("--log-level", "loud"),
@@ -104,3 +125,55 @@ def test_without_torch_one_sentence_says_what_to_install(kvpin, monkeypatch):
     result = kvpin("engine", "--port", "1")
     assert result.exit_code == 1
     assert result.stderr == "kvpin: the embedded engine needs torch: pip install 'kvpin[engine]'\n"
+
+
+@pytest.fixture
+def said_by_llama(tmp_path):
+    """Runs kvpin with a real llama-server that it starts; gives the process, and what its log says."""
+    engine = shlex.join([llama_server(), "-m", str(gguf_path("tiny")), "-c", "2048", "-t", "1"])
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--log-format", "json"]
+    command += ["--engine", f"llama-server: {engine} --slot-save-path {shlex.quote(str(tmp_path / 'kv'))}"]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output)
+    try:
+        yield process, lambda event: events(log, process, event)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def events(log, process, wanted):
+    """The first log line with that event, waited for."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = [
+            json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
+        for line in lines:
+            if line["event"] == wanted:
+                return line
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.02)
+    pytest.fail(f"no {wanted!r}:\n{log.read_text()}")
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
+def test_a_llama_server_ends_even_when_kvpin_is_killed(said_by_llama):
+    process, said = said_by_llama
+    started = said("managed engine started")
+    said("managed engine is healthy")
+    assert httpx.get(f"http://127.0.0.1:{started['port']}/slots", trust_env=False).json()[0]["n_ctx"] == 512
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while is_alive(started["pid"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

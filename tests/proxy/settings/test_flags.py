@@ -1,17 +1,19 @@
 import pytest
 
-from proxy.settings import SettingsError, parse_engine_flag, parse_managed_flag
+from proxy.settings import SettingsError, is_command_line, parse_engine_flag, parse_managed_flag
 
 
 def test_an_engine_with_all_its_options():
     engine = parse_engine_flag(
         "llama-server=http://127.0.0.1:8080/ , id=a,model=m,tokenizer=/models/m,api_key=s3cr=t,"
-        "events=tcp://127.0.0.1:5557,host-cache-dir=/var/kv,host_cache_bytes=4GiB"
+        "events=tcp://127.0.0.1:5557,host-cache-dir=/mem/kv,host_cache_bytes=4GiB,"
+        "disk-cache-dir=/var/kv,disk_cache_bytes=1TiB"
     )
     spec = engine.spec()
     assert (spec.kind, spec.url, spec.id, spec.model) == ("llama_server", "http://127.0.0.1:8080", "a", "m")
     assert (spec.tokenizer, spec.api_key, spec.events) == ("/models/m", "s3cr=t", "tcp://127.0.0.1:5557")
-    assert (spec.host_cache_dir, spec.host_cache_bytes) == ("/var/kv", 4 * 2**30)
+    assert (spec.host_cache_dir, spec.host_cache_bytes) == ("/mem/kv", 4 * 2**30)
+    assert (spec.disk_cache_dir, spec.disk_cache_bytes) == ("/var/kv", 2**40)
     assert "s3cr" not in repr(engine)
     assert "s3cr" not in repr(spec)
 
@@ -21,6 +23,7 @@ def test_an_engine_with_all_its_options():
     [
         ("http://127.0.0.1:8000", "write KIND=URL"),
         ("vllm", "write KIND=URL"),
+        ("localhost:8000", "or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"),
         ("=http://x:1", "write KIND=URL"),
         ("vllm=127.0.0.1:8000", "--engine vllm=…: the address needs a scheme"),
         ("vllm=ftp://x:1", "must look like http://host:port"),
@@ -29,7 +32,7 @@ def test_an_engine_with_all_its_options():
         ("vllm=http://x:1/v1?a=b", "must end with its path"),
         (
             "vllm=http://x:1,colour=red",
-            "unknown option 'colour'; known: id, model, tokenizer, api_key, events",
+            "known: id, model, tokenizer, api_key, events, host_cache_dir, host_cache_bytes, disk_cache_dir",
         ),
         ("vllm=http://x:1,id=a,id=b", "option 'id' is given twice"),
         ("vllm=http://x:1,id", "option 'id' needs a value"),
@@ -52,11 +55,36 @@ def test_managed_engines():
     embedded = parse_managed_flag("embedded: --kv-blocks 512 --served-model-name 'my model'")
     assert embedded.command == ("--kv-blocks", "512", "--served-model-name", "my model")
     assert parse_managed_flag("embedded").command == ()
-    llama = parse_managed_flag("llama-server: llama-server -m 'a b.gguf' --port {port} --api-key hush")
+    llama = parse_managed_flag("llama-server: -m 'a b.gguf' -np 4 --api-key hush")
     assert llama.kind == "llama_server"
-    assert llama.command[:5] == ("llama-server", "-m", "a b.gguf", "--port", "{port}")
+    assert llama.command == ("-m", "a b.gguf", "-np", "4", "--api-key", "hush")
     assert llama.spec(4711).url == "http://127.0.0.1:4711"
     assert "hush" not in repr(llama)
+    vllm = parse_managed_flag("vllm: vllm serve qwen3 --port {port}", flag="--engine")
+    assert vllm.command == ("vllm", "serve", "qwen3", "--port", "{port}")
+
+
+@pytest.mark.parametrize(
+    ("text", "starts_one"),
+    [
+        ("llama-server: -m model.gguf -np 4", True),
+        ("llama_server: llama-server -m model.gguf", True),
+        ("llama-server:-m model.gguf", True),
+        ("embedded:", True),
+        ("embedded: --default-model http://x=y", True),
+        ("vllm: vllm serve a=b --port {port}", True),
+        ("vllm=http://127.0.0.1:8000", False),
+        ("vllm=http://x:1,model=a: b", False),
+        ("llama-server=http://x:1", False),
+        ("http://127.0.0.1:8000", False),
+        ("127.0.0.1: 8000", False),
+        ("localhost:8000", False),
+        ("vllm", False),
+        ("", False),
+    ],
+)
+def test_a_command_line_is_told_from_an_address(text, starts_one):
+    assert is_command_line(text) is starts_one
 
 
 @pytest.mark.parametrize(
@@ -65,9 +93,11 @@ def test_managed_engines():
         ("", "write KIND: command line"),
         (": x {port}", "write KIND: command line"),
         ("llama-server -m x", "write KIND: command line"),
-        ("llama_server: llama-server -m x", "the command must say {port}"),
-        ("llama_server:", "the command must say {port}"),
-        ("llama_server: llama-server 'x {port}", "No closing quotation"),
+        ("vllm: vllm serve x", "--managed 'vllm': the command must say {port}"),
+        ("vllm:", "the command must say {port}"),
+        ("vllm: vllm serve 'x {port}", "No closing quotation"),
+        ("llama_server: llama-server -np 4", "the command names no model"),
+        ("llama-server: -m x --port {port}", "--port is chosen by kvpin"),
         ("embedded: --port 8001", "--port is chosen by kvpin"),
         ("embedded: --host=0.0.0.0", "--host is chosen by kvpin"),
     ],

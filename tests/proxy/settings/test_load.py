@@ -19,6 +19,14 @@ url = "http://127.0.0.1:8001"
 kind = "embedded"
 command = "--kv-blocks 64"
 
+[[managed]]
+kind = "llama-server"
+command = "-m model.gguf -np 2"
+host_cache_dir = "/mem/kv"
+host_cache_bytes = "1GiB"
+disk_cache_dir = "/var/kv"
+disk_cache_bytes = "64GiB"
+
 [[api_keys]]
 key = "sk-1"
 tenant = "a"
@@ -41,6 +49,10 @@ def test_a_file_sets_everything(write):
     assert (settings.limits.body_bytes, settings.limits.request_records) == (2**20, 7)
     assert [e.id for e in settings.engines] == ["vllm-0"]
     assert settings.managed[0].command == ("--kv-blocks", "64")
+    spec = settings.managed[1].spec(4711)
+    assert (spec.kind, spec.url, spec.id) == ("llama_server", "http://127.0.0.1:4711", "llama_server-0")
+    assert (spec.host_cache_dir, spec.host_cache_bytes) == ("/mem/kv", 2**30)
+    assert (spec.disk_cache_dir, spec.disk_cache_bytes) == ("/var/kv", 64 * 2**30)
     assert settings.api_keys[0].tenant_id == "a"
 
 
@@ -64,6 +76,11 @@ def test_lists_come_from_variables_as_json_and_from_flags_as_objects(monkeypatch
 def test_the_file_can_be_named_by_a_variable(write, monkeypatch):
     monkeypatch.setenv("KVPIN_CONFIG", str(write("port = 9003")))
     assert load_settings().port == 9003
+
+
+def test_the_cache_of_the_scripts_is_no_setting(monkeypatch):
+    monkeypatch.setenv("KVPIN_CACHE", "/var/cache/kvpin")
+    assert load_settings().port == 8000
 
 
 @pytest.mark.parametrize("name", ["ENABLE_KV_CACHE_REUSE", "NIM_ENABLE_KV_CACHE_REUSE"])

@@ -1,0 +1,173 @@
+"""The command line of a llama-server that kvpin starts: the operator's words, and what they lack for reuse.
+
+llama-server knows no `--flag=value`, reads `_` in long flags as `-`, and takes the last of flags given twice.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from engine_adapter.errors import EngineSpecError
+
+BINARY = "llama-server"
+BINARY_VARIABLE = "LLAMA_SERVER"
+"""Names the binary where a command does not."""
+DEFAULT_SLOTS = 4
+
+_CHOSEN_BY_KVPIN = ("--port", "--host")
+_SLOTS = ("-np", "--parallel")
+_CACHE_RAM = ("-cram", "--cache-ram")
+_SAVE_PATH = ("--slot-save-path",)
+_MODEL_FILE = ("-m", "--model")
+_MODEL_ELSEWHERE = ("-mu", "--model-url", "-dr", "--docker-repo", "-hf", "-hfr", "--hf-repo")
+_MODEL_PRESET = re.compile(r"--(fim|gpt-oss|vision|embd)-.+-(default|spec)")
+_HINT = "scripts/llama-server of kvpin's repository builds one"
+
+
+def llama_server_command(
+    words: Sequence[str], *, port: int, save_dir: str | None, binary: str = BINARY
+) -> list[str]:
+    """The whole command line; nothing the operator wrote is dropped or overridden.
+
+    The flag that turns the web UI off is left out: its name differs between releases, and a server does not
+    start with one it does not know.
+
+    Args:
+        words: the operator's options, after the name of the binary or without it.
+        port: where it is to listen, on 127.0.0.1.
+        save_dir: its `--slot-save-path`, unless the words name one.
+        binary: what to start where the words do not say.
+    """
+    program, options = _split(words, binary)
+    given = {_flag(word) for word in options}
+    wanted = [
+        (_SLOTS, ["-np", str(DEFAULT_SLOTS)]),
+        (("--slots", "--no-slots"), ["--slots"]),
+        (("--metrics",), ["--metrics"]),
+        (_SAVE_PATH, ["--slot-save-path", f"{save_dir.rstrip('/')}/"] if save_dir else []),
+        (_CACHE_RAM, ["--cache-ram", "0"]),
+    ]
+    missing = [word for names, flag in wanted if given.isdisjoint(names) for word in flag]
+    return [program, *options, "--host", "127.0.0.1", "--port", str(port), *missing]
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raises EngineSpecError for words no server can be started with, whatever the machine."""
+    _, options = _split(words, BINARY)
+    for word in options:
+        if word.split("=")[0] in _CHOSEN_BY_KVPIN:
+            raise EngineSpecError(f"{word.split('=')[0]} is chosen by kvpin: leave it out")
+    # Without a model it would start as a router of other servers, which has no slots and is always healthy.
+    named = {_flag(word) for word in options}
+    if named.isdisjoint((*_MODEL_FILE, *_MODEL_ELSEWHERE)) and not any(map(_MODEL_PRESET.fullmatch, named)):
+        raise EngineSpecError(
+            "the command names no model: add -m FILE, -hf REPO or --model-url URL after the options, e.g. "
+            f"'llama-server: -m model.gguf' ({BINARY} itself is taken from the PATH, and {_HINT})"
+        )
+
+
+def check_files(words: Sequence[str], *, binary: str = BINARY) -> None:
+    """Raises EngineSpecError where this machine lacks the binary or the model file."""
+    program, options = _split(words, binary)
+    if shutil.which(program) is None:
+        raise EngineSpecError(
+            f"there is no program {program!r}: begin the command with the path of a llama-server, put one on "
+            f"the PATH, or name it in {BINARY_VARIABLE} ({_HINT})"
+        )
+    model = _value(options, _MODEL_FILE)
+    # With an address beside it, the file is where the download goes.
+    if model and not Path(model).is_file() and {_flag(word) for word in options}.isdisjoint(_MODEL_ELSEWHERE):
+        raise EngineSpecError(f"the model file {model!r} does not exist: -m takes the path of a GGUF file")
+
+
+def named_save_dir(words: Sequence[str]) -> str | None:
+    """The `--slot-save-path` the words give."""
+    return _value(words, _SAVE_PATH)
+
+
+def named_api_key(words: Sequence[str]) -> str | None:
+    """The first key the words make the server ask for."""
+    keys = _value(words, ("--api-key",))
+    return keys.split(",")[0].strip() or None if keys else None
+
+
+def advice(words: Sequence[str]) -> tuple[str, ...]:
+    """One sentence for each thing in the words that works against the reuse of KV."""
+    return tuple(text for holds, text in _ADVICE if holds(words))
+
+
+def _is_on(on: Collection[str], off: Collection[str] = ()) -> Callable[[Sequence[str]], bool]:
+    """Tests that of a flag and its opposite the last one given is `on`."""
+
+    def test(words: Sequence[str]) -> bool:
+        given = [flag for word in words if (flag := _flag(word)) in on or flag in off]
+        return bool(given) and given[-1] in on
+
+    return test
+
+
+def _is_other_than(off: str, *names: str) -> Callable[[Sequence[str]], bool]:
+    return lambda words: _value(words, names) not in (None, off)
+
+
+def _has_auto_slots(words: Sequence[str]) -> bool:
+    return (_value(words, _SLOTS) or "").startswith("-")
+
+
+_UNIFIED = (("-kvu", "--kv-unified"), ("-no-kvu", "--no-kv-unified"))
+
+_ADVICE: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (
+    (
+        _is_other_than("0", *_CACHE_RAM),
+        "--cache-ram other than 0 lets the server swap the KV of its slots behind kvpin's back: leave it out",
+    ),
+    (
+        _is_on(*_UNIFIED),
+        "-kvu shares one KV buffer among the slots, so that idle slots are not kept or saved: leave it out",
+    ),
+    (
+        _has_auto_slots,
+        "-np below 1 lets the server choose, which shares one KV buffer among the slots: give -np a number",
+    ),
+    (
+        _is_on(("--no-slots",), ("--slots",)),
+        "--no-slots hides from kvpin what the slots do: leave it out",
+    ),
+    (
+        _is_on(("--no-cache-prompt",), ("--cache-prompt",)),
+        "--no-cache-prompt makes the server compute every prompt anew: leave it out",
+    ),
+    (
+        _is_on(("--context-shift",), ("--no-context-shift",)),
+        "--context-shift drops tokens from running slots, whose KV kvpin then no longer knows: leave it out",
+    ),
+    (
+        _is_other_than("0", "--cache-reuse"),
+        "--cache-reuse reuses shifted KV, which is neither exact nor foreseen by kvpin: leave it out",
+    ),
+    (
+        _is_other_than("-1", "--sleep-idle-seconds"),
+        "--sleep-idle-seconds lets an idle server drop the KV of all its slots: leave it out",
+    ),
+)
+
+
+def _split(words: Sequence[str], binary: str) -> tuple[str, list[str]]:
+    """The program and its options."""
+    if words and not words[0].startswith("-"):
+        return words[0], list(words[1:])
+    return binary, list(words)
+
+
+def _flag(word: str) -> str:
+    return word.replace("_", "-") if word.startswith("--") else word
+
+
+def _value(words: Sequence[str], names: Collection[str]) -> str | None:
+    """What follows the last of a flag's spellings, None where there is none."""
+    values = [value for word, value in pairwise(words) if _flag(word) in names]
+    return values[-1] if values else None

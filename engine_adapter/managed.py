@@ -1,0 +1,162 @@
+"""What it takes to start an engine of each kind: its command line, its health, what it needs of the machine.
+
+No process is started here: `proxy` does that, and knows no kind by name. `words` are what the operator wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine_adapter.engine_command import check_torch, embedded_command
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.llama_server import command as llama
+from engine_adapter.llama_server.save_dir import default_save_bytes, default_save_dir, make_save_dir
+from engine_adapter.types import EngineSpec
+
+
+def managed_command(kind: str, words: Sequence[str], *, port: int, spec: EngineSpec) -> list[str]:
+    """The command line of an engine that is to listen on 127.0.0.1:`port`.
+
+    Args:
+        kind: its framework. `embedded` takes the options of `kvpin engine`; `llama_server` the options of a
+            llama-server, with or without its name before them; any other the whole command line, in which
+            `{port}` stands for the port.
+        words: these options or this command line.
+        port: its port.
+        spec: the engine, as `managed_spec` completed it.
+    """
+    return _of(kind).command(words, port, spec)
+
+
+def managed_spec(spec: EngineSpec, words: Sequence[str]) -> EngineSpec:
+    """`spec` with what the words say, or the kind needs, beyond it.
+
+    Raises:
+        EngineSpecError: the words contradict `spec`.
+    """
+    return _of(spec.kind).complete(spec, words)
+
+
+def managed_advice(kind: str, words: Sequence[str]) -> tuple[str, ...]:
+    """One sentence for each thing in the words that works against the reuse of KV."""
+    return _of(kind).advice(words)
+
+
+def check_command(kind: str, words: Sequence[str]) -> None:
+    """Raises EngineSpecError for words no engine of the kind can be started with, whatever the machine."""
+    _of(kind).check(words)
+
+
+def prepare_managed(spec: EngineSpec, words: Sequence[str]) -> None:
+    """Makes the directories an engine needs, and checks that the rest is there: its program, its model file.
+
+    Args:
+        spec: the engine, as `managed_spec` completed it.
+        words: as in `managed_command`.
+
+    Raises:
+        EngineSpecError: what is missing, and what to do.
+    """
+    _of(spec.kind).prepare(spec, words)
+
+
+def health_path(kind: str) -> str:
+    """The route that answers 2xx once an engine of the kind serves."""
+    return _of(kind).health_path
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How engines of one kind are started; the functions are those of the module, in the same order."""
+
+    command: Callable[[Sequence[str], int, EngineSpec], list[str]]
+    check: Callable[[Sequence[str]], None]
+    prepare: Callable[[EngineSpec, Sequence[str]], None]
+    complete: Callable[[EngineSpec, Sequence[str]], EngineSpec] = lambda spec, _words: spec
+    advice: Callable[[Sequence[str]], tuple[str, ...]] = lambda _words: ()
+    health_path: str = "/health"
+
+
+# --- embedded ------------------------------------------------------------------------------------
+
+
+def _check_embedded(words: Sequence[str]) -> None:
+    for word in words:
+        if word.split("=")[0] in ("--port", "--host"):
+            raise EngineSpecError(f"{word.split('=')[0]} is chosen by kvpin: leave it out")
+
+
+# --- llama_server --------------------------------------------------------------------------------
+
+
+def _llama_binary() -> str:
+    return os.environ.get(llama.BINARY_VARIABLE) or llama.BINARY
+
+
+def _complete_llama(spec: EngineSpec, words: Sequence[str]) -> EngineSpec:
+    named = llama.named_save_dir(words)
+    if named and spec.host_cache_dir and Path(named) != Path(spec.host_cache_dir):
+        raise EngineSpecError(
+            f"--slot-save-path {named!r} and host_cache_dir {spec.host_cache_dir!r} differ: give one of them"
+        )
+    directory = Path(named or spec.host_cache_dir or default_save_dir())
+    return replace(
+        spec,
+        api_key=spec.api_key or llama.named_api_key(words),
+        host_cache_dir=str(directory),
+        host_cache_bytes=spec.host_cache_bytes or default_save_bytes(directory),
+    )
+
+
+def _prepare_llama(spec: EngineSpec, words: Sequence[str]) -> None:
+    llama.check_files(words, binary=_llama_binary())
+    for directory in (spec.host_cache_dir, spec.disk_cache_dir):
+        if directory is not None:
+            make_save_dir(Path(directory))
+
+
+# --- any other -----------------------------------------------------------------------------------
+
+
+def _check_line(words: Sequence[str]) -> None:
+    if not any("{port}" in word for word in words):
+        raise EngineSpecError("the command must say {port} where the engine takes its port")
+
+
+def _prepare_line(_spec: EngineSpec, words: Sequence[str]) -> None:
+    if shutil.which(words[0]) is None:
+        raise EngineSpecError(
+            f"there is no program {words[0]!r}: install it, or begin the command with its path"
+        )
+
+
+_ANY = _Kind(
+    command=lambda words, port, _spec: [word.replace("{port}", str(port)) for word in words],
+    check=_check_line,
+    prepare=_prepare_line,
+)
+_KINDS = {
+    "embedded": _Kind(
+        command=lambda words, port, _spec: embedded_command(words, port=port),
+        check=_check_embedded,
+        prepare=lambda _spec, _words: check_torch(),
+    ),
+    "llama_server": _Kind(
+        command=lambda words, port, spec: llama.llama_server_command(
+            words, port=port, save_dir=spec.host_cache_dir, binary=_llama_binary()
+        ),
+        check=llama.check_words,
+        prepare=_prepare_llama,
+        complete=_complete_llama,
+        advice=llama.advice,
+    ),
+    "nim": replace(_ANY, health_path="/v1/health/ready"),
+}
+
+
+def _of(kind: str) -> _Kind:
+    return _KINDS.get(kind, _ANY)

@@ -1,0 +1,40 @@
+"""Ties a process to kvpin: however kvpin ends, the process gets a SIGTERM. Linux alone can do that.
+
+Run as a program, this asks the kernel for that signal and becomes the command (the kernel keeps the request).
+It stands between fork and the command in a process of its own, since kvpin has threads, after whose fork
+no Python may run. The signal is tied to the thread that forks: kvpin starts engines from its main thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def ends_with_parent(command: Sequence[str]) -> list[str]:
+    """The command line that runs `command` as a child of this process that ends when this process does."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def main(parent: int, command: list[str]) -> None:
+    """Becomes `command`, or ends where `parent` has ended already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    if os.getppid() != parent:
+        return
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(command[0], command)  # noqa: S606 - the operator's command, no shell
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,82 @@
+"""Real processes; the whole of kvpin is in cli/test_serve.py."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from proxy import end_with_parent
+from proxy.end_with_parent import ends_with_parent
+
+PARENT = """
+import subprocess, sys
+from proxy.end_with_parent import ends_with_parent
+child = subprocess.Popen(ends_with_parent([sys.executable, "-c", sys.argv[1]]), stdout=sys.stdout)
+print("pid", child.pid, flush=True)
+child.wait()
+"""
+CHILD = """
+import time
+print("child is up", flush=True)
+time.sleep(60)
+"""
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@linux
+def test_a_child_ends_when_its_parent_is_killed():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True)
+    # Both write to the pipe: the end of what it says comes when both have ended.
+    said = [parent.stdout.readline(), parent.stdout.readline()]
+    child = next(int(line.split()[1]) for line in said if line.startswith("pid"))
+    assert is_alive(child)
+    parent.kill()
+    assert parent.stdout.read() == ""
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while is_alive(child) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not is_alive(child)
+
+
+@linux
+def test_the_command_takes_the_place_of_what_starts_it():
+    code = "import os, sys; print(os.getpid(), *sys.argv[1:])"
+    child = subprocess.Popen(
+        ends_with_parent([sys.executable, "-c", code, "a b", "--c"]), stdout=subprocess.PIPE, text=True
+    )
+    assert child.communicate()[0].split() == [str(child.pid), "a", "b", "--c"]
+    assert child.returncode == 0
+
+
+@linux
+def test_a_signal_python_ignores_is_not_ignored_by_the_command():
+    command = ["sh", "-c", "kill -PIPE $$; echo survived"]
+    done = subprocess.run(ends_with_parent(command), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGPIPE, "")
+
+
+@linux
+def test_nothing_is_started_where_the_parent_has_ended_already(tmp_path):
+    program, *options = ends_with_parent(["touch", str(tmp_path / "started")])
+    options[options.index(str(os.getpid()))] = "1"  # not this process
+    assert subprocess.run([program, *options], check=False).returncode == 0
+    assert not (tmp_path / "started").exists()
+
+
+def test_elsewhere_the_command_is_as_it_was(monkeypatch):
+    monkeypatch.setattr(end_with_parent.sys, "platform", "darwin")
+    assert ends_with_parent(["engine", "--port", "1"]) == ["engine", "--port", "1"]
