@@ -7,6 +7,8 @@ import re
 import shutil
 from dataclasses import replace
 
+import gguf
+import numpy as np
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -140,6 +142,31 @@ async def test_files_fit_the_same_model_with_the_same_streams(found, save_dir):
     assert len({here, fewer, pool, other}) == 4
 
 
+@pytest.fixture
+def lora(tmp_path):
+    """A LoRA adapter of the tiny model."""
+    path = tmp_path / "lora.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string(gguf.Keys.General.TYPE, gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 1.0)
+    for name, shape in (("lora_a", (1, 256)), ("lora_b", (256, 1))):
+        writer.add_tensor(f"blk.0.attn_q.weight.{name}", np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+async def test_an_adapter_makes_other_kv(found, lora):
+    plain, adapted, weak = [
+        (await found(*flags)).fingerprint
+        for flags in ((), ("--lora", str(lora)), ("--lora-scaled", f"{lora}:0.5"))
+    ]
+    assert len({plain, adapted, weak}) == 3
+
+
 async def test_a_model_out_of_reach(start_llama, control_of, tmp_path):
     """The server keeps the file open; here it is gone."""
     prints = set()
@@ -215,6 +242,12 @@ async def test_probes_touch_their_slot_alone(start_llama, control_of, save_dir):
         for slot_id in (0, 1)
     ]
     assert reused == [99, 0]
+
+
+async def test_a_server_that_tells_no_timings(control_of):
+    app = Starlette(routes=[Route("/completion", lambda _: JSONResponse({}), methods=["POST"])])
+    with served(app) as url, pytest.raises(EngineUnavailable, match="timings"):
+        await probe_ram_cache(control_of(url), 0)
 
 
 @pytest.mark.parametrize("n_written", [0, 35, 40, 46, 4000])
