@@ -1,0 +1,171 @@
+"""Real llama-servers with a kvpin in front, for live tests.
+
+llama_world(tmp_path, servers=2)  →  clients → kvpin → llama-servers that share one host_cache_dir
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.live.conftest import Kvpin, running_kvpin
+from tests.llama import RunningLlama, memory_dir, running_llama_server
+
+MODEL = "tiny"
+WAIT_S = 60.0
+POLL_S = 0.02
+
+
+@dataclass(slots=True)
+class LlamaWorld:
+    """llama-servers and the kvpin in front of them. The engine of server n is called `llama-n`.
+
+    Attributes:
+        kvpin: the running proxy; another one after `restart_kvpin`.
+        servers: the running servers; another one at its place after `restart`.
+        host_dir: where all servers save, None without host_cache.
+    """
+
+    kvpin: Kvpin
+    servers: list[RunningLlama]
+    host_dir: Path | None
+    _start_server: Callable[[int, int], RunningLlama] = field(repr=False)
+    _start_kvpin: Callable[[], Kvpin] = field(repr=False)
+    _stop_kvpin: Callable[[], None] = field(repr=False)
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes."""
+        return self.kvpin.base_url
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        """A data-plane request, e.g. to `chat/completions`."""
+        url = f"{self.base_url}/{path}"
+        return httpx.post(url, json={"model": MODEL, **body}, timeout=WAIT_S, trust_env=False, **options)
+
+    def chat(self, text: str | list[dict[str, Any]], **fields: Any) -> httpx.Response:
+        """A greedy chat request that was answered with 200; `text` is one user message or all messages."""
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0, **fields}
+        return self.post("chat/completions", body).raise_for_status()
+
+    def admin(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+        """An operation of the admin API that is done, e.g. `admin("flush", {"all": True})`."""
+        operation = self.kvpin.admin("POST", verb, json=body).raise_for_status().json()
+        assert operation["state"] == "done", operation
+        return operation
+
+    def engine(self, number: int = 0) -> dict[str, Any]:
+        """What kvpin tells of an engine."""
+        return self.kvpin.engines()[f"llama-{number}"]
+
+    def kv(self, number: int = 0) -> dict[str, Any]:
+        """What the adapter of a server tells: slots, counts, files, …"""
+        return self.engine(number)["kv"]
+
+    def slots(self, number: int = 0) -> list[dict[str, Any]]:
+        """The slots of a server as kvpin sees them."""
+        return self.kv(number)["slots"]
+
+    def server_slots(self, number: int = 0) -> list[dict[str, Any]]:
+        """The slots of a server as it tells itself."""
+        return httpx.get(f"{self.servers[number].url}/slots", timeout=WAIT_S, trust_env=False).json()
+
+    def until(self, holds: Callable[[], Any], what: str) -> Any:
+        """Polls until `holds` is true of the world, and returns what it then returned."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            if result := holds():
+                return result
+            time.sleep(POLL_S)
+        raise AssertionError(f"{what} did not come to be:\n{self.kvpin.log.read_text()}")
+
+    def until_idle(self, number: int = 0) -> list[dict[str, Any]]:
+        """The slots of a server as kvpin sees them, once nothing runs on any."""
+
+        def idle() -> list[dict[str, Any]] | None:
+            slots = self.slots(number)
+            return slots if all(slot["operation"] is None for slot in slots) else None
+
+        return self.until(idle, "an idle server")
+
+    def until_ready(self, number: int = 0, state: str = "ready") -> None:
+        """Waits until kvpin says that an engine is `ready`, `down`, … One just ended may be ready yet."""
+        self.until(lambda: self.engine(number)["state"] == state, f"engine {number} {state}")
+
+    def restart(self, number: int = 0) -> None:
+        """Ends a server as a crash would, and starts another on the same port. Kvpin finds out by itself."""
+        old = self.servers[number]
+        old.kill()
+        self.servers[number] = self._start_server(number, old.port)
+
+    def restart_kvpin(self) -> None:
+        """Stops kvpin as an operator would, and starts another with the same options."""
+        self._stop_kvpin()
+        self.kvpin = self._start_kvpin()
+
+
+@contextmanager
+def llama_world(
+    tmp_path: Path,
+    *server_flags: str,
+    servers: int = 1,
+    slots: int = 4,
+    ctx: int = 4096,
+    model: Path | None = None,
+    host_cache: bool = True,
+    engine_options: str = "",
+    kvpin_flags: tuple[str, ...] = (),
+) -> Iterator[LlamaWorld]:
+    """Starts servers and a kvpin with reuse that knows them; ends all of them, kvpin with a clean exit.
+
+    Args:
+        tmp_path: for logs.
+        server_flags: further flags of every server.
+        servers: how many.
+        slots: of each server.
+        ctx: context of one slot, in tokens.
+        model: path of a GGUF; the tiny model if not given.
+        host_cache: whether the servers share a directory in memory that kvpin knows, too.
+        engine_options: further options of each `--engine`, e.g. `host_cache_bytes=8MiB`.
+        kvpin_flags: further flags of `kvpin serve`.
+    """
+    with ExitStack() as stack, ExitStack() as proxies:
+        host_dir = stack.enter_context(memory_dir()) if host_cache else None
+        starts = 0
+
+        def log(name: str) -> Path:
+            nonlocal starts
+            starts += 1
+            return tmp_path / f"{name}-{starts}.log"
+
+        def start_server(number: int, port: int) -> RunningLlama:
+            return stack.enter_context(
+                running_llama_server(
+                    log(f"llama-{number}"), model, *server_flags, slots=slots, ctx=ctx, save_dir=host_dir,
+                    port=port,
+                )
+            )  # fmt: skip
+
+        running = [start_server(number, 0) for number in range(servers)]
+        options = [f"model={MODEL}"]
+        options += [f"host_cache_dir={host_dir}"] if host_dir else []
+        options += [engine_options] if engine_options else []
+        engines = [
+            f"--engine=llama_server={server.url},id=llama-{number},{','.join(options)}"
+            for number, server in enumerate(running)
+        ]
+
+        def start_kvpin() -> Kvpin:
+            return proxies.enter_context(running_kvpin(log("kvpin"), *engines, *kvpin_flags))
+
+        world = LlamaWorld(start_kvpin(), running, host_dir, start_server, start_kvpin, proxies.close)
+        for number in range(servers):
+            world.until_ready(number)
+        yield world
