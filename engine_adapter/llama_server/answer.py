@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
@@ -87,7 +88,7 @@ class _Timings(msgspec.Struct):
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: Any = None
 
 
 class _Choice(msgspec.Struct):
@@ -107,8 +108,8 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     timings: _Timings | None = None
-    error: msgspec.Raw | None = None
-    prompt_progress: msgspec.Raw | None = None
+    error: Any = None
+    prompt_progress: Any = None
     type: str | None = None  # /v1/responses, with the two below
     delta: str | None = None
     response: _Response | None = None
@@ -124,7 +125,9 @@ def stream_payloads(raw: bytes) -> Iterator[bytes]:
     """The `data:` lines of a stream in order, `[DONE]` among them; a line cut short is not one."""
     lines = raw.split(b"\n")
     lines.pop()
-    return (line[5:].strip() for line in lines if line.startswith(b"data:"))
+    payloads = (line[5:].strip() for line in lines if line.startswith(b"data:"))
+    # A request with several prompts has one before each prompt but the first.
+    return (payload for payload in payloads if payload != b"null")
 
 
 def read_answer(raw: bytes, *, streamed: bool) -> Answer:
@@ -264,7 +267,9 @@ def _sum(first: int | None, second: int | None) -> int | None:
     return None if first is None or second is None else first + second
 
 
-def known_tokens(answer: Answer, tokenised: Sequence[tuple[int, bytes]], *, has_stop: bool) -> TokenIds[int]:
+def known_tokens(
+    answer: Answer, tokenised: Sequence[tuple[int, bytes]], *, has_stop: bool, may_trim: bool = False
+) -> TokenIds[int]:
     """The leading sampled tokens whose ids are certain, at most one for each of `tokenised`.
 
     Nothing is certain of an answer that is not plain, or that ended without counts.
@@ -273,8 +278,13 @@ def known_tokens(answer: Answer, tokenised: Sequence[tuple[int, bytes]], *, has_
         answer: a streamed one.
         tokenised: ids and bytes of the tokens the server makes of all pieces together.
         has_stop: the request had stop strings, so that text may have been held back or left out.
+        may_trim: white space the answer began with may have been left out, and the first token may have
+            been one with it. So it is in a chat with tools or a response format, or whose template knows
+            reasoning.
     """
     if not answer.is_plain or answer.predicted_tokens is None:
+        return array("i")
+    if may_trim and not answer.counts_silent and not "".join(answer.pieces)[:1].isspace():
         return array("i")
     missing = answer.predicted_tokens - len(answer.pieces)
     # The end of a turn is sampled and has no text. So has a stop string, of any number of tokens.
@@ -316,8 +326,12 @@ def _some_each(
     return array("i", [token for token, _ in tokenised])
 
 
-async def generated_tokens(control: ControlClient, answer: Answer, *, has_stop: bool) -> TokenIds[int]:
+async def generated_tokens(
+    control: ControlClient, answer: Answer, *, has_stop: bool, may_trim: bool = False
+) -> TokenIds[int]:
     """The leading sampled tokens whose ids are certain, by asking the server to tokenise the text.
+
+    `has_stop` and `may_trim` are those of `known_tokens`.
 
     Raises:
         EngineUnavailable: the server cannot be reached, or tells no pieces.
@@ -330,7 +344,7 @@ async def generated_tokens(control: ControlClient, answer: Answer, *, has_stop: 
     if b"".join(piece for _, piece in tokenised) == b" " + text.encode():
         # The space that this vocabulary puts before a text: behind an anchor the text has none.
         tokenised = _after(b" " + _ANCHOR.encode(), await _tokenise(control, _ANCHOR + text))
-    return known_tokens(answer, tokenised, has_stop=has_stop)
+    return known_tokens(answer, tokenised, has_stop=has_stop, may_trim=may_trim)
 
 
 class _Token(msgspec.Struct):

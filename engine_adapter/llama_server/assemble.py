@@ -21,6 +21,7 @@ from engine_adapter.llama_server.answer import DONE, stream_payloads
 _CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _BAD_GATEWAY, _SERVER_ERROR = 502, 500
 _ERROR_STATUS = range(400, 600)
+_FIELDS = msgspec.json.Decoder(dict[str, Any])
 _T = TypeVar("_T")
 
 
@@ -37,9 +38,15 @@ class StreamError(EngineError):
 
 
 def streaming_body(path: str, body: JsonBody) -> JsonBody | None:
-    """The same request as a stream with usage; None when it is one, or the route has none to assemble."""
+    """The same request as a stream with usage; None when it is one, or such a stream is not to be had.
+
+    Raises:
+        UnreadableField: a field that is looked at is no value.
+    """
     if path not in _ASSEMBLERS or body.get("stream") is True:
         return None
+    if path == _CHAT and body.get("logprobs") and body.get("tools"):
+        return None  # refused as a stream, answered otherwise
     if path == _RESPONSES:
         return body.replace(stream=True)
     return body.replace(stream=True, stream_options={"include_usage": True})
@@ -66,14 +73,23 @@ def assemble_completion(raw: bytes) -> bytes:
 
 def assemble_response(raw: bytes) -> bytes:
     """The `response` from its last event; raises StreamError."""
-    for event in _events(raw):
-        if event.get("type") == "response.completed":
-            response = _convert(event.get("response"), dict[str, Any])
-            items = _convert(response.get("output"), list[dict[str, Any]])
-            output = [{"status": "completed", **item} for item in items]
-            whole = {**response, "completed_at": response.get("created_at"), "output": output}
-            return msgspec.json.encode(whole)
+    for event, _ in _events(raw, _ResponseEvent):
+        if event.type == "response.completed":
+            return _whole_response(event.response)
     raise _broken_off()
+
+
+def _whole_response(response: object) -> bytes:
+    """The response of the last event with what it lacks: when it ended, and the status of reasoning."""
+    match response:
+        case {"output": list(items), "created_at": created_at, **rest} if all(
+            isinstance(item, dict) for item in items
+        ):
+            output = [{"status": "completed", **item} for item in items]
+            times = {"created_at": created_at, "completed_at": created_at}
+            return msgspec.json.encode({**rest, **times, "output": output})
+        case _:
+            raise _broken_off()
 
 
 _ASSEMBLERS: dict[str, Callable[[bytes], bytes]] = {
@@ -97,19 +113,33 @@ class _CallDelta(msgspec.Struct):
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_CallDelta] = []
+    tool_calls: list[_CallDelta] | None = None
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[Any] = []
+    content: list[Any] | None = None
 
 
-class _ChoiceChunk(msgspec.Struct):
+class _ChoicePart(msgspec.Struct):
     index: int = 0
     text: str | None = None
     delta: _Delta = msgspec.field(default_factory=_Delta)
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_ChoicePart] = []
+    error: Any = None
+
+
+class _ResponseEvent(msgspec.Struct):
+    type: str = ""
+    response: Any = None
+    error: Any = None
+
+
+_Event = TypeVar("_Event", _Chunk, _ResponseEvent)
 
 
 @dataclass(slots=True)
@@ -129,17 +159,17 @@ class _Choice:
     logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, chunk: _ChoiceChunk) -> None:
+    def add(self, chunk: _ChoicePart) -> None:
         self.text.append(chunk.text or chunk.delta.content or "")
         self.reasoning.append(chunk.delta.reasoning_content or "")
-        for delta in chunk.delta.tool_calls:
+        for delta in chunk.delta.tool_calls or ():
             call = self.calls.setdefault(delta.index, _ToolCall())
             # Arguments come in parts. A name that grew comes whole once more.
             call.name = delta.function.name or call.name
             call.id = delta.id or call.id
             call.arguments.append(delta.function.arguments or "")
         if chunk.logprobs is not None:
-            self.logprobs.extend(chunk.logprobs.content)
+            self.logprobs.extend(chunk.logprobs.content or ())
         self.finish_reason = chunk.finish_reason or self.finish_reason
 
 
@@ -168,39 +198,39 @@ def _assemble(raw: bytes, kind: str, render: Callable[[int, _Choice], dict[str, 
     choices: dict[int, _Choice] = {}
     answer: dict[str, Any] = {}
     index = 0
-    for event in _events(raw):
-        for chunk in _convert(event.pop("choices", []), list[_ChoiceChunk]):
-            index = chunk.index
-            choices.setdefault(index, _Choice()).add(chunk)
+    for chunk, payload in _events(raw, _Chunk):
+        for part in chunk.choices:
+            index = part.index
+            choices.setdefault(index, _Choice()).add(part)
         # Each choice ends with counts, maybe in a chunk without choices. The first one's stand for all.
         if index == 0 and 0 in choices and choices[0].finish_reason is not None:
-            answer |= event
+            fields: dict[str, Any] = _decode(payload, _FIELDS)
+            answer |= fields
     if any(choice.finish_reason is None for choice in choices.values()) or not answer:
         raise _broken_off()
     rendered = [render(index, choice) for index, choice in sorted(choices.items())]
-    return msgspec.json.encode({"choices": rendered, **answer, "object": kind})
+    return msgspec.json.encode({**answer, "choices": rendered, "object": kind})
 
 
-def _events(raw: bytes) -> Iterator[dict[str, Any]]:
+def _events(raw: bytes, kind: type[_Event]) -> Iterator[tuple[_Event, bytes]]:
     """The events of a stream up to its end; raises StreamError for an error and for an end too early."""
+    decoder = msgspec.json.Decoder(kind)
     for payload in stream_payloads(raw):
         if payload == DONE:
             return
-        try:
-            event = msgspec.json.decode(payload, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _unreadable(error) from error
-        if event.get("error") is not None:
-            raise _failed(payload, event["error"])
-        yield event
+        event = _decode(payload, decoder)
+        if event.error is not None:
+            raise _failed(payload, event.error)
+        yield event, payload
     raise _broken_off()
 
 
-def _convert(value: object, kind: type[_T]) -> _T:
+def _decode(payload: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise _unreadable(error) from error
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = f"llama-server sent a chunk that cannot be read: {error}"
+        raise StreamError(reason, _BAD_GATEWAY) from error
 
 
 def _failed(payload: bytes, error: object) -> StreamError:
@@ -211,7 +241,3 @@ def _failed(payload: bytes, error: object) -> StreamError:
 
 def _broken_off() -> StreamError:
     return StreamError("llama-server ended its answer before it was whole", _BAD_GATEWAY)
-
-
-def _unreadable(error: Exception) -> StreamError:
-    return StreamError(f"llama-server sent a chunk that cannot be read: {error}", _BAD_GATEWAY)
