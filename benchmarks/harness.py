@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -42,10 +43,39 @@ def engine(*options: str, ready_s: float = 120) -> Iterator[str]:
 
 
 @contextmanager
-def _running(
-    command: list[str], environment: dict[str, str], health: str, ready_s: float, log: Path | None
+def llama_server(
+    model: Path, *flags: str, slots: int, ctx: int, save_dir: Path | None = None, port: int | None = None
 ) -> Iterator[str]:
-    port = free_port()
+    """Runs a llama-server with one thread, `slots` slots of `ctx` tokens; yields its address."""
+    binary = subprocess.run(
+        [ROOT / "scripts" / "llama-server"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    command = [binary, "-m", str(model), "-t", "1", "-np", str(slots), "-c", str(slots * ctx), *flags]
+    command += ["--slots", "--metrics", "--no-ui"]
+    if save_dir is not None:
+        command += ["--slot-save-path", str(save_dir)]
+    with _running(command, dict(os.environ), "/health", 120, Path(os.devnull), port) as url:
+        yield url
+
+
+@contextmanager
+def host_cache() -> Iterator[Path]:
+    """An empty directory in memory."""
+    memory = Path("/dev/shm")  # noqa: S108 - a directory of its own is made in it
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as path:
+        yield Path(path)
+
+
+@contextmanager
+def _running(
+    command: list[str],
+    environment: dict[str, str],
+    health: str,
+    ready_s: float,
+    log: Path | None,
+    port: int | None = None,
+) -> Iterator[str]:
+    port = port or free_port()
     with log.open("wb") if log is not None else nullcontext() as output:
         process = subprocess.Popen(
             [*command, "--port", str(port)],

@@ -11,13 +11,15 @@ WINDOW = 32
 # First-token times of fewer tokens measure a round trip, not the prefill.
 MIN_PREFILL_TOKENS = 32
 
-# Before anything is seen: a small model on a CPU, files in memory. Only their ratios matter at first.
+# Before anything is seen. Saving is taken to be cheap: what is never tried is never learned.
 PREFILL_TOK_S = 500.0
-SAVE_BYTES_S = 400e6
+SAVE_BYTES_S = 1e9
 RESTORE_BYTES_S = 2e9
 DISK_BYTES_S = 400e6
-BYTES_PER_TOKEN = 20_000.0
+BYTES_PER_TOKEN = 1000.0
 HOLD_S = 2.0
+# A conversation that has just had an answer goes on more often than not.
+REUSE_PROBABILITY = 0.8
 
 
 class RateBook:
@@ -27,7 +29,7 @@ class RateBook:
         self._prefill = _Median(PREFILL_TOK_S)
         self._save = _Median(SAVE_BYTES_S)
         self._restore = _Median(RESTORE_BYTES_S)
-        self._bytes_per_token = _Median(BYTES_PER_TOKEN)
+        self._bytes_per_token = BYTES_PER_TOKEN
         self._hold = _Median(HOLD_S)
         self.view = self._view()
 
@@ -38,7 +40,8 @@ class RateBook:
 
     def saved(self, tokens: int, size: int, seconds: float) -> None:
         """A slot of `tokens` tokens became a file of `size` bytes in `seconds`."""
-        self._learn(self._bytes_per_token, size, tokens)
+        if tokens:
+            self._bytes_per_token = size / tokens  # no guess: it is the model's
         self._learn(self._save, size, seconds - self.view.save_overhead_s)
 
     def restored(self, size: int, seconds: float) -> None:
@@ -60,17 +63,18 @@ class RateBook:
             save_bytes_s=self._save.value,
             restore_bytes_s=self._restore.value,
             disk_bytes_s=DISK_BYTES_S,
-            bytes_per_token=self._bytes_per_token.value,
+            bytes_per_token=self._bytes_per_token,
             hold_s=self._hold.value,
+            reuse_probability=REUSE_PROBABILITY,
         )
 
 
 class _Median:
-    """The median of the last samples, or a first guess."""
+    """The median of the last samples. A first guess counts as two: one odd sample changes no mind."""
 
     def __init__(self, guess: float) -> None:
         self.value = guess
-        self._samples: deque[float] = deque(maxlen=WINDOW)
+        self._samples: deque[float] = deque((guess, guess), maxlen=WINDOW)
 
     def add(self, sample: float) -> None:
         self._samples.append(sample)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,14 +11,24 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.openai_http import ControlClient
 
 
+class _SaveTime(msgspec.Struct):
+    save_ms: float
+
+
 class _Saved(msgspec.Struct):
     n_saved: int
     n_written: int
+    timings: _SaveTime
+
+
+class _RestoreTime(msgspec.Struct):
+    restore_ms: float
 
 
 class _Restored(msgspec.Struct):
     n_restored: int
     n_read: int
+    timings: _RestoreTime
 
 
 class _Erased(msgspec.Struct):
@@ -31,7 +40,7 @@ _Answer = TypeVar("_Answer", _Saved, _Restored, _Erased)
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a save or a restore moved: tokens, bytes, and the seconds it took."""
+    """What a save or a restore moved: tokens, bytes, and the seconds the server did nothing else."""
 
     tokens: int
     size: int
@@ -50,15 +59,13 @@ class SlotIo:
 
     async def save(self, slot_id: int, name: str) -> Moved:
         """Writes the slot to file `name` of the server's save path."""
-        started = time.monotonic()
         answer = await self._act(slot_id, "save", _Saved, {"filename": name})
-        return Moved(answer.n_saved, answer.n_written, time.monotonic() - started)
+        return Moved(answer.n_saved, answer.n_written, answer.timings.save_ms / 1000)
 
     async def restore(self, slot_id: int, name: str) -> Moved:
         """Replaces the slot's content by that of file `name`."""
-        started = time.monotonic()
         answer = await self._act(slot_id, "restore", _Restored, {"filename": name})
-        return Moved(answer.n_restored, answer.n_read, time.monotonic() - started)
+        return Moved(answer.n_restored, answer.n_read, answer.timings.restore_ms / 1000)
 
     async def erase(self, slot_id: int) -> int:
         """Empties the slot; returns the tokens it held."""
