@@ -206,6 +206,7 @@ class RequestSummary(_Answer):
     first_byte_s: float | None
     duration_s: float | None
     error: str | None
+    note: str
 
 
 class RequestList(_Answer):
