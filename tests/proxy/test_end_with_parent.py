@@ -15,14 +15,10 @@ from proxy.end_with_parent import ends_with_parent
 PARENT = """
 import subprocess, sys
 from proxy.end_with_parent import ends_with_parent
-child = subprocess.Popen(ends_with_parent([sys.executable, "-c", sys.argv[1]]), stdout=sys.stdout)
-print("pid", child.pid, flush=True)
+code = "import sys, time; print('up', flush=True); sys.stdout.close(); time.sleep(600)"
+child = subprocess.Popen(ends_with_parent([sys.executable, "-c", code]), stdout=subprocess.PIPE, text=True)
+print(child.pid, child.stdout.readline(), sep="\\n", end="", flush=True)
 child.wait()
-"""
-CHILD = """
-import time
-print("child is up", flush=True)
-time.sleep(60)
 """
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
@@ -37,19 +33,19 @@ def is_alive(pid):
 
 @linux
 def test_a_child_ends_when_its_parent_is_killed():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True)
-    # Both write to the pipe: the end of what it says comes when both have ended.
-    said = [parent.stdout.readline(), parent.stdout.readline()]
-    child = next(int(line.split()[1]) for line in said if line.startswith("pid"))
-    assert is_alive(child)
-    parent.kill()
-    assert parent.stdout.read() == ""
-    parent.wait()
-    parent.stdout.close()
-    deadline = time.monotonic() + 30
-    while is_alive(child) and time.monotonic() < deadline:
-        os.sched_yield()
-    assert not is_alive(child)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    try:
+        assert parent.stdout.readline() == "up\n"
+        parent.kill()
+        parent.communicate()
+        deadline = time.monotonic() + 30
+        while is_alive(child):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        if is_alive(child):
+            os.kill(child, signal.SIGKILL)
 
 
 @linux

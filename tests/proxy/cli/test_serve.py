@@ -1,5 +1,7 @@
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -174,6 +176,10 @@ def test_a_llama_server_ends_even_when_kvpin_is_killed(said_by_llama):
     process.kill()
     process.wait()
     deadline = time.monotonic() + 30
-    while is_alive(started["pid"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    try:
+        while is_alive(started["pid"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        if is_alive(started["pid"]):
+            os.kill(started["pid"], signal.SIGKILL)
