@@ -36,7 +36,8 @@ class EngineAdapter(Protocol):
     spec: EngineSpec
 
     async def connect(self) -> EngineInfo:
-        """Asks the engine what it is. Changes nothing in it; called again after each outage."""
+        """Asks the engine what it is; called again after each outage. What requests get is not changed by
+        it, though an idle engine may be tried out on a prompt or two when it is met for the first time."""
 
     async def load(self) -> EngineLoad:
         """Requests running and waiting; also the health check: EngineUnavailable when the engine is not

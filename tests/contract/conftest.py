@@ -9,10 +9,17 @@ import pytest
 from engine_adapter import AiohttpTransport, EngineAdapter, EngineSpec, make_adapter
 
 
-@pytest.fixture(params=["embedded", "openai_compatible"])
-async def adapter(request, embedded_engine) -> AsyncIterator[EngineAdapter]:
-    """Each kind of adapter, in front of the shared engine."""
-    adapter = make_adapter(EngineSpec(kind=request.param, url=embedded_engine.url, id="under-test"))
+@pytest.fixture(params=["embedded", "openai_compatible", "llama_server"])
+async def adapter(request, embedded_engine, llama) -> AsyncIterator[EngineAdapter]:
+    """Each kind of adapter, in front of a shared engine of its kind."""
+    is_llama = request.param == "llama_server"
+    spec = EngineSpec(
+        kind=request.param,
+        url=llama.url if is_llama else embedded_engine.url,
+        id="under-test",
+        host_cache_dir=str(llama.save_dir) if is_llama else None,
+    )
+    adapter = make_adapter(spec)
     yield adapter
     await adapter.aclose()
 

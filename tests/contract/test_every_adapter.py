@@ -52,7 +52,7 @@ USES = {
 async def test_connect_says_what_it_is_and_changes_nothing(adapter):
     first, second = await adapter.connect(), await adapter.connect()
     assert first == second
-    assert first.model == "kvpin-tiny"
+    assert first.model
     assert first.instance
     assert first.max_model_len > 0
 
@@ -75,6 +75,44 @@ async def test_a_prepared_request_is_answered(adapter, transport, path):
         assert response.status == 200
         reported = adapter.cached_tokens(response.headers)
     assert reported in (None, answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_held_request_is_answered_and_its_reuse_is_what_was_said(adapter, transport, streamed):
+    """Twice the same: what the hold says of the second is what the engine reports."""
+    info = await adapter.connect()
+    path, sent = "/v1/completions", list(range(300, 340))
+    fields = {"model": info.model, "prompt": sent, "max_tokens": 2, "temperature": 0}
+    if streamed:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    prompt = KvTarget(token_array(sent))
+    for _ in range(2):
+        async with adapter.hold(path, JsonBody(json.dumps(fields).encode()), prompt) as hold:
+            request = adapter.prepare("POST", path, {"content-type": "application/json"}, hold.body)
+            async with await transport.send(request) as response:
+                raw = await response.read()
+            answer, reported = raw, None
+            if hold.answer is not None:
+                hold.answer.feed(raw)
+                finished, reported = hold.answer.finish(), hold.answer.cached_tokens()
+                answer = finished if hold.answer.assembles else raw
+        assert response.status == 200
+    if not streamed:
+        assert json.loads(answer)["usage"]["prompt_tokens"] == len(sent)
+    if hold.cached_tokens is not None:
+        assert reported == hold.cached_tokens > 0
+
+
+async def test_what_is_forecast_is_within_the_prompt(adapter):
+    await adapter.connect()
+    forecast = adapter.forecast(TARGET)
+    assert forecast is None or 0 <= forecast.cached_tokens < len(TARGET.token_ids)
+
+
+async def test_a_hold_of_no_prompt_goes_as_it_is(adapter):
+    await adapter.connect()
+    async with adapter.hold("/v1/models", None, None) as hold:
+        assert (hold.body, hold.answer) == (None, None)
 
 
 async def test_cached_tokens_of_headers_that_say_nothing(adapter):
@@ -110,7 +148,7 @@ async def test_stats_are_for_people(adapter):
     json.dumps(stats)
 
 
-@pytest.mark.parametrize("kind", ["embedded", "openai_compatible"])
+@pytest.mark.parametrize("kind", ["embedded", "openai_compatible", "llama_server"])
 async def test_nobody_there_is_unavailable(adapter_of, kind):
     adapter = adapter_of(kind, "http://127.0.0.1:1")
     for call in (adapter.connect, adapter.load):
@@ -118,7 +156,7 @@ async def test_nobody_there_is_unavailable(adapter_of, kind):
             await call()
 
 
-@pytest.mark.parametrize("kind", ["embedded", "openai_compatible"])
+@pytest.mark.parametrize("kind", ["embedded", "openai_compatible", "llama_server"])
 def test_a_bad_address_is_told_at_once(kind):
     with pytest.raises(EngineSpecError):
         make_adapter(EngineSpec(kind=kind, url="localhost:8000", id="e"))

@@ -1,0 +1,224 @@
+"""The admin verbs on the slots and files of a real server, through its adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from engine_adapter import (
+    AiohttpTransport,
+    BlocksRemoved,
+    BlocksStored,
+    EngineSpec,
+    JsonBody,
+    KvTarget,
+    KvVerb,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+    make_adapter,
+)
+from engine_adapter.types import token_array
+
+PATH = "/v1/completions"
+BLOCK = 16
+
+
+def prompt_of(seed: int, count: int = 100, head: int = 0):
+    """`count` plain tokens; prompts of one `head` share that many leading ones."""
+    shared, own = random.Random(0), random.Random(seed)  # noqa: S311 - the same tokens each time
+    ids = [shared.randrange(300, 4000) for _ in range(head)]
+    return token_array(ids + [own.randrange(300, 4000) for _ in range(count - head)])
+
+
+class World:
+    """An adapter with its server, and requests through its holds."""
+
+    def __init__(self, adapter, transport):
+        self.adapter, self.transport = adapter, transport
+
+    async def ask(self, tokens, salt=None, max_tokens=4):
+        """(text, cached tokens reported, cached tokens said before)."""
+        fields = {"prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0}
+        body = JsonBody(json.dumps(fields).encode())
+        async with self.adapter.hold(PATH, body, KvTarget(tokens, None, salt)) as hold:
+            request = self.adapter.prepare("POST", PATH, {"content-type": "application/json"}, hold.body)
+            async with await self.transport.send(request) as response:
+                hold.answer.feed(await response.read())
+            text = json.loads(hold.answer.finish())["choices"][0]["text"]
+            return text, hold.answer.cached_tokens(), hold.cached_tokens
+
+    async def do(self, verb, **target):
+        return [step async for step in self.adapter.operate(verb, KvTarget(**target))][-1]
+
+    async def slots(self):
+        return (await self.adapter.stats())["slots"]
+
+    async def lengths(self):
+        return sorted(slot["tokens"] for slot in await self.slots())
+
+    async def files(self):
+        return (await self.adapter.stats())["files"]["saved"]
+
+    async def held(self) -> dict[Tier, int]:
+        """Blocks on each tier, by the events of a new follower."""
+        blocks = {tier: set() for tier in Tier}
+        events = self.adapter.events()
+        async for event in events:
+            match event:
+                case BlocksStored():
+                    blocks[event.tier].update(event.hashes)
+                case BlocksRemoved():
+                    blocks[event.tier].difference_update(event.hashes)
+                case ViewLost():
+                    pass
+                case ViewCurrent():
+                    break
+        await events.aclose()
+        return {tier: len(names) for tier, names in blocks.items() if names}
+
+
+@pytest.fixture
+async def world(start_llama, save_dir):
+    server = start_llama(slots=3, ctx=1024, save_dir=save_dir)
+    adapter = make_adapter(EngineSpec("llama_server", server.url, "one", host_cache_dir=str(save_dir)))
+    transport = AiohttpTransport()
+    await adapter.connect()
+    yield World(adapter, transport)
+    await adapter.aclose()
+    await transport.aclose()
+
+
+class TestFlush:
+    async def test_all_empties_slots_and_files(self, world):
+        await world.ask(prompt_of(1))
+        await world.do(KvVerb.OFFLOAD)
+        await world.ask(prompt_of(2))
+        progress = await world.do(KvVerb.FLUSH)
+        assert (progress.done, progress.total, dict(progress.left)) == (12, 12, {})
+        assert await world.lengths() == [0, 0, 0]
+        assert await world.files() == []
+        assert await world.held() == {}
+        assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
+
+    async def test_a_prefix_takes_what_begins_like_it_and_nothing_else(self, world):
+        await world.ask(prompt_of(1, head=32))
+        await world.ask(prompt_of(2))
+        progress = await world.do(KvVerb.FLUSH, token_ids=prompt_of(3, 40, head=32))
+        assert progress.done == progress.total == 103 // BLOCK
+        assert await world.lengths() == [0, 0, 103]
+
+    async def test_a_salt_takes_its_own(self, world):
+        await world.ask(prompt_of(1), salt="a")
+        await world.ask(prompt_of(1), salt="b")
+        assert (await world.do(KvVerb.FLUSH, cache_salt="a")).done == 6
+        assert (await world.ask(prompt_of(1), salt="a"))[1:] == (0, 0)
+        assert (await world.ask(prompt_of(1), salt="b"))[1:] == (99, 99)
+
+    async def test_a_slot_in_use_is_left(self, world):
+        tokens = prompt_of(1)
+        body = JsonBody(json.dumps({"prompt": list(tokens), "max_tokens": 1}).encode())
+        async with world.adapter.hold(PATH, body, KvTarget(tokens)):
+            progress = await world.do(KvVerb.FLUSH)
+            assert dict(progress.left) == {"in_use": 6}
+
+
+class TestOffloadAndRestore:
+    async def test_there_and_back_the_answer_is_the_same(self, world):
+        tokens = prompt_of(1)
+        text, *_ = await world.ask(tokens)
+        done = await world.do(KvVerb.OFFLOAD, token_ids=tokens)
+        assert (done.done, done.total) == (6, 6)
+        assert await world.held() == {Tier.HOST: 6}
+        assert await world.lengths() == [0, 0, 0]
+        back = await world.do(KvVerb.RESTORE, token_ids=tokens)
+        assert (back.done, back.total, back.bytes > 0) == (6, 6, True)
+        assert await world.held() == {Tier.GPU: 6, Tier.HOST: 6}
+        assert await world.ask(tokens) == (text, 99, 99)
+
+    async def test_a_prompt_brings_its_file_by_itself(self, world):
+        tokens = prompt_of(1)
+        text, *_ = await world.ask(tokens)
+        await world.do(KvVerb.OFFLOAD)
+        assert await world.ask(tokens) == (text, 99, 99)
+
+    async def test_restoring_twice_is_nothing(self, world):
+        await world.ask(prompt_of(1))
+        await world.do(KvVerb.OFFLOAD)
+        assert (await world.do(KvVerb.RESTORE)).done == 6
+        again = await world.do(KvVerb.RESTORE)
+        assert (again.done, again.total) == (0, 0)
+
+    async def test_restoring_all_fills_empty_slots_with_the_latest(self, world):
+        prompts = [prompt_of(seed, 80 + 20 * seed) for seed in range(4)]
+        for tokens in prompts:
+            await world.ask(tokens, max_tokens=1)
+            await world.do(KvVerb.OFFLOAD)
+        assert len(await world.files()) == 4
+        progress = await world.do(KvVerb.RESTORE)
+        assert progress.done == progress.total
+        assert await world.lengths() == [100, 120, 140]
+
+    async def test_only_what_shares_most_is_offloaded(self, world):
+        near = prompt_of(1)
+        await world.ask(near)
+        await world.ask(prompt_of(2))
+        await world.do(KvVerb.OFFLOAD, token_ids=near)
+        assert await world.lengths() == [0, 0, 103]
+
+    async def test_nothing_known_is_nothing_done(self, world):
+        for verb in KvVerb:
+            progress = await world.do(verb, token_ids=prompt_of(9))
+            assert (progress.done, progress.total, dict(progress.left)) == (0, 0, {})
+
+
+class TestPin:
+    async def test_a_pinned_slot_is_never_the_victim(self, world):
+        tokens = prompt_of(1)
+        await world.ask(tokens)
+        pinned = await world.adapter.pin(KvTarget(tokens), 60)
+        assert (pinned.blocks, pinned.ttl_s) == (6, 60)
+        for seed in range(2, 9):
+            await world.ask(prompt_of(seed))
+        slots = [slot for slot in await world.slots() if slot["pinned_s"]]
+        assert [slot["tokens"] for slot in slots] == [103]
+        left = await world.do(KvVerb.FLUSH)
+        assert left.left["pinned"] == 6
+        assert (await world.ask(tokens))[1] == 99
+
+    async def test_unpinned_it_is_one_again(self, world):
+        tokens = prompt_of(1)
+        await world.ask(tokens)
+        pinned = await world.adapter.pin(KvTarget(tokens), 60)
+        assert await world.adapter.unpin(pinned.pin_id)
+        assert not await world.adapter.unpin(pinned.pin_id)
+        assert (await world.do(KvVerb.FLUSH)).left == {}
+
+    async def test_nothing_held_is_nothing_pinned(self, world):
+        assert (await world.adapter.pin(KvTarget(prompt_of(1)), 60)).blocks == 0
+
+
+async def test_events_follow_what_the_verbs_do(world):
+    """A follower from the beginning believes what a new one is told."""
+    seen = {tier: set() for tier in Tier}
+
+    async def follow():
+        async for event in world.adapter.events():
+            match event:
+                case BlocksStored():
+                    seen[event.tier].update(event.hashes)
+                case BlocksRemoved():
+                    seen[event.tier].difference_update(event.hashes)
+
+    follower = asyncio.create_task(follow())
+    for seed in range(5):
+        await world.ask(prompt_of(seed, head=40))
+    await world.do(KvVerb.OFFLOAD, token_ids=prompt_of(4, head=40))
+    await world.do(KvVerb.RESTORE)
+    await world.do(KvVerb.FLUSH, token_ids=prompt_of(3, head=40))
+    await asyncio.sleep(0)
+    follower.cancel()
+    assert {tier: len(names) for tier, names in seen.items() if names} == await world.held()
