@@ -98,18 +98,24 @@ def _llama_binary() -> str:
 
 
 def _complete_llama(spec: EngineSpec, words: Sequence[str]) -> EngineSpec:
-    named = llama.named_save_dir(words)
-    if named and spec.host_cache_dir and Path(named) != Path(spec.host_cache_dir):
+    said, host = llama.named_save_dir(words), _full(spec.host_cache_dir)
+    named = Path(said).absolute() if said else None  # the server knows no ~
+    if named and host and named != host:
         raise EngineSpecError(
-            f"--slot-save-path {named!r} and host_cache_dir {spec.host_cache_dir!r} differ: give one of them"
+            f"--slot-save-path {said!r} and host_cache_dir {spec.host_cache_dir!r} differ: give one of them"
         )
-    directory = Path(named or spec.host_cache_dir or default_save_dir())
+    host, disk = named or host or default_save_dir(), _full(spec.disk_cache_dir)
     return replace(
         spec,
         api_key=spec.api_key or llama.named_api_key(words),
-        host_cache_dir=str(directory),
-        host_cache_bytes=spec.host_cache_bytes or default_save_bytes(directory),
+        host_cache_dir=str(host),
+        host_cache_bytes=spec.host_cache_bytes or default_save_bytes(host),
+        disk_cache_dir=str(disk) if disk else None,
     )
+
+
+def _full(directory: str | None) -> Path | None:
+    return Path(directory).expanduser().absolute() if directory else None
 
 
 def _prepare_llama(spec: EngineSpec, words: Sequence[str]) -> None:

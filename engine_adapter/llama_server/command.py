@@ -65,7 +65,7 @@ def check_words(words: Sequence[str]) -> None:
     named = {_flag(word) for word in options}
     if named.isdisjoint((*_MODEL_FILE, *_MODEL_ELSEWHERE)) and not any(map(_MODEL_PRESET.fullmatch, named)):
         raise EngineSpecError(
-            "the command names no model: add -m FILE, -hf REPO or --model-url URL after the options, e.g. "
+            "the command names no model: add -m FILE, -hf REPO or --model-url URL, e.g. "
             f"'llama-server: -m model.gguf' ({BINARY} itself is taken from the PATH, and {_HINT})"
         )
 

@@ -54,6 +54,16 @@ def test_a_llama_server_gets_a_host_cache():
     assert managed_spec(spec("llama_server", host_cache_dir="/mine"), words).host_cache_dir == "/mine"
 
 
+def test_directories_are_whole_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    given = spec("llama_server", host_cache_dir="~/kv", host_cache_bytes=7, disk_cache_dir="cold")
+    completed = managed_spec(given, ("-m", "x"))
+    assert (completed.host_cache_dir, completed.disk_cache_dir) == ("/home/me/kv", str(tmp_path / "cold"))
+    named = managed_spec(spec("llama_server"), ("-m", "x", "--slot-save-path", "hot"))
+    assert named.host_cache_dir == str(tmp_path / "hot")
+
+
 def test_two_directories_for_one_thing_are_refused():
     words = ("-m", "x", "--slot-save-path", "/a")
     with pytest.raises(EngineSpecError, match=r"'/a' and host_cache_dir '/b' differ: give one of them"):
