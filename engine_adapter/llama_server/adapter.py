@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineSpecError, NotSupported
+from engine_adapter.errors import EngineSpecError, EngineUnavailable, NotSupported
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotAnswer
@@ -25,8 +25,8 @@ from engine_adapter.llama_server.discovery import (
     PROBE_FILE,
     ServerFacts,
     discover,
-    is_sleeping,
     probe,
+    read_pulse,
     read_slots,
     spare_slot,
 )
@@ -121,11 +121,18 @@ class LlamaServerAdapter:
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`."""
         await self._control.fetch("GET", "/health")
-        keeper = self._keeper
-        if keeper is None:
+        keeper, facts = self._keeper, self._facts
+        if keeper is None or facts is None:
             return EngineLoad(running=0, waiting=0)
-        if not keeper.streams:
-            await self._reconcile(keeper)
+        pulse = await read_pulse(self._control)
+        if pulse.instance != facts.instance:
+            raise EngineUnavailable("the server was restarted")
+        if pulse.is_sleeping and not self._was_asleep:
+            keeper.forget_everything()
+        self._was_asleep = pulse.is_sleeping
+        # Asked only after requests: reading the slots would keep the server from ever falling asleep.
+        if keeper.has_worked and not keeper.streams and not pulse.is_sleeping:
+            await keeper.reconcile()
         return EngineLoad(running=keeper.streams, waiting=keeper.waiting)
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
@@ -284,16 +291,6 @@ class LlamaServerAdapter:
 
     def _is_lost(self) -> bool:
         return self._keeper is not None and self._keeper.is_lost
-
-    async def _reconcile(self, keeper: SlotKeeper) -> None:
-        """GET /slots would wake a sleeping server, which has lost its KV by then."""
-        if await is_sleeping(self._control):
-            if not self._was_asleep:
-                keeper.forget_everything()
-            self._was_asleep = True
-            return
-        self._was_asleep = False
-        await keeper.reconcile()
 
     @asynccontextmanager
     async def _hold_slot(

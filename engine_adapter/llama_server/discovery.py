@@ -180,13 +180,34 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
     )
 
 
-async def is_sleeping(control: ControlClient) -> bool:
-    """Whether the server sleeps, without waking it."""
-    return bool((await control.get("/props")).get("is_sleeping"))
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Which process answers, and whether it sleeps: what can be asked of it at any time."""
+
+    instance: str | None
+    is_sleeping: bool
+
+
+class _Pulse(msgspec.Struct, frozen=True):
+    media_marker: str | None = None
+    is_sleeping: bool = False
+
+
+async def read_pulse(control: ControlClient) -> Pulse:
+    """Asks without waking the server, and without keeping it awake.
+
+    Raises:
+        EngineUnavailable: it does not answer, or not as expected.
+    """
+    try:
+        props = msgspec.convert(await control.get("/props"), _Pulse)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"GET /props: {error}") from error
+    return Pulse(props.media_marker, props.is_sleeping)
 
 
 async def read_slots(control: ControlClient) -> list[SlotState]:
-    """All slots by id. Wakes a server that sleeps: ask `is_sleeping` first.
+    """All slots by id. Wakes a server that sleeps: ask `read_pulse` first.
 
     Raises:
         EngineRejected: the server runs with `--no-slots`.

@@ -38,6 +38,8 @@ log = logging.getLogger("kvpin.llama_server")
 
 # The salt of content that nobody here knows: no request ever runs under it.
 STRANGE = uuid4().hex
+# So often found empty by surprise, slots are not kvpin's alone.
+MANY_STRANGERS = 5
 # A running stream of another slot shares each step; about this much of a prefill, each.
 INTERFERENCE_S = 0.002
 # A slot is written back when nothing has used it for this long.
@@ -125,6 +127,7 @@ class SlotKeeper:
         self.can_restore = saved is not None
         self.findings: list[str] = []
         self.is_lost = False
+        self.has_worked = False  # since the slots were last read
         self.io = SlotIo(control)
         self._engine = engine
         self._control = control
@@ -216,7 +219,9 @@ class SlotKeeper:
         try:
             moved = await self.io.save(slot.id, name)
             if not moved.tokens:
-                self._has_lost(slot)
+                self._note_lost(slot)
+                await registry.discard(name)
+                return False
             entry = await registry.add(name, self.facts.key, salt, tokens_expected=moved.tokens)
         except (EngineRejected, StateFileError) as error:
             self._note_failed_save(error)
@@ -361,6 +366,7 @@ class SlotKeeper:
             EngineUnavailable: the server lost its slots, so it is another process.
         """
         uses = [slot.uses for slot in self.table]
+        self.has_worked = False
         for state in await read_slots(self._control):
             slot = self.table[state.id]
             if not slot.is_idle or slot.uses != uses[slot.id]:
@@ -527,6 +533,7 @@ class SlotKeeper:
 
     def _release(self, slot: Slot) -> None:
         self._turns.release(slot.id)
+        self.has_worked = True
         self._changed.set()
 
     async def _taken(self, slot_id: int, work: Callable[[Slot], Coroutine[Any, Any, _Result]]) -> _Result:
@@ -591,14 +598,15 @@ class SlotKeeper:
             "%s: a slot could not be saved, no more saves for %.0f s: %s", self._engine, SAVE_PAUSE_S, error
         )
 
-    def _has_lost(self, slot: Slot) -> None:
-        """A slot that was to hold something holds nothing: the server clears idle slots by itself."""
+    def _note_lost(self, slot: Slot) -> None:
+        """A slot that was to hold something holds nothing."""
+        self.counts.strangers += 1
         self.hold(slot, array("i"), None)
-        self.can_restore = False
-        self._find(
-            "the server clears idle slots (-kvu, the default without -np): nothing can be saved or restored; "
-            "start it with -np N -c N*ctx and without -kvu"
-        )
+        if self.counts.strangers == MANY_STRANGERS:
+            self._find(
+                "slots lose what they held: the server clears idle slots (-kvu, the default without -np; start it "
+                "with -np N -c N*ctx and without -kvu), or somebody else uses it as well"
+            )
 
     def _find(self, finding: str) -> None:
         self.findings.append(finding)

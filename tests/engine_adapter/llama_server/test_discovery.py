@@ -19,10 +19,10 @@ from engine_adapter.llama_server.discovery import (
     PROBE_FILE,
     SlotState,
     discover,
-    is_sleeping,
     probe,
     probe_ram_cache,
     probe_unified,
+    read_pulse,
     read_slots,
     spare_slot,
 )
@@ -105,7 +105,7 @@ async def test_a_sleeping_server(start_llama, control_of, save_dir):
     server = start_llama("--sleep-idle-seconds", "1", save_dir=save_dir)
     control = control_of(server.url)
     awake = await discover(control, spec_of(server.url))
-    while not await is_sleeping(control):  # noqa: ASYNC110 - another process falls asleep
+    while not (await read_pulse(control)).is_sleeping:  # noqa: ASYNC110 - another process falls asleep
         await asyncio.sleep(0.02)
     facts = await discover(control, spec_of(server.url))
     assert (awake.is_sleeping, facts.is_sleeping) == (False, True)

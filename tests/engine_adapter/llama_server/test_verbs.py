@@ -4,92 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 
 import pytest
 
-from engine_adapter import (
-    AiohttpTransport,
-    BlocksRemoved,
-    BlocksStored,
-    EngineSpec,
-    JsonBody,
-    KvTarget,
-    KvVerb,
-    Tier,
-    ViewCurrent,
-    ViewLost,
-    make_adapter,
-)
-from engine_adapter.types import token_array
+from engine_adapter import BlocksRemoved, BlocksStored, JsonBody, KvTarget, KvVerb, Tier
+from tests.engine_adapter.llama_server.slot_world import PATH, prompt_of, slot_world
 
-PATH = "/v1/completions"
 BLOCK = 16
-
-
-def prompt_of(seed: int, count: int = 100, head: int = 0):
-    """`count` plain tokens; prompts of one `head` share that many leading ones."""
-    shared, own = random.Random(0), random.Random(seed)  # noqa: S311 - the same tokens each time
-    ids = [shared.randrange(300, 4000) for _ in range(head)]
-    return token_array(ids + [own.randrange(300, 4000) for _ in range(count - head)])
-
-
-class World:
-    """An adapter with its server, and requests through its holds."""
-
-    def __init__(self, adapter, transport):
-        self.adapter, self.transport = adapter, transport
-
-    async def ask(self, tokens, salt=None, max_tokens=4):
-        """(text, cached tokens reported, cached tokens said before)."""
-        fields = {"prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0}
-        body = JsonBody(json.dumps(fields).encode())
-        async with self.adapter.hold(PATH, body, KvTarget(tokens, None, salt)) as hold:
-            request = self.adapter.prepare("POST", PATH, {"content-type": "application/json"}, hold.body)
-            async with await self.transport.send(request) as response:
-                hold.answer.feed(await response.read())
-            text = json.loads(hold.answer.finish())["choices"][0]["text"]
-            return text, hold.answer.cached_tokens(), hold.cached_tokens
-
-    async def do(self, verb, **target):
-        return [step async for step in self.adapter.operate(verb, KvTarget(**target))][-1]
-
-    async def slots(self):
-        return (await self.adapter.stats())["slots"]
-
-    async def lengths(self):
-        return sorted(slot["tokens"] for slot in await self.slots())
-
-    async def files(self):
-        return (await self.adapter.stats())["files"]["saved"]
-
-    async def held(self) -> dict[Tier, int]:
-        """Blocks on each tier, by the events of a new follower."""
-        blocks = {tier: set() for tier in Tier}
-        events = self.adapter.events()
-        async for event in events:
-            match event:
-                case BlocksStored():
-                    blocks[event.tier].update(event.hashes)
-                case BlocksRemoved():
-                    blocks[event.tier].difference_update(event.hashes)
-                case ViewLost():
-                    pass
-                case ViewCurrent():
-                    break
-        await events.aclose()
-        return {tier: len(names) for tier, names in blocks.items() if names}
 
 
 @pytest.fixture
 async def world(start_llama, save_dir):
     server = start_llama(slots=3, ctx=1024, save_dir=save_dir)
-    adapter = make_adapter(EngineSpec("llama_server", server.url, "one", host_cache_dir=str(save_dir)))
-    transport = AiohttpTransport()
-    await adapter.connect()
-    yield World(adapter, transport)
-    await adapter.aclose()
-    await transport.aclose()
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        yield world
 
 
 class TestFlush:

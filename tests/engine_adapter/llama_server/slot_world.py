@@ -1,0 +1,105 @@
+"""An adapter in front of a real llama-server, and requests through its holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from engine_adapter import (
+    AiohttpTransport,
+    BlocksRemoved,
+    BlocksStored,
+    EngineSpec,
+    JsonBody,
+    KvTarget,
+    Tier,
+    ViewCurrent,
+    make_adapter,
+)
+from engine_adapter.types import token_array
+
+PATH = "/v1/completions"
+WAIT_S = 20.0
+
+
+def prompt_of(seed: int, count: int = 100, head: int = 0):
+    """`count` plain tokens; prompts of one `head` share that many leading ones."""
+    shared, own = random.Random(0), random.Random(seed)  # noqa: S311 - the same tokens each time
+    ids = [shared.randrange(300, 4000) for _ in range(head)]
+    return token_array(ids + [own.randrange(300, 4000) for _ in range(count - head)])
+
+
+class World:
+    """Asks an adapter's server as the proxy does."""
+
+    def __init__(self, adapter, transport):
+        self.adapter, self.transport = adapter, transport
+
+    def hold(self, tokens, salt=None, path=PATH, **fields):
+        """The hold of a request for `tokens`; None is a prompt nobody knows."""
+        prompt = list(tokens) if tokens is not None else [1, 2, 3]
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0} | fields
+        target = KvTarget(tokens, None, salt) if tokens is not None else None
+        return self.adapter.hold(path, JsonBody(json.dumps(body).encode()), target)
+
+    async def sent(self, hold, path=PATH):
+        """The transport's response to a held request."""
+        request = self.adapter.prepare("POST", path, {"content-type": "application/json"}, hold.body)
+        return await self.transport.send(request)
+
+    async def ask(self, tokens, salt=None, **fields):
+        """(text, cached tokens reported, cached tokens said before)."""
+        async with self.hold(tokens, salt, **fields) as hold:
+            async with await self.sent(hold) as response:
+                hold.answer.feed(await response.read())
+            text = json.loads(hold.answer.finish())["choices"][0]["text"]
+            return text, hold.answer.cached_tokens(), hold.cached_tokens
+
+    async def do(self, verb, **target):
+        """The last word of an operation."""
+        return [step async for step in self.adapter.operate(verb, KvTarget(**target))][-1]
+
+    async def slots(self):
+        return (await self.adapter.stats())["slots"]
+
+    async def lengths(self):
+        return sorted(slot["tokens"] for slot in await self.slots())
+
+    async def files(self):
+        return (await self.adapter.stats())["files"]["saved"]
+
+    async def until(self, condition):
+        """Polls the slots until `condition` holds of them."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition(await self.slots()):  # noqa: ASYNC110 - another process changes them
+                await asyncio.sleep(0.01)
+
+    async def held(self) -> dict[Tier, int]:
+        """Blocks on each tier, by the events of a new follower."""
+        blocks = {tier: set() for tier in Tier}
+        events = self.adapter.events()
+        async for event in events:
+            if isinstance(event, BlocksStored):
+                blocks[event.tier].update(event.hashes)
+            elif isinstance(event, BlocksRemoved):
+                blocks[event.tier].difference_update(event.hashes)
+            elif isinstance(event, ViewCurrent):
+                break
+        await events.aclose()
+        return {tier: len(names) for tier, names in blocks.items() if names}
+
+
+@asynccontextmanager
+async def slot_world(url: str, name: str = "one", **spec) -> AsyncIterator[World]:
+    """A connected adapter for the server at `url`."""
+    adapter = make_adapter(EngineSpec("llama_server", url, name, **spec))
+    transport = AiohttpTransport()
+    try:
+        await adapter.connect()
+        yield World(adapter, transport)
+    finally:
+        await adapter.aclose()
+        await transport.aclose()
