@@ -291,7 +291,7 @@ def known_tokens(
     ended = answer.finish_reason == "stop" and not answer.counts_silent
     if missing == 0 or (missing == 1 and ended and not has_stop):
         return _one_each(answer.pieces, tokenised)
-    if missing == 1 and answer.finish_reason is None:
+    if missing == 1 and answer.finish_reason is None and not has_stop:
         # The end of a turn, most likely; or else a character of two tokens, and all before it is certain.
         return _one_each(takewhile(str.isascii, answer.pieces), tokenised)
     if len(tokenised) == answer.predicted_tokens - ended and not (ended and has_stop):

@@ -1,8 +1,9 @@
 """A streamed answer as the one JSON answer a client asked for, field by field as the server's own.
 
 Every request goes to a server as a stream: it goes on with one that is none after its client has left.
-A stream lacks two things: in a chat, `logprobs` of tokens without text, the end of a turn above all; and
-with a stop string, which `logprobs` the server would have dropped as being its own. They are kept.
+A stream lacks three things: half a character, or the start of a tool call, that `max_tokens` cut off; in a
+chat, the `logprobs` of tokens without text, the end of a turn above all; and with a stop string, how many
+`logprobs` the server would have left out as being of the stop string. All that came are kept.
 """
 
 from __future__ import annotations
