@@ -24,6 +24,8 @@ from engine_adapter.types import (
 )
 
 TOKENS_PER_BLOCK = 16
+# Salts are the clients' to invent: of more than these, only those that something lies under are remembered.
+MAX_SALTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class MirrorEvents:
         """The salt behind a digest."""
         if digest in self._salts:
             return
+        if len(self._salts) > MAX_SALTS:
+            self._forget_unused_salts()
         self._salts[digest] = salt
         for run in self._runs.values():
             if run.salt == digest and run.names:
@@ -95,6 +99,11 @@ class MirrorEvents:
                 yield await queue.get()
         finally:
             self._followers.discard(queue)
+
+    def _forget_unused_salts(self) -> None:
+        """Nobody was told of anything under them, and they are known again when they are asked for."""
+        used = {None, *(run.salt for run in self._runs.values())}
+        self._salts = {digest: salt for digest, salt in self._salts.items() if digest in used}
 
     def _store(self, run: _Run) -> None:
         holders, first = self._holders, len(run.names)

@@ -42,6 +42,7 @@ class RateBook:
         """A slot of `tokens` tokens became a file of `size` bytes in `seconds`."""
         if tokens:
             self._bytes_per_token = size / tokens  # no guess: it is the model's
+            self.view = self._view()
         self._learn(self._save, size, seconds - self.view.save_overhead_s)
 
     def restored(self, size: int, seconds: float) -> None:

@@ -8,6 +8,7 @@ alone: it waits until every slot is idle, and nobody behind it starts before.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -99,8 +100,10 @@ class Turns:
     def dispatch(self) -> None:
         """Starts whoever can start now."""
         self._cancel_timer()
-        soonest: float | None = None
+        soonest = math.inf
         for waiter in tuple(self._queue):
+            if self._table.in_flight == len(self._table):
+                break  # whoever waits, waits: no plan need be made for each of a long queue
             if waiter.turn.done():
                 continue
             if waiter.ask is None:
@@ -113,9 +116,9 @@ class Turns:
             if plan is not None:
                 self._table.begin(plan.slot, first_operation(plan), self._clock())
                 self._grant(waiter, plan)
-            elif patience_s is not None:
-                soonest = patience_s if soonest is None else min(soonest, patience_s)
-        if soonest is not None:
+            else:
+                soonest = min(soonest, patience_s)
+        if soonest < math.inf:
             self._timer = asyncio.get_running_loop().call_later(soonest, self.dispatch)
 
     async def _turn(self, ask: Ask | None) -> SlotPlan | None:
@@ -128,18 +131,15 @@ class Turns:
             self._give_back(waiter)
             raise
 
-    def _plan(self, waiter: _Waiter, ask: Ask) -> tuple[SlotPlan | None, float | None]:
+    def _plan(self, waiter: _Waiter, ask: Ask) -> tuple[SlotPlan | None, float]:
         """(the plan to start now, or None; seconds after which an idle slot is taken instead of waiting)."""
         best = self._decide(ask, self._table)
         if best.is_ready:
-            return best, None
-        idle = self._table.idle()
-        if not idle:
-            return None, None
+            return best, 0.0
         # As long as the alternative would have cost: at worst twice the best that could have been done.
-        alternative = self._decide(ask, idle)
+        alternative = self._decide(ask, self._table.idle())
         left_s = alternative.total_s - (self._clock() - waiter.since)
-        return (alternative, None) if left_s <= 0 else (None, left_s)
+        return (alternative, 0.0) if left_s <= 0 else (None, left_s)
 
     def _grant(self, waiter: _Waiter, plan: SlotPlan | None) -> None:
         self._queue.remove(waiter)

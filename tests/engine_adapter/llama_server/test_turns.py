@@ -1,0 +1,395 @@
+"""Who gets which slot when, as scripts of asks and releases under a clock of the test's own."""
+
+import asyncio
+import time
+from array import array
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.llama_server.plan import Plan
+from engine_adapter.llama_server.slots import Operation, SlotTable
+from engine_adapter.llama_server.turns import Ask, Turns, first_operation
+
+ANYWHERE = -1
+
+
+def plan_of(slot, *, is_ready=True, save_first=False, restore=None, cost_s=0.0):
+    return Plan(
+        slot=slot,
+        prompt_tokens=1,
+        cached_tokens=0,
+        firm=True,
+        restore=restore,
+        save_first=save_first,
+        is_ready=is_ready,
+        over_pin=False,
+        wait_s=0.0,
+        restore_s=0.0,
+        prefill_s=cost_s,
+        stall_s=0.0,
+        regret_s=0.0,
+    )
+
+
+@dataclass
+class World:
+    """Turns over slots; an ask names the slot it is at home on, and elsewhere it costs `away_s`."""
+
+    slots: int = 2
+    away_s: float = 10.0
+    now: float = 100.0
+    plans: int = 0
+    save_first: bool = False
+    restore: object = None
+    got: dict = field(default_factory=dict)  # name → slot, in the order of the grants; None for all
+    tasks: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.table = SlotTable(self.slots)
+        self.turns = Turns(self.table, self.decide, lambda: self.now)
+
+    def decide(self, ask, slots):
+        self.plans += 1
+        slots, home = list(slots), ask.tokens[0]
+        at_home = [slot for slot in slots if slot.id == home]
+        chosen = (at_home or sorted(slots, key=lambda slot: (not slot.is_idle, slot.id)))[0]
+        cost_s = self.away_s * (home not in (chosen.id, ANYWHERE))
+        return plan_of(
+            chosen.id,
+            is_ready=chosen.is_idle,
+            cost_s=cost_s,
+            save_first=self.save_first,
+            restore=self.restore,
+        )
+
+    async def ask(self, name, home=ANYWHERE):
+        """A request joins the queue; what it gets stands in `got`."""
+
+        async def get():
+            self.got[name] = (await self.turns.slot(Ask(array("i", [home])))).slot
+
+        return await self._start(name, get())
+
+    async def ask_all(self, name):
+        async def get():
+            await self.turns.all()
+            self.got[name] = None
+
+        return await self._start(name, get())
+
+    async def _start(self, name, work):
+        self.tasks[name] = asyncio.create_task(work)
+        await settle()
+        return self.tasks[name]
+
+    async def release(self, slot):
+        self.turns.release(slot)
+        await settle()
+
+    async def release_all(self):
+        self.turns.release_all()
+        await settle()
+
+    async def leave(self, name):
+        task = self.tasks[name]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        await settle()
+
+    def busy(self):
+        return [slot.id for slot in self.table if not slot.is_idle]
+
+
+async def settle():
+    """Lets every task run as far as it gets."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    world.turns.fail(EngineUnavailable("the test is over"))
+    await asyncio.gather(*world.tasks.values(), return_exceptions=True)
+    assert world.table.violations == 0
+    assert max(world.table.most_in_flight) <= 1
+
+
+class TestOrder:
+    async def test_first_come_first_served(self, world):
+        for name in "abcd":
+            await world.ask(name)
+        assert (world.got, world.turns.waiting) == ({"a": 0, "b": 1}, 2)
+        await world.release(1)
+        await world.release(0)
+        assert (world.got, world.turns.waiting) == ({"a": 0, "b": 1, "c": 1, "d": 0}, 0)
+        assert list(world.got) == ["a", "b", "c", "d"]
+
+    async def test_nothing_is_planned_while_no_slot_is_idle(self, world):
+        for name in "abcdef":
+            await world.ask(name)
+        planned = world.plans
+        world.turns.dispatch()
+        await world.ask("g")
+        assert world.plans == planned
+
+    async def test_whoever_waits_for_a_slot_lets_those_behind_take_the_others(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        await world.ask("c", 1)
+        assert world.got == {"a": 0, "c": 1}
+        await world.ask("d", 0)
+        await world.release(0)
+        assert world.got == {"a": 0, "c": 1, "b": 0}, "and those behind never take what it waits for"
+        await world.release(0)
+        assert world.got["d"] == 0
+
+    async def test_a_grant_has_begun_what_its_plan_does_first(self, world):
+        world.save_first = True
+        await world.ask("a", 1)
+        assert world.table[1].operation is Operation.SAVE
+        assert (world.table[1].since, world.table[0].operation) == (100.0, None)
+
+    @pytest.mark.parametrize(
+        ("plan", "operation"),
+        [
+            (plan_of(0), Operation.REQUEST),
+            (plan_of(0, restore="f"), Operation.RESTORE),
+            (plan_of(0, restore="f", save_first=True), Operation.SAVE),
+            (plan_of(0, save_first=True), Operation.SAVE),
+        ],
+    )
+    def test_what_a_plan_does_first(self, plan, operation):
+        assert first_operation(plan) is operation
+
+
+class TestPatience:
+    async def test_ends_when_waiting_has_cost_as_much_as_moving(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        world.now += 9.9
+        world.turns.dispatch()
+        await settle()
+        assert "b" not in world.got
+        world.now += 0.1
+        world.turns.dispatch()
+        await settle()
+        assert world.got["b"] == 1
+
+    async def test_a_slot_that_comes_in_time_is_taken(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        world.now += 9.9
+        await world.release(0)
+        assert world.got["b"] == 0
+
+    async def test_nobody_need_release_anything_for_it_to_end(self, world):
+        world.turns = Turns(world.table, world.decide, time.monotonic)
+        world.away_s = 0.01
+        await world.ask("a", 0)
+        waiting = await world.ask("b", 0)
+        await asyncio.wait_for(waiting, 10)
+        assert world.got["b"] == 1
+
+    async def test_counts_from_its_own_ask(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        world.now += 5
+        await world.ask("c", 0)
+        world.now += 5
+        world.turns.dispatch()
+        await settle()
+        assert world.got == {"a": 0, "b": 1}
+        await world.release(1)
+        assert "c" not in world.got
+        world.now += 5
+        world.turns.dispatch()
+        await settle()
+        assert world.got["c"] == 1
+
+    async def test_the_clock_of_an_empty_queue_stands_still(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        assert world.turns._timer is not None
+        await world.leave("b")
+        assert world.turns._timer is None
+
+
+class TestAlone:
+    async def test_waits_for_every_slot_and_blocks_those_behind(self, world):
+        await world.ask("a", 0)
+        await world.ask_all("whole")
+        await world.ask("b", 1)
+        assert world.got == {"a": 0}
+        await world.release(0)
+        assert world.got == {"a": 0, "whole": None}
+        assert [slot.operation for slot in world.table] == [Operation.FOREIGN] * 2
+        await world.release_all()
+        assert world.got == {"a": 0, "whole": None, "b": 1}
+
+    async def test_starts_at_once_on_idle_slots(self, world):
+        await world.ask_all("whole")
+        await world.ask_all("another")
+        assert list(world.got) == ["whole"]
+        await world.release_all()
+        assert list(world.got) == ["whole", "another"]
+
+    async def test_is_not_starved_by_a_stream_of_others(self, world):
+        await world.ask("0", 0)
+        await world.ask_all("whole")
+        for name in range(1, 6):
+            await world.ask(str(name), name % 2)
+        await world.release(0)
+        assert list(world.got) == ["0", "whole"]
+
+    async def test_lets_those_before_it_go_first(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        await world.ask_all("whole")
+        await world.release(0)
+        assert list(world.got) == ["a", "b"]
+        await world.release(0)
+        assert list(world.got) == ["a", "b", "whole"]
+
+    async def test_that_leaves_blocks_nobody(self, world):
+        await world.ask("a", 0)
+        await world.ask_all("whole")
+        await world.ask("b", 1)
+        await world.leave("whole")
+        assert world.got == {"a": 0, "b": 1}
+
+    async def test_that_leaves_in_the_moment_of_its_turn_holds_nothing(self, world):
+        await world.ask("a", 0)
+        await world.ask_all("whole")
+        await world.ask("b", 1)
+        world.turns.release(0)
+        assert world.busy() == [0, 1]
+        await world.leave("whole")
+        assert (world.got, world.busy()) == ({"a": 0, "b": 1}, [1])
+
+
+class TestLeaving:
+    async def test_the_queue_leaves_no_trace(self, world):
+        for name in "abc":
+            await world.ask(name)
+        await world.leave("c")
+        assert world.turns.waiting == 0
+        await world.release(0)
+        assert world.busy() == [1]
+
+    async def test_lets_the_next_one_go(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        await world.ask("c", 0)
+        await world.leave("b")
+        await world.release(0)
+        assert world.got == {"a": 0, "c": 0}
+
+    async def test_in_the_moment_of_the_turn_gives_the_slot_to_the_next(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        await world.ask("c", 0)
+        world.turns.release(0)
+        assert world.turns.waiting == 1, "b has its turn, and does not know yet"
+        await world.leave("b")
+        assert (world.got, world.busy()) == ({"a": 0, "c": 0}, [0])
+
+    async def test_between_cancel_and_the_next_step_is_passed_over(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        await world.ask("c", 0)
+        world.tasks["b"].cancel()
+        world.turns.release(0)
+        await settle()
+        assert (world.got, world.tasks["b"].cancelled(), world.turns.waiting) == ({"a": 0, "c": 0}, True, 0)
+
+
+class TestFail:
+    async def test_everybody_who_waits_is_told(self, world):
+        await world.ask("a", 0)
+        await world.ask("b", 0)
+        await world.ask_all("whole")
+        world.turns.fail(EngineUnavailable("it is gone"))
+        for name in ("b", "whole"):
+            with pytest.raises(EngineUnavailable, match="it is gone"):
+                await world.tasks[name]
+        assert world.turns.waiting == 0
+        await world.release(0)
+        assert world.busy() == []
+
+    async def test_whoever_leaves_then_takes_the_error_along(self, world):
+        await world.ask("a", 0)
+        waiting = await world.ask("b", 0)
+        world.turns.fail(EngineUnavailable("it is gone"))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+        assert world.busy() == [0]
+
+    async def test_whoever_has_left_is_not_told(self, world):
+        await world.ask("a", 0)
+        waiting = await world.ask("b", 0)
+        waiting.cancel()
+        world.turns.fail(EngineUnavailable("it is gone"))
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(-1, 2)),
+        st.tuples(st.just("all"), st.just(0)),
+        st.tuples(st.just("release"), st.integers(0, 9)),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
+        st.tuples(st.just("time"), st.integers(0, 15)),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+async def test_whatever_happens_no_slot_is_used_twice_and_everybody_is_served(steps):
+    world, running = World(slots=3), {}
+    for number, (what, value) in enumerate(steps):
+        if what == "ask":
+            await world.ask(number, value)
+        elif what == "all":
+            await world.ask_all(number)
+        elif what == "release":
+            await _release_one(world, running, value)
+        elif what == "leave":
+            waiting = [name for name, task in world.tasks.items() if not task.done()]
+            if waiting:
+                await world.leave(waiting[value % len(waiting)])
+        else:
+            world.now += value
+            world.turns.dispatch()
+            await settle()
+        _note_running(world, running)
+    while running:
+        await _release_one(world, running, 0)
+        _note_running(world, running)
+    assert (world.turns.waiting, world.busy(), world.table.violations) == (0, [], 0)
+    assert all(task.done() for task in world.tasks.values())
+
+
+async def _release_one(world, running, value):
+    if running:
+        name = list(running)[value % len(running)]
+        slot = running.pop(name)
+        await (world.release_all() if slot is None else world.release(slot))
+
+
+def _note_running(world, running):
+    """Moves what was granted to what runs, and compares that with the table."""
+    running.update(world.got)
+    world.got.clear()
+    slots = [slot.id for slot in world.table] if None in running.values() else sorted(running.values())
+    assert len(running) == 1 or None not in running.values()
+    assert world.busy() == slots
