@@ -1,0 +1,812 @@
+import asyncio
+import gc
+import os
+import resource
+import time
+from array import array
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.llama_server import saved_files
+from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
+from engine_adapter.llama_server.saved_files import GRACE_S
+from engine_adapter.llama_server.state_file import Reason, StateFileError
+from engine_adapter.types import Tier
+from tests.state_files import LittleRoom, act, complete, write_state
+
+KEY, SIZE = "k1", 1000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A registry over two directories, and what it told of itself."""
+
+    def __init__(self, root: Path, host: int = 3, disk: int = 0, *, host_dir: Path | None = None) -> None:
+        self.host, self.disk = host_dir or root / "host", root / "disk"
+        self.host.mkdir(parents=True, exist_ok=True)
+        self.clock = Clock()
+        self.place = SavedPlace(self.host, host * SIZE, self.disk if disk else None, disk * SIZE)
+        self.told: list[tuple[str, str, str]] = []
+        self.open()
+
+    def open(self) -> None:
+        """What a restart of kvpin does."""
+        self.registry = SavedPrefixes(self.place, clock=self.clock)
+        self.registry.subscribe(lambda event, saved: self.told.append((event, saved.name, saved.tier)))
+
+    def server_saves(self, tokens, size: int = SIZE, key: str = KEY) -> str:
+        name = self.registry.new_name(key)
+        write_state(self.host / name, tokens, size=size)
+        return name
+
+    async def save(self, first: int, *, count: int = 5, size: int = SIZE, key: str = KEY, salt=None) -> Saved:
+        """A saved prefix of `count` tokens from `first` on; a second passes."""
+        self.clock.now += 1
+        name = self.server_saves(range(first, first + count), size, key)
+        return await self.registry.add(name, key, salt, tokens_expected=count, bytes_expected=size)
+
+    def stats(self, *names: str) -> list[int]:
+        return [self.registry.stats()[name] for name in names]
+
+    def check(self) -> None:
+        """What the registry says is what lies there, and no more."""
+        entries = list(self.registry._entries.values())
+        for tier, directory in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
+            wanted = {saved.name for saved in entries if saved.tier is tier}
+            wanted |= {name.replace(".bin", ".json") for name in wanted}
+            lies = {each.name for each in directory.iterdir()} if directory.exists() else set()
+            assert lies == wanted, tier
+        for tier, numbers in self.registry.stats()["tiers"].items():
+            assert numbers["bytes"] == sum(saved.size for saved in entries if saved.tier == tier)
+            assert numbers["entries"] == sum(saved.tier == tier for saved in entries)
+
+
+@pytest.fixture
+def world(tmp_path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+def tiers(tmp_path) -> World:
+    return World(tmp_path, host=2, disk=2)
+
+
+@contextmanager
+def refused(reason: Reason):
+    with pytest.raises(StateFileError) as caught:
+        yield
+    assert caught.value.reason is reason
+
+
+# --- The registry of a process -----------------------------------------------------------------------
+
+
+def test_adapters_that_share_a_directory_share_the_registry(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    one = SavedPrefixes.shared(SavedPlace(tmp_path / "host", 10))
+    assert SavedPrefixes.shared(SavedPlace(tmp_path / "link" / "host", 10)) is one
+    assert SavedPrefixes.shared(SavedPlace(tmp_path / "other", 10)) is not one
+    for other in (
+        SavedPlace(tmp_path / "host", 11),
+        SavedPlace(tmp_path / "host", 10, tmp_path / "disk", 10),
+    ):
+        with pytest.raises(EngineSpecError, match="give all of them the same"):
+            SavedPrefixes.shared(other)
+    del one
+    gc.collect()
+    assert SavedPrefixes.shared(SavedPlace(tmp_path / "host", 11)).place.host_bytes == 11
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        (SavedPlace(Path("a"), 0), "above 0"),
+        (SavedPlace(Path("a"), 1, Path("b"), 0), "above 0"),
+        (SavedPlace(Path("a"), 1, Path("b/../a"), 1), "cannot be both"),
+    ],
+)
+def test_a_place_that_cannot_be(place, why):
+    with pytest.raises(EngineSpecError, match=why):
+        SavedPrefixes.shared(place)
+
+
+# --- add ---------------------------------------------------------------------------------------------
+
+
+async def test_what_a_server_saved_is_an_entry(world):
+    salt = salt_digest("tenant")
+    saved = await world.save(7, salt=salt)
+    assert (saved.key, saved.salt, saved.size, saved.tier) == (KEY, salt, SIZE, Tier.HOST)
+    assert saved.tokens == array("i", range(7, 12))
+    assert (saved.created, saved.last_used, saved.uses) == (world.clock.now, world.clock.now, 0)
+    assert list(world.registry.entries(KEY)) == [saved]
+    assert list(world.registry.entries("other")) == []
+    assert world.told == [(SavedEvent.ADDED, saved.name, Tier.HOST)]
+    assert "tenant" not in (world.host / saved.name.replace(".bin", ".json")).read_text()
+    world.check()
+
+
+async def test_what_covers_a_prompt_has_its_key_salt_and_tokens(world):
+    saved = await world.save(1, salt=salt_digest("a"))
+    find = world.registry.covering
+    assert find(KEY, salt_digest("a"), array("i", [1, 2, 3])) is saved
+    assert find(KEY, salt_digest("a"), saved.tokens) is saved
+    assert find(KEY, salt_digest("a"), array("i", range(1, 7))) is None
+    assert find(KEY, salt_digest("a"), array("i", [1, 3])) is None
+    assert find(KEY, None, array("i", [1, 2, 3])) is None
+    assert find("other", salt_digest("a"), array("i", [1, 2, 3])) is None
+
+
+async def test_a_longer_one_takes_the_place_and_the_uses_of_those_it_continues(world):
+    short, same = await world.save(1, count=3), await world.save(50)
+    salted = await world.save(1, count=3, salt=salt_digest("a"))
+    await world.registry.ready(short)
+    long = await world.save(1, count=9)
+    assert set(world.registry.entries(KEY)) == {same, salted, long}
+    assert long.uses == 1
+    again = await world.save(1, count=9)
+    assert set(world.registry.entries(KEY)) == {same, salted, again}
+    assert world.stats("evicted", "refused") == [0, 0]
+    world.check()
+
+
+async def test_a_pinned_one_stays_beside_what_continues_it(world):
+    short = await world.save(1, count=3)
+    short.pinned_until = world.clock.now + 60
+    long = await world.save(1, count=9)
+    assert set(world.registry.entries(KEY)) == {short, long}
+    world.clock.now += 60
+    longer = await world.save(1, count=10)
+    assert set(world.registry.entries(KEY)) == {longer}
+
+
+async def test_the_room_of_what_is_continued_counts_for_what_continues_it(world):
+    others = [await world.save(100 * i) for i in (1, 2)]
+    await world.save(1, count=3)
+    long = await world.save(1, count=9)
+    assert set(world.registry.entries(KEY)) == {*others, long}
+    world.check()
+
+
+async def test_a_file_that_is_not_whole_is_refused_and_removed(world):
+    name = world.server_saves(range(5))
+    with refused(Reason.SIZE):
+        await world.registry.add(name, KEY, None, bytes_expected=SIZE + 1)
+    name = world.server_saves(range(5))
+    with refused(Reason.TOKENS):
+        await world.registry.add(name, KEY, None, tokens_expected=6)
+    with refused(Reason.MISSING):
+        await world.registry.add(name, KEY, None)
+    (world.host / name).write_bytes(b"")
+    with refused(Reason.TRUNCATED):
+        await world.registry.add(name, KEY, None)
+    assert world.stats("refused") == [4]
+    assert world.told == []
+    world.check()
+
+
+@pytest.mark.parametrize("name", ["../x.bin", "x.bin", "kvpin-k2-" + "0" * 32 + ".bin"])
+async def test_a_name_that_was_not_given_is_not_taken(world, name):
+    with pytest.raises(ValueError, match="is no new name"):
+        await world.registry.add(name, KEY, None)
+
+
+async def test_a_name_is_taken_once(world):
+    saved = await world.save(1)
+    with pytest.raises(ValueError, match="is no new name"):
+        await world.registry.add(saved.name, KEY, None)
+    await world.registry.discard(saved.name)
+    world.check()
+
+
+async def test_a_failed_save_is_discarded(world):
+    name = world.server_saves(range(5))
+    (world.host / "notes.txt").write_text("mine")
+    await world.registry.discard("notes.txt")
+    await world.registry.discard(name)
+    assert {each.name for each in world.host.iterdir()} == {"notes.txt"}
+
+
+# --- Room ----------------------------------------------------------------------------------------------
+
+
+async def test_the_least_valuable_goes_when_there_is_no_room(world):
+    first, second, third = [await world.save(100 * i) for i in (1, 2, 3)]
+    await world.registry.ready(first)
+    fourth = await world.save(400)
+    assert set(world.registry.entries(KEY)) == {first, third, fourth}
+    assert world.told[-2:] == [
+        (SavedEvent.ADDED, fourth.name, Tier.HOST),
+        (SavedEvent.REMOVED, second.name, Tier.HOST),
+    ]
+    assert world.stats("evicted") == [1]
+    world.check()
+
+
+async def test_a_file_that_no_room_can_be_made_for_is_refused(world):
+    saved = await world.save(1)
+    with refused(Reason.NO_ROOM):
+        await world.save(100, size=3 * SIZE + 1)
+    saved.pinned_until = world.clock.now + 60
+    with refused(Reason.NO_ROOM):
+        await world.save(100, size=3 * SIZE)
+    with refused(Reason.NO_ROOM):  # nor is what it would continue lost
+        await world.save(1, count=50, size=4 * SIZE)
+    assert list(world.registry.entries(KEY)) == [saved]
+    assert world.stats("refused", "evicted") == [3, 0]
+    world.check()
+
+
+async def test_room_is_made_before_a_save(world):
+    _, second, third = [await world.save(100 * i) for i in (1, 2, 3)]
+    third.pinned_until = world.clock.now + 60
+    assert not await world.registry.make_room(2 * SIZE + 1)
+    assert len(list(world.registry.entries(KEY))) == 3
+    assert await world.registry.make_room(SIZE)
+    assert set(world.registry.entries(KEY)) == {second, third}
+    assert await world.registry.make_room(SIZE)
+    assert set(world.registry.entries(KEY)) == {second, third}
+    world.check()
+
+
+async def test_a_victim_moves_to_disk_and_comes_back_when_it_is_needed(tiers):
+    first, second = await tiers.save(100), await tiers.save(200)
+    data = (tiers.host / first.name).read_bytes()
+    third = await tiers.save(300)
+    assert [first.tier, second.tier, third.tier] == [Tier.DISK, Tier.HOST, Tier.HOST]
+    assert (tiers.disk / first.name).read_bytes() == data
+    tiers.check()
+
+    assert await tiers.registry.ready(first) == first.name
+    assert [first.tier, second.tier, third.tier] == [Tier.HOST, Tier.DISK, Tier.HOST]
+    assert (tiers.host / first.name).read_bytes() == data
+    assert tiers.told[3:] == [
+        (SavedEvent.MOVED, first.name, Tier.DISK),
+        (SavedEvent.MOVED, second.name, Tier.DISK),
+        (SavedEvent.MOVED, first.name, Tier.HOST),
+    ]
+    assert tiers.stats("demoted", "promoted", "evicted") == [2, 1, 0]
+    tiers.check()
+
+
+async def test_the_disk_gives_up_what_is_worth_less_and_takes_nothing_that_is(tiers):
+    first, second, third, fourth = [await tiers.save(100 * i) for i in (1, 2, 3, 4)]
+    assert [first.tier, second.tier] == [Tier.DISK, Tier.DISK]
+    await tiers.save(500)  # third is worth more than first
+    assert set(tiers.registry.entries(KEY)) >= {second, third, fourth}
+    assert first not in set(tiers.registry.entries(KEY))
+    assert third.tier is Tier.DISK
+
+    second.uses = third.uses = 9  # fourth is worth less than both
+    await tiers.save(600)
+    assert fourth not in set(tiers.registry.entries(KEY))
+    assert [second.tier, third.tier] == [Tier.DISK, Tier.DISK]
+    assert tiers.stats("evicted") == [2]
+    tiers.check()
+
+
+async def test_a_victim_larger_than_the_disk_tier_goes(tmp_path):
+    world = World(tmp_path, host=3, disk=1)
+    big = await world.save(1, size=2 * SIZE)
+    await world.save(100, size=2 * SIZE)
+    assert big not in set(world.registry.entries(KEY))
+    assert world.stats("evicted", "demoted") == [1, 0]
+    world.check()
+
+
+async def test_an_entry_of_the_disk_waits_there_when_the_host_tier_has_no_room(tiers):
+    first, second, third = [await tiers.save(100 * i) for i in (1, 2, 3)]
+    second.pinned_until = third.pinned_until = tiers.clock.now + 60
+    with refused(Reason.NO_ROOM):
+        await tiers.registry.ready(first)
+    assert first.tier is Tier.DISK
+    assert tiers.stats("refused") == [1]
+    tiers.check()
+    tiers.clock.now += 60
+    await tiers.registry.ready(first)
+    assert first.tier is Tier.HOST
+    tiers.check()
+
+
+# --- ready, using, drop ----------------------------------------------------------------------------------
+
+
+async def test_an_entry_is_verified_and_counted_before_a_restore(world):
+    saved = await world.save(1)
+    world.clock.now += 5
+    assert await world.registry.ready(saved) == saved.name
+    assert (saved.uses, saved.last_used) == (1, world.clock.now)
+    os.utime(world.host / saved.name)  # touched: hashed again
+    assert await world.registry.ready(saved) == saved.name
+    assert saved.seen == saved_files.stamp(world.host / saved.name)
+    assert saved.uses == 2
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (flip, Reason.CHECKSUM),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), Reason.SIZE),
+        (lambda path: write_state(path, [9, 2, 3, 4, 5], size=SIZE), Reason.TOKENS),
+        (Path.unlink, Reason.MISSING),
+    ],
+)
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+async def test_an_entry_that_is_not_what_it_was_is_dropped(tiers, harm, reason, tier, caplog):
+    saved = await tiers.save(1)
+    if tier is Tier.DISK:
+        await tiers.save(100)
+        await tiers.save(200)
+    assert saved.tier is tier
+    harm((tiers.host if tier is Tier.HOST else tiers.disk) / saved.name)
+    if tier is Tier.DISK and reason is Reason.TOKENS:
+        reason = Reason.CHECKSUM  # a copy is hashed, its header not read
+    with refused(reason):
+        await tiers.registry.ready(saved)
+    assert saved not in set(tiers.registry.entries(KEY))
+    assert tiers.told[-1][:2] == (SavedEvent.REMOVED, saved.name)
+    assert "it is dropped" in caplog.text
+    with refused(Reason.MISSING):
+        await tiers.registry.ready(saved)
+    tiers.check()
+
+
+async def test_an_entry_in_use_keeps_its_files_whatever_becomes_of_it(world):
+    saved = await world.save(1)
+    async with world.registry.using(saved) as name:
+        async with world.registry.using(saved):
+            await world.registry.drop(saved)
+            await world.registry.drop(saved)
+            assert list(world.registry.entries(KEY)) == []
+        assert (world.host / name).exists()
+        with refused(Reason.MISSING):
+            await world.registry.ready(saved)
+    world.check()
+
+
+async def test_an_entry_in_use_is_no_victim(world):
+    first, _, third = [await world.save(100 * i) for i in (1, 2, 3)]
+    third.pinned_until = world.clock.now + 60
+    async with world.registry.using(first):
+        fourth = await world.save(400)
+        assert set(world.registry.entries(KEY)) == {first, third, fourth}
+    assert first.holds == 0
+    world.check()
+
+
+async def test_what_fails_its_check_under_two_restores_goes_with_the_last(world):
+    saved = await world.save(1)
+    async with world.registry.using(saved) as name:
+        flip(world.host / name)
+        with refused(Reason.CHECKSUM):
+            async with world.registry.using(saved):
+                pytest.fail("it is not sound")
+        assert (world.host / name).exists()
+    world.check()
+
+
+async def test_dropped_by_a_predicate_pinned_or_not(tiers):
+    first, second, third = [await tiers.save(100 * i, salt=f"s{i}") for i in (1, 2, 3)]
+    second.pinned_until = tiers.clock.now + 60
+    assert await tiers.registry.drop_where(lambda saved: saved.salt in {"s1", "s2"}) == [first, second]
+    assert list(tiers.registry.entries(KEY)) == [third]
+    tiers.check()
+    assert await tiers.registry.drop_where(lambda saved: True) == [third]
+    assert await tiers.registry.drop_where(lambda saved: True) == []
+    tiers.check()
+
+
+async def test_dropped_while_it_comes_back_from_disk(tiers):
+    first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
+    coming = asyncio.create_task(tiers.registry.ready(first))
+    await asyncio.sleep(0)
+    assert first.is_busy
+    await tiers.registry.drop(first)
+    with refused(Reason.MISSING):
+        await coming
+    assert (SavedEvent.MOVED, first.name, Tier.HOST) not in tiers.told
+    tiers.check()
+
+
+async def test_dropped_while_it_goes_to_disk(tiers):
+    first, _ = [await tiers.save(100 * i) for i in (1, 2)]
+    room = asyncio.create_task(tiers.registry.make_room(SIZE))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert first.is_busy
+    await tiers.registry.drop(first)
+    assert await room
+    tiers.check()
+
+
+async def test_wanted_while_it_goes_to_disk(tiers):
+    first, _ = [await tiers.save(100 * i) for i in (1, 2)]
+    room = asyncio.create_task(tiers.registry.make_room(SIZE))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert first.is_busy
+    assert await tiers.registry.ready(first) == first.name
+    assert await room
+    assert first.tier is Tier.HOST
+    assert tiers.stats("demoted", "promoted") == [1, 1]
+    tiers.check()
+
+
+async def test_a_caller_that_leaves_leaves_no_half_work(tiers):
+    first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
+    coming = asyncio.create_task(tiers.registry.ready(first))
+    await asyncio.sleep(0)
+    coming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await coming
+    await first.idle()
+    assert first.tier is Tier.HOST
+    tiers.check()
+
+
+async def test_a_caller_that_leaves_before_an_error_is_not_missed(world):
+    saved = await world.save(1)
+    flip(world.host / saved.name)
+    coming = asyncio.create_task(world.registry.ready(saved))
+    await asyncio.sleep(0)
+    coming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await coming
+    await saved.idle()
+    with refused(Reason.CHECKSUM):
+        await world.registry.ready(saved)
+    world.check()
+
+
+async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tiers, caplog):
+    def fail(event: SavedEvent, saved: Saved) -> None:
+        if event is SavedEvent.MOVED:
+            raise RuntimeError("what a listener did wrong")
+
+    tiers.registry.subscribe(fail)
+    first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
+    assert first.tier is Tier.DISK
+    assert "what a listener did wrong" in caplog.text
+    tiers.check()
+
+
+async def test_listeners_are_told_until_they_leave(world):
+    heard: list[str] = []
+    leave = world.registry.subscribe(lambda event, saved: heard.append(event))
+    saved = await world.save(1)
+    leave()
+    await world.registry.drop(saved)
+    assert heard == [SavedEvent.ADDED]
+
+
+async def test_the_figures_tell_no_content(tiers):
+    first, _, _ = [await tiers.save(12345678 + 100 * i, salt="secret") for i in (1, 2, 3)]
+    tiers.clock.now += 7
+    stats = tiers.registry.stats()
+    assert stats["tiers"] == {
+        "host": {"entries": 2, "bytes": 2 * SIZE, "cap": 2 * SIZE},
+        "disk": {"entries": 1, "bytes": SIZE, "cap": 2 * SIZE},
+    }
+    assert stats["saved"][0] == {
+        "name": first.name,
+        "tokens": 5,
+        "size": SIZE,
+        "tier": "disk",
+        "age": 9.0,
+        "uses": 0,
+    }
+    assert [stats[each] for each in ("evicted", "demoted", "promoted", "refused")] == [0, 1, 0, 0]
+    assert "secret" not in str(stats)
+    assert "123457" not in str(stats)
+
+
+# --- rebuild ---------------------------------------------------------------------------------------------
+
+
+async def test_a_restart_finds_what_was_saved(tiers):
+    first, second, third = [await tiers.save(100 * i, salt=salt_digest("a")) for i in (1, 2, 3)]
+    await tiers.registry.ready(second)
+    tiers.told.clear()
+    tiers.open()
+    await asyncio.gather(tiers.registry.rebuild(), tiers.registry.rebuild())
+    await tiers.registry.rebuild()
+    assert sorted(tiers.told) == sorted(
+        (SavedEvent.ADDED, saved.name, saved.tier) for saved in (first, second, third)
+    )
+    found = {saved.name: saved for saved in tiers.registry.entries(KEY)}
+    for saved in (first, second, third):
+        assert found[saved.name].sidecar() == saved.sidecar()
+        assert found[saved.name].tokens == saved.tokens
+        assert await tiers.registry.ready(found[saved.name]) == saved.name
+    tiers.check()
+
+
+async def test_what_was_harmed_while_nobody_looked_is_dropped_before_it_is_restored(world):
+    saved = await world.save(1)
+    flip(world.host / saved.name)
+    world.open()
+    await world.registry.rebuild()
+    (found,) = world.registry.entries(KEY)
+    with refused(Reason.CHECKSUM):
+        await world.registry.ready(found)
+    world.check()
+
+
+async def test_a_restart_with_smaller_caps_keeps_the_best(tmp_path):
+    world = World(tmp_path, host=3, disk=2)
+    entries = [await world.save(100 * i) for i in range(5)]
+    world.place = SavedPlace(world.host, SIZE, world.disk, 2 * SIZE)
+    world.open()
+    await world.registry.rebuild()
+    assert {saved.name for saved in world.registry.entries(KEY)} == {saved.name for saved in entries[2:]}
+    world.check()
+    world.place = SavedPlace(world.host, SIZE, world.disk, SIZE)
+    world.open()
+    await world.registry.rebuild()
+    assert {saved.name for saved in world.registry.entries(KEY)} == {saved.name for saved in entries[3:]}
+    world.check()
+
+
+async def test_an_entry_in_both_tiers_counts_in_the_host_tier(tiers):
+    saved = await tiers.save(1)
+    tiers.disk.mkdir(exist_ok=True)
+    for name in (saved.name, saved.name.replace(".bin", ".json")):
+        (tiers.disk / name).write_bytes((tiers.host / name).read_bytes())
+    tiers.clock.now += 2 * GRACE_S
+    tiers.open()
+    await tiers.registry.rebuild()
+    assert [found.tier for found in tiers.registry.entries(KEY)] == [Tier.HOST]
+    tiers.check()
+
+
+async def test_a_directory_that_is_not_there_is_asked_for_and_tried_again(tmp_path):
+    world = World(tmp_path)
+    await world.save(1)
+    world.open()
+    world.host.rename(tmp_path / "away")
+    calls = world.registry.rebuild(), world.registry.rebuild(), world.registry.make_room(1)
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(error, StateFileError)
+        assert f"{world.host}: it cannot be read: No such file or directory" in str(error)
+    (tmp_path / "away").rename(world.host)
+    await world.registry.rebuild()
+    assert len(list(world.registry.entries(KEY))) == 1
+
+
+async def test_a_disk_tier_that_cannot_be_made(tmp_path):
+    (tmp_path / "disk").write_text("a file")
+    world = World(tmp_path, disk=1)
+    with refused(Reason.UNWRITABLE):
+        await world.registry.rebuild()
+
+
+# --- Disks that are full, or gone ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def little(tmp_path):
+    room = LittleRoom(tmp_path / "little", 1 << 20)
+    yield room
+    room.close()
+
+
+async def test_an_entry_that_a_full_disk_does_not_take_is_dropped(tmp_path, little, caplog):
+    world = World(tmp_path, host=2)
+    world.disk = little.path
+    world.place = SavedPlace(world.host, 2 * SIZE, little.path, 2 * SIZE)
+    world.open()
+    first, second = [await world.save(100 * i) for i in (1, 2)]
+    with little.full():
+        assert await world.registry.make_room(SIZE)
+    assert list(world.registry.entries(KEY)) == [second]
+    assert world.told[-1][:2] == (SavedEvent.REMOVED, first.name)
+    assert world.stats("evicted", "demoted") == [1, 0]
+    assert "dropped instead of moved" in caplog.text
+    world.check()
+
+
+async def test_dropped_while_a_full_disk_does_not_take_it(tmp_path, little):
+    world = World(tmp_path, host=2)
+    world.disk = little.path
+    world.place = SavedPlace(world.host, 2 * SIZE, little.path, 2 * SIZE)
+    world.open()
+    first, second = [await world.save(100 * i) for i in (1, 2)]
+    with little.full():
+        room = asyncio.create_task(world.registry.make_room(SIZE))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert first.is_busy
+        await world.registry.drop(first)
+        assert await room
+    assert list(world.registry.entries(KEY)) == [second]
+    assert [told[0] for told in world.told].count(SavedEvent.REMOVED) == 1
+    world.check()
+
+
+async def test_an_entry_that_a_full_host_tier_does_not_take_stays_on_disk(tmp_path, little):
+    world = World(tmp_path, host=2, disk=2, host_dir=little.path)
+    first, _, third = [await world.save(100 * i) for i in (1, 2, 3)]
+    await world.registry.drop(third)
+    with little.full(), refused(Reason.NO_ROOM):
+        await world.registry.ready(first)
+    assert first.tier is Tier.DISK
+    world.check()
+    assert await world.registry.ready(first) == first.name
+    world.check()
+
+
+async def test_a_use_that_cannot_be_written_down_is_still_a_use(tmp_path, little):
+    world = World(tmp_path, host_dir=little.path)
+    saved = await world.save(1)
+    with little.full():
+        assert await world.registry.ready(saved) == saved.name
+    assert saved.uses == 1
+    world.check()
+
+
+async def test_a_save_without_room_for_its_sidecar_is_refused(tmp_path, little):
+    world = World(tmp_path, host_dir=little.path)
+    saved = await world.save(1)
+    name = world.server_saves(range(100, 105))
+    with little.full(), refused(Reason.NO_ROOM):
+        await world.registry.add(name, KEY, None)
+    assert list(world.registry.entries(KEY)) == [saved]
+    world.check()
+
+
+async def test_a_host_directory_that_vanished_loses_nothing_on_disk(tiers):
+    first, _, third = [await tiers.save(100 * i) for i in (1, 2, 3)]
+    await tiers.registry.drop(third)
+    away = tiers.host.rename(tiers.host.with_name("away"))
+    with refused(Reason.UNWRITABLE):
+        await tiers.registry.ready(first)
+    assert first in set(tiers.registry.entries(KEY))
+    away.rename(tiers.host)
+    assert await tiers.registry.ready(first) == first.name
+    tiers.check()
+
+
+# --- Any order of events -----------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["save", "ready", "use", "drop", "pin", "vanish", "room", "together"]),
+        st.integers(0, 7),
+        st.integers(1, 3),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+async def test_whatever_happens_the_registry_agrees_with_the_directory(steps, tmp_path_factory):
+    world = World(tmp_path_factory.mktemp("world"), host=4, disk=3)
+    for what, which, much in steps:
+        await _step(world, what, which, much)
+        world.check()
+        assert all(numbers["bytes"] <= numbers["cap"] for numbers in world.registry.stats()["tiers"].values())
+    names = {saved.name for saved in world.registry.entries(KEY)}
+    world.open()
+    await world.registry.rebuild()
+    assert {saved.name for saved in world.registry.entries(KEY)} == names
+
+
+async def _step(world: World, what: str, which: int, much: int) -> None:
+    entries = list(world.registry.entries(KEY))
+    first, size = 100 * which, much * SIZE
+    if what == "save":
+        calls = [world.save(first, count=much, size=size)]
+    elif what == "room":
+        calls = [world.registry.make_room(size)]
+    elif what == "together":
+        calls = [world.registry.ready(each) for each in entries]
+        calls += [world.save(first + i, size=size) for i in range(2)]
+        calls += [world.registry.drop(each) for each in entries[: much - 1]]
+    else:
+        calls = [_touch(world, what, entries[which % len(entries)], much)] if entries else []
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, StateFileError) and result.reason in {Reason.NO_ROOM, Reason.MISSING}:
+            continue
+        assert not isinstance(result, BaseException), result
+    await asyncio.gather(*world.registry._tasks)
+
+
+async def _touch(world: World, what: str, saved: Saved, much: int) -> None:
+    if what == "pin":
+        saved.pinned_until = world.clock.now + much
+    elif what == "drop":
+        await world.registry.drop(saved)
+    elif what == "use":
+        async with world.registry.using(saved) as name:
+            with suppress(StateFileError):
+                await world.save(50 + much, size=much * SIZE)
+            assert (world.host / name).exists()
+    else:
+        if what == "vanish":
+            for directory in (world.host, world.disk):
+                saved_files.remove(directory / saved.name)
+        await world.registry.ready(saved)
+
+
+# --- Files of real servers ---------------------------------------------------------------------------------
+
+
+async def add_real(registry: SavedPrefixes, url: str, slot: int) -> Saved:
+    name = registry.new_name(KEY)
+    said = act(url, slot, "save", name).raise_for_status().json()
+    return await registry.add(
+        name, KEY, None, tokens_expected=said["n_saved"], bytes_expected=said["n_written"]
+    )
+
+
+async def test_a_real_slot_comes_back_from_disk_on_another_server_after_a_restart(
+    start_llama, save_dir, tmp_path
+):
+    server = start_llama(slots=2, ctx=512, save_dir=save_dir)
+    prompts = [[3 + i, *range(10, 210)] for i in range(3)]
+    cold = complete(server.url, prompts[0], 0, predict=8)["content"]
+    first_size = act(server.url, 0, "save", "size.bin").json()["n_written"]
+    place = SavedPlace(save_dir, first_size * 5 // 2, tmp_path / "disk", first_size * 10)
+    registry = SavedPrefixes(place)
+    entries = []
+    for prompt in prompts:
+        complete(server.url, prompt, 0)
+        entries.append(await add_real(registry, server.url, 0))
+    assert [saved.tier for saved in entries] == [Tier.DISK, Tier.HOST, Tier.HOST]
+    server.kill()
+
+    registry = SavedPrefixes(place)
+    await registry.rebuild()
+    found = registry.covering(KEY, None, array("i", prompts[0]))
+    assert found.name == entries[0].name
+    other = start_llama(slots=2, ctx=512, save_dir=save_dir)
+    async with registry.using(found) as name:
+        assert act(other.url, 1, "restore", name).json()["n_restored"] == len(found.tokens)
+    warm = complete(other.url, prompts[0], 1, predict=8)
+    assert warm["timings"]["cache_n"] == len(prompts[0]) - 1
+    assert warm["content"] == cold
+
+
+async def test_what_a_real_server_writes_to_a_full_disk_is_never_an_entry(start_llama, little):
+    """The server answers 200 and the size it meant to write when just the last bytes found no room."""
+    server = start_llama(slots=1, ctx=1024, save_dir=little.path)
+    registry = SavedPrefixes(SavedPlace(little.path, 1 << 30))
+    complete(server.url, range(10, 110), 0)
+    saved = await add_real(registry, server.url, 0)
+    await registry.drop(saved)
+
+    count = little.size // (saved.size // len(saved.tokens)) + 1
+    complete(server.url, range(10, 10 + count), 0)
+    name = registry.new_name(KEY)
+    if little.is_mounted:
+        said = act(server.url, 0, "save", name).raise_for_status().json()
+    else:  # the kernel ends a server that writes beyond its limit: what it leaves is cut short as well
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (little.size, little.size))
+        with pytest.raises(httpx.TransportError):
+            act(server.url, 0, "save", name)
+        said = {"n_saved": count, "n_written": little.size + 1}
+    assert said["n_written"] > little.size
+    with pytest.raises(StateFileError):
+        await registry.add(name, KEY, None, tokens_expected=said["n_saved"], bytes_expected=said["n_written"])
+    assert list(little.path.iterdir()) == []
+    assert list(registry.entries(KEY)) == []

@@ -1,0 +1,253 @@
+import logging
+import os
+import time
+from array import array
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from engine_adapter.llama_server import saved_files
+from engine_adapter.llama_server.saved_files import GRACE_S, Sidecar
+from engine_adapter.llama_server.state_file import Reason, StateFileError, checksum
+from tests.state_files import LittleRoom, write_state
+
+TOKENS = array("i", [3, 4, 5])
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """An entry: a file and its sidecar."""
+    path = tmp_path / saved_files.new_name("key")
+    write_state(path, TOKENS, size=5000)
+    saved_files.write_sidecar(path, record(path))
+    return path
+
+
+def record(path: Path) -> Sidecar:
+    return Sidecar(1, "key", None, len(TOKENS), path.stat().st_size, checksum(path), 1.0, 2.0, 3)
+
+
+def there(directory: Path) -> set[str]:
+    return {each.name for each in directory.iterdir()}
+
+
+def scan(directory: Path, *, later: float = 0.0, taken=frozenset()) -> list[str]:
+    return [found.name for found in saved_files.scan(directory, time.time() + later, taken)]
+
+
+def test_a_name_holds_its_key_and_is_never_the_same():
+    name = saved_files.new_name("a1B2")
+    assert name != saved_files.new_name("a1B2")
+    assert saved_files.key_of(name) == "a1B2"
+    for other in ("notes.bin", "kvpin-k-1.bin", name + ".part", name.replace(".bin", ".json"), "../" + name):
+        assert saved_files.key_of(other) is None
+
+
+@pytest.mark.parametrize("key", ["", "a-b", "a/b", "..", "é", "k" * 129])
+def test_a_key_that_makes_no_name(key):
+    with pytest.raises(ValueError, match="must be 1 to 128"):
+        saved_files.new_name(key)
+
+
+def test_a_server_takes_the_longest_name(start_llama, save_dir):
+    server = start_llama(slots=1, ctx=512, save_dir=save_dir)
+    name = saved_files.new_name("k" * 128)
+    answer = httpx.post(f"{server.url}/slots/0?action=save", json={"filename": name}, timeout=60)
+    assert answer.json()["filename"] == name
+    assert there(save_dir) == {name}
+
+
+def test_an_inspected_file_must_hold_what_the_server_said(path):
+    size = path.stat().st_size
+    content = saved_files.inspect(path, 3, size)
+    assert (content.tokens, content.checksum) == (TOKENS, checksum(path))
+    assert content == saved_files.inspect(path, None, None)
+    with pytest.raises(StateFileError, match="3 tokens, of 4"):
+        saved_files.inspect(path, 4, size)
+    with pytest.raises(StateFileError, match=f"{size} bytes, of {size + 1}"):
+        saved_files.inspect(path, 3, size + 1)
+    write_state(path, [])
+    with pytest.raises(StateFileError, match="the slot was empty"):
+        saved_files.inspect(path, None, None)
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_taken(path, monkeypatch):
+    def written_meanwhile(path: Path) -> int:
+        with path.open("ab") as file:
+            file.write(b"more")
+        return checksum(path)
+
+    monkeypatch.setattr(saved_files.state_file, "checksum", written_meanwhile)
+    with pytest.raises(StateFileError, match="changed while it was read"):
+        saved_files.inspect(path, None, None)
+
+
+def test_a_verified_file_is_what_it_was(path):
+    wanted = record(path)
+    seen = saved_files.verify(path, wanted, TOKENS, None)
+    assert saved_files.verify(path, wanted, TOKENS, seen) == seen
+    with pytest.raises(StateFileError, match="tokens are not those"):
+        saved_files.verify(path, wanted, TOKENS[:2], seen)
+
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StateFileError, match="bytes are not those") as caught:
+        saved_files.verify(path, wanted, TOKENS, seen)
+    assert caught.value.reason is Reason.CHECKSUM
+    path.write_bytes(data[:-1])
+    with pytest.raises(StateFileError, match="4999 bytes, of 5000"):
+        saved_files.verify(path, wanted, TOKENS, seen)
+
+
+def test_a_file_of_the_same_stamp_is_not_hashed_again(path):
+    wanted = record(path)
+    seen = saved_files.verify(path, wanted, TOKENS, None)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(seen[2], seen[2]))  # nobody does this: it shows that the bytes are not read
+    assert saved_files.verify(path, wanted, TOKENS, seen) == seen
+
+
+def test_a_move_takes_file_and_sidecar(path, tmp_path):
+    target = tmp_path / "disk" / path.name
+    target.parent.mkdir()
+    data, wanted = path.read_bytes(), record(path)
+    seen = saved_files.move(path, target, wanted)
+    assert seen == saved_files.stamp(target)
+    assert target.read_bytes() == data
+    assert msgspec.json.decode(target.with_suffix(".json").read_bytes(), type=Sidecar) == wanted
+    assert there(tmp_path) == {"disk"}
+    assert scan(target.parent) == [path.name]
+
+
+def test_a_move_of_what_is_not_sound_leaves_nothing_behind(path, tmp_path):
+    target = tmp_path / "disk" / path.name
+    target.parent.mkdir()
+    wanted = record(path)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(StateFileError, match="bytes are not those"):
+        saved_files.move(path, target, wanted)
+    path.write_bytes(b"")
+    with pytest.raises(StateFileError, match="0 bytes, of 5000"):
+        saved_files.move(path, target, wanted)
+    assert there(target.parent) == set()
+
+
+def test_a_sidecar_is_written_whole_or_not_at_all(path, tmp_path):
+    before = path.with_suffix(".json").read_bytes()
+    room = LittleRoom(tmp_path / "little", 1 << 20)
+    try:
+        small = room.path / path.name
+        with room.full(), pytest.raises(StateFileError, match="no room"):
+            saved_files.write_sidecar(small, record(path))
+        assert there(room.path) == set()
+    finally:
+        room.close()
+    path.with_suffix(".json.part").mkdir()
+    with pytest.raises(StateFileError, match="Is a directory") as caught:
+        saved_files.write_sidecar(path, record(path))
+    assert caught.value.reason is Reason.UNWRITABLE
+    assert path.with_suffix(".json").read_bytes() == before
+
+
+def test_what_cannot_be_removed_is_logged(path, caplog):
+    saved_files.remove(path)
+    saved_files.remove(path)
+    assert not caplog.records
+    path.mkdir()
+    saved_files.remove(path)
+    assert f"{path} cannot be removed" in caplog.text
+
+
+def test_a_cap_beyond_the_file_system_is_lowered(tmp_path, caplog):
+    assert saved_files.capacity(tmp_path, 1000, 0) == 1000
+    assert not caplog.records
+    room = saved_files.capacity(tmp_path, 1 << 62, 0)
+    assert 0 < room < 1 << 62
+    assert "room is for" in caplog.text
+    with pytest.raises(StateFileError, match="No such file"):
+        saved_files.capacity(tmp_path / "none", 1, 0)
+
+
+def test_a_file_system_without_a_limit_lowers_no_cap():
+    assert os.statvfs("/proc").f_blocks == 0
+    assert saved_files.capacity(Path("/proc"), 1 << 62, 0) == 1 << 62
+
+
+# --- scan --------------------------------------------------------------------------------------------
+
+
+def test_a_scan_finds_what_is_sound_and_touches_nothing_foreign(path, tmp_path, caplog):
+    foreign = ["notes.txt", "kvpin-notes.bin", "kvpin-key-12.json", "other.bin"]
+    for name in foreign:
+        (tmp_path / name).write_text("mine")
+        os.utime(tmp_path / name, (0, 0))
+    before = there(tmp_path)
+    (found,) = saved_files.scan(tmp_path, time.time() + 2 * GRACE_S, frozenset())
+    assert (found.name, found.tokens, found.sidecar) == (path.name, TOKENS, record(path))
+    assert there(tmp_path) == before
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "4999 bytes, of 5000"),
+        (lambda path: write_state(path, [3, 4], size=5000), "2 tokens, of 3"),
+        (lambda path: write_state(path, [-2, 4, 5], size=5000), "below 0"),
+        (lambda path: path.with_suffix(".json").write_text("{"), "cannot be understood"),
+        (lambda path: path.with_suffix(".json").write_bytes(b"\xff\xfe"), "cannot be understood"),
+        (
+            lambda path: saved_files.write_sidecar(path, msgspec.structs.replace(record(path), key="x")),
+            "key 'x'",
+        ),
+        (
+            lambda path: saved_files.write_sidecar(path, msgspec.structs.replace(record(path), format=2)),
+            "format",
+        ),
+    ],
+)
+def test_what_does_not_agree_is_removed_with_one_line(path, tmp_path, caplog, harm, why):
+    harm(path)
+    assert scan(tmp_path) == []
+    assert there(tmp_path) == set()
+    (line,) = caplog.messages
+    assert why in line
+    assert line.endswith("it is removed")
+
+
+def test_what_belongs_to_no_entry_is_left_while_it_is_young(path, tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    (tmp_path / saved_files.new_name("key")).write_bytes(b"a save in progress")
+    (tmp_path / saved_files.new_name("key")).with_suffix(".json").write_bytes(b"a move in progress")
+    (tmp_path / (saved_files.new_name("key") + ".part")).write_bytes(b"a copy in progress")
+    before = there(tmp_path)
+    assert scan(tmp_path, later=GRACE_S / 2) == [path.name]
+    assert there(tmp_path) == before
+    assert not caplog.records
+    assert scan(tmp_path, later=2 * GRACE_S) == [path.name]
+    assert there(tmp_path) == {path.name, path.with_suffix(".json").name}
+    assert len(caplog.records) == 3
+
+
+def test_an_entry_that_lies_in_the_other_tier_too_is_left_while_it_is_young(path, tmp_path):
+    assert scan(tmp_path, taken={path.name}) == []
+    assert path.exists()
+    assert scan(tmp_path, later=2 * GRACE_S, taken={path.name}) == []
+    assert there(tmp_path) == set()
+
+
+def test_a_scan_survives_what_it_cannot_read_or_remove(path, tmp_path, caplog):
+    stuck = tmp_path / saved_files.new_name("key")
+    write_state(stuck, TOKENS)
+    stuck.with_suffix(".json").mkdir()
+    os.utime(stuck.with_suffix(".json"), (0, 0))
+    assert scan(tmp_path) == [path.name]
+    assert stuck.with_suffix(".json").is_dir()
+    assert f"{stuck.with_suffix('.json')} cannot be removed" in caplog.text
+    with pytest.raises(StateFileError, match="cannot be read: Not a directory"):
+        scan(path)
