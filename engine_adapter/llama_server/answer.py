@@ -371,11 +371,8 @@ async def _tokenise(control: ControlClient, text: str) -> list[tuple[int, bytes]
 
 def _after(prefix: bytes, tokenised: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
     """The tokens behind `prefix`, none when no token ends where it does."""
-    for count, (_, text) in enumerate(tokenised, 1):
-        if not prefix.startswith(text):
-            break
-        prefix = prefix[len(text) :]
-        if not prefix:
+    for count in range(1, len(prefix) + 1):
+        if b"".join(text for _, text in tokenised[:count]) == prefix:
             return tokenised[count:]
     return []
 

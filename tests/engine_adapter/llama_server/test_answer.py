@@ -238,9 +238,8 @@ def tokenizer(*answers):
 
 
 async def test_a_server_that_tells_no_pieces_is_an_error(control_of):
-    with served(tokenizer([1, 2])) as url:
-        with pytest.raises(EngineUnavailable, match="no tokens with pieces"):
-            await generated_tokens(control_of(url), plain("a", "b", predicted=2), has_stop=False)
+    with served(tokenizer([1, 2])) as url, pytest.raises(EngineUnavailable, match="no tokens with pieces"):
+        await generated_tokens(control_of(url), plain("a", "b", predicted=2), has_stop=False)
 
 
 async def test_a_text_that_no_token_begins_with_is_not_known(control_of):
