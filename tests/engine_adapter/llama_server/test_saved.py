@@ -654,6 +654,17 @@ async def test_an_entry_that_a_full_host_tier_does_not_take_stays_on_disk(tmp_pa
     world.check()
 
 
+async def test_room_is_free_before_it_is_filled(tmp_path, little):
+    size = 600_000  # one fits the directory, two do not
+    world = World(tmp_path, host=900, disk=2000, host_dir=little.path)
+    first = await world.save(100, size=size)
+    assert await world.registry.make_room(size)
+    second = await world.save(200, size=size)
+    assert await world.registry.ready(first) == first.name
+    assert [first.tier, second.tier] == [Tier.HOST, Tier.DISK]
+    world.check()
+
+
 async def test_a_use_that_cannot_be_written_down_is_still_a_use(tmp_path, little):
     world = World(tmp_path, host_dir=little.path)
     saved = await world.save(1)
