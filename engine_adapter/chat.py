@@ -23,6 +23,7 @@ from engine_adapter.content_format import content_format
 from engine_adapter.encoders import exact_encoder
 from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.extra_ids import Embeddings, prompt_embeds_extra_id
+from engine_adapter.gguf_tokenizer import load_gguf_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 
 _Result = TypeVar("_Result")
@@ -71,19 +72,23 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, source: str) -> ChatTokenizer:
-        """Reads a tokenizer from a directory or, by its id, from the hub.
+        """Reads a tokenizer from a directory, from a GGUF file (`….gguf`) or, by its id, from the hub.
 
         Raises:
             EngineSpecError: nothing usable is there; one sentence says why.
         """
         looks_like_path = source.startswith(("/", ".", "~"))
         path = Path(source).expanduser()
-        if looks_like_path and not path.is_dir():
+        is_gguf = path.suffix == ".gguf"
+        if looks_like_path and not is_gguf and not path.is_dir():
             raise EngineSpecError(f"tokenizer {source!r} is not a directory")
         try:
-            from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, needed here alone
+            if is_gguf:
+                tokenizer = load_gguf_tokenizer(path)
+            else:
+                from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, needed here alone
 
-            tokenizer = AutoTokenizer.from_pretrained(str(path) if looks_like_path else source)
+                tokenizer = AutoTokenizer.from_pretrained(str(path) if looks_like_path else source)
         except Exception as error:  # the Rust tokenizers raise the bare class for a broken file
             reason = " ".join(str(error).split()) or type(error).__name__
             raise EngineSpecError(f"tokenizer {source!r} cannot be loaded: {reason}") from error

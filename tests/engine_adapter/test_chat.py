@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+import engine_adapter
 from engine_adapter.chat import ChatTokenizer
 from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.extra_ids import parse_embeddings, prompt_embeds_extra_id
+from scripts.make_gguf import gguf_path
 
 VOCAB, HIDDEN = 1000, 4
 WEATHER = {
@@ -44,6 +47,17 @@ def user(content):
 
 def call(arguments):
     return {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+@pytest.fixture(scope="module")
+def gguf_chat():
+    return ChatTokenizer.load(str(gguf_path("tiny")))
+
+
+@pytest.fixture(scope="module")
+def directory_chat():
+    """The embedded engine's tokenizer, which the tiny GGUF has too."""
+    return ChatTokenizer.load(str(Path(engine_adapter.__file__).parent / "torch_engine" / "default_model"))
 
 
 CHATS = {
@@ -241,6 +255,37 @@ def test_a_tokenizer_without_template_renders_no_chat(tokenizer_dir):
 
 
 # --- loading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_gguf_gives_what_its_directory_does(gguf_chat, directory_chat, name):
+    messages, options = CHATS[name]
+    assert gguf_chat.chat(messages, **options) == directory_chat.chat(messages, **options)
+    assert gguf_chat.source == str(gguf_path("tiny"))
+
+
+def test_a_gguf_is_a_file_whatever_its_path_looks_like(gguf_chat, tmp_path, monkeypatch):
+    (tmp_path / "m.gguf").symlink_to(gguf_path("tiny"))
+    monkeypatch.chdir(tmp_path)
+    assert ChatTokenizer.load("m.gguf").encode("a b", add_special_tokens=True) == gguf_chat.encode(
+        "a b", add_special_tokens=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory"),
+        (b"GG", "it is no GGUF file"),
+        (b"GGUF\3\0\0\0", "the file ends within"),
+    ],
+)
+def test_a_gguf_that_cannot_be_read_is_one_sentence(tmp_path, content, message):
+    path = tmp_path / "m.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(EngineSpecError, match=f"^tokenizer '{path}' cannot be loaded: .*{message}"):
+        ChatTokenizer.load(str(path))
 
 
 def test_a_missing_directory_is_named():
