@@ -12,6 +12,8 @@ from proxy.control.targets import Name, Target
 # How long a request for an operation waits for its end before it is answered with the running operation.
 WAIT_S = 10.0
 Wait = Annotated[float, msgspec.Meta(ge=0, le=60)]
+# Bytes as a number, or with a unit: "4GiB".
+Size = Annotated[int, msgspec.Meta(gt=0)] | Name
 
 
 class Flush(Target, kw_only=True):
@@ -65,7 +67,9 @@ class AddEngine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     api_key: Name | None = None
     events: Name | None = None
     host_cache_dir: Name | None = None
-    host_cache_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    host_cache_bytes: Size | None = None
+    disk_cache_dir: Name | None = None
+    disk_cache_bytes: Size | None = None
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

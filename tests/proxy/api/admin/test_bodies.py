@@ -1,8 +1,9 @@
 import pytest
 
 from proxy.api.admin.app import ENDPOINTS
-from proxy.api.admin.bodies import Flush, Pin
+from proxy.api.admin.bodies import AddEngine, Flush, Pin
 from proxy.api.admin.endpoint import decode
+from proxy.settings import EngineSettings
 
 CLOSED = {e.body for e in ENDPOINTS if e.body is not None and not e.open_body}
 
@@ -16,3 +17,7 @@ def test_defaults():
     body = decode(b'{"all": true}', Flush)
     assert (body.wait_s, body.engine) == (10.0, None)
     assert decode(b'{"prompt": "x"}', Pin).ttl_s == 3600
+
+
+def test_an_engine_is_described_in_full():
+    assert {*AddEngine.__struct_fields__} == {*EngineSettings.model_fields}

@@ -30,6 +30,7 @@ async def test_an_engine_comes_drains_and_goes(world, client):
         ({"kind": "vllm", "url": "http://u:p@gpu1"}, "url"),
         ({"kind": "vllm", "url": "http://gpu1", "id": "a b"}, "id"),
         ({"kind": "vllm", "url": "http://gpu1", "host_cache_bytes": 0}, "host_cache_bytes"),
+        ({"kind": "vllm", "url": "http://gpu1", "disk_cache_bytes": "lots"}, "disk_cache_bytes"),
         ({"kind": "vllm", "url": "http://gpu1", "nickname": "x"}, "nickname"),
         ({"kind": "Teapot!", "url": "http://gpu1"}, "kind"),
     ],
@@ -53,6 +54,20 @@ async def test_an_engines_key_is_not_shown(world, client):
     answer = await client.post("/engines", json=body)
     assert "secret-key" not in answer.text + (await client.get("/engines")).text
     assert world.control.fleet.engine("v").adapter.spec.api_key == "secret-key"
+
+
+async def test_an_engine_added_has_its_cache_tiers(world, client):
+    caches = {
+        "host_cache_dir": "/mem",
+        "host_cache_bytes": 7,
+        "disk_cache_dir": "/disk",
+        "disk_cache_bytes": "2KiB",
+    }
+    body = {"kind": "vllm", "url": "http://127.0.0.1:1", "id": "v", **caches}
+    assert (await client.post("/engines", json=body)).status_code == 201
+    spec = world.control.fleet.engine("v").adapter.spec
+    assert (spec.host_cache_dir, spec.host_cache_bytes) == ("/mem", 7)
+    assert (spec.disk_cache_dir, spec.disk_cache_bytes) == ("/disk", 2048)
 
 
 async def test_stats(world, client, pair):
