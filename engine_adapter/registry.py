@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from engine_adapter.base import EngineAdapter
 from engine_adapter.errors import EngineSpecError
+from engine_adapter.llama_server.adapter import LlamaServerAdapter
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 from engine_adapter.types import EngineSpec
@@ -13,8 +14,8 @@ from engine_adapter.types import EngineSpec
 _ADAPTERS: dict[str, Callable[[EngineSpec], EngineAdapter]] = {
     "embedded": EmbeddedAdapter,
     "openai_compatible": OpenAICompatibleAdapter,
+    "llama_server": LlamaServerAdapter,
     # Served through their OpenAI routes until their own adapters land; `is_generic` says so.
-    "llama_server": OpenAICompatibleAdapter,
     "vllm": OpenAICompatibleAdapter,
     "sglang": OpenAICompatibleAdapter,
     "tensorrt_llm": OpenAICompatibleAdapter,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
@@ -21,6 +22,7 @@ from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.assemble import streaming_body
+from engine_adapter.llama_server.contents import STRANGE, Contents
 from engine_adapter.llama_server.discovery import (
     PROBE_FILE,
     ServerFacts,
@@ -30,13 +32,15 @@ from engine_adapter.llama_server.discovery import (
     read_slots,
     spare_slot,
 )
-from engine_adapter.llama_server.keeper import STRANGE, SlotKeeper
+from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
+from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
+from engine_adapter.llama_server.write_back import save_all, write_back
 from engine_adapter.openai_http import ControlClient, prepare_request
 from engine_adapter.types import (
     Capability,
@@ -54,12 +58,16 @@ from engine_adapter.types import (
 
 log = logging.getLogger("kvpin.llama_server")
 
+# At shutdown: as long as saving what lies in slots may take.
+FAREWELL_S = 20.0
 DEFAULT_CACHE_BYTES = 4 * 2**30
 # The routes on which `id_slot` is honoured; on the others that run a prompt, a request runs alone.
 PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 UNPINNED_ROUTES = frozenset({"/v1/messages"})
 # Fields that make one request several, which the server spreads over slots of its own choice.
 _SEVERAL = ("n", "n_cmpl")
+# Fields that make the server parse an answer instead of passing its text on.
+_PARSED = ("tools", "response_format", "json_schema", "grammar")
 # Fields under which the KV is not that of the tokens alone.
 _OTHER_KV = ("lora",)
 
@@ -128,7 +136,7 @@ class LlamaServerAdapter:
         if pulse.instance != facts.instance:
             raise EngineUnavailable("the server was restarted")
         if pulse.is_sleeping and not self._was_asleep:
-            keeper.forget_everything()
+            keeper.contents.wipe()
         self._was_asleep = pulse.is_sleeping
         # Asked only after requests: reading the slots would keep the server from ever falling asleep.
         if keeper.has_worked and not keeper.streams and not pulse.is_sleeping:
@@ -212,15 +220,17 @@ class LlamaServerAdapter:
         keeper, facts = self._keeper, self._facts
         if facts is None:
             return {}
-        findings = [*facts.findings, *(keeper.findings if keeper is not None else ())]
         if keeper is None:
-            return {"slots": [], "findings": findings}
+            return {"slots": [], "findings": list(facts.findings)}
+        contents = keeper.contents
         return {
-            "slots": keeper.describe(),
-            "findings": findings,
+            "slots": contents.describe(),
+            "findings": [*facts.findings, *contents.findings],
             "waiting": keeper.waiting,
-            "counts": asdict(keeper.counts),
-            "rates": asdict(keeper.rates.view),
+            "violations": contents.table.violations,
+            "most_in_flight": contents.table.most_in_flight,
+            "counts": asdict(contents.counts),
+            "rates": asdict(contents.rates.view),
             "files": self._registry.stats() if self._registry is not None else {},
         }
 
@@ -246,7 +256,7 @@ class LlamaServerAdapter:
         if not facts.has_slots or facts.looks_unified:
             return
         saved = await self._usable_registry(facts)
-        self._keeper = SlotKeeper(self.spec.id, self._control, facts, saved, self._mirror)
+        self._keeper = self._make_keeper(facts, saved)
         self._verbs = SlotVerbs(self._keeper)
         self._capabilities = _WITH_SLOTS
         if facts.can_save:
@@ -256,7 +266,7 @@ class LlamaServerAdapter:
             for entry in saved.entries(facts.key):
                 self._on_saved(SavedEvent.ADDED, entry)
         self._keeper.adopt(await read_slots(self._control))
-        self._write_back = asyncio.get_running_loop().create_task(self._keeper.write_back())
+        self._write_back = asyncio.get_running_loop().create_task(write_back(self._keeper))
 
     async def _probe(self, facts: ServerFacts) -> ServerFacts:
         """What only trying tells, when that disturbs nobody."""
@@ -286,8 +296,18 @@ class LlamaServerAdapter:
                 await self._write_back
             self._write_back = None
         if self._keeper is not None:
-            await self._keeper.aclose(farewell=farewell)
+            if farewell:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(FAREWELL_S):
+                        await save_all(self._keeper)
+            await self._keeper.aclose()
             self._keeper = self._verbs = None
+
+    def _make_keeper(self, facts: ServerFacts, saved: SavedPrefixes | None) -> SlotKeeper:
+        clock = time.monotonic
+        io = SlotIo(self._control)
+        contents = Contents(self.spec.id, facts, io, saved, self._mirror, clock)
+        return SlotKeeper(self.spec.id, self._control, contents, clock=clock)
 
     def _is_lost(self) -> bool:
         return self._keeper is not None and self._keeper.is_lost
@@ -300,6 +320,7 @@ class LlamaServerAdapter:
         ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
         async with keeper.lease(ask) as lease:
             lease.has_stop = bool(body.get("stop"))
+            lease.may_trim = path != "/v1/completions" and self._may_trim(body)
             wants_reuse = body.get("cache_prompt") is not False
             reuses = lease.may_reuse and wants_reuse and is_known
             streamed = streaming_body(path, body)
@@ -310,6 +331,11 @@ class LlamaServerAdapter:
                 firm=lease.firm or not reuses,
                 answer=answer,
             )
+
+    def _may_trim(self, body: JsonBody) -> bool:
+        """Whether the server's chat parser may drop white space at the beginning of an answer."""
+        template = self._facts.chat_template if self._facts is not None else ""
+        return "think" in template or any(body.get(name) for name in _PARSED)
 
     def _ask(self, prompt: KvTarget) -> Ask:
         digest = salt_digest(prompt.cache_salt)
@@ -330,7 +356,7 @@ class LlamaServerAdapter:
         if event is SavedEvent.REMOVED:
             self._mirror.drop(entry.name)
             if self._keeper is not None:
-                self._keeper.note_removed()
+                self._keeper.contents.note_removed()
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
 

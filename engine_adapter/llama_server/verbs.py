@@ -47,6 +47,7 @@ class SlotVerbs:
 
     def __init__(self, keeper: SlotKeeper) -> None:
         self._keeper = keeper
+        self._contents = keeper.contents
         self._pins: dict[str, _Pin] = {}
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
@@ -61,15 +62,15 @@ class SlotVerbs:
 
     def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
         """See `EngineAdapter.pin`: the slot and the file that hold most of the prefix."""
-        keeper, table = self._keeper, self._keeper.table
+        table = self._contents.table
         slots = _fullest(list(table), lambda slot: _shared(slot.tokens, slot.salt, target))[:1]
-        entries = _fullest(list(keeper.entries()), lambda entry: _shared(entry.tokens, entry.salt, target))[
-            :1
-        ]
+        entries = _fullest(
+            list(self._contents.entries()), lambda entry: _shared(entry.tokens, entry.salt, target)
+        )[:1]
         tokens = 0
         for slot in slots:
             shared = _shared(slot.tokens, slot.salt, target)
-            tokens = max(tokens, table.pin(slot.id, shared, keeper.now() + ttl_s))
+            tokens = max(tokens, table.pin(slot.id, shared, self._keeper.now() + ttl_s))
         for entry in entries:
             entry.pinned_until = max(entry.pinned_until, time.time() + ttl_s)
             tokens = max(tokens, _shared(entry.tokens, entry.salt, target))
@@ -83,7 +84,7 @@ class SlotVerbs:
         if pin is None:
             return False
         for slot_id in pin.slots:
-            self._keeper.table.pin(slot_id, 0, self._keeper.now())
+            self._contents.table.pin(slot_id, 0, self._keeper.now())
         for entry in pin.entries:
             entry.pinned_until = 0.0
         return True
@@ -91,19 +92,21 @@ class SlotVerbs:
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Whatever begins like the target is gone, from slots and from files."""
         keeper, tally = self._keeper, _Tally()
-        slots, left = self._free([slot for slot in keeper.table if _concerns(slot, target)])
-        entries = [entry for entry in keeper.all_entries() if _matches(entry.tokens, entry.salt, target)]
+        slots, left = self._free([slot for slot in self._contents.table if _concerns(slot, target)])
+        entries = [
+            entry for entry in self._contents.all_entries() if _matches(entry.tokens, entry.salt, target)
+        ]
         tally.total = sum(map(_blocks, slots)) + sum(map(_blocks, entries))
         for slot in slots:
             blocks = _blocks(slot)
             if slot.is_idle:
-                await keeper.take(slot.id, Operation.ERASE, keeper.erase)
+                await keeper.take(slot.id, Operation.ERASE, self._contents.erase)
                 tally.done += blocks
             else:
                 left["in_use"] = left.get("in_use", 0) + blocks
             yield tally.progress(left)
         for entry in entries:
-            await keeper.forget(entry)
+            await self._contents.forget(entry)
             tally.done += _blocks(entry)
             tally.size += entry.size
             yield tally.progress(left)
@@ -111,8 +114,8 @@ class SlotVerbs:
 
     async def _offload(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """What lies in slots lies in files afterwards, and the slots are empty."""
-        keeper, tally = self._keeper, _Tally()
-        held = [slot for slot in keeper.table if _concerns(slot, target) and not slot.is_empty]
+        tally = _Tally()
+        held = [slot for slot in self._contents.table if _concerns(slot, target) and not slot.is_empty]
         if target.token_ids is not None:
             held = _fullest(held, lambda slot: _shared(slot.tokens, slot.salt, target))
         slots, left = self._free(held)
@@ -122,7 +125,7 @@ class SlotVerbs:
             reason = await self._offload_slot(slot)
             if reason is None:
                 tally.done += blocks
-                tally.size += round(blocks * TOKENS_PER_BLOCK * keeper.rates.view.bytes_per_token)
+                tally.size += round(blocks * TOKENS_PER_BLOCK * self._contents.rates.view.bytes_per_token)
             else:
                 left[reason] = left.get(reason, 0) + blocks
             yield tally.progress(left)
@@ -133,7 +136,7 @@ class SlotVerbs:
         keeper = self._keeper
         if not slot.is_idle:
             return "in_use"
-        if slot.dirty and not await keeper.take(slot.id, Operation.SAVE, keeper.save):
+        if slot.dirty and not await keeper.take(slot.id, Operation.SAVE, self._contents.save):
             return "not_saved"
         return await self._erase_saved(slot)
 
@@ -141,7 +144,7 @@ class SlotVerbs:
         """Erases a slot that was saved, unless somebody has taken it meanwhile."""
         if not slot.is_idle or slot.dirty:
             return "in_use"
-        await self._keeper.take(slot.id, Operation.ERASE, self._keeper.erase)
+        await self._keeper.take(slot.id, Operation.ERASE, self._contents.erase)
         return None
 
     async def _restore(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
@@ -160,18 +163,19 @@ class SlotVerbs:
 
     def _wanted(self, target: KvTarget) -> list[Saved]:
         """Files to restore, less those whose tokens lie in a slot already."""
-        keeper = self._keeper
-        entries = [entry for entry in keeper.entries() if _matches(entry.tokens, entry.salt, target)]
+        entries = [entry for entry in self._contents.entries() if _matches(entry.tokens, entry.salt, target)]
         entries.sort(key=lambda entry: entry.last_used, reverse=True)
         missing = [
             entry
             for entry in entries
-            if not any(slot.shared(entry.tokens, entry.salt) == len(entry.tokens) for slot in keeper.table)
+            if not any(
+                slot.shared(entry.tokens, entry.salt) == len(entry.tokens) for slot in self._contents.table
+            )
         ]
         if target.token_ids is None:
-            return missing[: sum(slot.is_empty for slot in keeper.table.idle())]
+            return missing[: sum(slot.is_empty for slot in self._contents.table.idle())]
         best = _fullest(entries, lambda entry: _shared(entry.tokens, entry.salt, target))[:1]
-        reached = max((_shared(slot.tokens, slot.salt, target) for slot in keeper.table), default=0)
+        reached = max((_shared(slot.tokens, slot.salt, target) for slot in self._contents.table), default=0)
         return [e for e in best if e in missing and _shared(e.tokens, e.salt, target) > reached]
 
     def _free(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, int]]:

@@ -1,0 +1,252 @@
+"""What slots and files hold, and the I/O that moves KV between them. Whose turn it is, is the keeper's.
+
+Each operation here is done on a slot on which it has begun; what it changes is told to the mirror.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from engine_adapter.errors import EngineRejected
+from engine_adapter.llama_server.discovery import ServerFacts
+from engine_adapter.llama_server.mirror_events import MirrorEvents
+from engine_adapter.llama_server.rates import RateBook
+from engine_adapter.llama_server.saved import Saved, SavedPrefixes
+from engine_adapter.llama_server.slot_io import SlotIo
+from engine_adapter.llama_server.slots import Slot, SlotTable
+from engine_adapter.llama_server.state_file import StateFileError
+from engine_adapter.prefixes import common_prefix
+from engine_adapter.types import Tier, TokenIds
+
+log = logging.getLogger("kvpin.llama_server")
+
+# The salt of content that nobody here knows: no request ever runs under it.
+STRANGE = uuid4().hex
+# After a failed save, before the next try.
+SAVE_PAUSE_S = 15.0
+# So often found changed by surprise, slots are not kvpin's alone.
+MANY_STRANGERS = 5
+# Restores that brought less than half of what they promised, before restoring is given up.
+MAX_VAIN_RESTORES = 2
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was done on one server since kvpin knows it."""
+
+    saves: int = 0
+    write_backs: int = 0
+    restores: int = 0
+    failed_saves: int = 0
+    failed_restores: int = 0
+    saved_tokens: int = 0
+    restored_tokens: int = 0
+    strangers: int = 0  # times a slot was found changed by somebody else
+
+
+class Contents:
+    """The slots of one server process and the files it can restore.
+
+    Args:
+        engine: id of the engine, for logs.
+        facts: what the server is.
+        io: its slot operations.
+        saved: the registry of saved prefixes; None when nothing can be saved.
+        mirror: told what slots hold.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        facts: ServerFacts,
+        io: SlotIo,
+        saved: SavedPrefixes | None,
+        mirror: MirrorEvents,
+        clock: Callable[[], float],
+    ) -> None:
+        self.table = SlotTable(facts.slots)
+        self.rates = RateBook()
+        self.counts = Counts()
+        self.findings: list[str] = []
+        self._engine = engine
+        self._facts = facts
+        self._io = io
+        self._saved = saved
+        self._mirror = mirror
+        self._clock = clock
+        self._restoring_pays = True
+        self._vain_restores = 0
+        self._no_save_before = 0.0
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether files are of use here."""
+        return self._saved is not None and self._restoring_pays
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a save may be tried now."""
+        return self.can_restore and self._clock() >= self._no_save_before
+
+    def entries(self) -> Iterator[Saved]:
+        """Saved prefixes this server can restore."""
+        usable = self.all_entries() if self.can_restore else iter(())
+        return (entry for entry in usable if len(entry.tokens) <= self._facts.slot_ctx)
+
+    def all_entries(self) -> Iterator[Saved]:
+        """Saved prefixes of this model and layout."""
+        return iter(()) if self._saved is None else self._saved.entries(self._facts.key)
+
+    def hold(
+        self,
+        slot: Slot,
+        tokens: TokenIds[int],
+        salt: str | None,
+        *,
+        unknown: int = 0,
+        saved: int | None = None,
+        restored: bool = False,
+    ) -> None:
+        """Sets what a slot holds; see `SlotTable.hold`."""
+        self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, restored=restored)
+        if slot.is_empty or salt == STRANGE:
+            self._mirror.drop(slot.id)
+        else:
+            self._mirror.put(slot.id, Tier.GPU, slot.tokens, salt)
+
+    def estrange(self, slot: Slot, count: int) -> None:
+        """The slot holds `count` tokens, and nobody here knows which."""
+        # Of no use to anybody: nothing is lost with it, so it counts as saved.
+        self.hold(slot, array("i"), STRANGE, unknown=count, saved=count)
+
+    def surprise(self, slot: Slot, count: int) -> None:
+        """Somebody else changed the slot: it holds `count` tokens now."""
+        self.counts.strangers += 1
+        self.estrange(slot, count)
+        if self.counts.strangers == MANY_STRANGERS:
+            self._find(
+                "slots change by themselves: somebody else uses the server as well, or it clears idle slots "
+                "(-kvu, the default without -np: start it with -np N -c N*ctx and without -kvu)"
+            )
+
+    def wipe(self) -> None:
+        """The server lost all KV, as one that fell asleep does."""
+        for slot in self.table:
+            self._mirror.drop(slot.id)
+        self.table.wipe()
+
+    async def save(self, slot: Slot) -> bool:
+        """Saves a slot on which SAVE has begun; afterwards its content is known to the last token. False
+        when it could not be, which changes nothing else."""
+        registry, salt, length = self._saved, slot.salt, slot.length
+        if registry is None or salt == STRANGE or not length:
+            return False
+        name, entry = registry.new_name(self._facts.key), None
+        try:
+            moved = await self._io.save(slot.id, name)
+            if moved.tokens:
+                entry = await registry.add(name, self._facts.key, salt, tokens_expected=moved.tokens)
+        except (EngineRejected, StateFileError) as error:
+            self._pause_saving(error)
+            return False
+        finally:
+            if entry is None:
+                await registry.discard(name)
+        if (
+            entry is None
+            or moved.tokens != length
+            or common_prefix(entry.tokens, slot.tokens) < len(slot.tokens)
+        ):
+            self.surprise(slot, moved.tokens)
+        if entry is None:
+            return False
+        self.counts.saves += 1
+        self.counts.saved_tokens += moved.tokens
+        self.rates.saved(moved.tokens, moved.size, moved.seconds)
+        self.hold(slot, entry.tokens, salt, saved=len(entry.tokens))
+        return True
+
+    async def restore(self, slot: Slot, entry: Saved) -> bool:
+        """Brings a saved prefix into a slot on which RESTORE has begun. False leaves the slot's content as it
+        was, or empty when the server refused the file."""
+        if self._saved is None:
+            return False
+        try:
+            async with self._saved.using(entry) as name:
+                moved = await self._io.restore(slot.id, name)
+        except StateFileError as error:
+            self.counts.failed_restores += 1
+            log.warning("%s: a saved prefix cannot be used: %s", self._engine, error)
+            return False
+        except EngineRejected as error:
+            self.counts.failed_restores += 1
+            log.warning("%s: the server refused saved prefix %s: %s", self._engine, entry.name, error)
+            # A restore that fails wipes the slot.
+            self.hold(slot, array("i"), None)
+            await self._saved.drop(entry)
+            return False
+        self.counts.restores += 1
+        self.counts.restored_tokens += moved.tokens
+        self.rates.restored(moved.size, moved.seconds)
+        self.hold(slot, entry.tokens, entry.salt, saved=len(entry.tokens), restored=True)
+        return True
+
+    async def erase(self, slot: Slot) -> None:
+        """Empties a slot on which ERASE has begun."""
+        await self._io.erase(slot.id)
+        self.hold(slot, array("i"), None)
+
+    async def forget(self, entry: Saved) -> None:
+        """Drops a saved prefix."""
+        if self._saved is not None:
+            await self._saved.drop(entry)
+
+    def note_removed(self) -> None:
+        """A saved prefix is gone: slots that were saved in it may be no more."""
+        entries = list(self.all_entries())
+        for slot in self.table:
+            if slot.saved and slot.salt != STRANGE:
+                slot.saved = max((slot.shared(entry.tokens, entry.salt) for entry in entries), default=0)
+
+    def note_restored(self, *, in_vain: bool) -> None:
+        """A request ran on restored KV; `in_vain` when the server computed most of it again."""
+        self._vain_restores = self._vain_restores + 1 if in_vain else 0
+        if self._vain_restores == MAX_VAIN_RESTORES:
+            self._restoring_pays = False
+            self._find(
+                "restoring does not pay on this model: the server computes restored prompts again "
+                "(sliding-window, hybrid or recurrent memory); nothing is saved or restored here any more"
+            )
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The slots for people, without what they hold."""
+        now = self._clock()
+        return [
+            {
+                "id": slot.id,
+                "tokens": slot.length,
+                "unknown": slot.unknown,
+                "saved": slot.saved,
+                "operation": slot.operation.value if slot.operation is not None else None,
+                "since_s": round(now - slot.since, 3),
+                "pinned_s": max(round(slot.pinned_until - now, 3), 0.0) if slot.pinned else 0.0,
+            }
+            for slot in self.table
+        ]
+
+    def _pause_saving(self, error: Exception) -> None:
+        self.counts.failed_saves += 1
+        self._no_save_before = self._clock() + SAVE_PAUSE_S
+        log.warning(
+            "%s: a slot could not be saved, no more saves for %.0f s: %s", self._engine, SAVE_PAUSE_S, error
+        )
+
+    def _find(self, finding: str) -> None:
+        self.findings.append(finding)
+        log.warning("%s: %s", self._engine, finding)
