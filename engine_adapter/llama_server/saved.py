@@ -190,10 +190,7 @@ class SavedPrefixes:
                 with writing(directory):
                     await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             found = await asyncio.to_thread(saved_files.scan, directory, self._clock(), taken)
-            held = sum(each.sidecar.size for each in found)
-            self._caps[tier] = await asyncio.to_thread(
-                saved_files.capacity, directory, self._wanted[tier], held
-            )
+            self._caps[tier] = await asyncio.to_thread(saved_files.capacity, directory, self._wanted[tier])
             taken |= {each.name for each in found}
             there += [from_found(tier, each) for each in found]
         for saved in there:

@@ -199,19 +199,29 @@ def remove(path: Path) -> None:
             _log.warning("%s cannot be removed: %s", each, error.strerror)
 
 
-def capacity(directory: Path, wanted: int, held: int) -> int:
+def capacity(directory: Path, wanted: int) -> int:
     """Bytes that saved files may take: `wanted`, or less where the file system has no room for so many.
 
-    `held` bytes of it are taken already. Raises StateFileError when there is no such directory.
+    What kvpin's own files take already is room for them, entries or not yet. Raises StateFileError when there
+    is no such directory.
     """
     with reading(directory):
         status = os.statvfs(directory)
+        held = sum(_size(each) for each in directory.iterdir() if _OWN.fullmatch(each.name))
     room = held + status.f_bavail * status.f_frsize
     room -= room // 50  # sidecars, and blocks that are not full
     if wanted <= room or not status.f_blocks:  # a tmpfs without a limit says 0 blocks
         return wanted
     _log.warning("%s: %d bytes for saved prefixes are wanted, room is for %d", directory, wanted, room)
     return room
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, 0 for one that went by itself."""
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def scan(directory: Path, now: float, taken: AbstractSet[str]) -> list[Found]:

@@ -164,18 +164,31 @@ def test_what_cannot_be_removed_is_logged(path, caplog):
 
 
 def test_a_cap_beyond_the_file_system_is_lowered(tmp_path, caplog):
-    assert saved_files.capacity(tmp_path, 1000, 0) == 1000
+    assert saved_files.capacity(tmp_path, 1000) == 1000
     assert not caplog.records
-    room = saved_files.capacity(tmp_path, 1 << 62, 0)
+    room = saved_files.capacity(tmp_path, 1 << 62)
     assert 0 < room < 1 << 62
     assert "room is for" in caplog.text
     with pytest.raises(StateFileError, match="No such file"):
-        saved_files.capacity(tmp_path / "none", 1, 0)
+        saved_files.capacity(tmp_path / "none", 1)
+
+
+def test_what_kvpin_wrote_is_room_of_its_own_and_what_others_wrote_is_not(tmp_path):
+    room = LittleRoom(tmp_path / "little", 1 << 20)
+    try:
+        empty = saved_files.capacity(room.path, 1 << 62)
+        for name, change in [(saved_files.new_name("key"), 0), ("notes.bin", 400 << 10)]:
+            (room.path / name).write_bytes(bytes(400 << 10))
+            if room.is_mounted:  # else others write to the same file system meanwhile
+                assert abs(empty - change - saved_files.capacity(room.path, 1 << 62)) < 16 << 10
+        assert saved_files._size(room.path / "gone meanwhile") == 0
+    finally:
+        room.close()
 
 
 def test_a_file_system_without_a_limit_lowers_no_cap():
     assert os.statvfs("/proc").f_blocks == 0
-    assert saved_files.capacity(Path("/proc"), 1 << 62, 0) == 1 << 62
+    assert saved_files.capacity(Path("/proc"), 1 << 62) == 1 << 62
 
 
 # --- scan --------------------------------------------------------------------------------------------
