@@ -66,6 +66,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape("llama", 4, 256, 640, 4, 2, 64),  # 9 MB
     "large": Shape("llama", 8, 1024, 2688, 16, 8, 64),  # 100M parameters, 199 MB
+    "swa": Shape("gemma3", 6, 256, 640, 4, 2, 64, window=128),  # 13 MB; every sixth layer sees everything
 }
 
 
@@ -157,10 +158,17 @@ def _tensors(
     queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     embedding = random.standard_normal((len(tokens), shape.width), np.float32)
     embedding[:, 0] = _BIAS * (shape.width / 256) ** 0.5
+    if shape.window is not None:
+        embedding /= shape.width**0.5  # what this architecture multiplies it with
     yield "token_embd.weight", embedding.astype(np.float16)
     for layer in range(shape.layers):
         block = f"blk.{layer}"
         yield f"{block}.attn_norm.weight", unbiased
+        if shape.window is not None:
+            yield f"{block}.attn_q_norm.weight", np.full(shape.head_width, _ATTENTION_STD, np.float32)
+            yield f"{block}.attn_k_norm.weight", np.ones(shape.head_width, np.float32)
+            yield f"{block}.post_attention_norm.weight", unbiased
+            yield f"{block}.post_ffw_norm.weight", unbiased
         yield f"{block}.attn_q.weight", matrix(queries, shape.width, _ATTENTION_STD).astype(np.float16)
         yield f"{block}.attn_k.weight", matrix(keys, shape.width).astype(np.float16)
         yield f"{block}.attn_v.weight", matrix(keys, shape.width, 2.0).astype(np.float16)

@@ -88,6 +88,12 @@ async def test_a_unified_pool_is_found_whatever_the_number_of_slots(found, save_
     assert len(facts.findings) == facts.is_unified
 
 
+@pytest.mark.parametrize("flag", ["-kvu", "-no-kvu"])
+async def test_a_model_with_sliding_windows_keeps_two_caches(found, save_dir, flag):
+    facts = await found(flag, slots=2, ctx=512, save_dir=save_dir, model=gguf_path("swa"))
+    assert facts.is_unified is (flag == "-kvu")
+
+
 @pytest.mark.parametrize("flags", [RAM, ("--cache-ram", "-1"), (*RAM, "-kvu")])
 async def test_a_ram_cache_is_found(found, save_dir, flags):
     facts = await found(*flags, save_dir=save_dir)

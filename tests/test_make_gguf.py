@@ -1,0 +1,97 @@
+"""The models that tests and benchmarks run behave as real ones do where a cache is concerned."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from scripts.make_gguf import gguf_path, make_gguf
+from tests.llama import running_llama_server
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", params=["tiny", "swa"])
+def client(request, tmp_path_factory):
+    log = tmp_path_factory.mktemp("llama") / "log"
+    with (
+        running_llama_server(log, gguf_path(request.param), slots=1) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        yield client
+
+
+def complete(client, prompt, **options):
+    body = {"n_predict": 48, "temperature": 0, "ignore_eos": True, "return_tokens": True, "id_slot": 0}
+    return client.post("/completion", json={"prompt": prompt, **body, **options}).json()
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_text_tokenises_back_to_the_ids_that_made_it(client, temperature):
+    everything = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
+    for prompt in ("<|im_start|>assistant\n", "The cache of", "x = 3"):
+        answer = complete(client, prompt, **everything)
+        assert re.fullmatch(r"( [a-z]{2,})+", answer["content"])
+        ids = client.post("/tokenize", json={"content": prompt + answer["content"]}).json()["tokens"]
+        assert ids[-len(answer["tokens"]) :] == answer["tokens"]
+
+
+def test_answers_differ_and_are_not_one_word(client):
+    answers = [complete(client, f"Question {number}?")["tokens"] for number in range(6)]
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+    assert min(len(set(answer)) for answer in answers) > 10
+
+
+def test_the_whole_context_counts(client):
+    prompt = [300 + 37 * i % 3001 for i in range(100)]
+    answers = [
+        complete(client, [*prompt[:at], *range(3500, 3516), *prompt[at + 16 :]])["tokens"]
+        for at in range(0, 84, 14)
+    ]
+    answers.append(complete(client, prompt)["tokens"])
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+
+
+def test_what_is_reused_changes_nothing(client):
+    prompt = [300 + 37 * i % 3001 for i in range(400)]
+    cold = complete(client, prompt, cache_prompt=False)
+    warm = complete(client, prompt)
+    assert (cold["timings"]["cache_n"], warm["timings"]["cache_n"]) == (0, len(prompt) - 1)
+    assert warm["tokens"] == cold["tokens"]
+
+
+def test_turns_end_now_and_then(client):
+    ends = [
+        complete(client, "a", n_predict=300, ignore_eos=False, temperature=1.0, seed=seed)["stop_type"]
+        for seed in range(12)
+    ]
+    assert {"eos", "limit"} == set(ends)
+
+
+def test_files_are_the_same_each_time_and_others_by_seed(tmp_path):
+    def digest(directory, seed):
+        return hashlib.sha256(make_gguf("tiny", tmp_path / directory, seed).read_bytes()).digest()
+
+    assert digest("a", 0) == digest("b", 0) != digest("a", 1)
+    assert [path.name for path in sorted((tmp_path / "a").iterdir())] == ["tiny-0.gguf", "tiny-1.gguf"]
+
+
+def test_the_command(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "make_gguf.py", "tiny", tmp_path, "--seed", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == tmp_path / "tiny-3.gguf"
+    assert (tmp_path / "tiny-3.gguf").stat().st_size > 9e6
+
+
+def test_the_cache_is_where_it_is_told_to_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("KVPIN_CACHE", raising=False)
+    assert gguf_path("tiny").is_relative_to(tmp_path / "xdg" / "kvpin")
+    monkeypatch.setenv("KVPIN_CACHE", str(tmp_path / "own"))
+    assert gguf_path("tiny").is_relative_to(tmp_path / "own")
