@@ -665,6 +665,18 @@ async def test_room_is_free_before_it_is_filled(tmp_path, little):
     world.check()
 
 
+async def test_the_disk_is_free_before_it_is_filled(tmp_path, little):
+    size = 600_000  # one fits the directory, two do not
+    world = World(tmp_path, host=600)
+    world.disk = little.path
+    world.place = SavedPlace(world.host, 600 * SIZE, little.path, 900 * SIZE)
+    world.open()
+    first, second, third = [await world.save(100 * i, size=size) for i in (1, 2, 3)]
+    assert first not in set(world.registry.entries(KEY))
+    assert [second.tier, third.tier] == [Tier.DISK, Tier.HOST]
+    world.check()
+
+
 async def test_a_use_that_cannot_be_written_down_is_still_a_use(tmp_path, little):
     world = World(tmp_path, host_dir=little.path)
     saved = await world.save(1)
