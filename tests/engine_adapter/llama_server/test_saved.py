@@ -2,6 +2,7 @@ import asyncio
 import gc
 import os
 import resource
+import threading
 import time
 from array import array
 from contextlib import contextmanager, suppress
@@ -665,15 +666,26 @@ async def test_room_is_free_before_it_is_filled(tmp_path, little):
     world.check()
 
 
-async def test_the_disk_is_free_before_it_is_filled(tmp_path, little):
-    size = 600_000  # one fits the directory, two do not
-    world = World(tmp_path, host=600)
-    world.disk = little.path
-    world.place = SavedPlace(world.host, 600 * SIZE, little.path, 900 * SIZE)
-    world.open()
-    first, second, third = [await world.save(100 * i, size=size) for i in (1, 2, 3)]
-    assert first not in set(world.registry.entries(KEY))
-    assert [second.tier, third.tier] == [Tier.DISK, Tier.HOST]
+async def test_the_disk_is_free_before_it_is_filled(tmp_path, monkeypatch):
+    world = World(tmp_path, host=1, disk=1)
+    await world.save(100)
+    await world.save(200)
+    move, remove, moves, early = saved_files.move, saved_files.remove, threading.Event(), []
+
+    def noted_move(source: Path, *rest) -> saved_files.Stamp:
+        moves.set()
+        return move(source, *rest)
+
+    def slow_remove(path: Path) -> None:
+        if path.parent == world.disk:
+            early.append(moves.wait(0.1))  # a move that did not wait begins by now
+        remove(path)
+
+    monkeypatch.setattr(saved_files, "move", noted_move)
+    monkeypatch.setattr(saved_files, "remove", slow_remove)
+    await world.save(300)
+    assert moves.is_set()
+    assert early == [False]
     world.check()
 
 
