@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine_adapter import BlocksStored, Capability, Tier
+from engine_adapter import BlocksStored, Capability, Forecast, Hold, Tier
 from proxy.core.index import Match
 from proxy.core.placement import place, place_least_loaded
 from proxy.errors import Conflict, NoEngine, NotFound
@@ -125,6 +125,23 @@ class TestCandidates:
         assert (d.engine, d.tokens_per_block, d.match, d.free_blocks) == ("d", 16, Match(), None)
         assert pool.candidates(None)[0].match == Match()
 
+    def test_what_an_adapter_foresees_of_the_prompt_is_among_it(self, fleet):
+        engine, asked = add(fleet, "a"), []
+        add(fleet, "b")
+
+        def forecast(target):
+            asked.append(target)
+            return Forecast(7)
+
+        engine.adapter.forecast = forecast
+        pool = fleet.pools["m"]
+        salted = Prompt(PROMPT.token_ids, None, "s")
+        a, b = pool.candidates(pool.chain(salted), salted)
+        assert (a.forecast, b.forecast) == (Forecast(7), None)
+        assert [(target.token_ids, target.cache_salt) for target in asked] == [(PROMPT.token_ids, "s")]
+        assert pool.candidates(None)[0].forecast is None
+        assert len(asked) == 1, "nothing is foreseen of a prompt that is not known"
+
     def test_free_blocks_are_never_below_none(self, fleet):
         engine = add(fleet, "a", gpu_blocks=1)
         pool = fleet.pools["m"]
@@ -168,6 +185,17 @@ class TestLease:
         assert pool.index.pending("a")
         await asyncio.sleep(PENDING_LINGER_S * 1.5)
         assert not pool.index.pending("a")
+
+    async def test_a_hold_that_knows_better_refines_its_placement(self, fleet):
+        add(fleet, "a")
+        _, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            placed = lease.placement
+            assert lease.refine(Hold(None)) is placed
+            refined = lease.refine(Hold(None, cached_tokens=5, firm=False))
+            assert (refined.predicted_tokens, refined.firm) == (5, False)
+            assert replace(refined, predicted_tokens=placed.predicted_tokens, firm=True) == placed
+            assert lease.placement is refined
 
     async def test_that_fails_leaves_nothing(self, fleet):
         engine = add(fleet, "a")

@@ -2,11 +2,18 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
-from engine_adapter import JsonBody
+from engine_adapter import (
+    EngineRejected,
+    EngineUnavailable,
+    Forecast,
+    Hold,
+    JsonBody,
+)
 from proxy.calls import Call, Reply
 from proxy.core.view import EngineView
 from proxy.fleet import EngineState
@@ -19,9 +26,12 @@ from tests.fakes import (
     INFO,
     STREAM,
     client_of,
+    connect_to,
     is_openai_error,
+    post,
     proxy_over,
 )
+from tests.holding import HoldingAdapter
 
 
 class TestRetries:
@@ -299,6 +309,161 @@ class TestReuse:
         assert is_openai_error(response, 400, "context_length_exceeded", "prompt")
         assert not engine.seen
         assert "context" in proxy.last.error
+
+
+class TestHold:
+    """The adapter holds the engine while a request runs. Prompts are ready token ids."""
+
+    PROMPT = "/v1/completions"
+    BODY = {"model": "m", "prompt": list(range(40))}  # noqa: RUF012 - read only
+
+    @pytest.fixture
+    async def a(self, engine):
+        return HoldingAdapter(engine)
+
+    @pytest.fixture
+    async def b(self, other):
+        return HoldingAdapter(other)
+
+    @pytest.fixture
+    async def proxy(self, a, b):
+        async with proxy_over(a, b, reuse=True) as proxy:
+            yield proxy
+            await proxy.settled()
+
+    @pytest.mark.parametrize("firm", [True, False])
+    async def test_what_it_knows_better_is_the_prediction(self, a, proxy, client, firm):
+        a.make = lambda body: Hold(body, cached_tokens=32, firm=firm)
+        response = await client.post(self.PROMPT, json=self.BODY)
+        assert response.headers["x-kvpin-predicted-tokens"] == "32"
+        placement = proxy.last.placement
+        assert (placement.engine, placement.predicted_tokens, placement.firm) == ("a", 32, firm)
+        assert placement.costs[0].cached_tokens == 0, "what it was placed by stays as it was"
+        audit = proxy.fleet.engines["a"].audit.view()
+        assert (audit.checked, audit.exact) == (int(firm), int(firm))
+
+    async def test_knowing_nothing_leaves_the_placements_word(self, a, proxy, client):
+        await client.post(self.PROMPT, json=self.BODY)
+        response = await client.post(self.PROMPT, json=self.BODY)
+        assert (response.headers["x-kvpin-predicted-tokens"], proxy.last.note) == ("32", "")
+        assert "x-kvpin-note" not in response.headers
+
+    async def test_its_note_stands_in_header_and_record(self, a, proxy, client):
+        a.make = lambda body: Hold(body, note="it ran alone")
+        response = await client.post(self.PROMPT, json=self.BODY)
+        assert (response.headers["x-kvpin-note"], proxy.last.note) == ("it ran alone", "it ran alone")
+
+    async def test_the_engine_gets_its_body(self, a, engine, client):
+        a.make = lambda body: Hold(body.replace(id_slot=3))
+        await client.post(self.PROMPT, json=self.BODY)
+        assert engine.seen[0].json == {**self.BODY, "id_slot": 3}
+
+    async def test_it_is_asked_by_route_and_prompt(self, a, b, client):
+        await client.post(f"{self.PROMPT}?x=1", json={**self.BODY, "cache_salt": "s"})
+        await client.get("/v1/files")
+        (path, prompt), (other_path, nothing) = *a.asked, *b.asked
+        assert (path, other_path, nothing) == (self.PROMPT, "/v1/files", None)
+        assert (prompt.token_ids.tolist(), prompt.cache_salt) == (self.BODY["prompt"], "s")
+
+    async def test_it_ends_with_the_answer(self, a, client):
+        for body in (self.BODY, {**self.BODY, "stream": True}):
+            assert (await client.post(self.PROMPT, json=body)).status_code == 200
+        assert a.ended == [None, None]
+
+    async def test_it_ends_with_an_error_of_the_clients_making(self, a, engine, b, client):
+        async def script(exchange):
+            await exchange.send({"error": {"message": "no"}}, status=400)
+
+        engine.script = script
+        assert (await client.post(self.PROMPT, json=self.BODY)).status_code == 400
+        assert (a.ended, b.asked) == ([None], [])
+
+    async def test_it_ends_before_another_engine_is_tried(self, a, engine, b, other, client):
+        async def script(exchange):
+            assert a.ended == [EngineUnavailable]
+            await exchange.send({})
+
+        await engine.stop()
+        other.script = script
+        b.make = lambda body: Hold(body, cached_tokens=16)
+        response = await client.post(self.PROMPT, json=self.BODY)
+        assert (response.headers["x-kvpin-engine"], response.headers["x-kvpin-predicted-tokens"]) == (
+            "b",
+            "16",
+        )
+        assert (a.ended, b.ended) == ([EngineUnavailable], [None])
+
+    async def test_a_note_of_an_engine_that_failed_is_not_told(self, a, engine, proxy, client):
+        a.make = lambda body: Hold(body, note="alone")
+        await engine.stop()
+        response = await client.post(self.PROMPT, json=self.BODY)
+        assert ("x-kvpin-note" in response.headers, proxy.last.note) == (False, "")
+
+    @pytest.mark.parametrize("error", [EngineUnavailable("no slot"), EngineRejected("no", status=500)])
+    async def test_where_it_is_not_to_be_had_another_engine_is_tried(self, a, engine, b, client, error):
+        def make(body):
+            raise error
+
+        a.make = make
+        response = await client.post(self.PROMPT, json=self.BODY)
+        assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+        assert (engine.seen, b.ended) == ([], [None])
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_it_ends_when_the_client_leaves(self, a, engine, proxy, stream):
+        async def script(exchange):
+            if stream:
+                await exchange.start()
+                await exchange.chunk(b"data: 1\n\n")
+            await exchange.left.wait()
+
+        engine.script = script
+        reader, writer = await connect_to(proxy)
+        writer.write(post(self.PROMPT, json.dumps({**self.BODY, "stream": stream}).encode()))
+        if stream:
+            await reader.readuntil(b"data: 1")
+        else:
+            await engine.request()
+        assert a.ended == []
+        writer.close()
+        await asyncio.wait_for(a.one_ended.wait(), 5)
+        assert a.ended == [asyncio.CancelledError]
+
+    async def test_an_engine_that_is_lost_while_it_is_awaited_is_replaced(self, a, b, proxy, client):
+        waiting = asyncio.Event()
+
+        @asynccontextmanager
+        async def hold(path, body, prompt):
+            waiting.set()
+            await asyncio.Event().wait()
+            yield
+
+        a.hold = hold
+        asked = asyncio.create_task(client.post(self.PROMPT, json=self.BODY))
+        await asyncio.wait_for(waiting.wait(), 5)
+        proxy.fleet.engines["a"].abandon()
+        assert (await asked).headers["x-kvpin-engine"] == "b"
+
+    async def test_without_reuse_nothing_is_held(self, a, engine, b):
+        a.make = b.make = lambda body: Hold(body.replace(id_slot=3), cached_tokens=1, note="held")
+        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
+            response = await client.post(self.PROMPT, json=self.BODY)
+        assert (a.asked, b.asked, engine.seen[0].json) == ([], [], self.BODY)
+        assert response.headers["x-kvpin-predicted-tokens"] == "0"
+        assert "x-kvpin-note" not in response.headers
+
+    async def test_a_forecast_decides_where_it_goes(self, a, b, proxy, client):
+        a.foreseen = Forecast(cached_tokens=39, wait_s=3.0)
+        b.foreseen = Forecast(cached_tokens=5, firm=False, prefill_s=1.0)
+        response = await client.post(self.PROMPT, json=self.BODY)
+        assert (response.headers["x-kvpin-engine"], response.headers["x-kvpin-predicted-tokens"]) == (
+            "b",
+            "5",
+        )
+        placement = proxy.last.placement
+        assert [cost.total_s for cost in placement.costs] == [3.0, 1.0]
+        assert not placement.firm
+        assert proxy.fleet.engines["b"].audit.view().checked == 0
 
 
 async def test_an_engine_that_broke_off_an_answer_is_suspected(proxy):

@@ -7,6 +7,8 @@ import socket
 import httpx
 import pytest
 
+from engine_adapter import EngineRejected, EngineUnavailable, Hold
+from proxy.fleet import EngineState
 from tests.fakes import (
     ANSWER,
     ASK,
@@ -19,6 +21,7 @@ from tests.fakes import (
     post,
     proxy_over,
 )
+from tests.holding import HoldingAdapter, Reader
 
 
 class TestPassingOn:
@@ -289,6 +292,165 @@ class TestStreaming:
         await engine.request(49)
         gate.set()
         assert all(await asyncio.gather(*asks))
+
+
+class TestReaders:
+    """Somebody of the adapter's sees the answer pass, or makes it of the engine's stream."""
+
+    @pytest.fixture
+    def reader(self):
+        return Reader()
+
+    @pytest.fixture
+    async def proxy(self, engine, other, reader):
+        adapters = [HoldingAdapter(each, lambda body: Hold(body, answer=reader)) for each in (engine, other)]
+        async with proxy_over(*adapters, reuse=True) as proxy:
+            yield proxy
+            await proxy.settled()
+
+    async def test_a_stream_that_is_watched_passes_unchanged(self, engine, reader, proxy, client):
+        chunks = [b"data: one\n", b"\ndata: t", b"wo\n\n", DONE]
+
+        async def script(exchange):
+            await exchange.stream(*chunks)
+
+        engine.script = script
+        reader.cached = 24
+        response = await client.post(CHAT, json=STREAM)
+        assert response.content == b"".join(reader.seen) == b"".join(chunks)
+        assert response.headers["content-type"] == "text/event-stream"
+        assert (reader.finished, proxy.last.reported_tokens) == (1, 24)
+
+    async def test_a_reader_that_found_no_count_leaves_it_to_the_usage(self, engine, proxy, client):
+        usage = {"usage": {"prompt_tokens_details": {"cached_tokens": 48}}}
+
+        async def script(exchange):
+            await exchange.stream(event(usage), DONE)
+
+        engine.script = script
+        await client.post(CHAT, json=STREAM)
+        assert proxy.last.reported_tokens == 48
+
+    async def test_a_json_answer_is_shown_whole(self, reader, proxy, client):
+        reader.assembles = True  # and needs no assembling: it is no stream
+        response = await client.post(CHAT, json=ASK)
+        assert response.json() == ANSWER
+        assert (b"".join(reader.seen), reader.finished) == (response.content, 0)
+        assert proxy.last.reported_tokens == 32
+
+    async def test_an_error_is_not_shown(self, engine, reader, client):
+        async def script(exchange):
+            await exchange.send({"error": {"message": "no"}}, status=400)
+
+        engine.script = script
+        assert (await client.post(CHAT, json=ASK)).status_code == 400
+        assert (reader.seen, reader.finished) == ([], 0)
+
+    async def test_an_engine_that_dies_in_mid_stream_is_not_finished(self, engine, reader, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"data: 1\n\n")
+            exchange.die()
+
+        engine.script = script
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(CHAT, json=STREAM)
+        assert (reader.seen, reader.finished) == ([b"data: 1\n\n"], 0)
+
+
+class TestAssembling:
+    """The engine is asked for a stream, its client wants one JSON answer."""
+
+    WHOLE = b'{"assembled":true}'
+
+    @pytest.fixture
+    def readers(self):
+        """The reader of each attempt, in order."""
+        return []
+
+    @pytest.fixture
+    def answer(self):
+        """What `finish` of the first attempt's reader gives."""
+        return self.WHOLE
+
+    @pytest.fixture
+    async def proxy(self, engine, other, readers, answer):
+        def make(body):
+            readers.append(Reader(assembles=True, cached=7, answer=self.WHOLE if readers else answer))
+            return Hold(body.replace(stream=True), answer=readers[-1])
+
+        adapters = [HoldingAdapter(each, make) for each in (engine, other)]
+        async with proxy_over(*adapters, reuse=True) as proxy:
+            yield proxy
+            await proxy.settled()
+
+    async def test_the_client_gets_one_json_answer(self, engine, readers, proxy, client):
+        async def script(exchange):
+            kind = [("content-type", "text/event-stream"), ("cache-control", "no-store"), ("x-engine", "1")]
+            await exchange.start(headers=kind)
+            for chunk in (b"data: 1\n\n", b"data: 2\n\n", DONE):
+                await exchange.chunk(chunk)
+            await exchange.end()
+
+        engine.script = script
+        response = await client.post(CHAT, json=ASK)
+        assert engine.seen[0].json["stream"] is True
+        assert response.content == self.WHOLE
+        assert response.headers["content-type"] == "application/json"
+        assert (response.headers["x-kvpin-cached-tokens"], response.headers["x-engine"]) == ("7", "1")
+        assert "cache-control" not in response.headers
+        assert (b"".join(readers[0].seen), readers[0].finished) == (b"data: 1\n\ndata: 2\n\n" + DONE, 1)
+        assert (proxy.last.reported_tokens, proxy.last.stream, proxy.last.error) == (7, False, None)
+
+    async def test_an_engine_that_dies_costs_the_client_nothing(self, engine, readers, proxy, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"data: half\n\n")
+            exchange.die()
+
+        engine.script = script
+        response = await client.post(CHAT, json=ASK)
+        assert (response.content, response.headers["x-kvpin-engine"]) == (self.WHOLE, "b")
+        assert ([reader.finished for reader in readers], proxy.last.attempts) == ([0, 1], ["a", "b"])
+        assert proxy.fleet.engines["a"].state == "suspect"
+
+    @pytest.mark.xfail(strict=True, reason="its first chunk ends the patience with it")
+    async def test_one_that_hangs_in_mid_stream_and_is_lost_is_replaced(self, engine, readers, proxy, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"data: half\n\n")
+            await exchange.left.wait()
+
+        engine.script = script
+        asked = asyncio.create_task(client.post(CHAT, json=ASK))
+        await engine.request()
+        async with asyncio.timeout(5):
+            while not (readers and readers[0].seen):  # noqa: ASYNC110 - the proxy tells nobody
+                await asyncio.sleep(0.001)
+        proxy.fleet.engines["a"].abandon()
+        response = await asyncio.wait_for(asked, 5)
+        assert (response.content, response.headers["x-kvpin-engine"]) == (self.WHOLE, "b")
+
+    @pytest.mark.parametrize("answer", [EngineUnavailable("it broke off")])
+    async def test_a_stream_that_is_not_whole_is_asked_for_elsewhere(self, answer, proxy, client):
+        response = await client.post(CHAT, json=ASK)
+        assert (response.content, response.headers["x-kvpin-engine"]) == (self.WHOLE, "b")
+        assert proxy.last.attempts == ["a", "b"]
+
+    @pytest.mark.parametrize("answer", [EngineRejected("bad grammar", status=422, param="grammar")])
+    async def test_an_error_of_the_clients_making_keeps_its_status(self, answer, proxy, client):
+        proxy.flow.fleet.engines["b"].state = EngineState.DOWN
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 422, param="grammar")
+        assert "bad grammar" in response.json()["error"]["message"]
+
+    async def test_an_empty_stream_is_read_to_its_end(self, engine, readers, client):
+        async def script(exchange):
+            await exchange.stream()
+
+        engine.script = script
+        assert (await client.post(CHAT, json=ASK)).content == self.WHOLE
+        assert (b"".join(readers[0].seen), readers[0].finished) == (b"", 1)
 
 
 class TestErrorsOfEngines:

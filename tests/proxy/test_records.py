@@ -91,5 +91,9 @@ class TestDivergence:
         assert new.n_tokens is None
 
 
+def test_there_is_no_note_unless_the_engine_has_one():
+    assert record("a").note == ""
+
+
 def test_prompts_do_not_show_in_logs():
     assert "1234567" not in repr(record("a", [1234567]))

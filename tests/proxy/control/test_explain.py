@@ -97,3 +97,15 @@ async def test_a_summary_holds_no_prompt(world, pair):
     summary = summarize(record)
     assert (summary["n_tokens"], summary["prompt_cache_key"], summary["engine"]) == (64, "k", None)
     assert "prompt" not in summary
+
+
+async def test_a_summary_says_how_it_was_served(world, pair):
+    served = world.record("r1", tokens(64), note="it ran alone")
+    assert (summarize(served)["note"], summarize(world.record("r2", None))["note"]) == ("it ran alone", "")
+    assert explain(world.control, served)["note"] == "it ran alone"
+
+
+async def test_a_prediction_to_the_token_is_explained_like_any_other(world, pair):
+    world.record("r1", tokens(50))
+    answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 50)), 50)
+    assert answer["explanation"].startswith("50 of 64 tokens were reused on a, as predicted; ")

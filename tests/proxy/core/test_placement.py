@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_adapter import Forecast
 from proxy.core.blocks import Chain
 from proxy.core.index import Match
 from proxy.core.load import LoadView
@@ -148,7 +149,42 @@ class TestPlace:
         assert chosen.total_s <= min(cost.total_s for cost in placement.costs) * 1.15
 
 
+class TestForecast:
+    """What an engine's own adapter foresees stands in place of the index and the learned rates."""
+
+    def test_its_terms_are_the_cost(self):
+        load = LoadView(in_flight=3, prefill_tokens=500, decoding=2)
+        foreseen = Forecast(
+            123, wait_s=1.0, restore_s=0.2, prefill_s=0.03, interference_s=0.004, regret_s=0.0005
+        )
+        told = candidate(match=Match(gpu=90), load=load, free_blocks=0, forecast=foreseen)
+        cost = cost_of(told, prompt())
+        assert (cost.engine, cost.cached_tokens, cost.in_flight) == ("a", 123, 3)
+        assert (cost.queue_s, cost.restore_s, cost.prefill_s) == (1.0, 0.2, 0.03)
+        assert (cost.interference_s, cost.regret_s) == (0.004, 0.0005)
+        assert cost.total_s == pytest.approx(1.2345)
+
+    def test_it_is_the_prediction_to_the_token(self):
+        placement = place([candidate(forecast=Forecast(123), match=Match(gpu=90))], prompt())
+        assert (placement.predicted_tokens, placement.uncached_tokens) == (123, 1477)
+
+    @pytest.mark.parametrize("firm", [True, False])
+    def test_it_says_whether_that_is_firm(self, firm):
+        told = candidate(forecast=Forecast(0, firm=firm), match=Match(gpu=1, pending=5 * firm))
+        assert place([told], prompt()).firm is firm
+
+    def test_it_is_held_against_what_other_engines_are_known_for(self):
+        slots = candidate("slots", forecast=Forecast(1000, prefill_s=0.5))
+        assert place([slots, candidate("index", match=Match(gpu=90))], prompt()).engine == "index"
+        assert place([slots, candidate("index", match=Match(gpu=10))], prompt()).engine == "slots"
+
+
 class TestPlaceLeastLoaded:
+    def test_no_forecast_counts(self):
+        rows = [candidate("a", load=LoadView(1, 0, 0), forecast=Forecast(9)), candidate("b")]
+        placement = place_least_loaded([*rows])
+        assert (placement.engine, placement.predicted_tokens, placement.firm) == ("b", 0, True)
+
     def test_takes_the_fewest_in_flight(self):
         loads = {"a": LoadView(3, 0, 3), "b": LoadView(1, 9999, 0), "c": LoadView(2, 0, 0)}
         placement = place_least_loaded([candidate(name, load=load) for name, load in loads.items()], 7)
