@@ -63,6 +63,8 @@ def show_stats(stats: dict[str, Any]) -> None:
                 f"{audit['reported_tokens']} tokens",
             )
         out.print(table)
+        for engine in pool["engines"]:
+            _show_slots(out, engine)
     if stats["unconnected"]:
         out.print("not connected:")
         show_engines(stats["unconnected"])
@@ -84,6 +86,26 @@ def show_stats(stats: dict[str, Any]) -> None:
         f"{totals['ready']} of {totals['engines']} engines ready, {totals['in_flight']} requests in flight, "
         f"{totals['served']} served; reuse is {'on' if stats['reuse'] else 'off'}"
     )
+
+
+def _show_slots(out: Console, engine: dict[str, Any]) -> None:
+    """The slots and files of an engine that has some, and what stands in its way."""
+    kv = engine["kv"]
+    if kv.get("slots"):
+        table = _table("slot", "tokens", "unknown", "in a file", "runs", "pinned for")
+        table.title = Text(f"slots of {engine['id']}")
+        for slot in kv["slots"]:
+            counts = (str(slot[name]) for name in ("id", "tokens", "unknown", "saved"))
+            pinned = f"{slot['pinned_s']:.0f} s" if slot["pinned_s"] else ""
+            _row(table, *counts, slot["operation"] or "", pinned)
+        out.print(table)
+    for tier, held in kv.get("files", {}).get("tiers", {}).items():
+        out.print(
+            f"{engine['id']}: {held['entries']} files on {tier}, "
+            f"{held['bytes'] / 2**20:.0f} of {held['cap'] / 2**20:.0f} MiB"
+        )
+    for finding in kv.get("findings", []):
+        out.print(f"{engine['id']}: {finding}", markup=False)
 
 
 def show_operation(operation: dict[str, Any]) -> None:

@@ -33,6 +33,26 @@ def test_an_operation_without_engines_shows_its_note_alone(capsys):
     assert capsys.readouterr().out == "nothing to do\n"
 
 
+def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
+    slots = [
+        {"id": 0, "tokens": 812, "unknown": 3, "saved": 700, "operation": "save", "pinned_s": 0.0},
+        {"id": 1, "tokens": 0, "unknown": 0, "saved": 0, "operation": None, "pinned_s": 59.6},
+    ]
+    files = {"tiers": {"host": {"entries": 5, "bytes": 3 << 20, "cap": 64 << 20}}}
+    engine = {
+        "id": "llama-0", "state": "ready", "trust": "precise", "why": "w", "in_flight": 0, "served": 1,
+        "audit": {"exact": 1, "checked": 1, "reported_tokens": 1},
+        "blocks": {"gpu": 50, "host": 43, "disk": 0},
+        "kv": {"slots": slots, "files": files, "findings": ["-kvu is on [x]"]},
+    }  # fmt: skip
+    pool = {"model": "m", "index_entries": 1, "tokens_per_block": 16, "engines": [engine]}
+    totals = {"ready": 1, "engines": 1, "in_flight": 0, "served": 1}
+    tables.show_stats({"pools": [pool], "unconnected": [], "pins": [], "totals": totals, "reuse": True})
+    output = capsys.readouterr().out
+    for text in ("slots of llama-0", "812", "700", "save", "60 s", "5 files on host, 3 of 64 MiB", "on [x]"):
+        assert text in output
+
+
 def test_a_prompt_is_never_read_as_markup(capsys):
     counts = ("n_tokens", "predicted_tokens", "reported_tokens", "first_byte_s")
     request = dict.fromkeys(("engine", "status", *counts))
