@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,13 @@ _PARSED = ("tools", "response_format", "json_schema", "grammar")
 _OTHER_KV = ("lora",)
 
 _ALWAYS = frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE})
-_WITH_SLOTS = _ALWAYS | {Capability.KV_EVENTS, Capability.CACHE_SALT, Capability.PIN}
+_WITH_SLOTS = _ALWAYS | {Capability.KV_EVENTS, Capability.PIN}
 _WITH_FILES = frozenset({Capability.FLUSH, Capability.OFFLOAD, Capability.RESTORE})
 # A prompt whose tokens do not tell what its KV is.
 _UNKNOWN = Ask(array("i"), STRANGE)
 _INSTEAD = {
     Capability.KV_EVENTS: "its slots cannot be followed, so what it holds is learned from its answers",
-    Capability.CACHE_SALT: "serve tenants that must not share KV from servers of their own",
+    Capability.CACHE_SALT: "start it with --cache-ram 0: what it keeps itself it gives to any tenant",
     Capability.PIN: "start it with --slots and without -kvu to let kvpin lease its slots",
     Capability.EXTRA_IDS: "text alone can be warmed",
     Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
@@ -157,7 +157,10 @@ class LlamaServerAdapter:
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:
         """See `EngineAdapter.forecast`."""
-        return None if self._keeper is None else self._keeper.forecast(self._ask(prompt))
+        if self._keeper is None:
+            return None
+        forecast = self._keeper.forecast(self._ask(prompt))
+        return forecast if self._keeps_none_itself else replace(forecast, firm=False)
 
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
@@ -259,6 +262,8 @@ class LlamaServerAdapter:
         self._keeper = self._make_keeper(facts, saved)
         self._verbs = SlotVerbs(self._keeper)
         self._capabilities = _WITH_SLOTS
+        if self._keeps_none_itself:
+            self._capabilities |= {Capability.CACHE_SALT}
         if facts.can_save:
             self._capabilities |= {Capability.FLUSH}
         if saved is not None:
@@ -309,6 +314,11 @@ class LlamaServerAdapter:
         contents = Contents(self.spec.id, facts, io, saved, self._mirror, clock)
         return SlotKeeper(self.spec.id, self._control, contents, clock=clock)
 
+    @property
+    def _keeps_none_itself(self) -> bool:
+        """Whether all the server can reuse lies in its slots: it has no `--cache-ram`."""
+        return self._facts is not None and self._facts.ram_cache is False
+
     def _is_lost(self) -> bool:
         return self._keeper is not None and self._keeper.is_lost
 
@@ -322,13 +332,15 @@ class LlamaServerAdapter:
             lease.has_stop = bool(body.get("stop"))
             lease.may_trim = path != "/v1/completions" and self._may_trim(body)
             wants_reuse = body.get("cache_prompt") is not False
-            reuses = lease.may_reuse and wants_reuse and is_known
+            # What the server keeps in a cache of its own, it gives to any tenant.
+            may_share = self._keeps_none_itself or ask.salt is None
+            reuses = lease.may_reuse and wants_reuse and is_known and may_share
             streamed = streaming_body(path, body)
             answer = SlotAnswer(path, lease, assembles=streamed is not None)
             yield Hold(
                 (streamed or body).replace(id_slot=lease.slot, cache_prompt=reuses),
                 cached_tokens=lease.cached_tokens if reuses else 0,
-                firm=lease.firm or not reuses,
+                firm=not reuses or (lease.firm and self._keeps_none_itself),
                 answer=answer,
             )
 

@@ -149,9 +149,17 @@ class Contents:
             return False
         name, entry = registry.new_name(self._facts.key), None
         try:
+            # Before: a server that finds no room may leave half a file and call it a success.
+            await registry.make_room(round(length * self.rates.view.bytes_per_token))
             moved = await self._io.save(slot.id, name)
             if moved.tokens:
-                entry = await registry.add(name, self._facts.key, salt, tokens_expected=moved.tokens)
+                entry = await registry.add(
+                    name,
+                    self._facts.key,
+                    salt,
+                    tokens_expected=moved.tokens,
+                    bytes_expected=moved.size,
+                )
         except (EngineRejected, StateFileError) as error:
             self._pause_saving(error)
             return False

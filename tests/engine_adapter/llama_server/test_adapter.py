@@ -75,6 +75,17 @@ class TestWhatItCanDo:
                 async with await world.sent(hold) as response:
                     assert response.status == 200
 
+    async def test_no_word_for_a_server_with_a_cache_of_its_own(self, start_llama, save_dir):
+        server = start_llama("--cache-ram", "64", slots=2, save_dir=save_dir)
+        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+            assert (await world.adapter.connect()).capabilities == FILES - {Capability.CACHE_SALT}
+            assert "--cache-ram 0" in " ".join((await world.adapter.stats())["findings"])
+            async with world.hold(prompt_of(1)) as hold:
+                assert not hold.firm
+            assert not world.adapter.forecast(KvTarget(prompt_of(1))).firm
+            for salt in ("a", "b", "a"):
+                assert (await world.ask(prompt_of(2), salt=salt))[1] == 0
+
     def test_one_directory_has_one_description(self, save_dir):
         specs = [
             EngineSpec("llama_server", "http://127.0.0.1:1", "a", host_cache_dir=str(save_dir), **cap)
