@@ -1,0 +1,179 @@
+"""Slots under load: no answer is ever computed on KV that is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from tests.live import llama_hunt
+from tests.live.llama_hunt import LoneServer, Quarry, quarries, said_at_once, said_in
+from tests.live.llama_world import MODEL, llama_world
+from tests.llama import running_llama_server
+
+pytestmark = pytest.mark.live
+
+# A longer hunt by hand: KVPIN_HUNT_REQUESTS=2000 pytest tests/live/test_llama_slots.py -k corrupt -s
+REQUESTS = int(os.environ.get("KVPIN_HUNT_REQUESTS", "200"))
+STREAMS = 200  # at once
+SEED = int(os.environ.get("KVPIN_HUNT_SEED", "3"))
+OPERATORS = 4  # at once, too
+DEFERRED = "requested slot is unavailable, defer task"
+VERBS = ("flush", "offload", "offload", "restore", "restore", "pin", "warm")
+TIMEOUT_S = 120.0
+
+
+class Hunt:
+    """One kvpin, asked a lot at once by clients of which many leave, while its caches are operated on."""
+
+    def __init__(self, dice: random.Random, client: httpx.AsyncClient, lone: LoneServer) -> None:
+        self.dice = dice
+        self.client = client
+        self.lone = lone
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[tuple[Quarry, object]] = []
+
+    async def round(self, count: int) -> None:
+        """`count` requests at once."""
+        hunted = await quarries(self.dice, MODEL, self.lone, count)
+        self.dice.shuffle(hunted)
+        async with asyncio.TaskGroup() as group:
+            operating = [group.create_task(self.operate(hunted)) for _ in range(OPERATORS)]
+            await asyncio.wait([group.create_task(self.ask(quarry)) for quarry in hunted])
+            for task in operating:
+                task.cancel()
+
+    async def ask(self, quarry: Quarry) -> None:
+        """Half of the clients stay; of the others each leaves early or in mid-answer, and half come again."""
+        if self.dice.random() < 0.5:
+            await self._leave(quarry)
+            if self.dice.random() < 0.5:
+                self.counts["left for good"] += 1
+                return
+        said = await self._hear(quarry)
+        self.counts["complete"] += 1
+        if said == quarry.expected:
+            return
+        self.counts["near ties"] += 1
+        if not await self.lone.grants(quarry, said):
+            self.wrong.append((quarry, said))
+
+    async def operate(self, targets: list[Quarry]) -> None:
+        """One operation after the other, until cancelled."""
+        while True:
+            verb = self.dice.choice(VERBS)
+            target = {"all": True} if self.dice.random() < 0.1 else self.dice.choice(targets).target
+            if verb in ("pin", "warm"):
+                target = self.dice.choice(targets).target
+            if verb == "pin":
+                target["ttl_s"] = 1
+            answer = await self.client.post(f"/admin/v1/{verb}", json=target)
+            answer.raise_for_status()
+            operation = answer.json()
+            self.counts[f"{verb} {operation['state']}"] += 1
+            assert operation["state"] != "failed", operation
+
+    async def _hear(self, quarry: Quarry):
+        async with self._open(quarry) as answer:
+            if not quarry.streams:
+                return said_at_once(json.loads(await answer.aread()))
+            lines = [line async for line in answer.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]", lines[-1]
+        return said_in([json.loads(line.removeprefix("data: ")) for line in lines[:-1]])
+
+    async def _leave(self, quarry: Quarry) -> None:
+        if quarry.streams and self.dice.random() < 0.5:
+            async with self._open(quarry) as answer:
+                left = self.dice.randint(1, 12)
+                async for _ in answer.aiter_lines():
+                    left -= 1
+                    if not left:
+                        self.counts["left in mid-answer"] += 1
+                        return
+            self.counts["too late to leave"] += 1
+            return
+        hearing = asyncio.create_task(self._hear(quarry))
+        # Some leave from the queue, some in prefill, some are too late.
+        await asyncio.wait([hearing], timeout=self.dice.choice((0.001, 0.05, 0.2, 1.0)))
+        self.counts["too late to leave" if hearing.done() else "left early"] += 1
+        hearing.cancel()
+        await asyncio.wait([hearing])
+
+    @asynccontextmanager
+    async def _open(self, quarry: Quarry):
+        async with self.client.stream("POST", f"/v1/{quarry.path}", json=quarry.body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            yield answer
+
+
+@pytest.mark.timeout(max(180, REQUESTS))
+async def test_no_answer_is_ever_corrupt(tmp_path):
+    options = f"host_cache_bytes=8MiB,disk_cache_dir={tmp_path / 'disk'},disk_cache_bytes=8MiB"
+    with (
+        running_llama_server(tmp_path / "lone.log", None, *llama_hunt.FLAGS, slots=1) as lone_server,
+        # At this level the server logs each task that it defers because its slot is busy.
+        llama_world(tmp_path, *llama_hunt.FLAGS, "-lv", "5", engine_options=options) as world,
+    ):
+        async with open_client(lone_server.url) as lone_client, open_client(world.kvpin.url) as client:
+            dice = random.Random(SEED)  # noqa: S311 - nothing to guess
+            hunt = Hunt(dice, client, LoneServer(lone_client))
+            for _ in range(0, REQUESTS, STREAMS):
+                await hunt.round(min(STREAMS, REQUESTS))
+        world.until_idle()
+        engine = world.engine()
+        found = {"counts": hunt.counts, "audit": engine["audit"], "kv": engine["kv"]}
+        (tmp_path / "found.json").write_text(json.dumps(found, indent=1))
+        assert not hunt.wrong
+        assert hunt.counts["near ties"] <= hunt.counts["complete"] / 10
+        assert engine["kv"]["violations"] == 0
+        assert engine["kv"]["most_in_flight"] == [1] * 4
+        # The server's own word, and that it would say so.
+        log = world.servers[0].log
+        assert DEFERRED not in log.read_text(errors="replace")
+        await both_on_slot_0(world.servers[0].url)
+        assert DEFERRED in log.read_text(errors="replace")
+
+
+async def test_the_hunt_knows_wrong_answers(tmp_path):
+    """What is right for one prompt is hardly ever right for another that differs in one word far back."""
+    dice = random.Random(SEED)  # noqa: S311 - nothing to guess
+    with running_llama_server(tmp_path / "lone.log", None, *llama_hunt.FLAGS, slots=1) as server:
+        async with open_client(server.url) as client:
+            lone = LoneServer(client)
+            long = [q for q in await quarries(dice, MODEL, lone, 30) if q.body["max_tokens"] >= 16]
+            assert all([await lone.grants(quarry, quarry.expected) for quarry in long])
+            fooled = [await lone.grants(with_another_word(quarry), quarry.expected) for quarry in long]
+    assert len(fooled) > 10
+    assert sum(fooled) <= len(fooled) / 5
+
+
+def with_another_word(quarry):
+    """The same request, but for the fifth word of its prompt."""
+    prompt = quarry.body.get("prompt") or quarry.body["messages"][0]["content"]
+    words = prompt.split(" ")
+    words[4] = "map"
+    changed = " ".join(words)
+    if "prompt" in quarry.body:
+        return replace(quarry, body={**quarry.body, "prompt": changed})
+    messages = [{"role": "system", "content": changed}, *quarry.body["messages"][1:]]
+    return replace(quarry, body={**quarry.body, "messages": messages})
+
+
+async def both_on_slot_0(url):
+    """Two requests at once on one slot, as kvpin must never send them."""
+    body = {"prompt": "North", "max_tokens": 64, "id_slot": 0, "ignore_eos": True}
+    async with open_client(url) as client:
+        for answer in await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(2))):
+            answer.raise_for_status()
+
+
+def open_client(url):
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False)
