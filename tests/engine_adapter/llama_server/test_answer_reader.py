@@ -49,6 +49,7 @@ def lease():
         may_reuse=True,
         restored=False,
         before=nothing,
+        length_before=0,
         started=0.0,
     )
 
