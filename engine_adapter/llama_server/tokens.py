@@ -1,6 +1,7 @@
 """Token ids of a request, by the server that will compute them: exact, whatever its template and flags do.
 
-A chat costs two calls (`/apply-template`, `/tokenize`), a text one, ready ids none.
+A chat costs two calls (`/apply-template`, `/tokenize`), and so does a response, which is one to the server; a
+text costs one, ready ids none.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.llama_server.responses import as_chat
 from engine_adapter.openai_http import ControlClient
 from engine_adapter.types import TokenIds
 
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _BAD_REQUEST = 400
 _INT32_MAX = 2**31 - 1
 _Answer = TypeVar("_Answer")
@@ -34,7 +36,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenIds[int]:
-    """The ids that the server makes of a request to `path`, one of OpenAI's chat or completions.
+    """The ids that the server makes of a request to `path`: OpenAI's chat, completions or responses.
 
     The chat's body goes to the server whole, since more than its messages makes the prompt: tools,
     `tool_choice`, `response_format`, `reasoning_effort`, `chat_template_kwargs`, a message to continue.
@@ -43,17 +45,24 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         EngineRejected: a prompt that the server refuses, that ids do not tell (images, sound), or that
             is not one; with its message.
         EngineUnavailable: no answer, or none that is understood.
+        UnreadableField: a field that is looked at is no value.
     """
     if path == _CHAT:
         _check_all_text(body.get("messages"))
-        rendered = _read(await control.call("POST", "/apply-template", content=body.raw), _Prompt)
-        return await _tokens(control, rendered.prompt)
+        return await _chat(control, body)
+    if path == _RESPONSES:
+        return await _chat(control, as_chat(body))
     if path != _COMPLETIONS:
         raise _rejected(f"prompts of {path} are not followed", "path")
     prompt = _single(body.get("prompt"))
     if isinstance(prompt, str):
         return await _tokens(control, prompt)
     return array("i", prompt)
+
+
+async def _chat(control: ControlClient, body: JsonBody) -> TokenIds[int]:
+    rendered = _read(await control.call("POST", "/apply-template", content=body.raw), _Prompt)
+    return await _tokens(control, rendered.prompt)
 
 
 async def _tokens(control: ControlClient, text: str) -> TokenIds[int]:
