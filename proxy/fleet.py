@@ -127,6 +127,10 @@ class Pool:
         """Engines that take requests."""
         return [engine for engine in self.engines.values() if engine.state is EngineState.READY]
 
+    def tokenisers(self) -> list[EngineAdapter]:
+        """Those of them that can be asked for the tokens of a request."""
+        return [engine.adapter for engine in self.ready() if engine.can(Capability.TOKENIZE)]
+
     def candidates(
         self, chain: Chain | None, prompt: Prompt | None = None, *, without: Container[str] = ()
     ) -> list[Candidate]:

@@ -128,7 +128,11 @@ class Monitor:
     async def _make_prompts(self, engine: Engine, info: EngineInfo, pool: Pool) -> PromptBuilder:
         """The pool's tokeniser, checked against the engine once."""
         builder = await asyncio.to_thread(
-            PromptBuilder, info, tables=self._tables, tokenizer=engine.adapter.spec.tokenizer
+            PromptBuilder,
+            info,
+            tables=self._tables,
+            tokenizer=engine.adapter.spec.tokenizer,
+            engines=pool.tokenisers,
         )
         exactness = await verify_exactness(builder, engine.adapter)
         level = log.info if exactness.ok else log.warning

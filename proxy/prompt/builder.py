@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine_adapter import (
@@ -18,7 +19,7 @@ from engine_adapter.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of
-from proxy.prompt.render import ChatInput, CompletionInput, read_prompt
+from proxy.prompt.render import ChatInput, CompletionInput, PromptInput, read_prompt
 from proxy.prompt.tables import PromptTables
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokenizer
 
@@ -52,13 +53,21 @@ class PromptBuilder:
         reason: why there is none.
     """
 
-    def __init__(self, info: EngineInfo, *, tables: PromptTables, tokenizer: str | None = None) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        *,
+        tables: PromptTables,
+        tokenizer: str | None = None,
+        engines: Callable[[], Iterable[EngineAdapter]] = tuple,
+    ) -> None:
         """Loads the tokenizer, which takes seconds: call it in a thread.
 
         Args:
             info: what the engine says of itself.
             tables: the registered prompt tables.
             tokenizer: directory or hub id; the engine's own word by default.
+            engines: gives those that can tokenise now.
         """
         self.info = info
         self.local: LocalTokenizer | None = None
@@ -75,6 +84,7 @@ class PromptBuilder:
             except EngineSpecError as error:
                 self.reason = str(error)
         self._tokenizer: PromptTokenizer | None = self.local
+        self._engines = EngineTokenizer(engines)
         # Such an engine renders with the same code: what cannot be rendered here is the client's fault.
         # Any other may take more than we do, so that a prompt we do not understand is only unknown.
         self._strict = Capability.EXTRA_IDS in info.capabilities
@@ -84,9 +94,9 @@ class PromptBuilder:
         """What prompts are tokenised with now; None where only ready token ids can be followed."""
         return self._tokenizer
 
-    def ask_engine(self, adapter: EngineAdapter | None) -> None:
-        """From now on the engine tokenises; with None, nobody does."""
-        self._tokenizer = EngineTokenizer(adapter) if adapter is not None else None
+    def ask_engines(self) -> None:
+        """From now on the engines tokenise everything."""
+        self._tokenizer = self._engines
 
     async def build(self, path: str, body: JsonBody, *, salt: str | None) -> Prompt | None:
         """The prompt of a request; None when nothing is known of it and it is to be forwarded as it is.
@@ -103,19 +113,24 @@ class PromptBuilder:
         source = read_prompt(path, body)
         if source is None:
             return None
-        tokens = await (
-            self._chat(source, body)
-            if isinstance(source, ChatInput)
-            else self._completion(source, path, body)
-        )
+        tokens = await self._tokenise(source, path, body)
         if tokens is None:
             return None
-        self._check_length(len(tokens.token_ids), "messages" if isinstance(source, ChatInput) else "prompt")
+        self._check_length(len(tokens.token_ids), source.param)
         return Prompt(tokens.token_ids, tokens.extra_ids, salt)
 
     def decode(self, token_ids: TokenIds[int]) -> str | None:
         """The text of token ids, None without a tokenizer here."""
         return None if self.local is None else self.local.tokenizer.decode(token_ids)
+
+    async def _tokenise(self, source: PromptInput, path: str, body: JsonBody) -> ChatPrompt | None:
+        match source:
+            case ChatInput():
+                return await self._chat(source, body)
+            case CompletionInput():
+                return await self._completion(source, path, body)
+            case _:
+                return await self._engines.ask(path, body)
 
     async def _chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
         if self._tokenizer is None:

@@ -88,8 +88,8 @@ async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Ex
     """
     can_ask = Capability.TOKENIZE in builder.info.capabilities
     if builder.local is None:
-        builder.ask_engine(adapter if can_ask else None)
         if can_ask:
+            builder.ask_engines()
             return Exactness(True, f"the engine tokenises each prompt: {builder.reason}", "engine")
         return Exactness(False, f"prompts are not followed: {builder.reason}", "none")
     source = builder.local.tokenizer.source
@@ -102,7 +102,7 @@ async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Ex
         count += 1
         difference = await _difference(builder.local, adapter, path, body)
         if difference is not None:
-            builder.ask_engine(adapter)
+            builder.ask_engines()
             return Exactness(
                 True,
                 f"the engine tokenises each prompt: {source!r} differs on {name!r}: {difference}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from engine_adapter import JsonBody
 from engine_adapter.types import TokenIds
@@ -13,6 +13,7 @@ from proxy.errors import BadRequest
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+RESPONSES_PATH = "/v1/responses"
 _INT32_MAX = 2**31 - 1
 
 
@@ -20,6 +21,7 @@ _INT32_MAX = 2**31 - 1
 class ChatInput:
     """A chat, as its template will get it."""
 
+    param: ClassVar[str] = "messages"
     messages: object = field(repr=False)
     tools: object = field(repr=False)
     template_kwargs: object = field(repr=False)
@@ -46,13 +48,25 @@ class CompletionInput:
         table: id of the prompt table the client named.
     """
 
+    param: ClassVar[str] = "prompt"
     prompt: str | TokenIds[int] = field(repr=False)
     add_special_tokens: bool
     explicit: Sequence[int] | None = field(repr=False)
     table: str | None
 
 
-def read_prompt(path: str, body: JsonBody) -> ChatInput | CompletionInput | None:
+@dataclass(frozen=True, slots=True)
+class ResponseInput:
+    """What only an engine makes a prompt of, each in its own way."""
+
+    param: ClassVar[str] = "input"
+
+
+PromptInput = ChatInput | CompletionInput | ResponseInput
+"""What makes a prompt. `param` is the field that its length is told of."""
+
+
+def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     """What a request's prompt is made from.
 
     None for requests that have no single prompt here: other routes, several prompts in one request, or
@@ -70,6 +84,8 @@ def read_prompt(path: str, body: JsonBody) -> ChatInput | CompletionInput | None
             add_generation_prompt=_flag(body, "add_generation_prompt", default=True) and not continues,
             continue_final_message=continues,
         )
+    if path == RESPONSES_PATH:
+        return ResponseInput()
     if path != COMPLETIONS_PATH:
         return None
     prompt = _single_prompt(body.get("prompt"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.chat import ChatPrompt, ChatTokenizer
-from proxy.prompt.render import ChatInput, CompletionInput
+from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
 
 
 class PromptTokenizer(Protocol):
@@ -52,25 +53,31 @@ class LocalTokenizer:
 
 
 class EngineTokenizer:
-    """Asks the engine, one request for each prompt: slower, and always right.
+    """Asks an engine, one request for each prompt: slower, and always right.
 
-    An engine that does not answer leaves the prompt unknown rather than failing it: the request itself
-    may yet be served, by this engine or another, and an error in it is the engine's to report.
+    Engines that do not answer leave the prompt unknown rather than failing it: the request itself may yet
+    be served, and an error in it is the engine's to report.
     """
 
-    def __init__(self, adapter: EngineAdapter) -> None:
-        self._adapter = adapter
+    def __init__(self, engines: Callable[[], Iterable[EngineAdapter]]) -> None:
+        """`engines` gives those that can be asked now; the first that answers is believed."""
+        self._engines = engines
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
         """See `PromptTokenizer.chat`. None for a chat that is not all text: ids do not tell images apart."""
-        return await self._ask("/v1/chat/completions", body) if source.is_text else None
+        return await self.ask(CHAT_PATH, body) if source.is_text else None
 
     async def text(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt | None:  # noqa: ARG002
         """See `PromptTokenizer.text`."""
-        return await self._ask(path, body)
+        return await self.ask(path, body)
 
-    async def _ask(self, path: str, body: JsonBody) -> ChatPrompt | None:
-        try:
-            return ChatPrompt(await self._adapter.tokenize(path, body))
-        except (EngineRejected, EngineUnavailable):
-            return None
+    async def ask(self, path: str, body: JsonBody) -> ChatPrompt | None:
+        """Token ids of a request, None where no engine tells."""
+        for adapter in self._engines():
+            try:
+                return ChatPrompt(await adapter.tokenize(path, body))
+            except EngineUnavailable:
+                continue
+            except EngineRejected:
+                return None
+        return None

@@ -110,6 +110,12 @@ class TestEngine:
         fleet.join(engine, replace(INFO, capabilities=frozenset({Capability.PIN})))
         assert engine.can(Capability.PIN)
 
+    def test_those_that_tokenise_are_asked_while_they_are_ready(self, fleet):
+        add(fleet, "a")
+        able, ill = (add(fleet, name, capabilities=frozenset({Capability.TOKENIZE})) for name in "bc")
+        ill.state = EngineState.SUSPECT
+        assert fleet.pools["m"].tokenisers() == [able.adapter]
+
 
 class TestCandidates:
     def test_say_what_placement_needs(self, fleet):

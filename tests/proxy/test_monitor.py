@@ -1,4 +1,5 @@
 import asyncio
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from engine_adapter import (
     Capability,
     EngineRejected,
     EngineUnavailable,
+    JsonBody,
     PromptTable,
     Tier,
     ViewCurrent,
@@ -197,6 +199,26 @@ async def test_a_forgotten_engine_is_looked_after_no_more(world):
     await asyncio.sleep(INTERVAL_S * 3)
     assert adapter.checks == before
     assert world.fleet.pools == {}
+
+
+async def test_the_prompts_of_a_pool_outlive_the_engine_they_were_made_with(world):
+    body = JsonBody(b'{"input": "hello"}')
+
+    async def add(name, token):
+        async def tokenize(_path, _body):
+            return array("i", [token])
+
+        engine, adapter = world.add(name, capabilities=frozenset({Capability.TOKENIZE}))
+        adapter.tokenize = tokenize
+        await world.state(engine, EngineState.READY)
+        return engine
+
+    first, _ = await add("a", 1), await add("b", 2)
+    prompts = world.fleet.pools["m"].prompts
+    assert (await prompts.build("/v1/responses", body, salt=None)).token_ids == array("i", [1])
+    world.monitor.forget(first)
+    world.fleet.remove("a")
+    assert (await prompts.build("/v1/responses", body, salt=None)).token_ids == array("i", [2])
 
 
 async def test_without_reuse_nothing_is_followed():

@@ -11,7 +11,7 @@ from engine_adapter.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, PromptTables
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 VOCAB, HIDDEN = 1000, 4
 HELLO = [{"role": "user", "content": "hello"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]
@@ -129,19 +129,49 @@ async def test_the_operators_tokenizer_wins(info_of, tables, tokenizer_dir):
 
 
 async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
-    builder = PromptBuilder(embedded, tables=tables)
-    builder.ask_engine(engine)
+    engines = [engine]
+    builder = PromptBuilder(embedded, tables=tables, engines=lambda: engines)
+    builder.ask_engines()
     engine.alter = lambda path, body, ids: [1, *ids]
     ours = engine.tokenizer.chat(HELLO).token_ids.tolist()
     prompt = await build(None, CHAT, builder=builder, messages=HELLO, salt="s")
     assert (prompt.token_ids.tolist(), prompt.salt) == ([1, *ours], "s")
     prompt = await build(None, COMPLETIONS, builder=builder, prompt="hi")
     assert prompt.token_ids[0] == 1
-    engine.is_gone()
+    engines.clear()
     assert await build(None, COMPLETIONS, builder=builder, prompt="hi") is None
     assert await build(None, COMPLETIONS, builder=builder, prompt=[5]) is not None
-    builder.ask_engine(None)
     assert await build(None, CHAT, builder=builder, messages=HELLO) is None
+
+
+async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(build, embedded, engine, tables):
+    builder = PromptBuilder(embedded, tables=tables, engines=lambda: [engine])
+    prompt = await build(None, RESPONSES, builder=builder, input="hello", salt="s")
+    assert (prompt.token_ids, prompt.extra_ids, prompt.salt) == (
+        engine.tokenizer.chat(HELLO).token_ids,
+        None,
+        "s",
+    )
+    assert builder.tokenizer is builder.local
+    builder.ask_engines()
+    assert (await build(None, RESPONSES, builder=builder, input="hello", salt="s")) == prompt
+    assert len(engine.asked) == 2
+
+
+async def test_a_response_no_engine_tokenises_is_not_followed(build, embedded, engine, tables):
+    assert await build(embedded, RESPONSES, input="hello") is None
+    builder = PromptBuilder(embedded, tables=tables, engines=lambda: [engine])
+    for fails in (engine.refuses, engine.is_gone):
+        fails()
+        assert await build(None, RESPONSES, builder=builder, input="hello") is None
+    assert len(engine.asked) == 2
+
+
+async def test_a_response_beyond_the_context_is_refused(build, info_of, engine, tables):
+    builder = PromptBuilder(info_of(max_model_len=3), tables=tables, engines=lambda: [engine])
+    with pytest.raises(BadRequest, match="context is 3 tokens") as caught:
+        await build(None, RESPONSES, builder=builder, input="hello")
+    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
 
 
 def test_token_ids_have_text(embedded, tables):

@@ -5,7 +5,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
-from proxy.prompt.render import ChatInput, CompletionInput, read_prompt
+from proxy.prompt.render import ChatInput, CompletionInput, ResponseInput, read_prompt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -80,6 +80,11 @@ def test_a_completion_with_embeddings():
 @pytest.mark.parametrize("prompt", [None, [], [[]], ["a", "b"], [[1], [2]], {"text": "x"}, 5])
 def test_prompts_that_are_not_followed(prompt):
     assert read(COMPLETIONS, prompt=prompt) is None
+
+
+def test_a_response_is_the_engines_to_read():
+    assert read("/v1/responses", input={"never": "looked at"}) == ResponseInput()
+    assert read("/v1/responses/input_tokens", input="x") is None
 
 
 def test_other_routes_are_not_followed():

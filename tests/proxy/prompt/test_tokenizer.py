@@ -7,6 +7,7 @@ from engine_adapter import JsonBody
 from engine_adapter.chat import ChatTokenizer
 from proxy.prompt.render import read_prompt
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
+from tests.proxy.prompt.conftest import TokenizingEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -43,23 +44,35 @@ async def test_long_work_leaves_the_event_loop(watched, size, inline):
 
 async def test_the_engine_is_asked_with_the_request_itself(engine):
     source, body = request(CHAT, messages=[{"role": "user", "content": "hello"}])
-    chat = await EngineTokenizer(engine).chat(source, body)
+    chat = await EngineTokenizer(lambda: [engine]).chat(source, body)
     assert chat.token_ids == engine.tokenizer.chat(source.messages).token_ids
     assert engine.asked == [body]
     source, body = request(COMPLETIONS, prompt="hello", add_special_tokens=False)
-    text = await EngineTokenizer(engine).text(source, COMPLETIONS, body)
+    text = await EngineTokenizer(lambda: [engine]).text(source, COMPLETIONS, body)
     assert text.token_ids == engine.tokenizer.encode("hello", add_special_tokens=False)
 
 
 async def test_ids_of_what_is_not_text_tell_nothing(engine):
     part = {"type": "image_url", "image_url": {"url": "u"}}
     source, body = request(CHAT, messages=[{"role": "user", "content": [part]}])
-    assert await EngineTokenizer(engine).chat(source, body) is None
+    assert await EngineTokenizer(lambda: [engine]).chat(source, body) is None
     assert engine.asked == []
+
+
+async def test_engines_are_asked_until_one_answers(engine):
+    gone, refusing = (TokenizingEngine(engine.tokenizer) for _ in range(2))
+    gone.is_gone()
+    refusing.refuses()
+    source, body = request(COMPLETIONS, prompt="hello")
+    text = await EngineTokenizer(lambda: [gone, engine, refusing]).text(source, COMPLETIONS, body)
+    assert text is not None
+    assert await EngineTokenizer(lambda: [refusing, engine]).text(source, COMPLETIONS, body) is None
+    assert await EngineTokenizer(tuple).text(source, COMPLETIONS, body) is None
+    assert [len(each.asked) for each in (gone, engine, refusing)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("how", ["is_gone", "refuses"])
 async def test_an_engine_that_does_not_answer_leaves_the_prompt_unknown(engine, how):
     getattr(engine, how)()
     source, body = request(COMPLETIONS, prompt="hello")
-    assert await EngineTokenizer(engine).text(source, COMPLETIONS, body) is None
+    assert await EngineTokenizer(lambda: [engine]).text(source, COMPLETIONS, body) is None
