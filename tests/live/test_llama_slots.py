@@ -1,4 +1,4 @@
-"""Slots under load: no answer is ever computed on KV that is not its own."""
+"""Slots under load: no answer is computed on KV that is not its own, and nobody waits for who has left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import random
+import select
+import socket
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,10 +22,10 @@ from tests.llama import running_llama_server
 
 pytestmark = pytest.mark.live
 
-# A longer hunt by hand: KVPIN_HUNT_REQUESTS=2000 pytest tests/live/test_llama_slots.py -k corrupt -s
-REQUESTS = int(os.environ.get("KVPIN_HUNT_REQUESTS", "200"))
+# A longer hunt by hand: HUNT_REQUESTS=2000 pytest tests/live/test_llama_slots.py -k corrupt
+REQUESTS = int(os.environ.get("HUNT_REQUESTS", "200"))
 STREAMS = 200  # at once
-SEED = int(os.environ.get("KVPIN_HUNT_SEED", "3"))
+SEED = int(os.environ.get("HUNT_SEED", "3"))
 OPERATORS = 4  # at once, too
 DEFERRED = "requested slot is unavailable, defer task"
 VERBS = ("flush", "offload", "offload", "restore", "restore", "pin", "warm")
@@ -132,6 +134,8 @@ async def test_no_answer_is_ever_corrupt(tmp_path):
         (tmp_path / "found.json").write_text(json.dumps(found, indent=1))
         assert not hunt.wrong
         assert hunt.counts["near ties"] <= hunt.counts["complete"] / 10
+        assert engine["kv"]["counts"]["restores"] > 10
+        assert engine["kv"]["findings"] == []
         assert engine["kv"]["violations"] == 0
         assert engine["kv"]["most_in_flight"] == [1] * 4
         # The server's own word, and that it would say so.
@@ -177,3 +181,52 @@ async def both_on_slot_0(url):
 def open_client(url):
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False)
+
+
+SHORT = "Where is the ship? " * 30
+LONG = "ship night " * 3000  # 12001 tokens, which take seconds
+# A step of the server computes 256 tokens at most; slots of lower ids come first.
+SMALL_STEPS = ("-b", "256")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_in_prefill_blocks_nobody(tmp_path, stream):
+    with llama_world(tmp_path, *SMALL_STEPS, slots=2, ctx=16384) as world:
+        world.chat(SHORT)  # on slot 0
+        client = begin(world, LONG, stream=stream)
+        (busy,) = world.until(lambda: [slot for slot in world.slots() if slot["operation"]], "a prefill")
+        # Another client is answered meanwhile, and a third one after the first has left.
+        assert cached(world.chat(SHORT + "And its boats?")) > 100
+        assert not has_answer(client)
+        client.close()
+        assert cached(world.chat(SHORT + "And the crew?")) > 100
+        left = world.until_idle()[busy["id"]]
+        held = world.server_slots()[busy["id"]]
+        assert 0 < left["tokens"] == held["n_prompt_tokens"] < 12000
+        # What was computed for the one who left is of use to the next.
+        part = {"prompt": "ship night " * (left["tokens"] // 8), "max_tokens": 8}
+        assert cached(world.post("completions", part)) > 100
+        assert world.kv()["violations"] == 0
+
+
+def begin(world, prompt, **fields):
+    """A client that has sent a request and has read nothing yet."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, **fields}
+    raw = json.dumps(body).encode()
+    host, port = world.kvpin.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(raw)}\r\n\r\n"
+    client.sendall(head.encode() + raw)
+    return client
+
+
+def has_answer(client):
+    """Whether something has come to a client."""
+    return bool(select.select([client], [], [], 0)[0])
+
+
+def cached(answer):
+    """Prompt tokens that were reused, which kvpin must have foreseen."""
+    reported = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert int(answer.headers["x-kvpin-predicted-tokens"]) == reported
+    return reported
