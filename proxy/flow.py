@@ -30,7 +30,7 @@ from proxy.core.blocks import Chain
 from proxy.core.placement import Candidate, Placement, place, place_least_loaded
 from proxy.errors import EngineFailed, NoEngine, ProxyError
 from proxy.fleet import Engine, Fleet, Lease, Pool
-from proxy.forward import Forwarder, Outcome
+from proxy.forward import REFUSALS, Forwarder, Outcome
 from proxy.ingest import Ingest
 from proxy.prompt import Prompt
 from proxy.records import RequestLog, RequestRecord
@@ -81,6 +81,8 @@ class Flow:
                     try:
                         return await self._forward(pool, call, reply, lease, record)
                     except (EngineUnavailable, EngineRejected) as error:
+                        if isinstance(error, EngineRejected) and error.status not in REFUSALS:
+                            raise  # the client's fault: no engine would take it
                         self._note_failure(lease.engine, call, error)
                         failed[placement.engine] = error
                         if len(failed) > self.retries or not _repeatable(call):

@@ -128,12 +128,10 @@ async def _answer_assembled(
     on_first_byte: Callable[[], None],
 ) -> Outcome:
     """Nothing is sent before the engine's stream is whole: until then the request can go elsewhere."""
-    chunks = response.chunks()
-    reader.feed(await anext(chunks, b""))
-    on_first_byte()
-    async for chunk in chunks:
+    async for chunk in response.chunks():
         reader.feed(chunk)
     content = reader.finish()
+    on_first_byte()
     reported = reader.cached_tokens()
     kept = [(name, value) for name, value in headers if name not in _OF_A_STREAM]
     kept.append(("content-type", "application/json"))

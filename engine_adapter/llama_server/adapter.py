@@ -6,12 +6,10 @@ hold    → a slot for the request (keeper.py) → body with id_slot → what th
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,25 +20,15 @@ from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.assemble import streaming_body
-from engine_adapter.llama_server.contents import STRANGE, Contents
-from engine_adapter.llama_server.discovery import (
-    PROBE_FILE,
-    ServerFacts,
-    discover,
-    probe,
-    read_pulse,
-    read_slots,
-    spare_slot,
-)
+from engine_adapter.llama_server.contents import STRANGE
+from engine_adapter.llama_server.discovery import discover, read_pulse
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
-from engine_adapter.llama_server.slot_io import SlotIo
-from engine_adapter.llama_server.state_file import StateFileError
+from engine_adapter.llama_server.session import Session, identity_of
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
-from engine_adapter.llama_server.write_back import save_all, write_back
 from engine_adapter.openai_http import ControlClient, prepare_request
 from engine_adapter.types import (
     Capability,
@@ -58,8 +46,6 @@ from engine_adapter.types import (
 
 log = logging.getLogger("kvpin.llama_server")
 
-# At shutdown: as long as saving what lies in slots may take.
-FAREWELL_S = 20.0
 DEFAULT_CACHE_BYTES = 4 * 2**30
 # The routes on which `id_slot` is honoured; on the others that run a prompt, a request runs alone.
 PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
@@ -71,9 +57,6 @@ _PARSED = ("tools", "response_format", "json_schema", "grammar")
 # Fields under which the KV is not that of the tokens alone.
 _OTHER_KV = ("lora",)
 
-_ALWAYS = frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE})
-_WITH_SLOTS = _ALWAYS | {Capability.KV_EVENTS, Capability.PIN}
-_WITH_FILES = frozenset({Capability.FLUSH, Capability.OFFLOAD, Capability.RESTORE})
 # A prompt whose tokens do not tell what its KV is.
 _UNKNOWN = Ask(array("i"), STRANGE)
 _INSTEAD = {
@@ -99,11 +82,7 @@ class LlamaServerAdapter:
         self._mirror = MirrorEvents()
         self._registry = SavedPrefixes.shared(_place(spec)) if spec.host_cache_dir else None
         self._unsubscribe = self._registry.subscribe(self._on_saved) if self._registry else None
-        self._facts: ServerFacts | None = None
-        self._keeper: SlotKeeper | None = None
-        self._verbs: SlotVerbs | None = None
-        self._write_back: asyncio.Task[None] | None = None
-        self._capabilities: frozenset[Capability] = _ALWAYS
+        self._session: Session | None = None
         self._was_asleep = False
 
     # --- what it is -----------------------------------------------------------------------------------
@@ -112,12 +91,19 @@ class LlamaServerAdapter:
         """See `EngineAdapter.connect`."""
         await self._control.fetch("GET", "/health")
         facts = await discover(self._control, self.spec)
-        if self._facts is None or _identity(facts) != _identity(self._facts) or self._is_lost():
-            await self._begin(facts)
+        session = self._session
+        if session is None or session.is_lost or session.identity != identity_of(facts):
+            await self._end(farewell=False)
+            session = Session(self.spec, self._control, facts)
+            await session.begin(self._registry, self._mirror)
+            self._session, self._was_asleep = session, False
+            if session.keeper is not None:
+                for entry in session.keeper.contents.all_entries():
+                    self._on_saved(SavedEvent.ADDED, entry)
         return EngineInfo(
             model=self.spec.model or facts.model,
-            instance=_identity(facts),
-            capabilities=self._capabilities,
+            instance=session.identity,
+            capabilities=session.capabilities,
             tokens_per_block=TOKENS_PER_BLOCK,
             max_model_len=facts.slot_ctx,
             vocab_size=facts.vocab_size,
@@ -129,18 +115,19 @@ class LlamaServerAdapter:
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`."""
         await self._control.fetch("GET", "/health")
-        keeper, facts = self._keeper, self._facts
-        if keeper is None or facts is None:
+        session = self._session
+        if session is None or session.keeper is None:
             return EngineLoad(running=0, waiting=0)
-        pulse = await read_pulse(self._control)
-        if pulse.instance != facts.instance:
+        pulse, keeper = await read_pulse(self._control), session.keeper
+        if pulse.instance != session.facts.instance:
             raise EngineUnavailable("the server was restarted")
         if pulse.is_sleeping and not self._was_asleep:
-            keeper.contents.wipe()
+            keeper.wipe()
         self._was_asleep = pulse.is_sleeping
         # Asked only after requests: reading the slots would keep the server from ever falling asleep.
         if keeper.has_worked and not keeper.streams and not pulse.is_sleeping:
             await keeper.reconcile()
+            await session.try_out()
         return EngineLoad(running=keeper.streams, waiting=keeper.waiting)
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
@@ -157,22 +144,23 @@ class LlamaServerAdapter:
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:
         """See `EngineAdapter.forecast`."""
-        if self._keeper is None:
+        session = self._session
+        if session is None or session.keeper is None:
             return None
-        forecast = self._keeper.forecast(self._ask(prompt))
-        return forecast if self._keeps_none_itself else replace(forecast, firm=False)
+        forecast = session.keeper.forecast(self._ask(prompt))
+        return forecast if session.keeps_none_itself else replace(forecast, firm=False)
 
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
         """See `EngineAdapter.hold`."""
-        keeper = self._keeper
-        if keeper is None or not isinstance(body, JsonBody):
+        session = self._session
+        if session is None or session.keeper is None or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
         if path in PINNED_ROUTES and not _is_several(body):
-            return self._hold_slot(keeper, path, body, prompt)
+            return self._hold_slot(session, session.keeper, path, body, prompt)
         if path in PINNED_ROUTES or path in UNPINNED_ROUTES:
-            return _hold_all(keeper, body)
+            return _hold_all(session.keeper, body)
         return nullcontext(Hold(body))
 
     def prepare(
@@ -189,8 +177,7 @@ class LlamaServerAdapter:
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""
-        if Capability.KV_EVENTS not in self._capabilities:
-            raise self.not_supported(Capability.KV_EVENTS)
+        await self._able(Capability.KV_EVENTS)
         async with aclosing(self._mirror.follow()) as events:
             async for event in events:
                 yield event
@@ -220,15 +207,16 @@ class LlamaServerAdapter:
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineAdapter.stats`."""
-        keeper, facts = self._keeper, self._facts
-        if facts is None:
+        session = self._session
+        if session is None:
             return {}
+        keeper, findings = session.keeper, list(session.facts.findings)
         if keeper is None:
-            return {"slots": [], "findings": list(facts.findings)}
+            return {"slots": [], "findings": findings}
         contents = keeper.contents
         return {
             "slots": contents.describe(),
-            "findings": [*facts.findings, *contents.findings],
+            "findings": [*findings, *contents.findings],
             "waiting": keeper.waiting,
             "violations": contents.table.violations,
             "most_in_flight": contents.table.most_in_flight,
@@ -246,108 +234,34 @@ class LlamaServerAdapter:
 
     # --- inside ---------------------------------------------------------------------------------------
 
-    async def _begin(self, facts: ServerFacts) -> None:
-        """A server process met for the first time: nothing of the one before counts any more."""
-        await self._end(farewell=False)
-        self._mirror.clear()
-        self._capabilities, self._was_asleep = _ALWAYS, False
-        if facts.has_slots:
-            facts = await self._probe(facts)
-        self._facts = facts
-        for finding in facts.findings:
-            log.warning("%s: %s", self.spec.id, finding)
-        if not facts.has_slots or facts.looks_unified:
-            return
-        saved = await self._usable_registry(facts)
-        self._keeper = self._make_keeper(facts, saved)
-        self._verbs = SlotVerbs(self._keeper)
-        self._capabilities = _WITH_SLOTS
-        if self._keeps_none_itself:
-            self._capabilities |= {Capability.CACHE_SALT}
-        if facts.can_save:
-            self._capabilities |= {Capability.FLUSH}
-        if saved is not None:
-            self._capabilities |= _WITH_FILES
-            for entry in saved.entries(facts.key):
-                self._on_saved(SavedEvent.ADDED, entry)
-        self._keeper.adopt(await read_slots(self._control))
-        self._write_back = asyncio.get_running_loop().create_task(write_back(self._keeper))
-
-    async def _probe(self, facts: ServerFacts) -> ServerFacts:
-        """What only trying tells, when that disturbs nobody."""
-        states = await read_slots(self._control)
-        if any(state.is_processing for state in states):
-            return facts
-        facts = await probe(self._control, facts, spare_slot(states))
-        if self.spec.host_cache_dir is not None:
-            with suppress(OSError):
-                await asyncio.to_thread((Path(self.spec.host_cache_dir) / PROBE_FILE).unlink, missing_ok=True)
-        return facts
-
-    async def _usable_registry(self, facts: ServerFacts) -> SavedPrefixes | None:
-        if self._registry is None or not facts.can_save:
-            return None
-        try:
-            await self._registry.rebuild()
-        except StateFileError as error:
-            log.warning("%s: KV is not saved: %s", self.spec.id, error)
-            return None
-        return self._registry
-
     async def _end(self, *, farewell: bool) -> None:
-        if self._write_back is not None:
-            self._write_back.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._write_back
-            self._write_back = None
-        if self._keeper is not None:
-            if farewell:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(FAREWELL_S):
-                        await save_all(self._keeper)
-            await self._keeper.aclose()
-            self._keeper = self._verbs = None
-
-    def _make_keeper(self, facts: ServerFacts, saved: SavedPrefixes | None) -> SlotKeeper:
-        clock = time.monotonic
-        io = SlotIo(self._control)
-        contents = Contents(self.spec.id, facts, io, saved, self._mirror, clock)
-        return SlotKeeper(self.spec.id, self._control, contents, clock=clock)
-
-    @property
-    def _keeps_none_itself(self) -> bool:
-        """Whether all the server can reuse lies in its slots: it has no `--cache-ram`."""
-        return self._facts is not None and self._facts.ram_cache is False
-
-    def _is_lost(self) -> bool:
-        return self._keeper is not None and self._keeper.is_lost
+        """The process is gone, or kvpin goes: nothing that was known of it counts any more."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.end(farewell=farewell)
+        self._mirror.clear()
 
     @asynccontextmanager
     async def _hold_slot(
-        self, keeper: SlotKeeper, path: str, body: JsonBody, prompt: KvTarget | None
+        self, session: Session, keeper: SlotKeeper, path: str, body: JsonBody, prompt: KvTarget | None
     ) -> AsyncIterator[Hold]:
         is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
         ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
         async with keeper.lease(ask) as lease:
             lease.has_stop = bool(body.get("stop"))
-            lease.may_trim = path != "/v1/completions" and self._may_trim(body)
+            lease.may_trim = path != "/v1/completions" and _may_trim(session.facts.chat_template, body)
             wants_reuse = body.get("cache_prompt") is not False
             # What the server keeps in a cache of its own, it gives to any tenant.
-            may_share = self._keeps_none_itself or ask.salt is None
-            reuses = lease.may_reuse and wants_reuse and is_known and may_share
+            may_share = session.keeps_none_itself or ask.salt is None
+            reuses = lease.may_reuse = lease.may_reuse and wants_reuse and is_known and may_share
             streamed = streaming_body(path, body)
             answer = SlotAnswer(path, lease, assembles=streamed is not None)
             yield Hold(
                 (streamed or body).replace(id_slot=lease.slot, cache_prompt=reuses),
                 cached_tokens=lease.cached_tokens if reuses else 0,
-                firm=not reuses or (lease.firm and self._keeps_none_itself),
+                firm=not reuses or (lease.firm and session.keeps_none_itself),
                 answer=answer,
             )
-
-    def _may_trim(self, body: JsonBody) -> bool:
-        """Whether the server's chat parser may drop white space at the beginning of an answer."""
-        template = self._facts.chat_template if self._facts is not None else ""
-        return "think" in template or any(body.get(name) for name in _PARSED)
 
     def _ask(self, prompt: KvTarget) -> Ask:
         digest = salt_digest(prompt.cache_salt)
@@ -355,20 +269,21 @@ class LlamaServerAdapter:
         return Ask(prompt.token_ids if prompt.token_ids is not None else array("i"), digest)
 
     async def _able(self, capability: Capability) -> SlotVerbs:
-        if self._facts is None:
+        if self._session is None:
             await self.connect()
-        if self._verbs is None or capability not in self._capabilities:
+        session = self._session
+        if session is None or session.verbs is None or capability not in session.capabilities:
             raise self.not_supported(capability)
-        return self._verbs
+        return session.verbs
 
     def _on_saved(self, event: SavedEvent, entry: Saved) -> None:
         """The registry is shared: what another server saved can be restored here as well."""
-        if self._facts is None or entry.key != self._facts.key:
+        session = self._session
+        if session is None or session.keeper is None or entry.key != session.facts.key:
             return
         if event is SavedEvent.REMOVED:
             self._mirror.drop(entry.name)
-            if self._keeper is not None:
-                self._keeper.contents.note_removed()
+            session.keeper.contents.note_removed()
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
 
@@ -387,9 +302,9 @@ def _is_several(body: JsonBody) -> bool:
     return (texts and len(prompt) > 1) or any(body.get(name) not in (None, 1) for name in _SEVERAL)
 
 
-def _identity(facts: ServerFacts) -> str:
-    """Changes with the process, and with the model it serves."""
-    return f"{facts.instance or ''}{facts.fingerprint}"
+def _may_trim(template: str, body: JsonBody) -> bool:
+    """Whether the server's chat parser may drop white space at the beginning of an answer."""
+    return "think" in template or any(body.get(name) for name in _PARSED)
 
 
 def _place(spec: EngineSpec) -> SavedPlace:

@@ -143,7 +143,7 @@ class Contents:
 
     async def save(self, slot: Slot) -> bool:
         """Saves a slot on which SAVE has begun; afterwards its content is known to the last token. False
-        when it could not be, which changes nothing else."""
+        when it could not be, which changes nothing else, or when it holds what somebody else put there."""
         registry, salt, length = self._saved, slot.salt, slot.length
         if registry is None or salt == STRANGE or not length:
             return False
@@ -171,8 +171,10 @@ class Contents:
             or moved.tokens != length
             or common_prefix(entry.tokens, slot.tokens) < len(slot.tokens)
         ):
+            # Nor is it known whose that is, so it is not for the tenant this slot served.
             self.surprise(slot, moved.tokens)
-        if entry is None:
+            if entry is not None:
+                await registry.drop(entry)
             return False
         self.counts.saves += 1
         self.counts.saved_tokens += moved.tokens

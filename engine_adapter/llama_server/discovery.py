@@ -230,7 +230,7 @@ def spare_slot(slots: Sequence[SlotState]) -> int:
 
 
 async def probe(control: ControlClient, facts: ServerFacts, slot_id: int) -> ServerFacts:
-    """`facts` with what only trying tells. Slot `slot_id` must be idle; it is empty afterwards.
+    """`facts` with what only trying tells. Slot `slot_id` must be idle; what it held is gone.
 
     A few milliseconds on an idle server, plus the prefill of some 150 tokens.
     """
@@ -238,6 +238,8 @@ async def probe(control: ControlClient, facts: ServerFacts, slot_id: int) -> Ser
     is_unified = facts.is_unified
     if facts.can_save and is_unified is None:
         is_unified = await probe_unified(control, slot_id, facts.slots)
+    if facts.can_save:
+        await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
     return replace(facts, ram_cache=ram_cache, is_unified=is_unified)
 
 

@@ -13,16 +13,17 @@ import logging
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from engine_adapter.errors import EngineError, EngineUnavailable
+from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable
 from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.answer import Answer, generated_tokens, slot_content
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import SlotState, read_slots
 from engine_adapter.llama_server.plan import plan
+from engine_adapter.llama_server.saved import Saved
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.turns import Ask, SlotPlan, Turns, first_operation
 from engine_adapter.openai_http import ControlClient
@@ -34,6 +35,8 @@ log = logging.getLogger("kvpin.llama_server")
 # A running stream of another slot shares each step; about this much of a prefill, each.
 INTERFERENCE_S = 0.002
 SETTLE_POLL_S = (0.02, 0.25)
+# From the last byte of a request to its place in the server's queue.
+ARRIVAL_S = 0.02
 
 _Result = TypeVar("_Result")
 _Work = Callable[[Slot], Coroutine[Any, Any, _Result]]
@@ -48,9 +51,9 @@ class SlotLease:
         ask: what it was asked for.
         cached_tokens: prompt tokens the server will report as reused.
         firm: False when it may turn out to be more.
-        may_reuse: whether what lies in the slot may be shared with the request.
+        may_reuse: whether what lies in the slot may be shared with the request; it may say no itself.
         restored: its KV came from a file just before.
-        before: known tokens the slot held.
+        before: known tokens the slot held, as far as they may be shared.
         length_before: tokens it held, known or not.
         started: when the request could be sent.
         answer: what the answer said; None until it is known, or when it never came to its end.
@@ -131,7 +134,9 @@ class SlotKeeper:
         """
         self._check_open()
         chosen = await self._turns.slot(ask)
+        self._check_open()
         lease = await self._prepared(chosen, ask)
+        self._check_open()
         # What runs is what the slot is going to hold: the next one of this conversation waits for it.
         self._table.hold(lease.slot, ask.tokens, ask.salt)
         try:
@@ -140,13 +145,14 @@ class SlotKeeper:
             # The slot may be busy for a while yet; nobody waits for that here.
             self._spawn(self._finish(lease))
             raise
-        await asyncio.shield(self._spawn(self._finish(lease)))
+        await _outcome(self._spawn(self._finish(lease)))
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         """All slots at once, for a request that cannot be pinned. What it ran on is unknown afterwards."""
         self._check_open()
         await self._turns.all()
+        self._check_open()
         tasks: dict[int, int | None] = {}
         try:
             tasks = {state.id: state.id_task for state in await read_slots(self._control)}
@@ -175,15 +181,17 @@ class SlotKeeper:
         Raises what `work` raises."""
         self._check_open()
         self._table.begin(slot_id, operation, self._clock())
-        return await asyncio.shield(self._spawn(self._taken(slot_id, work)))
+        return await _outcome(self._spawn(self._taken(slot_id, work)))
 
-    async def bring(self, ask: Ask) -> bool:
-        """Restores a saved prefix into an idle slot ahead of its request; False when there is no room."""
-        idle = [slot for slot in self._table.idle() if slot.pinned_until <= self._clock()]
-        chosen = self._plan(ask, idle) if idle else None
-        if chosen is None or chosen.restore is None:
+    async def bring(self, entry: Saved) -> bool:
+        """Restores a saved prefix into an idle slot ahead of its request: an empty one, or the one unused for
+        longest, which is saved first. False when every slot is busy or pinned, or the file is of no use."""
+        now = self._clock()
+        idle = [slot for slot in self._table.idle() if slot.pinned_until <= now]
+        if not idle:
             return False
-        entry, save_first = chosen.restore, chosen.save_first
+        chosen = min(idle, key=lambda slot: (not slot.is_empty, slot.dirty, slot.since))
+        save_first = chosen.dirty
 
         async def work(slot: Slot) -> bool:
             if save_first:
@@ -191,7 +199,7 @@ class SlotKeeper:
                 self._next(slot, Operation.RESTORE)
             return await self.contents.restore(slot, entry)
 
-        return await self.take(chosen.slot, first_operation(chosen), work)
+        return await self.take(chosen.id, Operation.SAVE if save_first else Operation.RESTORE, work)
 
     # --- the server's own word --------------------------------------------------------------------
 
@@ -224,6 +232,16 @@ class SlotKeeper:
                 self._leave_to_stranger(slot)
             elif state.n_tokens is not None and state.n_tokens != slot.length:
                 self.contents.surprise(slot, state.n_tokens)
+
+    def wipe(self) -> None:
+        """The server lost all KV, as one that fell asleep does, and its slots look like new."""
+        self._used.clear()
+        self.contents.wipe()
+
+    async def settled(self) -> None:
+        """Until what the keeper does by itself is over: saves, restores, and what requests left behind."""
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
 
     async def aclose(self) -> None:
         """Ends all work; whoever waits for a slot is told that there is none."""
@@ -258,7 +276,7 @@ class SlotKeeper:
             return self._leased(self._table[chosen.slot], ask, restored=False)
         task = self._spawn(self._prepare(chosen, ask))
         try:
-            return await asyncio.shield(task)
+            return await _outcome(task)
         except asyncio.CancelledError:
             task.add_done_callback(lambda done: self._abandon(self._table[chosen.slot], done))
             raise
@@ -283,14 +301,15 @@ class SlotKeeper:
         kept = slot.shared(ask.tokens, ask.salt)
         most = max(len(ask.tokens) - 1, 0)
         grows = slot.unknown > 0 and kept == len(slot.tokens) and slot.salt == ask.salt
+        may_reuse = slot.is_empty or slot.salt == ask.salt
         return SlotLease(
             slot=slot.id,
             ask=ask,
             cached_tokens=min(kept, most),
             firm=kept >= most or not grows,
-            may_reuse=slot.is_empty or slot.salt == ask.salt,
+            may_reuse=may_reuse,
             restored=restored,
-            before=slot.tokens,
+            before=slot.tokens if may_reuse else array("i"),
             length_before=slot.length,
             started=self._clock(),
         )
@@ -308,12 +327,13 @@ class SlotKeeper:
 
     async def _finish(self, lease: SlotLease) -> None:
         """The request is over: what does its slot hold now?"""
+        if self._closed:
+            return  # nobody's slots any more, or already another keeper's
         slot = self._table[lease.slot]
         known: TokenIds[int] = array("i")
         unknown = len(lease.ask.tokens)
         try:
             known, unknown = await self._left_by(lease)
-            self._used.add(slot.id)
         except EngineError as error:
             log.warning("%s: slot %d is not known after a request: %s", self._engine, slot.id, error)
         finally:
@@ -327,11 +347,13 @@ class SlotKeeper:
         """(known tokens, unknown ones) that a request left in its slot."""
         answer, prompt = lease.answer, lease.ask.tokens
         if answer is not None and answer.is_complete and prompt:
+            self._used.add(lease.slot)
             self._learn(lease, answer)
             generated = await generated_tokens(
                 self._control, answer, has_stop=lease.has_stop, may_trim=lease.may_trim
             )
             return slot_content(prompt, answer, generated)
+        await self._until_all_arrived()
         count = await self._count_when_idle(lease.slot)
         # Cut short: the slot holds part of the prompt and perhaps of an answer; or still its old content,
         # when the request never started and the count does not tell. What both share is certain.
@@ -345,10 +367,19 @@ class SlotKeeper:
         pause_s, longest_s = SETTLE_POLL_S
         while True:
             state = (await read_slots(self._control))[slot_id]
+            if state.n_tokens is not None:
+                self._used.add(slot_id)
             if not state.is_processing:
                 return state.n_tokens or 0
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
+
+    async def _until_all_arrived(self) -> None:
+        """Until every request sent so far runs or is gone. One whose client left may still wait behind a long
+        step, and then start; `/slots` is answered during the step and does not show it."""
+        await asyncio.sleep(ARRIVAL_S)
+        with suppress(EngineRejected):  # a server without this route
+            await self._control.get("/lora-adapters")  # changes nothing, and waits in the same queue
 
     def _learn(self, lease: SlotLease, answer: Answer) -> None:
         rates, cached, total = self.contents.rates, answer.cached_tokens, answer.prompt_tokens
@@ -357,7 +388,7 @@ class SlotKeeper:
             return
         if answer.prompt_ms is not None:
             rates.prefilled(total - cached, answer.prompt_ms / 1000)
-        if lease.restored:
+        if lease.restored and lease.may_reuse:
             self.contents.note_restored(in_vain=cached < lease.cached_tokens / 2)
 
     def _leave_to_stranger(self, slot: Slot) -> None:
@@ -374,7 +405,10 @@ class SlotKeeper:
 
     async def _after_stranger(self, tasks: dict[int, int | None]) -> None:
         """A request that ran alone is over: a slot that ran another task since holds nobody knows what."""
+        if self._closed:
+            return
         try:
+            await self._until_all_arrived()
             for slot in self._table:
                 await self._count_when_idle(slot.id)
             for state in await read_slots(self._control):
@@ -412,5 +446,23 @@ class SlotKeeper:
     def _spawn(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_done)
         return task
+
+    def _note_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, EngineError):  # who waited may have left
+            log.error("%s: work on its slots failed", self._engine, exc_info=error)
+
+
+async def _outcome(task: asyncio.Task[_Result]) -> _Result:
+    """What `task` returns or raises; it goes on when who awaits this is cancelled.
+
+    Raises:
+        EngineUnavailable: the task itself was cancelled, as it is when its keeper is closed.
+    """
+    await asyncio.wait([task])
+    if task.cancelled():
+        raise EngineUnavailable("the engine was lost meanwhile")
+    return task.result()

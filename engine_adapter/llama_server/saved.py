@@ -100,7 +100,7 @@ class SavedPrefixes:
             place.host.resolve(), place.host_bytes, place.disk and place.disk.resolve(), place.disk_bytes
         )
         registry = cls._shared.get(resolved.host)
-        if registry is None:
+        if registry is None or (registry.place != resolved and not registry._listeners):  # noqa: SLF001 - its own
             registry = cls._shared[resolved.host] = cls(resolved)
         if registry.place != resolved:
             raise EngineSpecError(
@@ -162,7 +162,12 @@ class SavedPrefixes:
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Calls `listener` after every change from now on, until the returned function is called."""
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+
+        def unsubscribe() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return unsubscribe
 
     # --- What comes in ---------------------------------------------------------------------------
 
@@ -264,8 +269,9 @@ class SavedPrefixes:
         if victims is None:
             raise self._no_room(saved)
         saved.uses = sum(old.uses for old in replaced)
-        work = [self._drop(old) for old in replaced]
+        # Told before what it replaces is: what lies in a file is never told to lie in none.
         self._register(saved)
+        work = [self._drop(old) for old in replaced]
         return work + self._retire(victims)
 
     def _continues(self, saved: Saved, old: Saved) -> bool:

@@ -6,7 +6,7 @@ Counted in blocks, as everywhere: a slot or a file of n tokens has n // 16 of th
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 from uuid import uuid4
@@ -15,7 +15,6 @@ from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.saved import Saved, salt_digest
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.llama_server.turns import Ask
 from engine_adapter.prefixes import common_prefix
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
 
@@ -24,8 +23,11 @@ _Held = TypeVar("_Held", Slot, Saved)
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """What a pin protects."""
+    """What a pin protects: these tokens, in whatever slot or file lies most of them, until then."""
 
+    tokens: TokenIds[int]
+    salt: str | None
+    until: float
     slots: tuple[int, ...]
     entries: tuple[Saved, ...]
 
@@ -67,27 +69,42 @@ class SlotVerbs:
         entries = _fullest(
             list(self._contents.entries()), lambda entry: _shared(entry.tokens, entry.salt, target)
         )[:1]
-        tokens = 0
-        for slot in slots:
-            shared = _shared(slot.tokens, slot.salt, target)
-            tokens = max(tokens, table.pin(slot.id, shared, self._keeper.now() + ttl_s))
-        for entry in entries:
-            entry.pinned_until = max(entry.pinned_until, time.time() + ttl_s)
-            tokens = max(tokens, _shared(entry.tokens, entry.salt, target))
+        held = [(slot.tokens, slot.salt) for slot in slots] + [
+            (entry.tokens, entry.salt) for entry in entries
+        ]
+        most = max((_shared(tokens, salt, target) for tokens, salt in held), default=0)
         pin_id = f"pin-{uuid4().hex}"
-        self._pins[pin_id] = _Pin(tuple(slot.id for slot in slots), tuple(entries))
-        return Pinned(pin_id, tokens // TOKENS_PER_BLOCK, ttl_s)
+        if target.token_ids is not None and most:
+            self._pins[pin_id] = _Pin(
+                target.token_ids[:most],
+                salt_digest(target.cache_salt),
+                self._keeper.now() + ttl_s,
+                tuple(slot.id for slot in slots),
+                tuple(entries),
+            )
+        self._protect(slots, entries)
+        return Pinned(pin_id, most // TOKENS_PER_BLOCK, ttl_s)
 
     def unpin(self, pin_id: str) -> bool:
         """See `EngineAdapter.unpin`."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return False
-        for slot_id in pin.slots:
-            self._contents.table.pin(slot_id, 0, self._keeper.now())
-        for entry in pin.entries:
-            entry.pinned_until = 0.0
+        self._protect([self._contents.table[slot_id] for slot_id in pin.slots], pin.entries)
         return True
+
+    def _protect(self, slots: Iterable[Slot], entries: Iterable[Saved]) -> None:
+        """Sets what the pins that stand, all together, mean for these slots and files."""
+        now = self._keeper.now()
+        self._pins = {name: pin for name, pin in self._pins.items() if pin.until > now}
+        pins = tuple(self._pins.values())
+        for slot in slots:
+            on_it = [pin for pin in pins if slot.id in pin.slots]
+            shared = max((slot.shared(pin.tokens, pin.salt) for pin in on_it), default=0)
+            self._contents.table.pin(slot.id, shared, max((pin.until for pin in on_it), default=now))
+        for entry in entries:
+            left_s = max((pin.until - now for pin in pins if entry in pin.entries), default=0.0)
+            entry.pinned_until = time.time() + left_s if left_s else 0.0
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Whatever begins like the target is gone, from slots and from files."""
@@ -96,6 +113,10 @@ class SlotVerbs:
         entries = [
             entry for entry in self._contents.all_entries() if _matches(entry.tokens, entry.salt, target)
         ]
+        kept = [entry for entry in entries if entry.pinned_until > time.time()]
+        entries = [entry for entry in entries if entry not in kept]
+        if kept:
+            left["pinned"] = left.get("pinned", 0) + sum(map(_blocks, kept))
         tally.total = sum(map(_blocks, slots)) + sum(map(_blocks, entries))
         for slot in slots:
             blocks = _blocks(slot)
@@ -153,7 +174,7 @@ class SlotVerbs:
         left: dict[str, int] = {}
         for entry in self._wanted(target):
             tally.total += _blocks(entry)
-            if await keeper.bring(Ask(entry.tokens, entry.salt)):
+            if await keeper.bring(entry):
                 tally.done += _blocks(entry)
                 tally.size += entry.size
             else:

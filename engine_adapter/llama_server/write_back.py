@@ -32,7 +32,13 @@ async def write_back(keeper: SlotKeeper) -> None:
 
 
 async def save_all(keeper: SlotKeeper) -> None:
-    """Saves every idle slot that is not saved yet."""
+    """Saves every slot that is not saved yet: the idle ones, then those on which something was being done."""
+    await _save_idle(keeper)
+    await keeper.settled()
+    await _save_idle(keeper)
+
+
+async def _save_idle(keeper: SlotKeeper) -> None:
     for slot in dirty_slots(keeper):
         if slot.is_idle:
             with suppress(EngineError):

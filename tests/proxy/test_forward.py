@@ -414,7 +414,6 @@ class TestAssembling:
         assert ([reader.finished for reader in readers], proxy.last.attempts) == ([0, 1], ["a", "b"])
         assert proxy.fleet.engines["a"].state == "suspect"
 
-    @pytest.mark.xfail(strict=True, reason="its first chunk ends the patience with it")
     async def test_one_that_hangs_in_mid_stream_and_is_lost_is_replaced(self, engine, readers, proxy, client):
         async def script(exchange):
             await exchange.start()

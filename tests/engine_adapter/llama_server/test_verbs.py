@@ -125,6 +125,29 @@ class TestPin:
         assert not await world.adapter.unpin(pinned.pin_id)
         assert (await world.do(KvVerb.FLUSH)).left == {}
 
+    async def test_pins_of_one_prefix_stand_for_themselves(self, world):
+        tokens = prompt_of(1)
+        await world.ask(tokens)
+        long = await world.adapter.pin(KvTarget(tokens), 3600)
+        short = await world.adapter.pin(KvTarget(tokens[:32]), 60)
+        assert max(slot["pinned_s"] for slot in await world.slots()) > 60
+        await world.adapter.unpin(short.pin_id)
+        assert max(slot["pinned_s"] for slot in await world.slots()) > 60
+        await world.adapter.unpin(long.pin_id)
+        assert max(slot["pinned_s"] for slot in await world.slots()) == 0
+
+    async def test_a_pinned_file_outlives_a_flush(self, world):
+        tokens = prompt_of(1)
+        await world.ask(tokens)
+        await world.do(KvVerb.OFFLOAD)
+        pinned = await world.adapter.pin(KvTarget(tokens), 60)
+        assert pinned.blocks == 6
+        assert (await world.do(KvVerb.FLUSH)).left == {"pinned": 6}
+        assert len(await world.files()) == 1
+        await world.adapter.unpin(pinned.pin_id)
+        assert (await world.do(KvVerb.FLUSH)).left == {}
+        assert await world.files() == []
+
     async def test_nothing_held_is_nothing_pinned(self, world):
         assert (await world.adapter.pin(KvTarget(prompt_of(1)), 60)).blocks == 0
 

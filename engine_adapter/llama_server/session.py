@@ -1,0 +1,182 @@
+"""One process of a server, from when kvpin meets it until it is gone: what it is, and who keeps its slots."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from engine_adapter.llama_server.contents import Contents
+from engine_adapter.llama_server.discovery import PROBE_FILE, ServerFacts, probe, read_slots, spare_slot
+from engine_adapter.llama_server.keeper import SlotKeeper
+from engine_adapter.llama_server.mirror_events import MirrorEvents
+from engine_adapter.llama_server.saved import SavedPrefixes
+from engine_adapter.llama_server.slot_io import SlotIo
+from engine_adapter.llama_server.slots import Operation, Slot
+from engine_adapter.llama_server.state_file import StateFileError
+from engine_adapter.llama_server.verbs import SlotVerbs
+from engine_adapter.llama_server.write_back import save_all, write_back
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import Capability, EngineSpec
+
+log = logging.getLogger("kvpin.llama_server")
+
+# At shutdown: as long as saving what lies in slots may take.
+FAREWELL_S = 20.0
+
+_ALWAYS = frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE})
+_WITH_SLOTS = frozenset({Capability.KV_EVENTS, Capability.PIN})
+_WITH_FILES = frozenset({Capability.OFFLOAD, Capability.RESTORE})
+
+
+class Session:
+    """A server process that kvpin knows.
+
+    Attributes:
+        facts: what it is.
+        keeper: keeps its slots; None where they cannot be kept, and the server is left to itself.
+        verbs: the admin verbs on them, likewise.
+    """
+
+    def __init__(self, spec: EngineSpec, control: ControlClient, facts: ServerFacts) -> None:
+        self.facts = facts
+        self.keeper: SlotKeeper | None = None
+        self.verbs: SlotVerbs | None = None
+        self._spec = spec
+        self._control = control
+        self._has_files = False
+        self._write_back: asyncio.Task[None] | None = None
+
+    async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
+        """Tries the server out, takes over its slots, and starts writing back.
+
+        Raises:
+            EngineError: it went away meanwhile; nothing of this session is left then.
+        """
+        try:
+            await self._begin(registry, mirror)
+        except BaseException:
+            await self.end(farewell=False)
+            raise
+
+    async def end(self, *, farewell: bool) -> None:
+        """Ends all work; with `farewell`, what lies in slots is saved first. Again is fine."""
+        task, self._write_back = self._write_back, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        keeper, self.keeper, self.verbs = self.keeper, None, None
+        if keeper is None:
+            return
+        if farewell:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
+                    await save_all(keeper)
+        await keeper.aclose()
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the server can do as it was started."""
+        able = _ALWAYS
+        if self.keeper is None:
+            return able
+        able |= _WITH_SLOTS
+        if self.keeps_none_itself:
+            able |= {Capability.CACHE_SALT}
+        if self.facts.can_save:
+            able |= {Capability.FLUSH}
+        return able | _WITH_FILES if self._has_files else able
+
+    @property
+    def identity(self) -> str:
+        """Changes with the process, and with the model it serves."""
+        return identity_of(self.facts)
+
+    @property
+    def keeps_none_itself(self) -> bool:
+        """Whether all the server can reuse lies in its slots: it has no `--cache-ram`."""
+        return self.facts.ram_cache is False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server turned out to be another process."""
+        return self.keeper is not None and self.keeper.is_lost
+
+    async def try_out(self) -> None:
+        """Asks once more what could not be tried when kvpin came, because the server was busy."""
+        keeper = self.keeper
+        if keeper is None or self.facts.ram_cache is not None or keeper.streams or keeper.waiting:
+            return
+        idle = keeper.contents.table.idle()
+        if idle:
+            slot = min(idle, key=lambda slot: (slot.dirty, slot.length))
+            await keeper.take(slot.id, Operation.FOREIGN, self._try_out_on)
+
+    async def _try_out_on(self, slot: Slot) -> None:
+        contents = self.keeper.contents if self.keeper is not None else None
+        if contents is None:
+            return
+        contents.estrange(slot, slot.length)
+        self.facts = await self._probed(self.facts, slot.id)
+        contents.estrange(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
+
+    async def _begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
+        if self.facts.has_slots:
+            states = await read_slots(self._control)
+            if not any(state.is_processing for state in states):
+                self.facts = await self._probed(self.facts, spare_slot(states))
+        for finding in self.facts.findings:
+            log.warning("%s: %s", self._spec.id, finding)
+        if not self.facts.has_slots or self.facts.looks_unified:
+            return
+        saved = await self._usable(registry)
+        self._has_files = saved is not None
+        clock, io = time.monotonic, SlotIo(self._control)
+        contents = Contents(self._spec.id, self.facts, io, saved, mirror, clock)
+        keeper = self.keeper = SlotKeeper(self._spec.id, self._control, contents, clock=clock)
+        self.verbs = SlotVerbs(keeper)
+        for state in await read_slots(self._control):
+            # What was restored and never used does not show: it may be anybody's.
+            if state.n_tokens is None and self.facts.can_save and not state.is_processing:
+                await io.erase(state.id)
+        keeper.adopt(await read_slots(self._control))
+        self._write_back = asyncio.get_running_loop().create_task(self._keep_writing_back(keeper))
+
+    async def _keep_writing_back(self, keeper: SlotKeeper) -> None:
+        while True:
+            try:
+                await write_back(keeper)
+            except Exception:
+                # A bug in it must be seen, and must take nothing else down.
+                log.exception("%s: writing slots back crashed", self._spec.id)
+                await asyncio.sleep(1.0)
+
+    async def _probed(self, facts: ServerFacts, slot_id: int) -> ServerFacts:
+        facts = await probe(self._control, facts, slot_id)
+        await asyncio.to_thread(_remove_probe, self._spec.host_cache_dir)
+        return facts
+
+    async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
+        """The registry, where the server can save and the directory can be used."""
+        if registry is None or not self.facts.can_save:
+            return None
+        try:
+            await registry.rebuild()
+        except StateFileError as error:
+            log.warning("%s: KV is not saved: %s", self._spec.id, error)
+            return None
+        return registry
+
+
+def identity_of(facts: ServerFacts) -> str:
+    """Changes with the process, and with the model it serves."""
+    return f"{facts.instance or ''}{facts.fingerprint}"
+
+
+def _remove_probe(directory: str | None) -> None:
+    """Trying a server out leaves a small file behind."""
+    if directory is not None:
+        with suppress(OSError):
+            (Path(directory).expanduser() / PROBE_FILE).unlink(missing_ok=True)

@@ -1,0 +1,120 @@
+"""From when kvpin meets a server process until it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine_adapter import AiohttpTransport, EngineSpec, EngineUnavailable, KvVerb, make_adapter
+from engine_adapter.llama_server.discovery import PROBE_FILE, discover, read_slots
+from engine_adapter.llama_server.mirror_events import MirrorEvents
+from engine_adapter.llama_server.session import Session, identity_of
+from tests.engine_adapter.llama_server.slot_world import World, prompt_of, slot_world
+
+
+@pytest.fixture
+def server(start_llama, save_dir):
+    return start_llama(slots=2, ctx=1024, save_dir=save_dir)
+
+
+@pytest.fixture
+async def begun(server, save_dir, control_of):
+    """Begins sessions with the server; each is ended."""
+    sessions = []
+
+    async def begin(*, trying=True):
+        control = control_of(server.url)
+        spec = EngineSpec("llama_server", server.url, "e", host_cache_dir=str(save_dir))
+        sessions.append(Session(spec, control, await discover(control, spec)))
+        if trying:
+            await sessions[-1].begin(None, MirrorEvents())
+        return sessions[-1]
+
+    yield begin
+    for session in sessions:
+        await session.end(farewell=False)
+
+
+async def test_trying_a_server_out_leaves_nothing_behind(begun, save_dir, control_of, server):
+    session = await begun()
+    assert (session.facts.ram_cache, session.facts.is_unified) == (False, False)
+    assert not (save_dir / PROBE_FILE).exists()
+    assert {slot.n_tokens for slot in await read_slots(control_of(server.url))} <= {0, None}
+
+
+async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
+    control = control_of(server.url)
+    body = {"prompt": list(prompt_of(1)), "n_predict": 300, "ignore_eos": True, "id_slot": 1}
+    running = asyncio.create_task(control.call("POST", "/completion", json=body))
+    while not any(slot.is_processing for slot in await read_slots(control)):  # noqa: ASYNC110 - it starts
+        await asyncio.sleep(0)
+    session = await begun()
+    assert session.facts.ram_cache is None
+    assert not session.keeps_none_itself
+    await running
+    await session.try_out()
+    assert session.keeps_none_itself
+    assert session.keeper.contents.table.violations == 0
+    await session.try_out()  # again is nothing
+
+
+async def test_a_beginning_that_fails_leaves_nothing(begun, server):
+    session = await begun(trying=False)
+    server.kill()
+    with pytest.raises(EngineUnavailable):
+        await session.begin(None, MirrorEvents())
+    assert session.keeper is None
+    assert session.verbs is None
+
+
+async def test_one_that_failed_to_connect_connects_again(server, save_dir, start_llama):
+    """Half a beginning is no beginning."""
+    adapter = make_adapter(EngineSpec("llama_server", server.url, "e", host_cache_dir=str(save_dir)))
+    transport = AiohttpTransport()
+    await adapter.connect()
+    server.kill()
+    with pytest.raises(EngineUnavailable):
+        await adapter.connect()
+    start_llama(slots=2, ctx=1024, save_dir=save_dir, port=server.port)
+    await adapter.connect()
+    world = World(adapter, transport)
+    await world.ask(prompt_of(1))
+    assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
+    await adapter.aclose()
+    await adapter.aclose()  # again is fine
+    await transport.aclose()
+
+
+async def test_a_restored_slot_is_not_taken_for_empty(start_llama, server, save_dir):
+    """`/slots` shows nothing of what was restored and never used, and it may be another tenant's."""
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt_of(1), salt="a")
+    server.stop()
+    again = start_llama(slots=2, ctx=1024, save_dir=save_dir, port=server.port)
+    async with slot_world(again.url, host_cache_dir=str(save_dir)) as world:
+        assert (await world.do(KvVerb.RESTORE)).done == 6
+    async with slot_world(again.url, host_cache_dir=str(save_dir)) as world:
+        assert (await world.ask(prompt_of(1), salt="b"))[1:] == (0, 0)
+
+
+async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, caplog):
+    calls = []
+
+    async def crash(_keeper):
+        calls.append(1)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("engine_adapter.llama_server.session.write_back", crash)
+    session = await begun()
+    while not calls:  # noqa: ASYNC110 - it starts
+        await asyncio.sleep(0)
+    await session.end(farewell=True)
+    assert "writing slots back crashed" in caplog.text
+
+
+async def test_identity_tells_processes_and_models_apart(begun):
+    session = await begun()
+    assert session.identity == identity_of(session.facts)
+    assert session.facts.fingerprint in session.identity
+    assert session.facts.instance in session.identity
