@@ -73,8 +73,9 @@ class EngineAdapter(Protocol):
         """The error for a capability the engine lacks; it says what there is in its place."""
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        """Token ids of a chat or completions request exactly as the engine would serve it
-        [Capability.TOKENIZE]. `path` is the request's own, e.g. `/v1/chat/completions`."""
+        """Token ids of a request exactly as the engine would serve it [Capability.TOKENIZE]. `path` is the
+        request's own: EngineRejected, too, for one whose prompts the engine does not tell. Those of
+        `/v1/chat/completions` and `/v1/completions` it always does."""
 
     def events(self) -> AsyncIterator[KvEvent]:
         """What the engine stores and removes, for as long as the caller iterates

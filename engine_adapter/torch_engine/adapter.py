@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineUnavailable, NotSupported
+from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
 from engine_adapter.hold import SelfPlaced
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.kv_events import MalformedEvents, Snapshot, decode_snapshot
@@ -33,6 +33,7 @@ from engine_adapter.types import (
 
 Answer = TypeVar("Answer")
 
+_PROMPT_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _WITHOUT_HOST_TIER = frozenset(Capability) - {Capability.OFFLOAD, Capability.RESTORE}
 CACHED_TOKENS_HEADER = "x-kv-cached-tokens"
 """Sent with the response's headers: how many prompt tokens came from cache."""
@@ -139,8 +140,10 @@ class EmbeddedAdapter(SelfPlaced):
             instead="start it with --host-cache-bytes to give it a host tier",
         )
 
-    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:  # noqa: ARG002 - the body tells
+    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
+        if path not in _PROMPT_ROUTES:
+            raise EngineRejected(f"{path} is not served here", status=404)
         answer = await self._control.call("POST", "/tokenize", content=body.raw)
         return array("i", _read(answer, _Tokens).tokens)
 

@@ -77,6 +77,14 @@ async def test_a_prepared_request_is_answered(adapter, transport, path):
     assert reported in (None, answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+async def test_tokens_are_those_of_the_route(adapter):
+    info = await adapter.connect()
+    if Capability.TOKENIZE in info.capabilities:
+        assert len(await adapter.tokenize("/v1/chat/completions", body())) > 0
+        with pytest.raises(EngineRejected):  # whatever else its body holds
+            await adapter.tokenize("/v1/embeddings", body(input="Hello"))
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_held_request_is_answered_and_its_reuse_is_what_was_said(adapter, transport, streamed):
     """Twice the same: what the hold says of the second is what the engine reports."""
