@@ -19,7 +19,7 @@ from engine_adapter.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of
-from proxy.prompt.render import ChatInput, CompletionInput, PromptInput, read_prompt
+from proxy.prompt.render import ChatInput, CompletionInput, PromptInput, is_special, read_prompt
 from proxy.prompt.tables import PromptTables
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokenizer
 
@@ -88,6 +88,7 @@ class PromptBuilder:
         # Such an engine renders with the same code: what cannot be rendered here is the client's fault.
         # Any other may take more than we do, so that a prompt we do not understand is only unknown.
         self._strict = Capability.EXTRA_IDS in info.capabilities
+        self._asks_about_special = Capability.TOKENIZE in info.capabilities and not self._strict
 
     @property
     def tokenizer(self) -> PromptTokenizer | None:
@@ -133,10 +134,13 @@ class PromptBuilder:
                 return await self._engines.ask(path, body)
 
     async def _chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
-        if self._tokenizer is None:
+        tokenizer = self._tokenizer
+        if self._asks_about_special and is_special(source, body):
+            tokenizer = self._engines
+        if tokenizer is None:
             return None
         try:
-            return await self._tokenizer.chat(source, body)
+            return await tokenizer.chat(source, body)
         except ChatError:
             if self._strict:
                 raise

@@ -15,6 +15,15 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
 _INT32_MAX = 2**31 - 1
+# Fields of a chat that reach the template of some engines, or change what they make of it.
+_SPECIAL = (
+    "reasoning_effort",
+    "response_format",
+    "tool_choice",
+    "parallel_tool_calls",
+    "json_schema",
+    "grammar",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,15 @@ class ResponseInput:
 
 PromptInput = ChatInput | CompletionInput | ResponseInput
 """What makes a prompt. `param` is the field that its length is told of."""
+
+
+def is_special(source: ChatInput, body: JsonBody) -> bool:
+    """Whether engines differ on what makes the prompt of a chat: its last turn is one to continue, or it has
+    fields that some templates are given and some are not."""
+    messages = source.messages
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    continues = isinstance(last, dict) and last.get("role") == "assistant"
+    return continues or any(name in body for name in _SPECIAL)
 
 
 def read_prompt(path: str, body: JsonBody) -> PromptInput | None:

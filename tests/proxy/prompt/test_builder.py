@@ -144,6 +144,26 @@ async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
     assert await build(None, CHAT, builder=builder, messages=HELLO) is None
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [*HELLO, {"role": "assistant", "content": "Well,"}]},
+        {"messages": HELLO, "reasoning_effort": "low"},
+        {"messages": HELLO, "response_format": {"type": "json_object"}},
+    ],
+)
+async def test_what_engines_differ_on_is_asked_of_one(build, info_of, engine, tables, fields):
+    """One that renders with our own code does not differ."""
+    able = frozenset({Capability.TOKENIZE})
+    builder = PromptBuilder(info_of(*able), tables=tables, engines=lambda: [engine])
+    engine.alter = lambda path, body, ids: [599, *ids]
+    assert (await build(None, CHAT, builder=builder, **fields)).token_ids[0] == 599
+    assert (await build(None, CHAT, builder=builder, messages=HELLO)).token_ids[0] != 599
+    assert len(engine.asked) == 1
+    own = PromptBuilder(info_of(*able, Capability.EXTRA_IDS), tables=tables, engines=lambda: [engine])
+    assert (await build(None, CHAT, builder=own, **fields)).token_ids[0] != 599
+
+
 async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(build, embedded, engine, tables):
     builder = PromptBuilder(embedded, tables=tables, engines=lambda: [engine])
     prompt = await build(None, RESPONSES, builder=builder, input="hello", salt="s")
