@@ -9,6 +9,7 @@ send → refused? raise, nothing was sent to the client, so another engine may b
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ _NOT_PASSED_ON = frozenset(
 )
 # What a stream says of itself, and an answer assembled from it does not.
 _OF_A_STREAM = frozenset({"content-type", "content-length", "cache-control"})
-# The usage chunk and [DONE] of a stream fit well within this.
+# The usage and what follows it at the end of a stream fit well within this.
 _TAIL_BYTES = 8192
 
 
@@ -172,7 +173,9 @@ async def _answer_stream(
         reader.finish()
         cached = reader.cached_tokens()
     if cached is None:
-        cached = read_streamed_cached_tokens(bytes(tail[-_TAIL_BYTES:]))
+        # A message tells it at its start, anything else at its end.
+        at_end = read_streamed_cached_tokens(bytes(tail))
+        cached = at_end if at_end is not None else read_streamed_cached_tokens(first)
     return Outcome(response.status, cached)
 
 
@@ -215,7 +218,11 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """Of a chat or completion, of a response, and of a message, in this order."""
+
     prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -223,24 +230,43 @@ class _Answer(msgspec.Struct):
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_usage = msgspec.json.Decoder(_Usage).decode
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# A usage object, in whatever it lies and even if that was cut off; a quote in a text has a backslash.
+_KEY = b'"usage"'
+_USAGE = re.compile(_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
 
 def read_cached_tokens(content: bytes) -> int | None:
     """Reused prompt tokens by the usage of a JSON answer; None where it does not say."""
     try:
         usage = _decode_answer(content).usage
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE:
         return None
-    details = usage.prompt_tokens_details if usage is not None else None
-    return details.cached_tokens if details is not None else None
+    return _cached_tokens(usage) if usage is not None else None
 
 
-def read_streamed_cached_tokens(tail: bytes) -> int | None:
-    """The same from the last bytes of an event stream, if its client asked for usage."""
-    for line in reversed(tail.splitlines()):
-        if line.startswith(b"data:") and b'"usage"' in line:
-            return read_cached_tokens(line.removeprefix(b"data:"))
+def read_streamed_cached_tokens(part: bytes) -> int | None:
+    """The same from a part of an event stream: by the last usage in it that says so."""
+    at = len(part)
+    while (at := part.rfind(_KEY, 0, at)) >= 0:
+        usage = _USAGE.match(part, at)
+        cached = _read_usage(usage[1]) if usage is not None else None
+        if cached is not None:
+            return cached
     return None
+
+
+def _read_usage(usage: bytes) -> int | None:
+    try:
+        return _cached_tokens(_decode_usage(usage))
+    except _UNREADABLE:
+        return None
+
+
+def _cached_tokens(usage: _Usage) -> int | None:
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    return details.cached_tokens if details is not None else usage.cache_read_input_tokens
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> bytes:
