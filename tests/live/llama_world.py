@@ -99,6 +99,15 @@ class LlamaWorld:
         """Waits until kvpin says that an engine is `ready`, `down`, … One just ended may be ready yet."""
         self.until(lambda: self.engine(number)["state"] == state, f"engine {number} {state}")
 
+    def until_known(self, number: int = 0) -> None:
+        """Waits until kvpin has found out that a server was restarted, and serves by it."""
+
+        def is_known() -> bool:
+            engine = self.kvpin.engines().get(f"llama-{number}", {"state": "unconnected"})
+            return engine["state"] == "ready" and not any(slot["tokens"] for slot in engine["kv"]["slots"])
+
+        self.until(is_known, f"engine {number} after its restart")
+
     def restart(self, number: int = 0) -> None:
         """Ends a server as a crash would, and starts another on the same port. Kvpin finds out by itself."""
         old = self.servers[number]
