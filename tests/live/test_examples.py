@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.make_gguf import gguf_path
 from tests.live.conftest import ENGINE, running_kvpin
+from tests.llama import llama_server, memory_dir
 
 pytestmark = pytest.mark.live
 
@@ -63,3 +65,19 @@ def test_two_tenants(tmp_path):
     counts = [int(count) for count in re.findall(r"(\d+) of \d+ prompt tokens", shown)]
     assert counts[0] == counts[2] == 0
     assert min(counts[1], counts[3]) > 300
+
+
+def test_many_talks(tmp_path):
+    talks, slots = 3, 2
+    with memory_dir() as directory:
+        command = f"{llama_server()} -m {gguf_path('tiny')} -np {slots} -c {slots * 4096} -t 1"
+        engine = f"llama-server: {command} --slot-save-path {directory}"
+        with running_kvpin(tmp_path / "log", "--engine", engine) as kvpin:
+            shown = run("many_talks.py", "--base-url", kvpin.base_url, "--talks", str(talks), "--rounds", "2")
+    counts = [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+) prompt tokens", shown)]
+    assert len(counts) == 2 * talks
+    for cached, total in counts[:talks]:
+        assert cached < 100 < total
+    # A prompt of the second round is one of the first, its answer and a few words more.
+    for (_, before), (cached, _) in zip(counts[:talks], counts[talks:], strict=True):
+        assert cached >= before - 1

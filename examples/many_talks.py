@@ -1,0 +1,46 @@
+"""More conversations than the engine has slots, by turns: each turn still finds the KV of the last one.
+
+Start kvpin on a GGUF with fewer slots than conversations, here 2:
+
+    kvpin serve --reuse --engine 'llama-server: -m model.gguf -np 2 -c 16384'
+    python examples/many_talks.py --talks 5
+"""
+
+import argparse
+import time
+
+from openai import OpenAI
+
+
+def main() -> None:
+    """Goes round all conversations a few times; each is asked something about a document of its own."""
+    parser = argparse.ArgumentParser(description="More conversations than slots, through kvpin.")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--api-key", default="unused")
+    parser.add_argument("--talks", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+
+    client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)
+    model = client.models.list().data[0].id
+    talks = [[{"role": "user", "content": document(number)}] for number in range(arguments.talks)]
+    for turn in range(arguments.rounds):
+        for number, messages in enumerate(talks):
+            answer = client.chat.completions.create(
+                model=model, messages=messages, max_tokens=16, temperature=0
+            )
+            usage = answer.usage
+            cached = usage.prompt_tokens_details.cached_tokens
+            print(f"turn {turn}, talk {number}: {cached:4} of {usage.prompt_tokens} prompt tokens cached")
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            messages.append({"role": "user", "content": "And what does the next entry say?"})
+
+
+def document(number: int) -> str:
+    """A text nobody has asked about before."""
+    entries = " ".join(f"Entry {entry}: the lamp was lit at {17 + entry % 5}:00." for entry in range(60))
+    return f"Log book {number} of {time.time_ns()}. {entries} What does the first entry say?"
+
+
+if __name__ == "__main__":
+    main()
