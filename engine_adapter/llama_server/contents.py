@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -206,6 +207,10 @@ class Contents:
         self.rates.restored(moved.size, moved.seconds)
         self.hold(slot, entry.tokens, entry.salt, saved=len(entry.tokens), restored=True)
         return True
+
+    def keeping(self, entry: Saved | None) -> AbstractAsyncContextManager[None]:
+        """A saved prefix that is going to be restored makes room for nothing until the block ends."""
+        return nullcontext() if self._saved is None or entry is None else self._saved.keeping(entry)
 
     async def erase(self, slot: Slot) -> None:
         """Empties a slot on which ERASE has begun."""

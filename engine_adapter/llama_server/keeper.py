@@ -145,17 +145,17 @@ class SlotKeeper:
             # The slot may be busy for a while yet; nobody waits for that here.
             self._spawn(self._finish(lease))
             raise
-        await _outcome(self._spawn(self._finish(lease)))
+        await asyncio.wait([self._spawn(self._finish(lease))])
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         """All slots at once, for a request that cannot be pinned. What it ran on is unknown afterwards."""
         self._check_open()
         await self._turns.all()
-        self._check_open()
         tasks: dict[int, int | None] = {}
         try:
             tasks = {state.id: state.id_task for state in await read_slots(self._control)}
+            self._check_open()
             yield
         finally:
             self._spawn(self._after_stranger(tasks))
@@ -194,10 +194,11 @@ class SlotKeeper:
         save_first = chosen.dirty
 
         async def work(slot: Slot) -> bool:
-            if save_first:
-                await self.contents.save(slot)
-                self._next(slot, Operation.RESTORE)
-            return await self.contents.restore(slot, entry)
+            async with self.contents.keeping(entry):
+                if save_first:
+                    await self.contents.save(slot)
+                    self._next(slot, Operation.RESTORE)
+                return await self.contents.restore(slot, entry)
 
         return await self.take(chosen.id, Operation.SAVE if save_first else Operation.RESTORE, work)
 
@@ -285,12 +286,13 @@ class SlotKeeper:
         """Save and restore as planned; then the request has begun on the slot."""
         slot, is_restored = self._table[chosen.slot], False
         try:
-            if chosen.save_first:
-                await self.contents.save(slot)
-                self._next(slot, Operation.REQUEST if chosen.restore is None else Operation.RESTORE)
-            if chosen.restore is not None:
-                is_restored = await self.contents.restore(slot, chosen.restore)
-                self._next(slot, Operation.REQUEST)
+            async with self.contents.keeping(chosen.restore):
+                if chosen.save_first:
+                    await self.contents.save(slot)
+                    self._next(slot, Operation.REQUEST if chosen.restore is None else Operation.RESTORE)
+                if chosen.restore is not None:
+                    is_restored = await self.contents.restore(slot, chosen.restore)
+                    self._next(slot, Operation.REQUEST)
         except BaseException:
             self.contents.estrange(slot, slot.length)
             self._release(slot)

@@ -310,9 +310,15 @@ class SavedPrefixes:
     @asynccontextmanager
     async def using(self, saved: Saved) -> AsyncIterator[str]:
         """`ready`, and the files stay until the block ends, whatever becomes of the entry meanwhile."""
+        async with self.keeping(saved):
+            yield await self.ready(saved)
+
+    @asynccontextmanager
+    async def keeping(self, saved: Saved) -> AsyncIterator[None]:
+        """A saved prefix is no victim of others, and its files stay, until the block ends."""
         saved.holds += 1
         try:
-            yield await self.ready(saved)
+            yield
         finally:
             saved.holds -= 1
             if not self._is_registered(saved):

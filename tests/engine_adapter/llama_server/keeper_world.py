@@ -1,0 +1,211 @@
+"""A keeper of the slots of a real llama-server, driven without an adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+import time
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+
+import httpx
+
+from engine_adapter.llama_server.answer_reader import SlotAnswer
+from engine_adapter.llama_server.contents import STRANGE, Contents
+from engine_adapter.llama_server.discovery import ServerFacts, discover, probe, read_slots
+from engine_adapter.llama_server.keeper import SlotKeeper
+from engine_adapter.llama_server.mirror_events import MirrorEvents
+from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
+from engine_adapter.llama_server.slot_io import SlotIo
+from engine_adapter.llama_server.slots import Operation
+from engine_adapter.llama_server.state_file import read_tokens
+from engine_adapter.llama_server.turns import Ask
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineSpec
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+NEVER_SENT = -1
+CHECK_FILE = "kvpin-check.bin"
+WAIT_S = 20.0
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading the authorities takes longer than a request
+_facts: dict[str, ServerFacts] = {}  # of servers by address and process: they never change
+
+
+class Left(Exception):
+    """The client of a request went away."""
+
+
+class Clock:
+    """Real time, and what a test adds to it."""
+
+    def __init__(self):
+        self.ahead = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.ahead
+
+
+class KeeperWorld:
+    """A keeper and all it stands on."""
+
+    def __init__(self, server, facts, control, registry):
+        self.server, self.facts, self.control, self.registry = server, facts, control, registry
+        self.clock = Clock()
+        self.io = SlotIo(control)
+        self.mirror = MirrorEvents()
+        self.contents = Contents("e", facts, self.io, registry, self.mirror, self.clock)
+        self.keeper = SlotKeeper("e", control, self.contents, clock=self.clock)
+        self.table = self.contents.table
+        registry.subscribe(self._on_saved)
+
+    def _on_saved(self, event, _entry):
+        if event is SavedEvent.REMOVED:
+            self.contents.note_removed()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def ask(self, tokens, salt=None, **sending):
+        """The lease of a request when nothing runs on its slot any more; see `send`."""
+        lease = None
+        with suppress(Left):
+            async with self.keeper.lease(Ask(tokens, salt)) as lease:
+                await self.send(lease, **sending)
+        await self.idle(lease.slot)
+        return lease
+
+    async def send(self, lease, path=COMPLETIONS, *, chunks=None, **fields):
+        """Sends a leased request as the adapter does. Its client leaves after `chunks` pieces of the answer:
+        0 is when the headers came, NEVER_SENT before it was sent."""
+        if chunks == NEVER_SENT:
+            raise Left
+        lease.may_trim = path == CHAT and "think" in self.facts.chat_template
+        lease.has_stop = "stop" in fields
+        body = {"max_tokens": 4, "temperature": 0, "stream_options": {"include_usage": True}} | fields
+        if path == COMPLETIONS:
+            body.setdefault("prompt", list(lease.ask.tokens))
+        body |= {"id_slot": lease.slot, "cache_prompt": lease.may_reuse, "stream": True}
+        answer, count = SlotAnswer(path, lease, assembles=False), 0
+        # One connection each: the server closes it after a stream, and does not say so.
+        client = httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, trust_env=False, verify=_NO_TLS)
+        async with client, client.stream("POST", path, json=body) as response:
+            if chunks == 0:
+                raise Left
+            async for chunk in response.aiter_raw():
+                if response.is_success:
+                    answer.feed(chunk)
+                count += 1
+                if count == chunks:
+                    raise Left
+        answer.finish()
+
+    async def complete(self, tokens, slot=None, **fields):
+        """A request of somebody else's, past the keeper."""
+        body = {"prompt": list(tokens), "n_predict": 4, "temperature": 0, "ignore_eos": True} | fields
+        return await self.control.call(
+            "POST", "/completion", json=body | {"id_slot": -1 if slot is None else slot}
+        )
+
+    async def idle(self, *slots):
+        """Returns when nothing runs on `slots`, or on any."""
+        watched = slots or range(len(self.table))
+        await self.until(lambda: all(self.table[slot].is_idle for slot in watched))
+
+    async def until(self, condition, pause_s=0.001):
+        """Returns when `condition` holds."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110 - several tasks and another process change it
+                await asyncio.sleep(pause_s)
+
+    async def until_processing(self, slot):
+        """Returns when the server works on a slot."""
+        async with asyncio.timeout(WAIT_S):
+            while not (await read_slots(self.control))[slot].is_processing:
+                pass
+
+    def operations(self):
+        """What runs on each slot."""
+        return [slot.operation for slot in self.table]
+
+    # --- slots and files --------------------------------------------------------------------------
+
+    async def save(self, slot_id):
+        return await self.keeper.take(slot_id, Operation.SAVE, self.contents.save)
+
+    async def erase(self, slot_id):
+        await self.keeper.take(slot_id, Operation.ERASE, self.contents.erase)
+
+    async def restore(self, slot_id, entry):
+        return await self.keeper.take(
+            slot_id, Operation.RESTORE, lambda slot: self.contents.restore(slot, entry)
+        )
+
+    def entries(self):
+        return list(self.contents.all_entries())
+
+    def file(self, entry):
+        """Where a saved prefix lies."""
+        return self.server.save_dir / entry.name
+
+    async def saved_away(self, tokens, salt=None):
+        """A saved prefix of these tokens that lies in no slot."""
+        lease = await self.ask(tokens, salt)
+        assert await self.save(lease.slot)
+        await self.erase(lease.slot)
+        return self.entries()[-1]
+
+    async def truth(self, slot_id):
+        """The tokens in a slot, from the header of a file the server saves of it."""
+        path = self.server.save_dir / CHECK_FILE
+        await self.io.save(slot_id, CHECK_FILE)
+        try:
+            return read_tokens(path)
+        finally:
+            path.unlink()
+
+    async def check(self):
+        """What is said of each idle slot is what it holds."""
+        states = await read_slots(self.control)
+        for slot in self.table.idle():
+            truth = await self.truth(slot.id)
+            assert truth[: len(slot.tokens)] == slot.tokens, f"slot {slot.id}"
+            assert slot.length == len(truth), f"slot {slot.id}"
+            assert states[slot.id].n_tokens in (None, len(truth)), f"slot {slot.id}"
+            if slot.salt != STRANGE and slot.saved:
+                assert slot.saved <= max(slot.shared(entry.tokens, entry.salt) for entry in self.entries())
+
+
+@contextmanager
+def stopped(server):
+    """The server stands still: what it is asked it answers when the block is over."""
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+
+
+@asynccontextmanager
+async def keeper_world(server, **place):
+    """A keeper of the slots of `server`, which are emptied first, and of its save directory, likewise."""
+    spec = EngineSpec("llama_server", server.url, "e")
+    async with aclosing(ControlClient(spec)) as control:
+        facts = await _facts_of(server, spec, control)
+        for slot_id in range(facts.slots):
+            await SlotIo(control).erase(slot_id)
+        for path in server.save_dir.iterdir():
+            path.unlink()
+        registry = SavedPrefixes(SavedPlace(**{"host": server.save_dir, "host_bytes": 1 << 28} | place))
+        world = KeeperWorld(server, facts, control, registry)
+        async with aclosing(world.keeper):
+            yield world
+    # Whatever a test did: never two operations on one slot.
+    assert world.table.violations == 0
+    assert max(world.table.most_in_flight) <= 1
+
+
+async def _facts_of(server, spec, control):
+    key = f"{server.url} {server.process.pid}"
+    if key not in _facts:
+        _facts[key] = await probe(control, await discover(control, spec), 0)
+    return _facts[key]

@@ -1,0 +1,636 @@
+"""Who holds the slots of a real server, and what is said of them: compared with files the server saves."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from random import Random
+
+import msgspec
+import pytest
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.llama_server.contents import STRANGE
+from engine_adapter.llama_server.discovery import read_slots
+from engine_adapter.llama_server.slots import Operation
+from engine_adapter.llama_server.tokens import tokenize
+from engine_adapter.llama_server.turns import Ask
+from engine_adapter.types import ViewCurrent, ViewLost
+from tests.engine_adapter.llama_server.keeper_world import (
+    CHAT,
+    NEVER_SENT,
+    Left,
+    keeper_world,
+    stopped,
+)
+from tests.engine_adapter.llama_server.slot_world import prompt_of
+from tests.llama import memory_dir, running_llama_server
+
+SAVE, RESTORE, FOREIGN = Operation.SAVE, Operation.RESTORE, Operation.FOREIGN
+# Small batches: a long prompt takes many steps, and can be cut short between them.
+SMALL_STEPS = ("-b", "32", "-ub", "32")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One server with two slots for the tests that leave it alive."""
+    log = tmp_path_factory.mktemp("llama") / "log"
+    with (
+        memory_dir() as save_dir,
+        running_llama_server(log, None, *SMALL_STEPS, slots=2, ctx=2048, save_dir=save_dir) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+async def world(server):
+    async with keeper_world(server) as world:
+        yield world
+
+
+@pytest.fixture
+async def own_world(start_llama, save_dir):
+    """With a server that may die, and whose slots are new."""
+    async with keeper_world(start_llama(*SMALL_STEPS, slots=2, ctx=2048, save_dir=save_dir)) as world:
+        yield world
+
+
+def asking(world, tokens, salt=None, **sending):
+    """A request as a task of its own."""
+    return asyncio.create_task(world.ask(tokens, salt, **sending))
+
+
+async def fill(world, *seeds):
+    """One conversation after the other."""
+    return [await world.ask(prompt_of(seed)) for seed in seeds]
+
+
+class TestForecast:
+    async def test_is_what_happens(self, world):
+        """Of new prompts, and ones that slots and files hold in part or whole."""
+        await world.saved_away(prompt_of(7))
+        rng = Random(5)  # noqa: S311 - the same prompts each time
+        for _ in range(12):
+            tokens = prompt_of(rng.randrange(4, 9), rng.choice([60, 100, 140]), head=40)
+            forecast = world.keeper.forecast(Ask(tokens))
+            lease = await world.ask(tokens)
+            assert forecast.firm
+            assert lease.answer.cached_tokens == lease.cached_tokens == forecast.cached_tokens
+        assert world.contents.counts.restores > 0
+        await world.check()
+
+    async def test_of_a_file(self, world):
+        await world.saved_away(prompt_of(7))
+        forecast = world.keeper.forecast(Ask(prompt_of(7)))
+        assert (forecast.cached_tokens, forecast.firm, forecast.restore_s > 0) == (99, True, True)
+        assert "host file" in forecast.why
+        assert (await world.ask(prompt_of(7))).answer.cached_tokens == 99
+
+    async def test_is_not_firm_where_more_may_be_there(self, world):
+        """The end of an answer that was cut short is not known, and can be reused for all that."""
+        lease = await world.ask(prompt_of(1), chunks=8, max_tokens=200, ignore_eos=True)
+        slot = world.table[lease.slot]
+        assert slot.unknown > 0
+        tokens = await world.truth(slot.id)
+        forecast = world.keeper.forecast(Ask(tokens))
+        assert (forecast.cached_tokens, forecast.firm) == (100, False)
+        again = await world.ask(tokens)
+        assert again.answer.cached_tokens == len(tokens) - 1
+        assert not again.firm
+
+    async def test_counts_those_who_wait(self, world):
+        with stopped(world.server):
+            running = [asking(world, prompt_of(seed)) for seed in range(2)]
+            await world.until(lambda: world.keeper.streams == 2)
+            alone = world.keeper.forecast(Ask(prompt_of(9))).wait_s
+            waiting = [asking(world, prompt_of(seed)) for seed in (2, 3)]
+            await world.until(lambda: world.keeper.waiting == 2)
+            assert world.keeper.forecast(Ask(prompt_of(9))).wait_s > alone > 0
+        await asyncio.gather(*running, *waiting)
+        assert (world.keeper.streams, world.keeper.waiting) == (0, 0)
+
+
+class TestTurns:
+    async def test_a_request_waits_for_the_slot_of_its_conversation(self, world):
+        first = await world.ask(prompt_of(1, 800))
+        for _ in range(5):
+            world.contents.rates.held(0.01)  # requests are over soon: it is worth waiting
+        second_turn = world.table[first.slot].tokens + prompt_of(2, 20)
+        with stopped(world.server):
+            running = asking(world, second_turn)
+            await world.until(lambda: world.keeper.streams == 1)
+            waits = asking(world, second_turn + prompt_of(3, 20))
+            await world.until(lambda: world.keeper.waiting == 1)
+            assert world.operations().count(None) == 1, "the other slot is idle"
+        assert (await running).slot == (await waits).slot == first.slot
+        assert waits.result().answer.cached_tokens == len(second_turn)
+
+    async def test_who_leaves_the_queue_leaves_nothing_behind(self, world):
+        with stopped(world.server):
+            running = [asking(world, prompt_of(seed)) for seed in range(2)]
+            await world.until(lambda: world.keeper.streams == 2)
+            waits = asking(world, prompt_of(2))
+            await world.until(lambda: world.keeper.waiting == 1)
+            waits.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waits
+            assert world.keeper.waiting == 0
+        await asyncio.gather(*running)
+        assert world.operations() == [None, None]
+        await world.check()
+
+    async def test_all_slots_at_once(self, world):
+        """It waits for all of them, nobody behind it starts before, and what it ran on is not known."""
+        await fill(world, 1, 2)
+        async with world.keeper.lease(Ask(prompt_of(1))) as lease:
+            others = asyncio.Event()
+
+            async def alone():
+                async with world.keeper.alone():
+                    assert world.operations() == [FOREIGN, FOREIGN]
+                    await world.complete(prompt_of(8))
+                    await others.wait()
+
+            whole = asyncio.create_task(alone())
+            await world.until(lambda: world.keeper.waiting == 1)
+            behind = asking(world, prompt_of(2))
+            await world.until(lambda: world.keeper.waiting == 2)
+            assert sum(slot.is_idle for slot in world.table) == 1
+            await world.send(lease)
+        await world.until(lambda: world.operations() == [FOREIGN, FOREIGN])
+        assert world.keeper.waiting == 1
+        others.set()
+        await asyncio.gather(whole, behind)
+        assert sum(slot.salt == STRANGE for slot in world.table) <= 1
+        await world.check()
+
+    async def test_alone_and_idle_changes_nothing(self, world):
+        await fill(world, 1, 2)
+        before = [slot.tokens for slot in world.table]
+        async with world.keeper.alone():
+            pass
+        await world.idle()
+        assert [slot.tokens for slot in world.table] == before
+
+    async def test_alone_and_left_early_is_waited_for(self, world):
+        await fill(world, 1, 2)
+
+        async def leave():
+            async with world.keeper.alone():
+                asks = asyncio.create_task(world.complete(prompt_of(8, 600), 0))
+                await world.until_processing(0)
+                asks.cancel()
+                raise Left
+
+        with pytest.raises(Left):
+            await leave()
+        await world.idle()
+        assert sorted(slot.salt == STRANGE for slot in world.table) == [False, True]
+        await world.check()
+
+    async def test_alone_on_a_server_that_is_gone(self, own_world):
+        await fill(own_world, 1, 2)
+        own_world.server.kill()
+        with pytest.raises(EngineUnavailable):
+            async with own_world.keeper.alone():
+                pass
+        await own_world.idle()
+        assert {slot.salt for slot in own_world.table} == {STRANGE}
+
+
+class TestPrepared:
+    """A slot is saved or restored for a request that leaves meanwhile, or whose server does."""
+
+    @asynccontextmanager
+    async def held(self, world, operation):
+        """A request in the middle of `operation`, the server standing still."""
+        entry = await world.saved_away(prompt_of(7))
+        if operation is SAVE:
+            await fill(world, 1, 2)
+        with stopped(world.server):
+            asks = asyncio.create_task(self.ask(world, entry.tokens))
+            await world.until(lambda: operation in world.operations())
+            yield asks
+
+    async def ask(self, world, tokens):
+        async with world.keeper.lease(Ask(tokens)) as lease:
+            return lease
+
+    @pytest.mark.parametrize("operation", [SAVE, RESTORE])
+    async def test_who_leaves_meanwhile(self, world, operation):
+        async with self.held(world, operation) as asks:
+            asks.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asks
+            assert operation in world.operations(), "it goes on to its end"
+        await world.idle()
+        assert world.contents.counts.saves == 1 + (operation is SAVE)
+        assert world.contents.counts.restores == 1
+        await world.check()
+        assert (await world.ask(prompt_of(7))).answer.cached_tokens == 99
+
+    @pytest.mark.parametrize("operation", [SAVE, RESTORE])
+    async def test_a_server_that_dies_meanwhile(self, own_world, operation):
+        world = own_world
+        async with self.held(world, operation) as asks:
+            chosen = world.operations().index(operation)
+            world.server.process.kill()
+        with pytest.raises(EngineUnavailable):
+            await asks
+        assert world.operations() == [None, None]
+        assert not world.table[chosen].tokens, "nobody knows what it holds"
+        with pytest.raises(EngineUnavailable):
+            await world.erase(chosen)
+        assert world.operations() == [None, None]
+
+    @pytest.mark.parametrize("operation", [SAVE, RESTORE])
+    async def test_a_keeper_that_is_closed_meanwhile(self, world, operation):
+        async with self.held(world, operation) as asks:
+            await world.keeper.aclose()
+            with pytest.raises(EngineUnavailable, match="lost"):
+                await asks
+
+    async def test_who_leaves_in_the_moment_it_is_ready(self, world):
+        """Cancelled at each of the loop's turns between the grant and the lease."""
+        for turns in range(12):
+            await world.saved_away(prompt_of(20 + turns))
+            asks = asyncio.create_task(self.ask(world, prompt_of(20 + turns)))
+            await world.until(lambda: RESTORE in world.operations(), 0)
+            await world.until(lambda: RESTORE not in world.operations(), 0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            asks.cancel()
+            with suppress(asyncio.CancelledError):
+                await asks
+            await world.idle()
+        await world.check()
+
+    async def test_the_save_before_does_not_drive_out_the_file_to_restore(self, server):
+        """The host tier is full, and that file the one unused for longest."""
+        async with keeper_world(server) as world:
+            size = (await world.saved_away(prompt_of(7))).size
+        async with keeper_world(server, host_bytes=size * 5 // 2) as world:
+            for seed in (7, 8):
+                await world.saved_away(prompt_of(seed))
+            await fill(world, 1, 2)
+            assert (await world.ask(prompt_of(7))).answer.cached_tokens == 99
+            assert world.contents.counts.saves == 3
+            assert [entry.tokens[:100] for entry in world.entries()] == [prompt_of(7), prompt_of(1)]
+
+    async def test_a_save_that_fails_stops_no_request(self, world):
+        await world.saved_away(prompt_of(7))
+        await fill(world, 1, 2)
+        place = world.server.save_dir
+        place.rename(place.with_suffix(".gone"))
+        try:
+            lease = await world.ask(prompt_of(7))
+        finally:
+            place.with_suffix(".gone").rename(place)
+        assert (lease.answer.is_complete, lease.answer.cached_tokens) == (True, 0)
+        assert (world.contents.counts.saves, world.contents.counts.failed_saves) == (1, 1)
+        await world.check()
+
+
+class TestLeft:
+    """What a request leaves in its slot, however it ends."""
+
+    async def test_a_whole_answer(self, world):
+        lease = await world.ask(prompt_of(1), max_tokens=20)
+        assert world.table[lease.slot].length == 119
+        assert world.table[lease.slot].unknown == 0
+        await world.check()
+
+    @pytest.mark.parametrize("chunks", [-1, 0, 1, 5])
+    async def test_cut_short(self, world, chunks):
+        for tokens in (prompt_of(1, 600), prompt_of(1, 600), prompt_of(2, 200)):
+            lease = await world.ask(tokens, chunks=chunks, max_tokens=1000, ignore_eos=True)
+            assert lease.answer is None
+            await world.check()
+
+    async def test_cut_in_mid_prefill(self, world):
+        await world.ask(prompt_of(1, 200, head=100))
+        lease = await world.ask(prompt_of(2, 2000, head=100), chunks=2, return_progress=True)
+        slot = world.table[lease.slot]
+        assert 100 < slot.length < 2000, "it had begun and was not through"
+        assert (slot.unknown, slot.tokens) == (0, prompt_of(2, 2000, head=100)[: slot.length])
+        await world.check()
+
+    async def test_cancelled_as_it_was_sent_and_in_mid_answer(self, world):
+        for is_running in (False, True):
+            asks = asking(world, prompt_of(1, 300), max_tokens=1000, ignore_eos=True)
+            await world.until(lambda: world.keeper.streams == 1)
+            if is_running:
+                await world.until_processing(next(s.id for s in world.table if not s.is_idle))
+            asks.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asks
+            await world.idle()
+            await world.check()
+
+    async def test_who_never_sent_anything_changed_nothing_of_his_own(self, world):
+        """The slot still holds what it held, and no other tenant's prompt is taken for it."""
+        await world.ask(prompt_of(1), "a")
+        await world.ask(prompt_of(2), "a")
+        for _ in range(4):
+            await world.ask(prompt_of(1), "b", chunks=NEVER_SENT)
+        await world.check()
+        assert {slot.salt for slot in world.table} <= {"a", STRANGE}
+        assert (await world.ask(prompt_of(1), "b")).answer.cached_tokens == 0
+
+    async def test_a_server_is_not_new_because_a_request_never_reached_it(self, own_world):
+        for _ in range(2):
+            await own_world.ask(prompt_of(1), chunks=NEVER_SENT)
+            await own_world.ask(prompt_of(1, 5000))  # refused
+        await own_world.keeper.reconcile()
+        assert not own_world.keeper.is_lost
+
+    async def test_a_prompt_too_long_leaves_what_was_there(self, world):
+        await fill(world, 1, 2)
+        lease = await world.ask(prompt_of(1, 3000))
+        assert not lease.answer.is_complete
+        await world.check()
+
+    async def test_one_that_starts_late_is_waited_for(self, start_llama, save_dir):
+        """Its client left while it waited behind a long step, in which the server shows its slot idle."""
+        server = start_llama("-b", "2048", "-ub", "2048", slots=2, ctx=2048, save_dir=save_dir)
+        async with keeper_world(server) as world:
+            long = asking(world, prompt_of(1, 2000))
+
+            await world.until(lambda: world.keeper.streams == 1)
+            await world.until_processing(next(slot.id for slot in world.table if not slot.is_idle))
+            late = asking(world, prompt_of(2, 1500))
+            await world.until(lambda: world.keeper.streams == 2)
+            await asyncio.sleep(0.05)
+            late.cancel()
+            await asyncio.wait([late, long])
+            await world.idle()
+            await world.check()
+
+    async def test_vain_restores_are_those_of_who_wanted_reuse(self, world):
+        for seed in (7, 8, 9):
+            await world.saved_away(prompt_of(seed))
+            async with world.keeper.lease(Ask(prompt_of(seed))) as lease:
+                assert lease.restored
+                lease.may_reuse = False
+                await world.send(lease)
+            assert lease.answer.cached_tokens == 0
+        assert world.contents.can_restore
+        assert world.contents.findings == []
+
+
+class TestTake:
+    async def test_a_caller_who_leaves_stops_nothing(self, world):
+        lease = await world.ask(prompt_of(1))
+        with stopped(world.server):
+            saving = asyncio.create_task(world.save(lease.slot))
+            await world.until(lambda: SAVE in world.operations())
+            saving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+        await world.idle()
+        assert world.table[lease.slot].saved == 103
+
+    async def test_what_it_raises_is_raised_and_the_slot_released(self, world):
+        async def fails(slot):
+            raise LookupError(slot.id)
+
+        with pytest.raises(LookupError):
+            await world.keeper.take(1, SAVE, fails)
+        assert world.operations() == [None, None]
+
+    async def test_brought_is_there_before_its_request(self, world):
+        entry = await world.saved_away(prompt_of(7))
+        assert await world.keeper.bring(entry)
+        lease = await world.ask(prompt_of(7))
+        assert (lease.restored, lease.answer.cached_tokens) == (False, 99)
+
+    async def test_brought_into_full_slots_saves_the_one_unused_for_longest(self, world):
+        entry = await world.saved_away(prompt_of(7))
+        first, last = await fill(world, 1, 2)
+        assert await world.keeper.bring(entry)
+        assert world.table[first.slot].tokens == entry.tokens
+        assert world.table[last.slot].tokens[:100] == prompt_of(2)
+        assert len(world.entries()) == 2
+        await world.check()
+
+    async def test_nothing_is_brought_over_pins(self, world):
+        entry = await world.saved_away(prompt_of(7))
+        for lease in await fill(world, 1, 2):
+            world.table.pin(lease.slot, 100, world.clock() + 60)
+        assert not await world.keeper.bring(entry)
+        world.clock.ahead = 61
+        assert await world.keeper.bring(entry)
+
+
+class TestOthers:
+    """Somebody else uses the server as well."""
+
+    async def test_what_lay_there_before_is_not_known(self, world):
+        await world.complete(prompt_of(1), 0)
+        world.keeper.adopt(await read_slots(world.control))
+        assert [(slot.length, slot.salt == STRANGE) for slot in world.table] == [(103, True), (0, False)]
+        assert (await world.ask(prompt_of(1))).answer.cached_tokens == 0
+        await world.check()
+
+    @pytest.mark.parametrize("word", ["adopt", "reconcile"])
+    async def test_a_slot_somebody_else_works_on_is_left_to_him(self, world, word):
+        other = asyncio.create_task(world.complete(prompt_of(1, 600), 0, n_predict=100))
+        await world.until_processing(0)
+        if word == "adopt":
+            world.keeper.adopt(await read_slots(world.control))
+        else:
+            await world.keeper.reconcile()
+        assert world.operations() == [FOREIGN, None]
+        assert (await world.ask(prompt_of(2))).slot == 1
+        await other
+        await world.idle()
+        assert (world.table[0].unknown, world.table[0].salt) == (699, STRANGE)
+        assert world.contents.counts.strangers == (word == "reconcile")
+        await world.check()
+
+    async def test_what_somebody_changed_is_not_known_any_more(self, world):
+        one, other = await fill(world, 1, 2)
+        await world.complete(prompt_of(3, 50), one.slot)
+        await world.keeper.reconcile()
+        assert world.table[one.slot].salt == STRANGE
+        assert world.table[other.slot].tokens[:100] == prompt_of(2)
+        assert world.contents.counts.strangers == 1
+        await world.check()
+        await world.keeper.reconcile()
+        assert world.contents.counts.strangers == 1
+
+    async def test_what_happens_meanwhile_is_nobody_elses(self, world):
+        """Slots in use, and ones used since the question was sent, are not held against the answer."""
+        await fill(world, 1, 2)
+        with stopped(world.server):
+            question = asyncio.create_task(world.keeper.reconcile())
+            await asyncio.sleep(0)
+            running = [asking(world, prompt_of(seed, 300)) for seed in (1, 2)]
+            await world.until(lambda: world.keeper.streams == 2)
+        await asyncio.gather(question, *running)
+        assert world.contents.counts.strangers == 0
+        await world.check()
+
+    async def test_work_since_the_last_look_is_noted(self, world):
+        assert not world.keeper.has_worked
+        await fill(world, 1)
+        assert world.keeper.has_worked
+        await world.keeper.reconcile()
+        assert not world.keeper.has_worked
+
+    async def test_a_server_that_was_restarted_is_lost(self, own_world, start_llama, save_dir):
+        world = own_world
+        await fill(world, 1)
+        world.server.kill()
+        start_llama(slots=2, ctx=2048, save_dir=save_dir, port=world.server.port)
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            await world.keeper.reconcile()
+        assert world.keeper.is_lost
+
+    async def test_a_server_that_lost_its_slots_and_said_so_is_not(self, own_world, start_llama, save_dir):
+        """As one that slept: it is another process in all but name."""
+        world = own_world
+        await fill(world, 1, 2)
+        world.server.kill()
+        world.server = start_llama(slots=2, ctx=2048, save_dir=save_dir, port=world.server.port)
+        world.keeper.wipe()
+        assert [slot.length for slot in world.table] == [0, 0]
+        await fill(world, 1)
+        await world.keeper.reconcile()
+        await world.check()
+
+
+class TestClose:
+    async def test_who_waits_is_told(self, world):
+        with stopped(world.server):
+            running = [asking(world, prompt_of(seed)) for seed in range(2)]
+            await world.until(lambda: world.keeper.streams == 2)
+            waits = [asking(world, prompt_of(2)), asyncio.create_task(self.run_alone(world))]
+            await world.until(lambda: world.keeper.waiting == 2)
+            await world.keeper.aclose()
+            for waiting in waits:
+                with pytest.raises(EngineUnavailable, match="lost"):
+                    await waiting
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+        for late in (world.ask(prompt_of(3)), self.run_alone(world), world.save(0)):
+            with pytest.raises(EngineUnavailable, match="lost"):
+                await late
+
+    async def run_alone(self, world):
+        async with world.keeper.alone():
+            pytest.fail("it started")
+
+    async def test_what_still_runs_tells_nothing_any_more(self, world):
+        """The slots, by then, may be another keeper's, who tells the same mirror."""
+        async with world.keeper.lease(Ask(prompt_of(1))) as lease:
+            await world.send(lease)
+            await world.keeper.aclose()
+        assert await self.told(world.mirror) == [ViewLost, ViewCurrent]
+
+    async def told(self, mirror):
+        events, told = mirror.follow(), []
+        async for event in events:
+            told.append(type(event))
+            if isinstance(event, ViewCurrent):
+                break
+        await events.aclose()
+        return told
+
+    @pytest.mark.parametrize("turns", range(5))
+    @pytest.mark.parametrize("kind", ["one", "all"])
+    async def test_a_turn_that_comes_in_the_last_moment_is_none(self, world, kind, turns):
+        """The slots are released, and the keeper is closed so many turns of the loop later."""
+        keeper, over = world.keeper, asyncio.Event()
+        works = [asyncio.create_task(keeper.take(slot, SAVE, lambda _: over.wait())) for slot in (0, 1)]
+
+        async def start():
+            async with keeper.alone() if kind == "all" else keeper.lease(Ask(prompt_of(1))):
+                assert not over.is_closed, "it started on a server that may be another keeper's"
+
+        over.is_closed = False
+        waits = asyncio.create_task(start())
+        await world.until(lambda: keeper.waiting == 1)
+        over.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        over.is_closed = True
+        await keeper.aclose()
+        with suppress(EngineUnavailable):
+            await waits
+        await asyncio.wait(works)
+
+    async def test_a_request_that_ends_meanwhile_just_ends(self, world):
+        """What it left is still being asked of the server."""
+        with stopped(world.server):
+            ends = asyncio.create_task(self.lease_nothing(world))
+            await world.until(lambda: world.keeper.streams == 1)
+            await asyncio.sleep(0)
+            await world.keeper.aclose()
+            await ends
+
+    async def lease_nothing(self, world):
+        async with world.keeper.lease(Ask(prompt_of(1))):
+            pass
+
+
+class TestRandom:
+    """Whatever happens on three slots, nothing is said of one that is not so."""
+
+    MESSAGES = ("Hello there", "What is a cache?", "zażółć 🙂", "one two three four five")
+
+    @pytest.mark.parametrize("seed", [1, 2])
+    async def test_what_is_said_of_slots_is_so(self, start_llama, save_dir, seed):
+        rng = Random(seed)  # noqa: S311 - the same acts each time
+        server = start_llama(*SMALL_STEPS, slots=3, ctx=1024, save_dir=save_dir)
+        async with keeper_world(server, host_bytes=3 << 20) as world:
+            for _ in range(30):
+                act = rng.choice([self.ask, self.ask, self.chat, self.several, self.file, self.bring])
+                await act(world, rng)
+                await world.idle()
+                await world.check()
+            counts = world.contents.counts
+            assert min(counts.saves, counts.restores) > 0
+            assert (counts.strangers, counts.failed_saves, counts.failed_restores) == (0, 0, 0)
+            await world.keeper.reconcile()
+
+    def sending(self, rng):
+        """Fields of a request, and when its client leaves: half of them stay."""
+        fields = {"max_tokens": rng.choice([1, 8, 40]), "temperature": rng.choice([0, 1.5]), "seed": 1}
+        if rng.random() < 0.3:
+            fields["stop"] = ["e", " the"]
+        if rng.random() < 0.3:
+            fields["return_progress"] = True
+        return fields | {"chunks": rng.choice([None, None, None, None, NEVER_SENT, 0, 1, 3])}
+
+    async def ask(self, world, rng, salts=("a", "a", None)):
+        tokens = prompt_of(rng.randrange(5), rng.choice([20, 90, 300]), head=rng.choice([0, 64]))
+        await world.ask(tokens, rng.choice(salts), **self.sending(rng))
+
+    async def chat(self, world, rng):
+        messages = [{"role": "user", "content": text} for text in rng.sample(self.MESSAGES, 2)]
+        tokens = await tokenize(world.control, CHAT, JsonBody(msgspec.json.encode({"messages": messages})))
+        await world.ask(tokens, path=CHAT, messages=messages, **self.sending(rng))
+
+    async def several(self, world, rng):
+        """Five at once, one of which is cancelled somewhere."""
+        asks = [asyncio.create_task(self.ask(world, rng)) for _ in range(5)]
+        for _ in range(rng.randrange(40)):
+            await asyncio.sleep(0)
+        asks[rng.randrange(5)].cancel()
+        await asyncio.wait(asks)
+
+    async def file(self, world, rng):
+        """A slot is saved, or emptied, or gets any file of them."""
+        slot = rng.randrange(3)
+        act = rng.choice([world.save, world.save, world.erase, None])
+        if act is not None:
+            await act(slot)
+        elif world.entries():
+            await world.restore(slot, rng.choice(world.entries()))
+
+    async def bring(self, world, rng):
+        if world.entries():
+            await world.keeper.bring(rng.choice(world.entries()))
