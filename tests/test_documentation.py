@@ -93,6 +93,6 @@ def test_every_response_header():
         if path.name in set_by
         for name in re.findall(r'"(x-kvpin-[a-z-]+|x-should-retry|retry-after|www-authenticate)"', text)
     }
-    assert len(found) == 6
+    assert len(found) == 7
     for name in (*found, "x-request-id"):
         assert f"| `{name}` |" in table("Response headers")
