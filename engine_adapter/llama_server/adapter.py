@@ -210,7 +210,7 @@ class LlamaServerAdapter:
         session = self._session
         if session is None:
             return {}
-        keeper, findings = session.keeper, list(session.facts.findings)
+        keeper, findings = session.keeper, [*session.facts.findings, *session.findings]
         if keeper is None:
             return {"slots": [], "findings": findings}
         contents = keeper.contents

@@ -6,6 +6,7 @@ Each operation here is done on a slot on which it has begun; what it changes is 
 from __future__ import annotations
 
 import logging
+import shutil
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -28,8 +29,8 @@ log = logging.getLogger("kvpin.llama_server")
 
 # The salt of content that nobody here knows: no request ever runs under it.
 STRANGE = uuid4().hex
-# After a failed save, before the next try.
-SAVE_PAUSE_S = 15.0
+# After a failed save, before the next try; doubled with each further one.
+SAVE_PAUSE_S, MAX_SAVE_PAUSE_S = 1.0, 60.0
 # So often found changed by surprise, slots are not kvpin's alone.
 MANY_STRANGERS = 5
 # Restores that brought less than half of what they promised, before restoring is given up.
@@ -84,11 +85,17 @@ class Contents:
         self._restoring_pays = True
         self._vain_restores = 0
         self._no_save_before = 0.0
+        self._save_pause_s = SAVE_PAUSE_S
 
     @property
     def can_restore(self) -> bool:
         """Whether files are of use here."""
         return self._saved is not None and self._restoring_pays
+
+    @property
+    def reuses_any_prefix(self) -> bool:
+        """Whether a slot's content can be reused in part, as far as is known."""
+        return self._restoring_pays
 
     @property
     def can_save(self) -> bool:
@@ -177,6 +184,7 @@ class Contents:
             if entry is not None:
                 await registry.drop(entry)
             return False
+        self._save_pause_s = SAVE_PAUSE_S
         self.counts.saves += 1
         self.counts.saved_tokens += moved.tokens
         self.rates.saved(moved.tokens, moved.size, moved.seconds)
@@ -193,7 +201,7 @@ class Contents:
                 moved = await self._io.restore(slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1
-            log.warning("%s: a saved prefix cannot be used: %s", self._engine, error)
+            log.warning("%s: a saved prefix cannot be restored: %s", self._engine, error)
             return False
         except EngineRejected as error:
             self.counts.failed_restores += 1
@@ -229,6 +237,11 @@ class Contents:
             if slot.saved and slot.salt != STRANGE:
                 slot.saved = max((slot.shared(entry.tokens, entry.salt) for entry in entries), default=0)
 
+    def note_saved(self, slot: Slot) -> None:
+        """How much of what the slot holds now lies in a file already, as when a prompt came twice."""
+        shared = (slot.shared(entry.tokens, entry.salt) for entry in self.entries())
+        slot.saved = max(slot.saved, max(shared, default=0))
+
     def note_restored(self, *, in_vain: bool) -> None:
         """A request ran on restored KV; `in_vain` when the server computed most of it again."""
         self._vain_restores = self._vain_restores + 1 if in_vain else 0
@@ -257,10 +270,26 @@ class Contents:
 
     def _pause_saving(self, error: Exception) -> None:
         self.counts.failed_saves += 1
-        self._no_save_before = self._clock() + SAVE_PAUSE_S
+        self._no_save_before = self._clock() + self._save_pause_s
         log.warning(
-            "%s: a slot could not be saved, no more saves for %.0f s: %s", self._engine, SAVE_PAUSE_S, error
+            "%s: a slot could not be saved %s, no more saves for %.0f s: %s",
+            self._engine,
+            self._where(),
+            self._save_pause_s,
+            error,
         )
+        self._save_pause_s = min(2 * self._save_pause_s, MAX_SAVE_PAUSE_S)
+
+    def _where(self) -> str:
+        """The directory and what is free there, for people."""
+        if self._saved is None:
+            return ""
+        directory = self._saved.place.host
+        try:
+            free = shutil.disk_usage(directory).free
+        except OSError as error:
+            return f"in {directory} ({error.strerror})"
+        return f"in {directory} ({free} bytes free; is it full, or not writable for the server?)"
 
     def _find(self, finding: str) -> None:
         self.findings.append(finding)

@@ -308,7 +308,7 @@ class SlotKeeper:
             slot=slot.id,
             ask=ask,
             cached_tokens=min(kept, most),
-            firm=kept >= most or not grows,
+            firm=(kept >= most or not grows) and (self.contents.reuses_any_prefix or kept == slot.length),
             may_reuse=may_reuse,
             restored=restored,
             before=slot.tokens if may_reuse else array("i"),
@@ -341,6 +341,7 @@ class SlotKeeper:
         finally:
             if known:
                 self.contents.hold(slot, known, lease.ask.salt, unknown=unknown)
+                self.contents.note_saved(slot)
             else:
                 self.contents.estrange(slot, unknown)
             self._release(slot)

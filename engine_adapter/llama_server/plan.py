@@ -17,6 +17,7 @@ from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.prefixes import common_prefix
 from engine_adapter.types import Tier, TokenIds
 
+LEAST_GAIN = 16  # a file that shares less with a prompt, as every chat begins alike, is not restored for it
 LEAST_REST = 0.25  # what overstays its usual time is expected to stay this share of it longer
 
 
@@ -241,7 +242,8 @@ def _best_file(ask: _Ask, saved: Iterable[Entry]) -> _File[Entry] | None:
     for entry in saved:
         seconds = ask.rates.file_s(entry)
         cost = seconds * (1 + ask.streams)
-        needed = max(len(ask.prompt) - (least - cost) * ask.rates.prefill_tok_s, 0.0)  # or less, and it loses
+        # No more than this, and it loses.
+        needed = max(len(ask.prompt) - (least - cost) * ask.rates.prefill_tok_s, LEAST_GAIN - 1)
         if entry.salt != ask.salt or min(len(entry.tokens), ask.most) <= needed:
             continue
         probe = int(needed)

@@ -301,7 +301,6 @@ class SavedPrefixes:
             await asyncio.shield(saved.work)
         except StateFileError as error:
             if error.reason not in _STILL_SOUND and self._is_registered(saved):
-                _log.warning("%s; it is dropped", error)
                 await asyncio.shield(self._drop(saved))
             raise
         self._check_registered(saved)

@@ -36,6 +36,7 @@ class Session:
 
     Attributes:
         facts: what it is.
+        findings: what stands in the way of using it fully, beyond the facts' own.
         keeper: keeps its slots; None where they cannot be kept, and the server is left to itself.
         verbs: the admin verbs on them, likewise.
     """
@@ -46,7 +47,9 @@ class Session:
         self.verbs: SlotVerbs | None = None
         self._spec = spec
         self._control = control
+        self.findings: list[str] = []
         self._has_files = False
+        self._shares_directory = True
         self._write_back: asyncio.Task[None] | None = None
 
     async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
@@ -154,20 +157,33 @@ class Session:
                 await asyncio.sleep(1.0)
 
     async def _probed(self, facts: ServerFacts, slot_id: int) -> ServerFacts:
+        leaves_a_file = facts.can_save and facts.is_unified is None
         facts = await probe(self._control, facts, slot_id)
-        await asyncio.to_thread(_remove_probe, self._spec.host_cache_dir)
+        if self._spec.host_cache_dir is not None and leaves_a_file:
+            self._shares_directory = await asyncio.to_thread(_take_probe, self._spec.host_cache_dir)
         return facts
 
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
         """The registry, where the server can save and the directory can be used."""
         if registry is None or not self.facts.can_save:
             return None
+        directory = registry.place.host
         try:
             await registry.rebuild()
         except StateFileError as error:
-            log.warning("%s: KV is not saved: %s", self._spec.id, error)
+            self._find(f"nothing is saved: host_cache_dir {directory} cannot be used ({error})")
+            return None
+        if not self._shares_directory:
+            self._find(
+                f"nothing is saved: what the server saves does not come to host_cache_dir {directory}; start"
+                f" it with --slot-save-path {directory}, or set host_cache_dir to the directory it saves to"
+            )
             return None
         return registry
+
+    def _find(self, finding: str) -> None:
+        self.findings.append(finding)
+        log.warning("%s: %s", self._spec.id, finding)
 
 
 def identity_of(facts: ServerFacts) -> str:
@@ -175,8 +191,10 @@ def identity_of(facts: ServerFacts) -> str:
     return f"{facts.instance or ''}{facts.fingerprint}"
 
 
-def _remove_probe(directory: str | None) -> None:
-    """Trying a server out leaves a small file behind."""
-    if directory is not None:
-        with suppress(OSError):
-            (Path(directory).expanduser() / PROBE_FILE).unlink(missing_ok=True)
+def _take_probe(directory: str) -> bool:
+    """Whether the small file that trying a server out leaves behind is in the directory; removes it."""
+    try:
+        (Path(directory).expanduser() / PROBE_FILE).unlink()
+    except OSError:
+        return False
+    return True

@@ -39,10 +39,14 @@ async def save_all(keeper: SlotKeeper) -> None:
 
 
 async def _save_idle(keeper: SlotKeeper) -> None:
+    """Saves the idle ones; where one cannot be saved, the others cannot either."""
     for slot in dirty_slots(keeper):
-        if slot.is_idle:
-            with suppress(EngineError):
-                await keeper.take(slot.id, Operation.SAVE, keeper.contents.save)
+        if not slot.is_idle:
+            continue
+        with suppress(EngineError):
+            if await keeper.take(slot.id, Operation.SAVE, keeper.contents.save):
+                continue
+        return
 
 
 def dirty_slots(keeper: SlotKeeper) -> list[Slot]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.llama_server.plan import Rates, density, plan, worth_saving
+from engine_adapter.llama_server.plan import LEAST_GAIN, Rates, density, plan, worth_saving
 from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
 from engine_adapter.types import Tier, TokenIds
 
@@ -358,7 +358,7 @@ def every_option(prompt, slots, saved, now):
         options = [(None, own, own)]
         if each.operation is None:
             gains = [(entry, naive_prefix(entry.tokens, prompt)) for entry in saved if entry.salt is None]
-            options += [(entry, gain, 0) for entry, gain in gains if gain > own]
+            options += [(entry, gain, 0) for entry, gain in gains if gain > own and gain >= LEAST_GAIN]
         for entry, gain, kept in options:
             if each.pinned_until <= now or kept >= each.pinned:
                 yield each, entry, False, gain, kept

@@ -43,6 +43,24 @@ async def test_trying_a_server_out_leaves_nothing_behind(begun, save_dir, contro
     assert {slot.n_tokens for slot in await read_slots(control_of(server.url))} <= {0, None}
 
 
+async def test_a_server_that_saves_elsewhere_is_told_and_not_made_to(server, tmp_path, caplog):
+    async with slot_world(server.url, host_cache_dir=str(tmp_path)) as world:
+        (finding,) = (await world.adapter.stats())["findings"]
+        assert "host_cache_dir" in finding
+        assert f"--slot-save-path {tmp_path}" in finding
+        for seed in range(4):
+            await world.ask(prompt_of(seed))
+    assert finding in caplog.text
+    assert not list(server.save_dir.glob("kvpin-*-*.bin"))
+
+
+async def test_a_directory_that_cannot_be_used_is_told(server, tmp_path):
+    async with slot_world(server.url, host_cache_dir=str(tmp_path / "missing")) as world:
+        (finding,) = (await world.adapter.stats())["findings"]
+        assert str(tmp_path / "missing") in finding
+        assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
+
+
 async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
     control = control_of(server.url)
     body = {"prompt": list(prompt_of(1)), "n_predict": 300, "ignore_eos": True, "id_slot": 1}
