@@ -5,11 +5,12 @@ tiny model with `-fa off`, four requests at once against one alone, the log-prob
 0.0005 in the median and 0.003 at most of 2261 tokens, and 2 of 72 greedy answers take the other one of two
 tokens that lie closer together than that. So an answer is right if it is the lone server's to the letter, or
 if each of its tokens is, after those before it, the lone server's best or within `TIE` of the best. Wrong KV
-says other tokens at once: from the best to the second best it is 0.5 in the median.
+says other tokens soon: from the best to the second best it is 0.5 in the median.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,34 +66,34 @@ class LoneServer:
         }
         return said_at_once(await self._post(f"/v1/{quarry.path}", {**fields, "cache_prompt": False}))
 
-    async def grants(self, quarry: Quarry, said: Said) -> bool:
-        """Whether all that was said is what it might have said itself, but for batch noise."""
+    async def strain(self, quarry: Quarry, said: Said) -> float:
+        """How far from greedy: the most that a token said, after those before it, lies below the best one in
+        log-probability. Infinite if it cannot have been said."""
         prompt = await self._prompt(quarry)
         pairs = zip(said.texts, said.finishes, strict=True)
-        return all([await self._grants(prompt, quarry, text, finish) for text, finish in pairs])
+        return max([await self._strain(prompt, quarry, text, finish) for text, finish in pairs])
 
-    async def _grants(self, prompt: list[int], quarry: Quarry, text: str, finish: str) -> bool:
+    async def _strain(self, prompt: list[int], quarry: Quarry, text: str, finish: str) -> float:
         tokens = await self._tokenize(text)
         if finish == "length":
-            return len(tokens) == quarry.body["max_tokens"] and await self._follows(prompt, tokens)
+            is_full = len(tokens) == quarry.body["max_tokens"]
+            return await self._strain_of(prompt, tokens) if is_full else math.inf
         ends = [await self._tokenize(text + stop) for stop in quarry.body.get("stop", ())]
         ends.append(tokens + await self._tokenize("<|im_end|>"))
-        return any([await self._follows(prompt, end) for end in ends])
+        return min([await self._strain_of(prompt, end) for end in ends])
 
-    async def _follows(self, prompt: list[int], tokens: list[int]) -> bool:
-        """Whether greedy decoding, with near ties either way, says `tokens`."""
-        at = 0
+    async def _strain_of(self, prompt: list[int], tokens: list[int]) -> float:
+        at, most = 0, 0.0
         while at < len(tokens):
-            steps = await self._steps(prompt + tokens[:at], len(tokens) - at)
-            for step, token in zip(steps, tokens[at:], strict=False):
+            # Until it says another token; from there on it is asked again.
+            for step in await self._steps(prompt + tokens[:at], len(tokens) - at):
+                token = tokens[at]
                 at += 1
-                if step["id"] == token:
-                    continue
-                logprobs = {top["id"]: top["logprob"] for top in step["top_logprobs"]}
-                if token not in logprobs or logprobs[step["id"]] - logprobs[token] > TIE:
-                    return False
-                break
-        return True
+                if step["id"] != token:
+                    logprobs = {top["id"]: top["logprob"] for top in step["top_logprobs"]}
+                    most = max(most, logprobs[step["id"]] - logprobs.get(token, -math.inf))
+                    break
+        return most
 
     async def _steps(self, prompt: list[int], count: int) -> list[dict[str, Any]]:
         fields = {

@@ -10,13 +10,13 @@ import select
 import socket
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import httpx
 import pytest
 
 from tests.live import llama_hunt
-from tests.live.llama_hunt import LoneServer, Quarry, quarries, said_at_once, said_in
+from tests.live.llama_hunt import TIE, LoneServer, Quarry, quarries, said_at_once, said_in
 from tests.live.llama_world import MODEL, llama_world
 from tests.llama import running_llama_server
 
@@ -40,7 +40,7 @@ class Hunt:
         self.client = client
         self.lone = lone
         self.counts: Counter[str] = Counter()
-        self.wrong: list[tuple[Quarry, object]] = []
+        self.wrong: list[dict] = []
 
     async def round(self, count: int) -> None:
         """`count` requests at once."""
@@ -63,9 +63,11 @@ class Hunt:
         self.counts["complete"] += 1
         if said == quarry.expected:
             return
-        self.counts["near ties"] += 1
-        if not await self.lone.grants(quarry, said):
-            self.wrong.append((quarry, said))
+        strain = await self.lone.strain(quarry, said)
+        if strain <= TIE:
+            self.counts["near ties"] += 1
+        else:
+            self.wrong.append({"strain": strain, "asked": asdict(quarry), "said": said.texts})
 
     async def operate(self, targets: list[Quarry]) -> None:
         """One operation after the other, until cancelled."""
@@ -130,7 +132,7 @@ async def test_no_answer_is_ever_corrupt(tmp_path):
                 await hunt.round(min(STREAMS, REQUESTS))
         world.until_idle()
         engine = world.engine()
-        found = {"counts": hunt.counts, "audit": engine["audit"], "kv": engine["kv"]}
+        found = {"wrong": hunt.wrong, "counts": hunt.counts, "audit": engine["audit"], "kv": engine["kv"]}
         (tmp_path / "found.json").write_text(json.dumps(found, indent=1))
         assert not hunt.wrong
         assert hunt.counts["near ties"] <= hunt.counts["complete"] / 10
@@ -152,10 +154,11 @@ async def test_the_hunt_knows_wrong_answers(tmp_path):
         async with open_client(server.url) as client:
             lone = LoneServer(client)
             long = [q for q in await quarries(dice, MODEL, lone, 30) if q.body["max_tokens"] >= 16]
-            assert all([await lone.grants(quarry, quarry.expected) for quarry in long])
-            fooled = [await lone.grants(with_another_word(quarry), quarry.expected) for quarry in long]
-    assert len(fooled) > 10
-    assert sum(fooled) <= len(fooled) / 5
+            right = [await lone.strain(quarry, quarry.expected) for quarry in long]
+            wrong = [await lone.strain(with_another_word(quarry), quarry.expected) for quarry in long]
+    assert len(long) > 10
+    assert max(right) == 0
+    assert sum(strain > TIE for strain in wrong) >= len(long) * 0.8
 
 
 def with_another_word(quarry):
@@ -181,6 +184,38 @@ async def both_on_slot_0(url):
 def open_client(url):
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_several_choices_harm_nothing_that_is_restored_after_them(tmp_path, path):
+    """Choices that end with their first token leave the server a copy of KV to be made in its next step."""
+    documents = [f"The log of the {name}: " + "all was well on board. " * 30 for name in ("Ann", "Bea")]
+    several = {"messages": [{"role": "user", "content": "tide " * 300}]}
+    if path == "completions":
+        several = {"prompt": "tide " * 300}
+    with llama_world(tmp_path, *llama_hunt.FLAGS, slots=2) as world:
+        right = [text_of(world.chat(document, cache_prompt=False)) for document in documents]
+        for document in documents:
+            world.chat(document)
+            world.admin("offload", prefix(document))
+        world.post(path, {**several, "max_tokens": 1, "n": 2}).raise_for_status()
+        world.until_idle()
+        # Both are in slots before the server takes another step.
+        before = world.kv()["counts"]["restores"]
+        for document in documents:
+            world.admin("restore", prefix(document))
+        assert world.kv()["counts"]["restores"] == before + 2
+        answers = [world.chat(document) for document in documents]
+        assert [cached(answer) > 100 for answer in answers] == [True, True]
+        assert [text_of(answer) for answer in answers] == right
+
+
+def prefix(text):
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}]}
+
+
+def text_of(answer):
+    return answer.json()["choices"][0]["message"]["content"]
 
 
 SHORT = "Where is the ship? " * 30
