@@ -113,12 +113,14 @@ class Proxy:
             self.monitor.watch(engine)
 
     async def stop(self) -> None:
-        """Ends background work, then the engines, then connections."""
+        """Ends adapters, then background work, then the engines, then connections."""
+        for engine in self.fleet.engines.values():
+            self.monitor.forget(engine)
+        # While managed engines still run: an adapter may have KV to save.
+        await asyncio.gather(*(engine.adapter.aclose() for engine in self.fleet.engines.values()))
         await self.tasks.stop()
         for process in self.managed:
             await process.stop()
-        for engine in self.fleet.engines.values():
-            await engine.adapter.aclose()
         await self.transport.aclose()
 
 

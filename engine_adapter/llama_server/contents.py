@@ -262,7 +262,7 @@ class Contents:
                 "unknown": slot.unknown,
                 "saved": slot.saved,
                 "operation": slot.operation.value if slot.operation is not None else None,
-                "since_s": round(now - slot.since, 3),
+                "since_s": round(now - slot.since, 3) if slot.uses else None,
                 "pinned_s": max(round(slot.pinned_until - now, 3), 0.0) if slot.pinned else 0.0,
             }
             for slot in self.table

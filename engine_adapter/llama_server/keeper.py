@@ -145,6 +145,8 @@ class SlotKeeper:
             # The slot may be busy for a while yet; nobody waits for that here.
             self._spawn(self._finish(lease))
             raise
+        if lease.answer is not None and not self._closed:
+            self._next(self._table[lease.slot], Operation.SETTLE)
         await asyncio.wait([self._spawn(self._finish(lease))])
 
     @asynccontextmanager

@@ -18,6 +18,7 @@ from engine_adapter.prefixes import common_prefix
 from engine_adapter.types import Tier, TokenIds
 
 LEAST_GAIN = 16  # a file that shares less with a prompt, as every chat begins alike, is not restored for it
+SETTLE_S = 0.005  # to read what an answer left: a question to the server
 LEAST_REST = 0.25  # what overstays its usual time is expected to stay this share of it longer
 
 
@@ -324,6 +325,8 @@ def _wait_s(slot: Slot, rates: Rates, now: float) -> float:
     match slot.operation:
         case None:
             return 0.0
+        case Operation.SETTLE:
+            usual_s = SETTLE_S
         case Operation.SAVE:
             usual_s = rates.save_s(slot.length)
         case Operation.RESTORE | Operation.ERASE:

@@ -212,7 +212,7 @@ class SavedPrefixes:
         tokens_expected: int | None = None,
         bytes_expected: int | None = None,
     ) -> Saved:
-        """Takes in what the server saved as `name`; what it continues is dropped, unless pinned.
+        """Takes in what the server saved as `name`; what it continues is dropped, unless pinned or in use.
 
         Args:
             name: from `new_name(key)`.
@@ -278,6 +278,7 @@ class SavedPrefixes:
         return (
             old.salt == saved.salt
             and old.pinned_until <= self._clock()
+            and not old.holds
             and old.tokens == saved.tokens[: len(old.tokens)]
         )
 

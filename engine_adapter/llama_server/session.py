@@ -23,8 +23,8 @@ from engine_adapter.types import Capability, EngineSpec
 
 log = logging.getLogger("kvpin.llama_server")
 
-# At shutdown: as long as saving what lies in slots may take.
-FAREWELL_S = 20.0
+# At shutdown: as long as saving what lies in slots may take. Supervisors kill what takes ten seconds.
+FAREWELL_S = 8.0
 
 _ALWAYS = frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE})
 _WITH_SLOTS = frozenset({Capability.KV_EVENTS, Capability.PIN})
@@ -165,6 +165,10 @@ class Session:
 
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
         """The registry, where the server can save and the directory can be used."""
+        if registry is None and self.facts.can_save:
+            self._find(
+                "nothing is saved: set host_cache_dir to the server's --slot-save-path, as kvpin sees it"
+            )
         if registry is None or not self.facts.can_save:
             return None
         directory = registry.place.host

@@ -23,6 +23,7 @@ class Operation(StrEnum):
     """What can run on a slot."""
 
     REQUEST = "request"
+    SETTLE = "settle"  # its answer is over, and what that left in the slot is being read
     SAVE = "save"
     RESTORE = "restore"
     ERASE = "erase"

@@ -63,6 +63,11 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[ByteSize, Field(gt=0)]
 
 
+def _int(size: ByteSize | None) -> int | None:
+    """A plain number: pydantic's own kind of int is none to other libraries."""
+    return None if size is None else int(size)
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -90,9 +95,9 @@ class _EngineOptions(_Part):
             api_key=self.api_key.get_secret_value() if self.api_key else None,
             events=self.events,
             host_cache_dir=self.host_cache_dir,
-            host_cache_bytes=self.host_cache_bytes,
+            host_cache_bytes=_int(self.host_cache_bytes),
             disk_cache_dir=self.disk_cache_dir,
-            disk_cache_bytes=self.disk_cache_bytes,
+            disk_cache_bytes=_int(self.disk_cache_bytes),
         )
 
 
