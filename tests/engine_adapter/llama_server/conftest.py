@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
 from engine_adapter.openai_http import ControlClient
 from engine_adapter.types import EngineSpec
+from tests.engine_adapter.llama_server.keeper_world import SMALL_STEPS, KeeperWorld, keeper_world
+from tests.llama import RunningLlama, memory_dir, running_llama_server
 
 
 @pytest.fixture
@@ -28,3 +30,21 @@ async def control_of() -> AsyncIterator[Callable[[str], ControlClient]]:
 def control(llama, control_of) -> ControlClient:
     """A client of the shared server."""
     return control_of(llama.url)
+
+
+@pytest.fixture(scope="session")
+def two_slots(tmp_path_factory) -> Iterator[RunningLlama]:
+    """A server with two slots for the keepers of many tests, one at a time; none ends it."""
+    log = tmp_path_factory.mktemp("llama") / "log"
+    with (
+        memory_dir() as save_dir,
+        running_llama_server(log, None, *SMALL_STEPS, slots=2, ctx=2048, save_dir=save_dir) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+async def keeper(two_slots) -> AsyncIterator[KeeperWorld]:
+    """A keeper of its slots, which are empty."""
+    async with keeper_world(two_slots) as world:
+        yield world

@@ -26,6 +26,8 @@ from engine_adapter.types import EngineSpec
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 NEVER_SENT = -1
+# A long prompt takes many steps, and can be cut short between them.
+SMALL_STEPS = ("-b", "32", "-ub", "32")
 CHECK_FILE = "kvpin-check.bin"
 WAIT_S = 20.0
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading the authorities takes longer than a request

@@ -20,33 +20,19 @@ from engine_adapter.types import ViewCurrent, ViewLost
 from tests.engine_adapter.llama_server.keeper_world import (
     CHAT,
     NEVER_SENT,
+    SMALL_STEPS,
     Left,
     keeper_world,
     stopped,
 )
 from tests.engine_adapter.llama_server.slot_world import prompt_of
-from tests.llama import memory_dir, running_llama_server
 
 SAVE, RESTORE, FOREIGN = Operation.SAVE, Operation.RESTORE, Operation.FOREIGN
-# Small batches: a long prompt takes many steps, and can be cut short between them.
-SMALL_STEPS = ("-b", "32", "-ub", "32")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One server with two slots for the tests that leave it alive."""
-    log = tmp_path_factory.mktemp("llama") / "log"
-    with (
-        memory_dir() as save_dir,
-        running_llama_server(log, None, *SMALL_STEPS, slots=2, ctx=2048, save_dir=save_dir) as server,
-    ):
-        yield server
 
 
 @pytest.fixture
-async def world(server):
-    async with keeper_world(server) as world:
-        yield world
+def world(keeper):
+    return keeper
 
 
 @pytest.fixture
@@ -266,11 +252,11 @@ class TestPrepared:
             await world.idle()
         await world.check()
 
-    async def test_the_save_before_does_not_drive_out_the_file_to_restore(self, server):
+    async def test_the_save_before_does_not_drive_out_the_file_to_restore(self, two_slots):
         """The host tier is full, and that file the one unused for longest."""
-        async with keeper_world(server) as world:
+        async with keeper_world(two_slots) as world:
             size = (await world.saved_away(prompt_of(7))).size
-        async with keeper_world(server, host_bytes=size * 5 // 2) as world:
+        async with keeper_world(two_slots, host_bytes=size * 5 // 2) as world:
             for seed in (7, 8):
                 await world.saved_away(prompt_of(seed))
             await fill(world, 1, 2)

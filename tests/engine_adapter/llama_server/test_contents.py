@@ -1,0 +1,347 @@
+"""What is saved, restored and found out on real slots, and what the mirror is told of it."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+
+import pytest
+
+from engine_adapter import BlocksRemoved, BlocksStored, Tier, ViewCurrent
+from engine_adapter.llama_server import contents as contents_module
+from engine_adapter.llama_server.contents import MANY_STRANGERS, STRANGE, Contents
+from engine_adapter.llama_server.state_file import read_tokens
+from scripts.make_gguf import gguf_path
+from tests.engine_adapter.llama_server.keeper_world import keeper_world
+from tests.engine_adapter.llama_server.slot_world import prompt_of
+from tests.state_files import write_state
+
+
+@pytest.fixture
+def world(keeper):
+    return keeper
+
+
+@pytest.fixture
+def said(caplog):
+    """The warnings so far: `said()`."""
+    caplog.set_level(logging.WARNING, "kvpin.llama_server")
+    return lambda: caplog.messages
+
+
+async def held(world):
+    """Blocks in slots by the events of a new follower."""
+    blocks, events = set(), world.mirror.follow()
+    async for event in events:
+        match event:
+            case BlocksStored(tier=Tier.GPU):
+                blocks.update(event.hashes)
+            case BlocksRemoved(tier=Tier.GPU):
+                blocks.difference_update(event.hashes)
+            case ViewCurrent():
+                break
+    await events.aclose()
+    return len(blocks)
+
+
+class Gone:
+    """While this lasts, there is no save directory."""
+
+    def __init__(self, world):
+        self.here = world.server.save_dir
+        self.there = self.here.with_suffix(".gone")
+
+    def __enter__(self):
+        self.here.rename(self.there)
+
+    def __exit__(self, *_):
+        self.there.rename(self.here)
+
+
+class TestSave:
+    async def test_the_file_holds_what_the_slot_does(self, world):
+        lease = await world.ask(prompt_of(1))
+        assert await world.save(lease.slot)
+        (entry,) = world.entries()
+        slot = world.table[lease.slot]
+        assert entry.tokens == slot.tokens == await world.truth(slot.id) == read_tokens(world.file(entry))
+        assert (slot.saved, slot.dirty) == (103, False)
+        counts = world.contents.counts
+        assert (counts.saves, counts.saved_tokens) == (1, 103)
+        assert world.contents.rates.view.bytes_per_token == entry.size / 103
+
+    async def test_what_was_not_known_of_it_is_known_then(self, world):
+        lease = await world.ask(prompt_of(1), chunks=40, max_tokens=500, ignore_eos=True)
+        slot = world.table[lease.slot]
+        assert slot.unknown >= 32
+        blocks = await held(world)
+        assert await world.save(slot.id)
+        assert (slot.unknown, slot.tokens) == (0, await world.truth(slot.id))
+        assert await held(world) > blocks
+
+    async def test_the_next_turn_replaces_it(self, world):
+        lease = await world.ask(prompt_of(1))
+        await world.save(lease.slot)
+        longer = world.table[lease.slot].tokens + prompt_of(2, 30)
+        assert (await world.ask(longer)).slot == lease.slot
+        assert (world.table[lease.slot].saved, world.table[lease.slot].dirty) == (103, True)
+        await world.save(lease.slot)
+        assert [len(entry.tokens) for entry in world.entries()] == [136]
+
+    async def test_nothing_to_save_is_nothing_saved(self, world):
+        assert not await world.save(0)
+        world.contents.estrange(world.table[0], 50)
+        assert not await world.save(0)
+        assert world.contents.counts.failed_saves == 0
+        assert list(world.server.save_dir.iterdir()) == []
+
+    async def test_without_files_nothing_is(self, world):
+        contents = Contents("e", world.facts, world.io, None, world.mirror, world.clock)
+        contents.hold(contents.table[0], prompt_of(1), None)
+        assert not contents.can_save
+        assert not await contents.save(contents.table[0])
+        entry = await world.saved_away(prompt_of(1))
+        assert not await contents.restore(contents.table[0], entry)
+        await contents.forget(entry)
+        async with contents.keeping(entry):
+            assert (list(contents.entries()), world.entries()) == ([], [entry])
+
+    async def test_one_that_fails_pauses_saving(self, world, said):
+        lease = await world.ask(prompt_of(1))
+        with Gone(world):
+            assert not await world.save(lease.slot)
+        slot = world.table[lease.slot]
+        assert (slot.length, slot.dirty, slot.operation) == (103, True, None)
+        assert not world.contents.can_save
+        assert world.contents.can_restore
+        assert (world.contents.counts.saves, world.contents.counts.failed_saves) == (0, 1)
+        assert str(world.server.save_dir) in said()[0]
+        await world.check()
+        world.clock.ahead += contents_module.SAVE_PAUSE_S
+        assert world.contents.can_save
+        assert await world.save(slot.id)
+
+    async def test_each_further_one_pauses_longer_until_one_works(self, world):
+        """For 1, 2, 4, … seconds, at most a minute; then anew."""
+        lease = await world.ask(prompt_of(1))
+        expected = [1, 2, 4, 8, 16, 32, 60, 60]
+        for pause_s in expected:
+            with Gone(world):
+                await world.save(lease.slot)
+            world.clock.ahead += pause_s - 0.5
+            assert not world.contents.can_save
+            world.clock.ahead += 0.5
+            assert world.contents.can_save
+        assert await world.save(lease.slot)
+        await world.ask(prompt_of(1, 150))
+        with Gone(world):
+            await world.save(lease.slot)
+        world.clock.ahead += contents_module.SAVE_PAUSE_S
+        assert world.contents.can_save
+
+    async def test_a_file_beyond_the_room_there_is_is_removed(self, two_slots, said):
+        async with keeper_world(two_slots, host_bytes=1000) as world:
+            lease = await world.ask(prompt_of(1))
+            assert not await world.save(lease.slot)
+            assert not world.contents.can_save
+            assert list(two_slots.save_dir.iterdir()) == []
+            assert world.table[lease.slot].dirty
+            assert "do not fit" in said()[-1]
+
+    async def test_what_somebody_else_put_there_is_for_nobody(self, world):
+        """As long as what the tenant had: only the file shows it."""
+        lease = await world.ask(prompt_of(1), "a")
+        await world.complete(prompt_of(2), lease.slot)
+        assert not await world.save(lease.slot)
+        slot = world.table[lease.slot]
+        assert (slot.salt, slot.unknown) == (STRANGE, 103)
+        assert world.contents.counts.strangers == 1
+        assert world.entries() == []
+        assert list(world.server.save_dir.iterdir()) == []
+        assert await held(world) == 0
+
+    async def test_what_somebody_else_emptied_is_empty(self, world):
+        lease = await world.ask(prompt_of(1))
+        await world.io.erase(lease.slot)
+        assert not await world.save(lease.slot)
+        assert world.table[lease.slot].is_empty
+        assert world.contents.counts.strangers == 1
+        assert list(world.server.save_dir.iterdir()) == []
+
+
+class TestRestore:
+    async def test_the_slot_holds_the_file(self, world):
+        entry = await world.saved_away(prompt_of(1), "a")
+        assert await world.restore(1, entry)
+        slot = world.table[1]
+        assert (slot.tokens, slot.salt, slot.saved, slot.restored) == (entry.tokens, "a", 103, True)
+        counts = world.contents.counts
+        assert (counts.restores, counts.restored_tokens, entry.uses) == (1, 103, 1)
+        await world.check()
+
+    async def test_over_something_else(self, world):
+        entry = await world.saved_away(prompt_of(1))
+        lease = await world.ask(prompt_of(2, 300))
+        assert await world.restore(lease.slot, entry)
+        await world.check()
+
+    async def test_what_the_server_refuses_is_dropped_and_has_emptied_the_slot(self, world, said):
+        """A file that is whole and unharmed, and no KV of this model."""
+        lease = await world.ask(prompt_of(2))
+        name = world.registry.new_name(world.facts.key)
+        write_state(world.server.save_dir / name, [5, 6, 7], b"no KV")
+        entry = await world.registry.add(name, world.facts.key, None)
+        assert not await world.restore(lease.slot, entry)
+        assert world.table[lease.slot].is_empty
+        assert await held(world) == 0
+        assert world.entries() == []
+        assert world.contents.counts.failed_restores == 1
+        assert name in said()[-1]
+        await world.check()
+
+    @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
+    async def test_a_file_that_was_harmed_is_not_even_tried(self, world, said, harm):
+        entry = await world.saved_away(prompt_of(1))
+        lease = await world.ask(prompt_of(2))
+        path = world.file(entry)
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 1
+        if harm == "remove":
+            path.unlink()
+        else:
+            path.write_bytes(data if harm == "flip" else data[:-1])
+        assert not await world.restore(lease.slot, entry)
+        slot = world.table[lease.slot]
+        assert slot.tokens[:100] == prompt_of(2)
+        assert (slot.length, await world.truth(slot.id)) == (103, slot.tokens)
+        assert world.entries() == []
+        assert world.contents.counts.failed_restores == 1
+        assert entry.name in said()[-1]
+
+    async def test_kept_for_a_restore_it_is_not_replaced_by_its_next_turn(self, world):
+        lease = await world.ask(prompt_of(1, 90))
+        await world.save(lease.slot)
+        (entry,) = world.entries()
+        await world.ask(prompt_of(1, 90) + prompt_of(2, 30))
+        async with world.contents.keeping(entry):
+            assert await world.save(lease.slot)
+            assert await world.restore(1 - lease.slot, entry)
+            assert len(world.entries()) == 2
+        await world.check()
+
+    async def test_forgotten_it_is_gone(self, world):
+        entry = await world.saved_away(prompt_of(1))
+        await world.contents.forget(entry)
+        assert world.entries() == []
+        assert not await world.restore(0, entry)
+        assert list(world.server.save_dir.iterdir()) == []
+
+    async def test_what_fits_no_slot_is_of_no_use_here(self, world):
+        for count in (2048, 2049):
+            name = world.registry.new_name(world.facts.key)
+            write_state(world.server.save_dir / name, list(prompt_of(count, count)))
+            await world.registry.add(name, world.facts.key, None)
+        assert [len(entry.tokens) for entry in world.contents.all_entries()] == [2048, 2049]
+        assert [len(entry.tokens) for entry in world.contents.entries()] == [2048]
+
+    async def test_a_file_of_another_key_is_none_of_these(self, world):
+        name = world.registry.new_name("f00d")
+        write_state(world.server.save_dir / name, [1, 2, 3])
+        await world.registry.add(name, "f00d", None)
+        assert world.entries() == []
+
+
+class TestNotes:
+    async def test_without_its_file_a_slot_is_not_saved_any_more(self, world):
+        first = await world.ask(prompt_of(1, head=64))
+        world.table.pin(first.slot, 100, world.clock() + 60)
+        second = await world.ask(prompt_of(2, head=64))
+        for lease in (first, second):
+            assert await world.save(lease.slot)
+        await world.contents.forget(world.entries()[0])
+        assert [world.table[lease.slot].saved for lease in (first, second)] == [64, 103]
+        world.contents.estrange(world.table[second.slot], 103)
+        await world.contents.forget(world.entries()[0])
+        assert [world.table[lease.slot].saved for lease in (first, second)] == [0, 103]
+
+    async def test_what_came_twice_is_saved_once(self, world):
+        entry = await world.saved_away(prompt_of(1))
+        world.contents.hold(world.table[0], entry.tokens, None)
+        world.contents.hold(world.table[1], entry.tokens[:90] + prompt_of(2, 20), None)
+        for slot in world.table:
+            world.contents.note_saved(slot)
+        assert [slot.saved for slot in world.table] == [103, 90]
+        world.contents.hold(world.table[0], entry.tokens, "a")
+        world.contents.note_saved(world.table[0])
+        assert world.table[0].saved == 0
+
+    async def test_a_model_that_restores_in_vain_is_found_out(self, start_llama, save_dir, said):
+        """One with sliding windows: what was restored is computed again."""
+        server = start_llama(model=gguf_path("swa"), slots=2, ctx=1024, save_dir=save_dir)
+        async with keeper_world(server) as world:
+            entries = [await world.saved_away(prompt_of(seed, 300)) for seed in range(3)]
+            for seed in range(2):
+                assert world.contents.can_restore
+                lease = await world.ask(prompt_of(seed, 300))
+                assert lease.restored
+                assert lease.answer.cached_tokens < 150
+            assert not world.contents.can_restore
+            assert not world.contents.can_save
+            assert not world.contents.reuses_any_prefix
+            assert (list(world.contents.entries()), world.entries() != []) == ([], True)
+            assert ["restoring does not pay" in finding for finding in world.contents.findings] == [True]
+            assert not (await world.ask(prompt_of(2, 300))).restored
+            assert len(entries[2].tokens) == 303
+            assert len([text for text in said() if "restoring does not pay" in text]) == 1
+
+    def test_once_in_vain_is_nothing(self, world):
+        for in_vain in (True, False, True, False, True):
+            world.contents.note_restored(in_vain=in_vain)
+        assert world.contents.can_restore
+        assert world.contents.findings == []
+
+    def test_many_surprises_are_a_finding_and_once(self, world, said):
+        for times in range(1, 3 * MANY_STRANGERS):
+            world.contents.surprise(world.table[0], 10)
+            assert len(world.contents.findings) == (times >= MANY_STRANGERS)
+        assert "-np N" in world.contents.findings[0]
+        assert len(said()) == 1
+        assert world.contents.counts.strangers == times
+
+    async def test_a_wipe_leaves_nothing(self, world):
+        lease = await world.ask(prompt_of(1))
+        assert await held(world) == 6
+        uses = world.table[lease.slot].uses
+        world.contents.wipe()
+        assert await held(world) == 0
+        assert [slot.length for slot in world.table] == [0, 0]
+        assert world.table[lease.slot].uses == uses + 1
+
+    async def test_slots_are_described_without_what_they_hold(self, world):
+        lease = await world.ask(prompt_of(1))
+        world.table.pin(lease.slot, 50, world.clock() + 60)
+        described = world.contents.describe()
+        mine = described[lease.slot]
+        assert (mine["id"], mine["tokens"], mine["unknown"], mine["saved"]) == (lease.slot, 103, 0, 0)
+        assert (mine["operation"], mine["since_s"] >= 0, 50 < mine["pinned_s"] <= 60) == (None, True, True)
+        assert described[1 - lease.slot]["pinned_s"] == 0
+        async with world.keeper.alone():
+            assert {each["operation"] for each in world.contents.describe()} == {"foreign"}
+        assert str(prompt_of(1)[0]) not in str(described)
+
+
+class TestMirror:
+    async def test_it_is_told_what_is_known_and_under_which_salt(self, world):
+        contents, (first, second) = world.contents, world.table
+        contents.hold(first, prompt_of(1), None, unknown=40)
+        assert await held(world) == 6
+        contents.hold(second, prompt_of(1), None)
+        assert await held(world) == 6, "the same blocks"
+        contents.hold(second, prompt_of(1), "nobody named it yet")
+        assert await held(world) == 6
+        world.mirror.know("nobody named it yet", "salt")
+        assert await held(world) == 12
+        contents.estrange(first, 140)
+        assert await held(world) == 6
+        contents.hold(second, array("i"), None)
+        assert await held(world) == 0
