@@ -1,0 +1,92 @@
+"""`kvpin serve --engine 'llama-server: …'`: started, watched, restarted, and nothing lost with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import httpx
+import pytest
+
+from scripts.make_gguf import gguf_path
+from tests.live.conftest import running_kvpin
+from tests.llama import llama_server, memory_dir
+
+WAIT_S = 60.0
+STORY = "Once upon a time there was a server with four slots and sixteen conversations. " * 8
+
+
+@pytest.fixture
+def serve(monkeypatch, tmp_path):
+    """Starts kvpin with a llama-server of its own: `serve()`; all share one host cache."""
+    monkeypatch.setenv("LLAMA_SERVER", llama_server())
+    count = iter(range(9))
+
+    def start(directory):
+        command = f"-m {gguf_path('tiny')} -np 2 -c 4096 -t 1 --slot-save-path {directory}"
+        return running_kvpin(tmp_path / f"kvpin-{next(count)}.log", "--engine", f"llama-server: {command}")
+
+    return start
+
+
+def ask(kvpin, text) -> tuple[str, int, int]:
+    """(text, cached tokens predicted, cached tokens reported) of a greedy answer."""
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}
+    response = httpx.post(f"{kvpin.base_url}/chat/completions", json=body, timeout=WAIT_S, trust_env=False)
+    answer = response.raise_for_status().json()
+    reported = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return (
+        answer["choices"][0]["message"]["content"],
+        int(response.headers["x-kvpin-predicted-tokens"]),
+        reported,
+    )
+
+
+def try_to_ask(kvpin, text) -> tuple[str, int, int] | None:
+    """The same; None while there is no server, which is a clear error."""
+    try:
+        return ask(kvpin, text)
+    except httpx.HTTPStatusError as error:
+        assert error.response.status_code in (502, 503)
+        assert error.response.json()["error"]["message"]
+        return None
+
+
+def test_conversations_outlive_kvpin_and_its_server(serve):
+    texts = [f"{name}: {STORY}" for name in ("Ada", "Ben", "Cyd")]
+    with memory_dir() as directory:
+        with serve(directory) as kvpin:
+            first = [ask(kvpin, text)[0] for text in texts]
+        with serve(directory) as kvpin:
+            for text, before in zip(texts, first, strict=True):
+                answer, predicted, reported = ask(kvpin, text)
+                assert answer == before
+                assert predicted == reported > 100
+
+
+def test_a_server_that_crashes_comes_back_with_its_conversations(serve):
+    with memory_dir() as directory, serve(directory) as kvpin:
+        before, *_ = ask(kvpin, f"Ada: {STORY}")
+        (engine,) = kvpin.engines().values()
+        kvpin.admin("POST", "offload", json={"all": True}).raise_for_status()
+        deadline = time.monotonic() + WAIT_S
+        while not list(directory.glob("kvpin-*.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(engine["process"]["pid"], signal.SIGKILL)
+        while (answered := try_to_ask(kvpin, f"Ada: {STORY}")) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        answer, predicted, reported = answered
+        assert answer == before
+        assert predicted == reported > 100
+
+
+def test_sizes_and_findings_show_in_stats(serve):
+    with memory_dir() as directory, serve(directory) as kvpin:
+        ask(kvpin, STORY)
+        (engine,) = kvpin.engines().values()
+        assert engine["kv"]["findings"] == []
+        assert len(engine["kv"]["slots"]) == 2
+        assert engine["kv"]["files"]["tiers"]["host"]["cap"] > 0
