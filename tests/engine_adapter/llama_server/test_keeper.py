@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from contextlib import asynccontextmanager, suppress
 from random import Random
 
@@ -19,6 +20,7 @@ from engine_adapter.llama_server.turns import Ask
 from engine_adapter.types import ViewCurrent, ViewLost
 from tests.engine_adapter.llama_server.keeper_world import (
     CHAT,
+    COMPLETIONS,
     NEVER_SENT,
     SMALL_STEPS,
     Left,
@@ -287,7 +289,41 @@ class TestLeft:
         assert world.table[lease.slot].unknown == 0
         await world.check()
 
-    @pytest.mark.parametrize("chunks", [-1, 0, 1, 5])
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+    @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": 1}, {"logit_bias": [[2, 100]]}])
+    async def test_an_answer_of_next_to_nothing(self, world, path, fields):
+        messages = [{"role": "user", "content": "Hello there"}]
+        body = JsonBody(msgspec.json.encode({"messages": messages, "prompt": "Hello there"}))
+        tokens = await tokenize(world.control, path, body)
+        for _ in range(2):
+            lease = await world.ask(tokens, path=path, messages=messages, **fields)
+            assert lease.answer.is_complete
+            assert not world.table[lease.slot].is_empty
+            await world.check()
+
+    async def test_a_prompt_that_the_server_counts_otherwise(self, world):
+        lease = await world.ask(prompt_of(1), prompt=list(prompt_of(2, 120)))
+        assert (world.table[lease.slot].salt, world.table[lease.slot].unknown) == (STRANGE, 123)
+        await world.check()
+
+    async def test_a_server_that_dies_before_it_is_asked(self, own_world):
+        async with own_world.keeper.lease(Ask(prompt_of(1))) as lease:
+            await own_world.send(lease)
+            own_world.server.kill()
+        assert own_world.operations() == [None, None]
+        assert (own_world.table[lease.slot].tokens, own_world.table[lease.slot].salt) == (array("i"), STRANGE)
+
+    async def test_a_stranger_whose_server_dies(self, own_world):
+        other = asyncio.create_task(own_world.complete(prompt_of(1, 1500), 0))
+        await own_world.until_processing(0)
+        own_world.keeper.adopt(await read_slots(own_world.control))
+        own_world.server.kill()
+        with pytest.raises(EngineUnavailable):
+            await other
+        await own_world.idle()
+        assert own_world.table[0].salt == STRANGE
+
+    @pytest.mark.parametrize("chunks", [NEVER_SENT, 0, 1, 5])
     async def test_cut_short(self, world, chunks):
         for tokens in (prompt_of(1, 600), prompt_of(1, 600), prompt_of(2, 200)):
             lease = await world.ask(tokens, chunks=chunks, max_tokens=1000, ignore_eos=True)

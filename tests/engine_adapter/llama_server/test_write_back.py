@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -162,6 +162,18 @@ class TestSaveAll:
         await asyncio.gather(saving, ends)
         assert sorted(len(entry.tokens) for entry in world.entries()) == [6, 103]
         assert dirty_slots(world.keeper) == []
+
+    async def test_what_a_request_takes_meanwhile_is_left_to_it(self, world):
+        first, second = [await world.ask(prompt_of(seed)) for seed in (1, 2)]
+        turn = world.table[second.slot].tokens + prompt_of(3, 10)
+        async with AsyncExitStack() as stack:
+            with stopped(world.server):
+                ends = asyncio.create_task(save_all(world.keeper))
+                await world.until(lambda: world.table[first.slot].operation is SAVE)
+                lease = await stack.enter_async_context(world.keeper.lease(Ask(turn)))
+                assert lease.slot == second.slot
+            await ends
+            assert [entry.tokens[:100] for entry in world.entries()] == [prompt_of(1)]
 
     async def test_a_place_that_takes_nothing_is_tried_once_or_twice(self, world):
         for seed in (1, 2):
