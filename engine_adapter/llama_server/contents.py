@@ -18,7 +18,7 @@ from engine_adapter.errors import EngineRejected
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.rates import RateBook
-from engine_adapter.llama_server.saved import Saved, SavedPrefixes
+from engine_adapter.llama_server.saved import STILL_SOUND, Saved, SavedPrefixes
 from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
@@ -201,7 +201,8 @@ class Contents:
                 moved = await self._io.restore(slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1
-            log.warning("%s: a saved prefix cannot be restored: %s", self._engine, error)
+            fate = "cannot be restored now" if error.reason in STILL_SOUND else "is dropped"
+            log.warning("%s: a saved prefix %s: %s", self._engine, fate, error)
             return False
         except EngineRejected as error:
             self.counts.failed_restores += 1

@@ -41,7 +41,7 @@ from engine_adapter.types import Tier, TokenIds
 
 __all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
 
-_STILL_SOUND = frozenset({Reason.NO_ROOM, Reason.UNWRITABLE})  # the target failed, not the file
+STILL_SOUND = frozenset({Reason.NO_ROOM, Reason.UNWRITABLE})  # the target failed, not the file
 
 _log = logging.getLogger("kvpin.llama_server")
 _T = TypeVar("_T")
@@ -301,7 +301,7 @@ class SavedPrefixes:
         try:
             await asyncio.shield(saved.work)
         except StateFileError as error:
-            if error.reason not in _STILL_SOUND and self._is_registered(saved):
+            if error.reason not in STILL_SOUND and self._is_registered(saved):
                 await asyncio.shield(self._drop(saved))
             raise
         self._check_registered(saved)

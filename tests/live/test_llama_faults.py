@@ -432,7 +432,8 @@ def test_a_harmed_file_is_dropped_and_never_served(serve):
         assert not saved[name].exists()
         one.until_saved()
     assert one.count("restores") == 0
-    assert all(one.warnings(saved[name].name) for name in HARMS)
+    assert [len(one.warnings(saved[name].name)) for name in HARMS] == [1] * len(HARMS)
+    assert len(one.warnings()) == len(HARMS)
     # What replaced them is sound.
     for name in (*HARMS, "Eve"):
         assert is_hit(one.ask(shared + story(name)))
@@ -523,15 +524,15 @@ def test_without_room_or_rights_requests_go_on_and_saves_resume(serve, little_ro
             until(lambda one=one: one.count("failed_saves"), "a save that fails")
             for name in ("Cyd", "Dan"):
                 one.ask(story(name))
-            # What can be read is read, and nothing more is tried.
+            # What can be read is read, and each failure says so once.
             assert is_hit(one.ask(story("Ada")))
-            assert (one.count("failed_saves"), one.count("saves")) == (1, 1)
-            assert len(one.warnings(f"{one.id}: a slot could not be saved")) == 1
+            assert one.count("saves") == 1
+            said = one.warnings(f"{one.id}: a slot could not be saved in {one.directory}")
+            assert 1 <= len(said) <= one.count("failed_saves")
             assert {path.name for path in one.directory.glob("*.bin")} == kept[one.id]
     for one in both:
         one.until_saved()
         assert one.count("saves") >= 2
-        assert one.count("failed_saves") == 1
         assert len(one.files()) == one.count("saves")
 
 
