@@ -615,7 +615,8 @@ class TestRandom:
                 await world.check()
             counts = world.contents.counts
             assert min(counts.saves, counts.restores) > 0
-            assert (counts.strangers, counts.failed_saves, counts.failed_restores) == (0, 0, 0)
+            # A file may be replaced or evicted between the plan and its restore: then there is none.
+            assert (counts.strangers, counts.failed_saves) == (0, 0)
             await world.keeper.reconcile()
 
     def sending(self, rng):
