@@ -198,7 +198,8 @@ class SlotKeeper:
         async def work(slot: Slot) -> bool:
             async with self.contents.keeping(entry):
                 if save_first:
-                    await self.contents.save(slot)
+                    if not await self.contents.save(slot):
+                        return False  # what it holds is not given up for what nobody waits for
                     self._next(slot, Operation.RESTORE)
                 return await self.contents.restore(slot, entry)
 

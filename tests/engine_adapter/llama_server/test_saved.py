@@ -352,7 +352,7 @@ def flip(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
-async def test_an_entry_that_is_not_what_it_was_is_dropped(tiers, harm, reason, tier, caplog):
+async def test_an_entry_that_is_not_what_it_was_is_dropped(tiers, harm, reason, tier):
     saved = await tiers.save(1)
     if tier is Tier.DISK:
         await tiers.save(100)
@@ -365,7 +365,6 @@ async def test_an_entry_that_is_not_what_it_was_is_dropped(tiers, harm, reason, 
         await tiers.registry.ready(saved)
     assert saved not in set(tiers.registry.entries(KEY))
     assert tiers.told[-1][:2] == (SavedEvent.REMOVED, saved.name)
-    assert "it is dropped" in caplog.text
     with refused(Reason.MISSING):
         await tiers.registry.ready(saved)
     tiers.check()
