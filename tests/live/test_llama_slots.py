@@ -228,12 +228,11 @@ SMALL_STEPS = ("-b", "256")
 def test_a_client_that_leaves_in_prefill_blocks_nobody(tmp_path, stream):
     with llama_world(tmp_path, *SMALL_STEPS, slots=2, ctx=16384) as world:
         world.chat(SHORT)  # on slot 0
-        client = begin(world, LONG, stream=stream)
-        (busy,) = world.until(lambda: [slot for slot in world.slots() if slot["operation"]], "a prefill")
-        # Another client is answered meanwhile, and a third one after the first has left.
-        assert cached(world.chat(SHORT + "And its boats?")) > 100
-        assert not has_answer(client)
-        client.close()
+        with begin(world, LONG, stream=stream) as client:
+            (busy,) = world.until(lambda: requests_in(world.slots()), "a prefill")
+            # Another client is answered meanwhile, and a third one after the first has left.
+            assert cached(world.chat(SHORT + "And its boats?")) > 100
+            assert not has_answer(client)
         assert cached(world.chat(SHORT + "And the crew?")) > 100
         left = world.until_idle()[busy["id"]]
         held = world.server_slots()[busy["id"]]
@@ -242,6 +241,10 @@ def test_a_client_that_leaves_in_prefill_blocks_nobody(tmp_path, stream):
         part = {"prompt": "ship night " * (left["tokens"] // 8), "max_tokens": 8}
         assert cached(world.post("completions", part)) > 100
         assert world.kv()["violations"] == 0
+
+
+def requests_in(slots):
+    return [slot for slot in slots if slot["operation"] == "request"]
 
 
 def begin(world, prompt, **fields):
