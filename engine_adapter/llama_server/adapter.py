@@ -247,13 +247,14 @@ class LlamaServerAdapter:
     ) -> AsyncIterator[Hold]:
         is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
         ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
+        # What the server keeps in a cache of its own, it gives to any tenant.
+        may_share = session.keeps_none_itself or ask.salt is None
+        wants_reuse = body.get("cache_prompt") is not False
+        ask = replace(ask, reuse=is_known and wants_reuse and may_share)
         async with keeper.lease(ask) as lease:
             lease.has_stop = bool(body.get("stop"))
             lease.may_trim = path != "/v1/completions" and _may_trim(session.facts.chat_template, body)
-            wants_reuse = body.get("cache_prompt") is not False
-            # What the server keeps in a cache of its own, it gives to any tenant.
-            may_share = session.keeps_none_itself or ask.salt is None
-            reuses = lease.may_reuse = lease.may_reuse and wants_reuse and is_known and may_share
+            reuses = lease.may_reuse
             streamed = streaming_body(path, body)
             answer = SlotAnswer(path, lease, assembles=streamed is not None)
             yield Hold(

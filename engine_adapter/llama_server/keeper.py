@@ -34,7 +34,8 @@ log = logging.getLogger("kvpin.llama_server")
 
 # A running stream of another slot shares each step; about this much of a prefill, each.
 INTERFERENCE_S = 0.002
-SETTLE_POLL_S = (0.02, 0.25)
+# After a client left: the server looks for that only when nothing was asked of it for a second.
+SETTLE_POLL_S = (0.02, 0.15, 1.2)
 # From the last byte of a request to its place in the server's queue.
 ARRIVAL_S = 0.02
 
@@ -231,11 +232,9 @@ class SlotKeeper:
             if state.n_tokens is None and slot.id in self._used:
                 self.is_lost = True
                 raise EngineUnavailable("the server was restarted: its slots are new")
-            if state.is_processing:
-                self.contents.surprise(slot, slot.length)
+            if state.is_processing or state.n_tokens not in (None, slot.length):
+                self.contents.surprise(slot, state.n_tokens or 0)
                 self._leave_to_stranger(slot)
-            elif state.n_tokens is not None and state.n_tokens != slot.length:
-                self.contents.surprise(slot, state.n_tokens)
 
     def wipe(self) -> None:
         """The server lost all KV, as one that fell asleep does, and its slots look like new."""
@@ -261,7 +260,7 @@ class SlotKeeper:
     def _plan(self, ask: Ask, slots: Iterable[Slot]) -> SlotPlan:
         contents = self.contents
         best = plan(
-            ask.tokens,
+            ask.tokens if ask.reuse else array("i"),
             ask.salt,
             slots,
             contents.entries(),
@@ -303,10 +302,10 @@ class SlotKeeper:
         return self._leased(slot, ask, restored=is_restored)
 
     def _leased(self, slot: Slot, ask: Ask, *, restored: bool) -> SlotLease:
-        kept = slot.shared(ask.tokens, ask.salt)
+        kept = slot.shared(ask.tokens, ask.salt) if ask.reuse else 0
         most = max(len(ask.tokens) - 1, 0)
         grows = slot.unknown > 0 and kept == len(slot.tokens) and slot.salt == ask.salt
-        may_reuse = slot.is_empty or slot.salt == ask.salt
+        may_reuse = ask.reuse and (slot.is_empty or slot.salt == ask.salt)
         return SlotLease(
             slot=slot.id,
             ask=ask,
@@ -370,15 +369,14 @@ class SlotKeeper:
 
     async def _count_when_idle(self, slot_id: int) -> int:
         """Tokens in a slot, as soon as the server works on it no more."""
-        pause_s, longest_s = SETTLE_POLL_S
+        pauses = iter(SETTLE_POLL_S)
         while True:
             state = (await read_slots(self._control))[slot_id]
             if state.n_tokens is not None:
                 self._used.add(slot_id)
             if not state.is_processing:
                 return state.n_tokens or 0
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
+            await asyncio.sleep(next(pauses, SETTLE_POLL_S[-1]))
 
     async def _until_all_arrived(self) -> None:
         """Until every request sent so far runs or is gone. One whose client left may still wait behind a long
@@ -403,6 +401,8 @@ class SlotKeeper:
 
     async def _until_stranger_left(self, slot: Slot) -> None:
         try:
+            await self._count_when_idle(slot.id)
+            await self._end_copies(slot.id)
             self.contents.estrange(slot, await self._count_when_idle(slot.id))
         except EngineError as error:
             log.warning("%s: slot %d: %s", self._engine, slot.id, error)
@@ -417,8 +417,12 @@ class SlotKeeper:
             await self._until_all_arrived()
             for slot in self._table:
                 await self._count_when_idle(slot.id)
+            states = await read_slots(self._control)
+            touched = [state.id for state in states if tasks.get(state.id, self) != state.id_task]
+            if touched:
+                await self._end_copies(touched[0])
             for state in await read_slots(self._control):
-                if tasks.get(state.id, self) != state.id_task:
+                if state.id in touched:
                     self.contents.estrange(self._table[state.id], state.n_tokens or 0)
         except EngineError:
             for slot in self._table:
@@ -426,6 +430,16 @@ class SlotKeeper:
         finally:
             self._turns.release_all()
             self._note_work()
+
+    async def _end_copies(self, slot_id: int) -> None:
+        """Computes one token on a slot that holds nothing of use.
+
+        A request for several answers copies KV from slot to slot. When it ends without a further step the
+        copies stay pending, and the next step of any slot makes them, over whatever was restored there
+        meanwhile: wrong answers (observed on llama.cpp 0c1e570). Erasing the slot does not help, a step does.
+        """
+        body = {"prompt": [0], "n_predict": 0, "id_slot": slot_id, "cache_prompt": False}
+        await self._control.call("POST", "/completion", json=body)
 
     async def _taken(self, slot_id: int, work: _Work[_Result]) -> _Result:
         slot = self._table[slot_id]

@@ -27,10 +27,12 @@ class Ask:
     Attributes:
         tokens: its ids; empty where they are not known.
         salt: the cache salt it runs under.
+        reuse: whether KV may be reused for it at all.
     """
 
     tokens: TokenIds[int] = field(repr=False)
     salt: str | None = None
+    reuse: bool = True
 
 
 Decide = Callable[[Ask, Iterable[Slot]], SlotPlan]

@@ -467,7 +467,8 @@ class TestOthers:
         assert (await world.ask(prompt_of(2))).slot == 1
         await other
         await world.idle()
-        assert (world.table[0].unknown, world.table[0].salt) == (699, STRANGE)
+        # One token: what ends copies of KV the other may have left pending.
+        assert (world.table[0].unknown, world.table[0].salt) == (1, STRANGE)
         assert world.contents.counts.strangers == (word == "reconcile")
         await world.check()
 
