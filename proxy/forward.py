@@ -47,7 +47,7 @@ _NOT_PASSED_ON = frozenset(
     }
 )
 # What a stream says of itself, and an answer assembled from it does not.
-_OF_A_STREAM = frozenset({"content-type", "content-length", "cache-control"})
+_OF_A_STREAM = frozenset({"content-type", "content-length", "cache-control", "x-accel-buffering"})
 # The usage and what follows it at the end of a stream fit well within this.
 _TAIL_BYTES = 8192
 
