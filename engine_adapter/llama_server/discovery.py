@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import xxhash
@@ -19,9 +20,6 @@ from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavail
 from engine_adapter.llama_server.fingerprint import file_digest, model_parts, remote_digest
 from engine_adapter.openai_http import ControlClient
 from engine_adapter.types import EngineSpec
-
-PROBE_FILE = "kvpin-probe.bin"
-"""What `probe` leaves in the server's save directory: the state of an empty slot, some 50 bytes."""
 
 _NOT_FOUND, _NOT_IMPLEMENTED = 404, 501
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
@@ -229,15 +227,21 @@ def spare_slot(slots: Sequence[SlotState]) -> int:
     return min(slots, key=lambda slot: (slot.is_processing, slot.n_tokens or 0, slot.id)).id
 
 
-async def probe(control: ControlClient, facts: ServerFacts, slot_id: int) -> ServerFacts:
-    """`facts` with what only trying tells. Slot `slot_id` must be idle; what it held is gone.
+def probe_file() -> str:
+    """A name for the small file that trying a server out leaves behind: servers may share a directory."""
+    return f"kvpin-probe-{uuid4().hex}.bin"
+
+
+async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, file: str) -> ServerFacts:
+    """`facts` with what only trying tells. Slot `slot_id` must be idle; what it held is gone, and
+    `file` is left in the server's save directory, some 50 bytes.
 
     A few milliseconds on an idle server, plus the prefill of some 150 tokens.
     """
     ram_cache = await probe_ram_cache(control, slot_id)
     is_unified = facts.is_unified
     if facts.can_save and is_unified is None:
-        is_unified = await probe_unified(control, slot_id, facts.slots)
+        is_unified = await probe_unified(control, slot_id, facts.slots, file=file)
     if facts.can_save:
         await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
     return replace(facts, ram_cache=ram_cache, is_unified=is_unified)
@@ -254,15 +258,15 @@ async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
     return await _prefill(control, [*first, second[0]], slot_id) > 0
 
 
-async def probe_unified(control: ControlClient, slot_id: int, slots: int) -> bool | None:
+async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, file: str) -> bool | None:
     """Whether all slots share one pool of KV, by the size of an empty slot's file; None where that is
     not to be told.
 
     The file counts the cells of each stream, and a unified pool is one stream. The content of slot
-    `slot_id` is lost, and `PROBE_FILE` is left in the server's save directory.
+    `slot_id` is lost, and `file` is left in the server's save directory.
     """
     await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
-    saved = await control.call("POST", f"/slots/{slot_id}?action=save", json={"filename": PROBE_FILE})
+    saved = await control.call("POST", f"/slots/{slot_id}?action=save", json={"filename": file})
     words, rest = divmod(saved["n_written"], 4)
     counted = words - _STATE_WORDS
     if not rest and counted in [caches * (1 + slots) for caches in _CACHES]:

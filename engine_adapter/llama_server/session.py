@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import PROBE_FILE, ServerFacts, probe, read_slots, spare_slot
+from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file, read_slots, spare_slot
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.saved import SavedPrefixes
@@ -158,9 +158,10 @@ class Session:
 
     async def _probed(self, facts: ServerFacts, slot_id: int) -> ServerFacts:
         leaves_a_file = facts.can_save and facts.is_unified is None
-        facts = await probe(self._control, facts, slot_id)
+        file = probe_file()
+        facts = await probe(self._control, facts, slot_id, file=file)
         if self._spec.host_cache_dir is not None and leaves_a_file:
-            self._shares_directory = await asyncio.to_thread(_take_probe, self._spec.host_cache_dir)
+            self._shares_directory = await asyncio.to_thread(_take_probe, self._spec.host_cache_dir, file)
         return facts
 
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
@@ -195,10 +196,10 @@ def identity_of(facts: ServerFacts) -> str:
     return f"{facts.instance or ''}{facts.fingerprint}"
 
 
-def _take_probe(directory: str) -> bool:
+def _take_probe(directory: str, file: str) -> bool:
     """Whether the small file that trying a server out leaves behind is in the directory; removes it."""
     try:
-        (Path(directory).expanduser() / PROBE_FILE).unlink()
+        (Path(directory).expanduser() / file).unlink()
     except OSError:
         return False
     return True

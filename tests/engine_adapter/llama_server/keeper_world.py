@@ -209,5 +209,5 @@ async def keeper_world(server, **place):
 async def _facts_of(server, spec, control):
     key = f"{server.url} {server.process.pid}"
     if key not in _facts:
-        _facts[key] = await probe(control, await discover(control, spec), 0)
+        _facts[key] = await probe(control, await discover(control, spec), 0, file="probe.bin")
     return _facts[key]

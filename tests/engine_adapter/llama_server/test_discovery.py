@@ -16,7 +16,6 @@ from starlette.routing import Route
 
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.llama_server.discovery import (
-    PROBE_FILE,
     SlotState,
     discover,
     probe,
@@ -33,6 +32,8 @@ from tests.engines import served
 
 RAM = ("--cache-ram", "512")
 
+FILE = "probe.bin"
+
 
 def spec_of(url):
     return EngineSpec(kind="llama_server", url=url, id="e")
@@ -46,7 +47,7 @@ def found(start_llama, control_of):
         server = start_llama(*flags, **options)
         control = control_of(server.url)
         facts = await discover(control, spec_of(server.url))
-        return await probe(control, facts, facts.slots - 1)
+        return await probe(control, facts, facts.slots - 1, file=FILE)
 
     return find
 
@@ -62,7 +63,7 @@ async def test_a_server_as_it_should_be(found, save_dir):
     assert "<|im_start|>" in facts.chat_template
     assert facts.build
     assert re.fullmatch("[0-9a-f]{16}", facts.key)
-    assert (save_dir / PROBE_FILE).stat().st_size < 100
+    assert (save_dir / FILE).stat().st_size < 100
 
 
 async def test_the_flags_of_a_plain_start(found):
@@ -242,7 +243,7 @@ async def test_probes_touch_their_slot_alone(start_llama, control_of, save_dir):
     for slot_id in (0, 1):
         await control.call("POST", "/completion", json={**prompt, "id_slot": slot_id})
     assert await probe_ram_cache(control, 1) is False
-    assert await probe_unified(control, 1, 2) is False
+    assert await probe_unified(control, 1, 2, file=FILE) is False
     reused = [
         (await control.call("POST", "/completion", json={**prompt, "id_slot": slot_id}))["timings"]["cache_n"]
         for slot_id in (0, 1)
@@ -262,7 +263,7 @@ async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
         routes=[Route("/slots/0", lambda _: JSONResponse({"n_written": n_written}), methods=["POST"])]
     )
     with served(app) as url:
-        assert await probe_unified(control_of(url), 0, 4) is None
+        assert await probe_unified(control_of(url), 0, 4, file=FILE) is None
 
 
 # --- what is no llama-server ---------------------------------------------------------------------

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from engine_adapter import AiohttpTransport, EngineSpec, EngineUnavailable, KvVerb, make_adapter
-from engine_adapter.llama_server.discovery import PROBE_FILE, discover, read_slots
+from engine_adapter import AiohttpTransport, Capability, EngineSpec, EngineUnavailable, KvVerb, make_adapter
+from engine_adapter.llama_server.discovery import discover, read_slots
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.session import Session, identity_of
 from tests.engine_adapter.llama_server.slot_world import World, prompt_of, slot_world
@@ -39,8 +39,20 @@ async def begun(server, save_dir, control_of):
 async def test_trying_a_server_out_leaves_nothing_behind(begun, save_dir, control_of, server):
     session = await begun()
     assert (session.facts.ram_cache, session.facts.is_unified) == (False, False)
-    assert not (save_dir / PROBE_FILE).exists()
+    assert list(save_dir.iterdir()) == []
     assert {slot.n_tokens for slot in await read_slots(control_of(server.url))} <= {0, None}
+
+
+async def test_servers_that_share_a_directory_are_tried_out_at_once(start_llama, save_dir):
+    servers = [start_llama(slots=2, ctx=1024, save_dir=save_dir) for _ in range(3)]
+
+    async def capabilities(server, name):
+        async with slot_world(server.url, name, host_cache_dir=str(save_dir)) as world:
+            return (await world.adapter.connect()).capabilities
+
+    for _ in range(3):
+        able = await asyncio.gather(*(capabilities(server, str(n)) for n, server in enumerate(servers)))
+        assert all(Capability.OFFLOAD in each for each in able)
 
 
 async def test_a_server_that_saves_elsewhere_is_told_and_not_made_to(server, tmp_path, caplog):
@@ -51,7 +63,7 @@ async def test_a_server_that_saves_elsewhere_is_told_and_not_made_to(server, tmp
         for seed in range(4):
             await world.ask(prompt_of(seed))
     assert finding in caplog.text
-    assert not list(server.save_dir.glob("kvpin-*-*.bin"))
+    (_probe,) = server.save_dir.iterdir()  # what told, and nothing else
 
 
 async def test_a_directory_that_cannot_be_used_is_told(server, tmp_path):
