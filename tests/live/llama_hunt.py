@@ -149,7 +149,7 @@ async def _quarry(
     quarry.expected = await lone.answer(quarry)
     if dice.random() < 0.2:
         # A word it says ends it early: the text that led to a stop string is not in the stream.
-        body["stop"] = [dice.choice(quarry.expected.texts[0].split(" ")[1:])]
+        body["stop"] = [dice.choice(quarry.expected.texts[0].split(" ")[1:] or ["."])]
         quarry.expected = await lone.answer(quarry)
     body.update(_manner(dice, is_chat=is_chat))
     if "n" in body:
