@@ -370,7 +370,8 @@ def test_a_server_that_hangs_for_long_is_passed_by(serve):
     two = serve(beside=one)
     names = ("Ada", "Ben", "Cyd")
     one.ask(story("Ada"))
-    until(one.files, "a saved prefix")
+    until(lambda: one.count("saves") + two.count("saves"), "a saved prefix")
+    assert len(one.files()) == 1
     hangs, other = (one, two) if one.count("saves") else (two, one)
     hangs.server.process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor() as pool:
