@@ -27,7 +27,7 @@ from pathlib import Path
 
 import httpx
 from harness import ROOT, free_port, host_cache, kvpin, llama_server
-from slots import ask
+from slots import VOCABULARY, ask
 
 sys.path.insert(0, str(ROOT))
 from scripts.make_gguf import gguf_path
@@ -35,7 +35,6 @@ from scripts.make_gguf import gguf_path
 SLOTS, CTX = 2, 4096
 QUESTION_WORDS = 60
 SETTLE_S = 60.0
-_VOCABULARY = [word for word in (ROOT / "README.md").read_text().split() if word.isalpha()]
 
 Case = dict[str, list[float]]
 
@@ -92,7 +91,7 @@ class Talk:
             ask(client, messages, {})
 
     def _words(self, count: int) -> str:
-        return " ".join(self._random.choice(_VOCABULARY) for _ in range(count))
+        return " ".join(self._random.choice(VOCABULARY) for _ in range(count))
 
 
 def wait_written_back(client: httpx.Client) -> None:

@@ -30,7 +30,7 @@ from scripts.make_gguf import gguf_path
 CTX = 4096
 MAX_TOKENS = 24
 WORDS_A_TURN = 60
-_VOCABULARY = [word for word in (ROOT / "README.md").read_text().split() if word.isalpha()]
+VOCABULARY = [word for word in (ROOT / "README.md").read_text().split() if word.isalpha()]
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ def converse(url: str, conversations: int, rounds: int, pin: Callable[[int], dic
     with httpx.Client(base_url=url, timeout=600, limits=limits) as client:
         for turn in range(rounds):
             for number, chat in enumerate(chats):
-                text = " ".join(words.choice(_VOCABULARY) for _ in range(WORDS_A_TURN))
+                text = " ".join(words.choice(VOCABULARY) for _ in range(WORDS_A_TURN))
                 chat.append({"role": "user", "content": text})
                 answer = ask(client, chat, pin(number))
                 chat.append({"role": "assistant", "content": answer.text})
