@@ -36,7 +36,7 @@ from engine_adapter.managed import (
     prepare_managed,
 )
 from engine_adapter.prefixes import common_prefix
-from engine_adapter.registry import ENGINE_KINDS, is_generic, make_adapter
+from engine_adapter.registry import ENGINE_KINDS, make_adapter
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
@@ -45,12 +45,14 @@ from engine_adapter.types import (
     EngineInfo,
     EngineLoad,
     EngineSpec,
+    Finding,
     KvEvent,
     KvProgress,
     KvTarget,
     KvVerb,
     Pinned,
     PromptTable,
+    RenderedPrompt,
     Tier,
     ViewCurrent,
     ViewLost,
@@ -74,6 +76,7 @@ __all__ = [
     "EngineSpec",
     "EngineSpecError",
     "EngineUnavailable",
+    "Finding",
     "Forecast",
     "Hold",
     "IncomingResponse",
@@ -87,6 +90,7 @@ __all__ = [
     "Pinned",
     "PromptTable",
     "PromptTableError",
+    "RenderedPrompt",
     "RequestBody",
     "SelfPlaced",
     "Tier",
@@ -96,7 +100,6 @@ __all__ = [
     "check_command",
     "common_prefix",
     "health_path",
-    "is_generic",
     "make_adapter",
     "managed_advice",
     "managed_command",

@@ -15,12 +15,14 @@ from engine_adapter.types import (
     EngineInfo,
     EngineLoad,
     EngineSpec,
+    Finding,
     KvEvent,
     KvProgress,
     KvTarget,
     KvVerb,
     Pinned,
     PromptTable,
+    RenderedPrompt,
     TokenIds,
 )
 
@@ -42,6 +44,9 @@ class EngineAdapter(Protocol):
     async def load(self) -> EngineLoad:
         """Requests running and waiting; also the health check: EngineUnavailable when the engine is not
         well, or is another process than the one `connect` met, whose KV is then gone."""
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What keeps kvpin from using the engine fully, as of the last `connect`."""
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:
         """What the prompt would cost now, where the adapter follows the engine's cache itself; None where
@@ -76,6 +81,10 @@ class EngineAdapter(Protocol):
         """Token ids of a request exactly as the engine would serve it [Capability.TOKENIZE]. `path` is the
         request's own: EngineRejected, too, for one whose prompts the engine does not tell. Those of
         `/v1/chat/completions` and `/v1/completions` it always does."""
+
+    async def render(self, path: str, body: JsonBody) -> RenderedPrompt:
+        """Token ids of a request that holds images, and where each lies [Capability.RENDER].
+        EngineRejected for one that the engine would not serve."""
 
     def events(self) -> AsyncIterator[KvEvent]:
         """What the engine stores and removes, for as long as the caller iterates

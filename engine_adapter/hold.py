@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine_adapter.body import JsonBody
-from engine_adapter.types import KvTarget
+from engine_adapter.types import KvTarget, TokenIds
 
 RequestBody = JsonBody | AsyncIterator[bytes] | None
 
@@ -45,7 +45,7 @@ class Forecast:
 
 
 class AnswerReader(Protocol):
-    """Reads an answer on its way to the client.
+    """Reads an answer on its way to the client, and may hold back what the client did not ask for.
 
     Attributes:
         assembles: the engine streams though the client wants one JSON answer: `finish` gives it.
@@ -53,11 +53,13 @@ class AnswerReader(Protocol):
 
     assembles: bool
 
-    def feed(self, chunk: bytes) -> None:
-        """The next bytes of the engine's answer, untouched."""
+    def feed(self, chunk: bytes) -> bytes:
+        """The next bytes of the engine's answer, untouched: of a stream as they come, a JSON answer whole.
+        Returns what the client gets of them; b"" while something is held back, and where `assembles`."""
 
     def finish(self) -> bytes:
-        """The answer is over. The JSON body to send in place of the stream, where `assembles`.
+        """The answer is over. What was held back, or, where `assembles`, the JSON body to send in place of
+        the stream.
 
         Raises:
             EngineUnavailable: the stream broke off, or the engine put an error in it.
@@ -65,6 +67,9 @@ class AnswerReader(Protocol):
 
     def cached_tokens(self) -> int | None:
         """Reused prompt tokens, where the engine said so; asked after `finish`."""
+
+    def prompt_tokens(self) -> TokenIds[int] | None:
+        """The prompt as the engine tokenised it, where it was asked to tell; asked after `finish`."""
 
 
 @dataclass(slots=True)

@@ -7,19 +7,22 @@ from collections.abc import Callable
 from engine_adapter.base import EngineAdapter
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server.adapter import LlamaServerAdapter
+from engine_adapter.nim import NimAdapter
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from engine_adapter.sglang.adapter import SglangAdapter
+from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 from engine_adapter.types import EngineSpec
+from engine_adapter.vllm.adapter import VllmAdapter
 
 _ADAPTERS: dict[str, Callable[[EngineSpec], EngineAdapter]] = {
     "embedded": EmbeddedAdapter,
     "openai_compatible": OpenAICompatibleAdapter,
     "llama_server": LlamaServerAdapter,
-    # Served through their OpenAI routes until their own adapters land; `is_generic` says so.
-    "vllm": OpenAICompatibleAdapter,
-    "sglang": OpenAICompatibleAdapter,
-    "tensorrt_llm": OpenAICompatibleAdapter,
-    "nim": OpenAICompatibleAdapter,
+    "vllm": VllmAdapter,
+    "sglang": SglangAdapter,
+    "tensorrt_llm": TensorRTLLMAdapter,
+    "nim": NimAdapter,
 }
 
 ENGINE_KINDS = tuple(_ADAPTERS)
@@ -31,8 +34,3 @@ def make_adapter(spec: EngineSpec) -> EngineAdapter:
     if factory is None:
         raise EngineSpecError(f"unknown engine kind {spec.kind!r}: use one of {', '.join(ENGINE_KINDS)}")
     return factory(spec)
-
-
-def is_generic(kind: str) -> bool:
-    """True for a kind that is, for now, driven through its OpenAI routes alone."""
-    return kind != "openai_compatible" and _ADAPTERS.get(kind) is OpenAICompatibleAdapter

@@ -29,6 +29,7 @@ class Capability(StrEnum):
     KV_EVENTS = "kv_events"  # streams block stores and removals
     CACHED_TOKENS = "cached_tokens"  # reports the reused tokens of each response
     TOKENIZE = "tokenize"  # tokenises a request body as it would to serve it
+    RENDER = "render"  # tokenises requests that hold images and tells where each of them lies
     CACHE_SALT = "cache_salt"  # isolates KV by a salt in the request
     EXTRA_IDS = "extra_ids"  # takes fake token ids with extra ids
     PROMPT_TABLES = "prompt_tables"  # holds p-tuning tables
@@ -58,6 +59,10 @@ class EngineSpec:
         tokenizer: directory or hub id, where the engine does not say.
         api_key: sent to it instead of the client's key.
         events: address of its KV events, where the engine does not say.
+        replay: address that events which were missed are asked of, where the engine does not say.
+        dp_rank: the data-parallel rank of the server that this engine is, None where it has one.
+        lmcache: address of the HTTP API of the LMCache server beside it.
+        lmcache_coordinator: address of the LMCache coordinator.
         host_cache_dir: directory the engine saves KV files in, as kvpin sees it; best in memory.
         host_cache_bytes: room for them.
         disk_cache_dir: directory kvpin moves KV files to that find no room there.
@@ -71,6 +76,10 @@ class EngineSpec:
     tokenizer: str | None = None
     api_key: str | None = field(default=None, repr=False)
     events: str | None = None
+    replay: str | None = None
+    dp_rank: int | None = None
+    lmcache: str | None = None
+    lmcache_coordinator: str | None = None
     host_cache_dir: str | None = None
     host_cache_bytes: int | None = None
     disk_cache_dir: str | None = None
@@ -93,6 +102,7 @@ class EngineInfo:
         gpu_blocks: capacity of its GPU tier in its own blocks, None where unknown.
         host_blocks: the same for its host tier.
         version: free text for people.
+        adapters: names of the LoRA adapters it serves beside `model`; clients send them as `model`.
     """
 
     model: str
@@ -106,6 +116,23 @@ class EngineInfo:
     gpu_blocks: int | None = None
     host_blocks: int | None = None
     version: str = ""
+    adapters: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that keeps kvpin from using an engine fully.
+
+    Attributes:
+        problem: what is missing, and what follows from it.
+        remedy: the flag or setting that mends it; "" where nothing does.
+    """
+
+    problem: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.remedy}" if self.remedy else self.problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +155,12 @@ class BlocksStored:
         tier: where they lie.
         parent: engine hash of the block before the first, None at the start of a prompt.
         hashes: engine hashes, one a block; names only, never trusted as identity.
-        token_ids: all tokens of the run, `len(hashes) * tokens_per_block` of them.
+        token_ids: all tokens of the run, `len(hashes) * tokens_per_block` of them; empty for blocks that
+            were stored in another tier before, which `hashes` then name.
         tokens_per_block: the engine's block size.
         extra_ids: one per token, None when all are 0.
         salt: cache salt of the chain; set on runs whose `parent` is None.
+        adapter: name of the LoRA adapter of the chain; likewise.
     """
 
     tier: Tier
@@ -141,6 +170,7 @@ class BlocksStored:
     tokens_per_block: int
     extra_ids: ExtraIds[int] | None = None
     salt: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +195,43 @@ class ViewLost:
 
 @dataclass(frozen=True, slots=True)
 class ViewCurrent:
-    """All that went before brings the view up to what the engine holds: it is exact from here on."""
+    """All that went before brings the view up to what the engine holds: it is exact from here on.
+
+    Attributes:
+        complete: False when the engine may hold blocks from before that nothing told of: what is in the
+            view is right, and there may be more.
+    """
+
+    complete: bool = True
 
 
 KvEvent = BlocksStored | BlocksRemoved | CacheCleared | ViewLost | ViewCurrent
+
+
+# --- prompts with more than text -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Where an image, audio or video lies in a prompt.
+
+    Attributes:
+        identity: what the engine tells it apart by: its hash, or the client's uuid.
+        offset: the first of its placeholder tokens.
+        length: how many there are.
+    """
+
+    identity: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt as the engine will see it: its token ids, placeholders expanded, and what they stand for."""
+
+    token_ids: TokenIds[int]
+    media: tuple[MediaSpan, ...] = ()
 
 
 # --- KV operations -------------------------------------------------------------------------------
@@ -178,13 +241,23 @@ KvEvent = BlocksStored | BlocksRemoved | CacheCleared | ViewLost | ViewCurrent
 class KvTarget:
     """What a KV operation acts on.
 
-    With `token_ids`: the full blocks of that prefix under `cache_salt`. With `cache_salt` alone: all
-    KV of that salt. With neither: everything the engine holds.
+    With `token_ids`: the full blocks of that prefix under `cache_salt` and `adapter`. With `cache_salt`
+    alone: all KV of that salt. With neither: everything the engine holds.
+
+    Attributes:
+        token_ids: the prompt.
+        extra_ids: one per token, None when all are 0.
+        cache_salt: the salt it runs under.
+        adapter: the LoRA adapter it runs with.
+        exact: the token ids are known to be those the engine would make of the request, so that they can
+            stand in its place.
     """
 
     token_ids: TokenIds[int] | None = None
     extra_ids: ExtraIds[int] | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from engine_adapter import (
     EngineError,
     EngineSpecError,
     Transport,
-    is_generic,
     make_adapter,
     prepare_managed,
 )
@@ -96,13 +95,6 @@ class Proxy:
     def start(self) -> None:
         """Starts managed engines and looks after all of them."""
         for external in self.settings.engines:
-            if is_generic(external.kind):
-                log.warning(
-                    "this kind has no adapter of its own yet: served through its OpenAI routes, "
-                    "its cache learned from responses",
-                    engine=external.id,
-                    kind=external.kind,
-                )
             self.monitor.watch(self.fleet.add(make_adapter(external.spec())))
         for managed in managed_engines(self.settings):
             process = ManagedEngine(managed)

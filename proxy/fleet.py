@@ -76,6 +76,11 @@ class Engine:
         return self.info is not None and capability in self.info.capabilities
 
     @property
+    def adapters(self) -> frozenset[str]:
+        """The LoRA adapters it serves, by name."""
+        return self.info.adapters if self.info is not None else frozenset()
+
+    @property
     def removals(self) -> int:
         """Blocks its events took out of the view so far."""
         return self.view.counts.removed if self.view is not None else 0
@@ -102,26 +107,36 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.index = PrefixIndex()
         self.prompts: PromptBuilder | None = None
-        self._roots: dict[str | None, BlockHash] = {}
+        self._roots: dict[tuple[str | None, str | None], BlockHash] = {}
 
-    def root_of(self, salt: str | None) -> BlockHash:
-        """The namespace root of this model under a salt."""
-        root = self._roots.get(salt)
+    def root_of(self, salt: str | None, adapter: str | None = None) -> BlockHash:
+        """The namespace root of this model under a salt, with a LoRA adapter."""
+        root = self._roots.get((salt, adapter))
         if root is None:
             if len(self._roots) > 10_000:  # noqa: PLR2004 - salts are the clients' to invent: bounded
                 self._roots.clear()
-            root = self._roots[salt] = namespace_root(self.model, salt=salt)
+            root = self._roots[salt, adapter] = namespace_root(self.model, adapter=adapter, salt=salt)
         return root
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """The LoRA adapters its engines serve, by the names that clients send as `model`."""
+        return frozenset().union(*(engine.adapters for engine in self.engines.values()))
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The LoRA adapter that a request's `model` means; None for the model itself."""
+        return model if model is not None and model != self.model and model in self.adapters else None
 
     def salts(self) -> list[str]:
         """The cache salts seen so far, in requests and in events of engines."""
-        return [salt for salt in self._roots if salt is not None]
+        return list(dict.fromkeys(salt for salt, _ in self._roots if salt is not None))
 
     def chain(self, prompt: Prompt | None) -> Chain | None:
         """The block chain of a prompt; None for a prompt nothing is known of."""
         if prompt is None:
             return None
-        return chain(self.root_of(prompt.salt), prompt.token_ids, prompt.extra_ids, self.tokens_per_block)
+        root = self.root_of(prompt.salt, prompt.adapter)
+        return chain(root, prompt.token_ids, prompt.extra_ids, self.tokens_per_block)
 
     def ready(self) -> list[Engine]:
         """Engines that take requests."""
@@ -132,9 +147,15 @@ class Pool:
         return [engine.adapter for engine in self.ready() if engine.can(Capability.TOKENIZE)]
 
     def candidates(
-        self, chain: Chain | None, prompt: Prompt | None = None, *, without: Container[str] = ()
+        self,
+        chain: Chain | None,
+        prompt: Prompt | None = None,
+        *,
+        adapter: str | None = None,
+        without: Container[str] = (),
     ) -> list[Candidate]:
-        """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is."""
+        """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is.
+        With `adapter`, those that serve it."""
         target = prompt.kv if prompt is not None else None
         matches = self.index.match(chain.hashes) if chain is not None else {}
         return [
@@ -150,9 +171,10 @@ class Pool:
                 free_blocks=self.free_blocks(engine),
                 served=engine.ledger.served,
                 forecast=engine.adapter.forecast(target) if target is not None else None,
+                complete=engine.view is None or engine.view.complete,
             )
             for engine in self.ready()
-            if engine.id not in without
+            if engine.id not in without and (adapter is None or adapter in engine.adapters)
         ]
 
     def free_blocks(self, engine: Engine) -> int | None:
@@ -336,6 +358,9 @@ class Fleet:
         """
         if model is not None and model in self.pools:
             return self.pools[model]
+        for pool in self.pools.values():
+            if pool.adapter_of(model) is not None:
+                return pool
         if not self.pools:
             raise NoEngine("no engine is connected yet; try again shortly")
         if model is None and len(self.pools) == 1:

@@ -70,11 +70,12 @@ class Flow:
         started = time.monotonic()
         try:
             pool = self.fleet.pool(call.model)
-            prompt = record.prompt = await self._tokenise(pool, call)
+            adapter = pool.adapter_of(call.model)
+            prompt = record.prompt = await self._tokenise(pool, call, adapter)
             chain = pool.chain(prompt)
             failed: dict[str, EngineError] = {}
             while True:
-                candidates = pool.candidates(chain, prompt, without=failed)
+                candidates = pool.candidates(chain, prompt, adapter=adapter, without=failed)
                 placement = record.placement = _choose(candidates, chain, failed)
                 record.attempts.append(placement.engine)
                 with pool.lease(placement, chain) as lease:
@@ -98,12 +99,12 @@ class Flow:
             self.requests.add(record)
             self.observe(record)
 
-    async def _tokenise(self, pool: Pool, call: Call) -> Prompt | None:
+    async def _tokenise(self, pool: Pool, call: Call, adapter: str | None) -> Prompt | None:
         """The prompt as the engine will see it; None when reuse is off or nothing is known of it."""
         if self.ingest is None or pool.prompts is None or not isinstance(call.body, JsonBody):
             return None
         salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
-        return await pool.prompts.build(call.route, call.body, salt=salt)
+        return await pool.prompts.build(call.route, call.body, salt=salt, adapter=adapter)
 
     async def _forward(
         self, pool: Pool, call: Call, reply: Reply, lease: Lease, record: RequestRecord

@@ -113,9 +113,10 @@ async def _answer_json(
 ) -> Outcome:
     content = await response.read()
     on_first_byte()
-    if reader is not None:
-        reader.feed(content)
     reported = cached if cached is not None else read_cached_tokens(content)
+    if reader is not None:
+        kept = reader.feed(content)
+        content = content if reader.assembles else kept + reader.finish()
     await reply.start(response.status, [*headers, *_cached_header(reported)])
     await reply.finish(content)
     return Outcome(response.status, reported)
@@ -168,10 +169,12 @@ async def _answer_stream(
                 await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
             # Not finished on purpose: a clean end would pass for a complete answer.
             return Outcome(response.status, cached, error=str(error))
-    await reply.finish()
     if reader is not None:
-        reader.finish()
+        rest = reader.finish()
+        if rest:
+            await reply.write(rest)
         cached = reader.cached_tokens()
+    await reply.finish()
     if cached is None:
         # A message tells it at its start, anything else at its end.
         at_end = read_streamed_cached_tokens(bytes(tail))
@@ -181,8 +184,9 @@ async def _answer_stream(
 
 async def _watched(chunks: AsyncIterator[bytes], reader: AnswerReader) -> AsyncIterator[bytes]:
     async for chunk in chunks:
-        reader.feed(chunk)
-        yield chunk
+        kept = reader.feed(chunk)
+        if kept:
+            yield kept
 
 
 async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:

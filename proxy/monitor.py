@@ -84,6 +84,8 @@ class Monitor:
         if engine.state is not EngineState.DRAINING:
             engine.state = EngineState.READY
         engine.last_error = None
+        for finding in engine.adapter.findings():
+            log.warning("engine is not used fully", engine=engine.id, finding=str(finding))
         log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
 
     async def _until_lost(self, engine: Engine) -> None:

@@ -16,11 +16,13 @@ class Reader:
     assembles: bool = False
     cached: int | None = None
     answer: bytes | Exception = b""
+    tokens: object = None
     seen: list[bytes] = field(default_factory=list)
     finished: int = 0
 
     def feed(self, chunk):
         self.seen.append(chunk)
+        return b"" if self.assembles else chunk
 
     def finish(self):
         self.finished += 1
@@ -30,6 +32,9 @@ class Reader:
 
     def cached_tokens(self):
         return self.cached
+
+    def prompt_tokens(self):
+        return self.tokens
 
 
 class HoldingAdapter(FakeAdapter):

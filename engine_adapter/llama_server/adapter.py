@@ -35,14 +35,15 @@ from engine_adapter.types import (
     EngineInfo,
     EngineLoad,
     EngineSpec,
+    Finding,
     KvEvent,
     KvProgress,
     KvTarget,
     KvVerb,
     Pinned,
-    PromptTable,
     TokenIds,
 )
+from engine_adapter.undeclared import Undeclared
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -72,7 +73,7 @@ _INSTEAD = {
 }  # fmt: skip
 
 
-class LlamaServerAdapter:
+class LlamaServerAdapter(Undeclared):
     """`EngineAdapter` of llama.cpp's llama-server."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -169,10 +170,6 @@ class LlamaServerAdapter:
         """See `EngineAdapter.prepare`."""
         return prepare_request(self.spec, method, path, headers, body)
 
-    def cached_tokens(self, headers: Mapping[str, str]) -> int | None:  # noqa: ARG002 - part of the contract
-        """None: llama-server reports cached tokens in the body."""
-        return None
-
     # --- KV -------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
@@ -197,26 +194,25 @@ class LlamaServerAdapter:
         """See `EngineAdapter.unpin`."""
         return (await self._able(Capability.PIN)).unpin(pin_id)
 
-    async def put_prompt_table(self, table: PromptTable) -> None:  # noqa: ARG002 - part of the contract
-        """Not supported."""
-        raise self.not_supported(Capability.PROMPT_TABLES)
-
-    async def delete_prompt_table(self, table_id: str) -> None:  # noqa: ARG002 - likewise
-        """Not supported."""
-        raise self.not_supported(Capability.PROMPT_TABLES)
+    def findings(self) -> tuple[Finding, ...]:
+        """See `EngineAdapter.findings`."""
+        session = self._session
+        if session is None:
+            return ()
+        seen = session.keeper.contents.findings if session.keeper is not None else []
+        return (*session.facts.findings, *(Finding(text) for text in (*session.findings, *seen)))
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineAdapter.stats`."""
         session = self._session
         if session is None:
             return {}
-        keeper, findings = session.keeper, [*session.facts.findings, *session.findings]
+        keeper = session.keeper
         if keeper is None:
-            return {"slots": [], "findings": findings}
+            return {"slots": []}
         contents = keeper.contents
         return {
             "slots": contents.describe(),
-            "findings": [*findings, *contents.findings],
             "waiting": keeper.waiting,
             "violations": contents.table.violations,
             "most_in_flight": contents.table.most_in_flight,

@@ -6,6 +6,7 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.llama_server.answer import read_answer
 from engine_adapter.llama_server.assemble import StreamError, assemble
 from engine_adapter.llama_server.keeper import SlotLease
+from engine_adapter.types import TokenIds
 
 # Longer answers are passed on and not read: what they leave in the slot is asked of the server.
 MAX_BYTES = 64 * 2**20
@@ -22,12 +23,13 @@ class SlotAnswer:
         self._chunks: list[bytes] = []
         self._size = 0
 
-    def feed(self, chunk: bytes) -> None:
+    def feed(self, chunk: bytes) -> bytes:
         """See `AnswerReader.feed`."""
         self._lease.has_begun = True
         self._size += len(chunk)
         if self._size <= MAX_BYTES or self.assembles:
             self._chunks.append(chunk)
+        return b"" if self.assembles else chunk
 
     def finish(self) -> bytes:
         """See `AnswerReader.finish`."""
@@ -47,3 +49,7 @@ class SlotAnswer:
     def cached_tokens(self) -> int | None:
         """See `AnswerReader.cached_tokens`."""
         return self._lease.answer.cached_tokens if self._lease.answer is not None else None
+
+    def prompt_tokens(self) -> TokenIds[int] | None:
+        """None: its slots tell the same, for every request."""
+        return None

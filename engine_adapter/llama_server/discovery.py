@@ -19,7 +19,7 @@ import xxhash
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.llama_server.fingerprint import file_digest, model_parts, remote_digest
 from engine_adapter.openai_http import ControlClient
-from engine_adapter.types import EngineSpec
+from engine_adapter.types import EngineSpec, Finding
 
 _NOT_FOUND, _NOT_IMPLEMENTED = 404, 501
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
@@ -91,8 +91,8 @@ class ServerFacts:
         return self.is_unified
 
     @property
-    def findings(self) -> tuple[str, ...]:
-        """What stands in the way of using it fully: one sentence each, with the flags to start it with."""
+    def findings(self) -> tuple[Finding, ...]:
+        """What stands in the way of using it fully, with the flags to start it with."""
         return tuple(_findings(self))
 
 
@@ -361,29 +361,38 @@ async def _adapters(control: ControlClient) -> list[Any]:
     return answer if isinstance(answer, list) else [answer]
 
 
-def _findings(facts: ServerFacts) -> Sequence[str]:
+def _findings(facts: ServerFacts) -> Sequence[Finding]:
     found = []
     if facts.ram_cache:
         found.append(
-            "--cache-ram is on: prompts in it change the slots unseen, and can corrupt a running answer; "
-            "start the server with --cache-ram 0"
+            Finding(
+                "its RAM cache is on: prompts in it change the slots unseen, and can corrupt an answer",
+                "start the server with --cache-ram 0",
+            )
         )
     if facts.looks_unified:
         verb = "share" if facts.is_unified else "seem to share"
         found.append(
-            f"its slots {verb} one pool of KV (-kvu, or no -np), where a prompt can drive out the others'; "
-            f"start the server with -no-kvu -np {facts.slots} -c {facts.slots}*CTX, "
-            "CTX being the context of one slot"
+            Finding(
+                f"its slots {verb} one pool of KV (-kvu, or no -np): a prompt can drive out the others'",
+                f"start the server with -no-kvu -np {facts.slots} -c {facts.slots}*CTX, CTX being the "
+                "context of one slot",
+            )
         )
     if not facts.can_save:
         found.append(
-            "no prefix can be saved or restored; start the server with --slot-save-path DIR, "
-            "a directory that exists, best in memory"
+            Finding(
+                "no prefix can be saved or restored",
+                "start the server with --slot-save-path DIR, a directory that exists, best in memory",
+            )
         )
     if not facts.has_slots:
-        found.append("its slots cannot be watched; start the server with --slots")
+        found.append(Finding("its slots cannot be watched", "start the server with --slots"))
     if facts.is_sleeping:
         found.append(
-            "it sleeps when idle and loses all KV; start the server without --sleep-idle-seconds, or with -1"
+            Finding(
+                "it sleeps when idle and loses all KV",
+                "start the server without --sleep-idle-seconds, or with -1",
+            )
         )
     return found

@@ -130,8 +130,6 @@ class Session:
             states = await read_slots(self._control)
             if not any(state.is_processing for state in states):
                 self.facts = await self._probed(self.facts, spare_slot(states))
-        for finding in self.facts.findings:
-            log.warning("%s: %s", self._spec.id, finding)
         if not self.facts.has_slots or self.facts.looks_unified:
             return
         saved = await self._usable(registry)

@@ -30,11 +30,13 @@ from engine_adapter.types import (
     PromptTable,
     TokenIds,
 )
+from engine_adapter.undeclared import Undeclared
 
 Answer = TypeVar("Answer")
 
 _PROMPT_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
-_WITHOUT_HOST_TIER = frozenset(Capability) - {Capability.OFFLOAD, Capability.RESTORE}
+_CAPABILITIES = frozenset(Capability) - {Capability.RENDER}
+_WITHOUT_HOST_TIER = _CAPABILITIES - {Capability.OFFLOAD, Capability.RESTORE}
 CACHED_TOKENS_HEADER = "x-kv-cached-tokens"
 """Sent with the response's headers: how many prompt tokens came from cache."""
 
@@ -85,7 +87,7 @@ class _Load(msgspec.Struct, frozen=True):
     waiting: int
 
 
-class EmbeddedAdapter(SelfPlaced):
+class EmbeddedAdapter(SelfPlaced, Undeclared):
     """`EngineAdapter` of `kvpin engine`."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -99,7 +101,7 @@ class EmbeddedAdapter(SelfPlaced):
         """See `EngineAdapter.connect`."""
         info = _read(await self._control.get("/kv/info"), _Info)
         self._instance = info.instance
-        self._capabilities = frozenset(Capability) if info.host_blocks else _WITHOUT_HOST_TIER
+        self._capabilities = _CAPABILITIES if info.host_blocks else _WITHOUT_HOST_TIER
         return EngineInfo(
             model=info.model,
             instance=info.instance,
@@ -133,11 +135,14 @@ class EmbeddedAdapter(SelfPlaced):
         return int(text) if text.isascii() and text.isdigit() else None
 
     def not_supported(self, capability: Capability) -> NotSupported:
-        """See `EngineAdapter.not_supported`: all it may lack is a host tier."""
+        """See `EngineAdapter.not_supported`."""
+        has_no_images = capability is Capability.RENDER
         return NotSupported(
             capability.value,
             engine=self.spec.id,
-            instead="start it with --host-cache-bytes to give it a host tier",
+            instead="it takes text and embeddings"
+            if has_no_images
+            else "start it with --host-cache-bytes to give it a host tier",
         )
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:

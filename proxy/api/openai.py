@@ -101,10 +101,13 @@ class DataPlane:
 
     def _models(self) -> Response:
         pools = self.flow.fleet.pools.values()
-        return JSONResponse({"object": "list", "data": [_model_card(pool.model) for pool in pools]})
+        cards = [
+            _model_card(name, pool.model) for pool in pools for name in (pool.model, *sorted(pool.adapters))
+        ]
+        return JSONResponse({"object": "list", "data": cards})
 
     def _model(self, name: str) -> Response:
-        return JSONResponse(_model_card(self.flow.fleet.pool(name).model))
+        return JSONResponse(_model_card(name, self.flow.fleet.pool(name).model))
 
 
 async def _until_client_leaves(
@@ -189,8 +192,10 @@ def _request_id(headers: Headers) -> str:
     return given if usable else f"req-{uuid.uuid4().hex}"
 
 
-def _model_card(model: str) -> dict[str, object]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "kvpin"}
+def _model_card(name: str, model: str) -> dict[str, object]:
+    """A model as clients see it; for a LoRA adapter, with the model it belongs to, as vLLM has it."""
+    card: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "kvpin"}
+    return card if name == model else {**card, "parent": model}
 
 
 async def _send(response: Response, reply: Reply) -> None:

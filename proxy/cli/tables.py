@@ -104,7 +104,7 @@ def _show_slots(out: Console, engine: dict[str, Any]) -> None:
             f"{engine['id']}: {held['entries']} files on {tier}, "
             f"{held['bytes'] / 2**20:.0f} of {held['cap'] / 2**20:.0f} MiB"
         )
-    for finding in kv.get("findings", []):
+    for finding in engine.get("findings", []):
         out.print(f"{engine['id']}: {finding}", markup=False)
 
 

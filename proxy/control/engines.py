@@ -75,6 +75,7 @@ def describe_engine(control: Control, engine: Engine) -> dict[str, Any]:
         "model": pool.model if pool is not None else engine.adapter.spec.model,
         "version": info.version if info is not None else "",
         "capabilities": sorted(info.capabilities) if info is not None else [],
+        "adapters": sorted(engine.adapters),
         "tokens_per_block": info.tokens_per_block if info is not None else None,
         "max_model_len": info.max_model_len if info is not None else None,
         "trust": audit.trust.value,
@@ -85,4 +86,5 @@ def describe_engine(control: Control, engine: Engine) -> dict[str, Any]:
         "served": engine.ledger.served,
         "prefill_tok_s": engine.ledger.prefill_tok_s,
         "last_error": engine.last_error,
+        "findings": [str(finding) for finding in engine.adapter.findings()],
     }

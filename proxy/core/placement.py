@@ -38,6 +38,7 @@ class Candidate:
         served: requests it has been given so far.
         forecast: what its own adapter foresees, where that follows the engine's cache token by token; it
             stands in place of what would follow from `match` and the rates.
+        complete: False when the engine may hold blocks that nothing told of.
     """
 
     engine: str
@@ -49,6 +50,7 @@ class Candidate:
     free_blocks: int | None = None
     served: int = 0
     forecast: Forecast | None = None
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class Cost:
 class Placement:
     """A decision: the engine, the cached tokens it is expected to report, and the cost of every candidate.
 
-    `firm` is False when the prediction rests on what requests in flight have yet to leave behind.
+    `firm` is False when the prediction rests on what requests in flight have yet to leave behind, or the
+    engine may hold more than is known.
     """
 
     engine: str
@@ -153,7 +156,9 @@ def place(candidates: Sequence[Candidate], chain: Chain) -> Placement:
 
 
 def _is_firm(candidate: Candidate) -> bool:
-    return candidate.forecast.firm if candidate.forecast is not None else candidate.match.pending == 0
+    if candidate.forecast is not None:
+        return candidate.forecast.firm
+    return candidate.complete and candidate.match.pending == 0
 
 
 def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Placement:

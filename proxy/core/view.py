@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, ViewLost
+from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, ViewCurrent, ViewLost
 from proxy.core.blocks import BlockHash, extend
 from proxy.core.index import PrefixIndex
 
@@ -27,33 +27,47 @@ class EngineView:
     """Applies one engine's events to the index of its pool.
 
     The engine's block size must be a multiple of the pool's: one of its blocks becomes several entries.
+
+    Attributes:
+        counts: what was applied so far.
+        complete: False when the engine may hold blocks that no event told of.
     """
 
     def __init__(
         self,
         engine: str,
         index: PrefixIndex,
-        root_of: Callable[[str | None], BlockHash],
+        root_of: Callable[[str | None, str | None], BlockHash],
         tokens_per_block: int,
     ) -> None:
-        """`root_of` gives the namespace root for a cache salt; `tokens_per_block` is the pool's."""
+        """`root_of` gives the namespace root of a salt and a LoRA adapter; the block size is the pool's."""
         self._engine = engine
         self._index = index
         self._root_of = root_of
         self._tokens_per_block = tokens_per_block
         self._names: dict[int | bytes, tuple[BlockHash, ...]] = {}
         self.counts = ViewCounts()
+        self.complete = False
 
     def apply(self, event: KvEvent) -> None:
-        """Writes one event to the index; ViewCurrent has nothing to write."""
+        """Writes one event to the index."""
         match event:
             case BlocksStored():
                 self._store(event)
             case BlocksRemoved():
                 self._remove(event)
-            case CacheCleared() | ViewLost():
-                self._names.clear()
-                self._index.wipe(self._engine)
+            case CacheCleared():
+                self._clear()
+                self.complete = True
+            case ViewLost():
+                self._clear()
+                self.complete = False
+            case ViewCurrent():
+                self.complete = event.complete
+
+    def _clear(self) -> None:
+        self._names.clear()
+        self._index.wipe(self._engine)
 
     def _store(self, event: BlocksStored) -> None:
         parent = self._parent_of(event)
@@ -72,7 +86,7 @@ class EngineView:
     def _parent_of(self, event: BlocksStored) -> BlockHash | None:
         """The block the run follows, None where that is not known."""
         if event.parent is None:
-            return self._root_of(event.salt)
+            return self._root_of(event.salt, event.adapter)
         hashes = self._names.get(event.parent)
         return hashes[-1] if hashes is not None else None
 

@@ -32,16 +32,20 @@ class Prompt:
         token_ids: int32, fake ids included.
         extra_ids: uint64 per token, None when all of it is text.
         salt: the cache salt it runs under, None for none.
+        adapter: the LoRA adapter it runs with, None for none.
+        exact: the token ids are known to be the engine's own.
     """
 
     token_ids: TokenIds[int] = field(repr=False)
     extra_ids: ExtraIds[int] | None = field(default=None, repr=False)
     salt: str | None = None
+    adapter: str | None = None
+    exact: bool = field(default=False, compare=False)
 
     @property
     def kv(self) -> KvTarget:
         """The prompt as engines are told it."""
-        return KvTarget(self.token_ids, self.extra_ids, self.salt)
+        return KvTarget(self.token_ids, self.extra_ids, self.salt, self.adapter, self.exact)
 
 
 class PromptBuilder:
@@ -51,6 +55,7 @@ class PromptBuilder:
         info: what the pool's first engine said of itself.
         local: the tokenizer loaded here, None where there is none.
         reason: why there is none.
+        exact: its ids are known to be the engine's.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class PromptBuilder:
         self.info = info
         self.local: LocalTokenizer | None = None
         self.reason = ""
+        self.exact = False
         self._tables = tables
         source = tokenizer or info.tokenizer
         if source is None:
@@ -98,14 +104,18 @@ class PromptBuilder:
     def ask_engines(self) -> None:
         """From now on the engines tokenise everything."""
         self._tokenizer = self._engines
+        self.exact = True
 
-    async def build(self, path: str, body: JsonBody, *, salt: str | None) -> Prompt | None:
+    async def build(
+        self, path: str, body: JsonBody, *, salt: str | None, adapter: str | None = None
+    ) -> Prompt | None:
         """The prompt of a request; None when nothing is known of it and it is to be forwarded as it is.
 
         Args:
             path: the request's route, e.g. `/v1/chat/completions`.
             body: its body.
             salt: the cache salt it will run under.
+            adapter: the LoRA adapter it will run with.
 
         Raises:
             BadRequest: a field that no engine can take, or a prompt beyond the model's context.
@@ -118,7 +128,7 @@ class PromptBuilder:
         if tokens is None:
             return None
         self._check_length(len(tokens.token_ids), source.param)
-        return Prompt(tokens.token_ids, tokens.extra_ids, salt)
+        return Prompt(tokens.token_ids, tokens.extra_ids, salt, adapter, self.exact)
 
     def decode(self, token_ids: TokenIds[int]) -> str | None:
         """The text of token ids, None without a tokenizer here."""

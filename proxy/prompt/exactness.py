@@ -108,6 +108,7 @@ async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Ex
                 f"the engine tokenises each prompt: {source!r} differs on {name!r}: {difference}",
                 "engine",
             )
+    builder.exact = True
     return Exactness(True, f"tokenised here with {source!r}, as the engine does on {count} prompts", "local")
 
 

@@ -80,6 +80,10 @@ class _EngineOptions(_Part):
     tokenizer: str | None = None
     api_key: Secret | None = None
     events: str | None = None
+    replay: str | None = None
+    dp_rank: Annotated[int, Field(ge=0)] | None = None
+    lmcache: Url | None = None
+    lmcache_coordinator: Url | None = None
     host_cache_dir: str | None = None
     host_cache_bytes: Size | None = None
     disk_cache_dir: str | None = None
@@ -94,6 +98,10 @@ class _EngineOptions(_Part):
             tokenizer=self.tokenizer,
             api_key=self.api_key.get_secret_value() if self.api_key else None,
             events=self.events,
+            replay=self.replay,
+            dp_rank=self.dp_rank,
+            lmcache=self.lmcache,
+            lmcache_coordinator=self.lmcache_coordinator,
             host_cache_dir=self.host_cache_dir,
             host_cache_bytes=_int(self.host_cache_bytes),
             disk_cache_dir=self.disk_cache_dir,
@@ -112,6 +120,10 @@ class EngineSettings(_EngineOptions):
         tokenizer: directory or hub id, where the engine does not say.
         api_key: sent to it instead of the client's key.
         events: address of its KV events, where the engine does not say.
+        replay: address that events which were missed are asked of, where the engine does not say.
+        dp_rank: the data-parallel rank of the server that this engine is; each rank is an engine.
+        lmcache: address of the HTTP API of the LMCache server beside it.
+        lmcache_coordinator: address of the LMCache coordinator.
         host_cache_dir: directory of the KV files it saves, as kvpin sees it; best in memory.
         host_cache_bytes: room for them.
         disk_cache_dir: directory for KV files that find no room there.

@@ -126,7 +126,7 @@ async def same_as_the_engine(control, view: View) -> None:
 
 async def test_connect_tells_everything(adapter):
     info = await adapter.connect()
-    assert info.capabilities == frozenset(Capability)
+    assert info.capabilities == frozenset(Capability) - {Capability.RENDER}
     assert info.tokens_per_block == T
     assert info.gpu_blocks == 256
     assert info.host_blocks > 0
@@ -247,7 +247,8 @@ async def test_an_engine_that_is_killed(adapter_of, start_engine):
     adapter = adapter_of("embedded", engine.url)
     info = await adapter.connect()
     assert info.host_blocks == 0
-    assert info.capabilities == frozenset(Capability) - {Capability.OFFLOAD, Capability.RESTORE}
+    missing = {Capability.RENDER, Capability.OFFLOAD, Capability.RESTORE}
+    assert info.capabilities == frozenset(Capability) - missing
     with pytest.raises(NotSupported, match="host"):
         await result(adapter, KvVerb.OFFLOAD, KvTarget())
     view = View()

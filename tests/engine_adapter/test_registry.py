@@ -1,6 +1,6 @@
 import pytest
 
-from engine_adapter import ENGINE_KINDS, EngineSpec, EngineSpecError, is_generic, make_adapter
+from engine_adapter import ENGINE_KINDS, EngineSpec, EngineSpecError, make_adapter
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 
@@ -16,17 +16,11 @@ async def test_every_kind_has_an_adapter(kind):
     await adapter.aclose()
 
 
-async def test_kinds_without_an_adapter_of_their_own_say_so():
-    for kind, generic, of in [
-        ("embedded", False, EmbeddedAdapter),
-        ("openai_compatible", False, OpenAICompatibleAdapter),
-    ]:
+async def test_each_kind_has_its_adapter():
+    for kind, of in [("embedded", EmbeddedAdapter), ("openai_compatible", OpenAICompatibleAdapter)]:
         adapter = make_adapter(spec(kind))
         assert type(adapter) is of
-        assert is_generic(kind) is generic
         await adapter.aclose()
-    assert is_generic("vllm")
-    assert not is_generic("nonsense")
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are():

@@ -145,6 +145,11 @@ class Behind:
         return self.kvpin.engines().get(self.id, {})
 
     @property
+    def findings(self) -> list[str]:
+        """What keeps kvpin from using it fully."""
+        return self.engine["findings"]
+
+    @property
     def kv(self) -> dict[str, Any]:
         """What its adapter tells."""
         return self.engine["kv"]
@@ -589,7 +594,7 @@ def test_a_model_whose_files_bring_nothing_is_not_restored_for_long(serve, tmp_p
             one.until_saved()
         for name in names:
             one.ask(story(name))
-    (finding,) = one.kv["findings"]
+    (finding,) = one.findings
     assert finding.startswith("restoring does not pay on this model")
     assert len(one.warnings(finding[:40])) == 1
     restores = one.count("restores")
@@ -614,7 +619,7 @@ def test_what_hampers_reuse_is_said_at_once_and_served_right(serve, setup):
     options, flags, sentence = SETUPS[setup]
     one = serve(*flags, **options)
     assert len(one.warnings(sentence)) == 1
-    assert any(re.search(sentence, finding) for finding in one.kv["findings"])
+    assert any(re.search(sentence, finding) for finding in one.findings)
     said = one.warnings()
     names = ("Ada", "Ben", "Cyd", "Dan")
     with ThreadPoolExecutor() as pool:

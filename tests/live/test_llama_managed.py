@@ -81,6 +81,6 @@ def test_sizes_and_findings_show_in_stats(serve):
     with memory_dir() as directory, serve(directory) as kvpin:
         ask(kvpin, STORY)
         (engine,) = kvpin.engines().values()
-        assert engine["kv"]["findings"] == []
+        assert engine["findings"] == []
         assert len(engine["kv"]["slots"]) == 2
         assert engine["kv"]["files"]["tiers"]["host"]["cap"] > 0

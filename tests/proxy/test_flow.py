@@ -13,6 +13,7 @@ from engine_adapter import (
     Forecast,
     Hold,
     JsonBody,
+    ViewCurrent,
 )
 from proxy.calls import Call, Reply
 from proxy.core.view import EngineView
@@ -246,7 +247,8 @@ class TestReuse:
         proxy.fleet.engines["b"].state = EngineState.DOWN
         mine = proxy.fleet.engines["a"]
         await self.ask(client, 0)
-        mine.view = EngineView("a", proxy.fleet.pools["m"].index, lambda _salt: 0, 16)
+        mine.view = EngineView("a", proxy.fleet.pools["m"].index, lambda _salt, _adapter: 0, 16)
+        mine.view.apply(ViewCurrent())
 
         async def script(exchange):
             mine.view.counts.removed += 1

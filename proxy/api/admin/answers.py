@@ -24,7 +24,8 @@ class Process(_Answer):
 class EngineAnswer(_Answer):
     """One engine as kvpin sees it. `trust` is `precise` while its KV events are healthy; `why` says why.
 
-    `process` is null for an engine that kvpin does not run itself.
+    `process` is null for an engine that kvpin does not run itself. `findings` say what keeps kvpin from
+    using it fully, and what mends that.
     """
 
     id: str
@@ -35,6 +36,7 @@ class EngineAnswer(_Answer):
     model: str | None
     version: str
     capabilities: list[str]
+    adapters: list[str]
     tokens_per_block: int | None
     max_model_len: int | None
     trust: str
@@ -45,6 +47,7 @@ class EngineAnswer(_Answer):
     served: int
     prefill_tok_s: float
     last_error: str | None
+    findings: list[str]
 
 
 class Engines(_Answer):

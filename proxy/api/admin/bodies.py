@@ -66,6 +66,10 @@ class AddEngine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokenizer: Name | None = None
     api_key: Name | None = None
     events: Name | None = None
+    replay: Name | None = None
+    dp_rank: int | None = None
+    lmcache: Name | None = None
+    lmcache_coordinator: Name | None = None
     host_cache_dir: Name | None = None
     host_cache_bytes: Size | None = None
     disk_cache_dir: Name | None = None

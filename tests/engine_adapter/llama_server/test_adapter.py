@@ -40,7 +40,7 @@ class TestWhatItCanDo:
         assert info.capabilities == FILES
         assert (info.max_model_len, info.gpu_blocks, info.tokens_per_block) == (1024, 128, 16)
         assert info.vocab_size == 4096
-        assert (await world.adapter.stats())["findings"] == []
+        assert world.adapter.findings() == ()
 
     async def test_slots_alone_without_the_directory(self, start_llama, save_dir):
         server = start_llama(slots=2, save_dir=save_dir)
@@ -55,7 +55,7 @@ class TestWhatItCanDo:
         server = start_llama(slots=2)
         async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
             assert (await world.adapter.connect()).capabilities == SLOTS
-            assert "--slot-save-path" in " ".join((await world.adapter.stats())["findings"])
+            assert "--slot-save-path" in " ".join(map(str, world.adapter.findings()))
             with pytest.raises(NotSupported, match="--slot-save-path"):
                 await world.do(KvVerb.FLUSH)
             assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
@@ -68,7 +68,7 @@ class TestWhatItCanDo:
             assert (await world.adapter.connect()).capabilities == PLAIN
             stats = await world.adapter.stats()
             assert stats["slots"] == []
-            assert flag.removeprefix("--no-") in " ".join(stats["findings"])
+            assert flag.removeprefix("--no-") in " ".join(map(str, world.adapter.findings()))
             assert world.adapter.forecast(KvTarget(prompt_of(1))) is None
             async with world.hold(prompt_of(1)) as hold:
                 assert hold.body.get("id_slot") is None
@@ -79,7 +79,7 @@ class TestWhatItCanDo:
         server = start_llama("--cache-ram", "64", slots=2, save_dir=save_dir)
         async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
             assert (await world.adapter.connect()).capabilities == FILES - {Capability.CACHE_SALT}
-            assert "--cache-ram 0" in " ".join((await world.adapter.stats())["findings"])
+            assert "--cache-ram 0" in " ".join(map(str, world.adapter.findings()))
             async with world.hold(prompt_of(1)) as hold:
                 assert not hold.firm
             assert not world.adapter.forecast(KvTarget(prompt_of(1))).firm

@@ -71,7 +71,7 @@ async def test_the_flags_of_a_plain_start(found):
     facts = await found("-np", "-1", "-c", "0", *RAM)
     assert (facts.slots, facts.ram_cache, facts.is_unified, facts.can_save) == (4, True, None, False)
     assert facts.looks_unified
-    ram, pool, save = facts.findings
+    ram, pool, save = map(str, facts.findings)
     assert "--cache-ram 0" in ram
     assert "seem to share" in pool
     assert "-no-kvu -np 4 -c 4*CTX" in pool
@@ -83,7 +83,7 @@ async def test_the_flags_of_a_plain_start(found):
 async def test_a_unified_pool_is_found_whatever_the_number_of_slots(found, save_dir, flag, slots):
     facts = await found(flag, slots=slots, ctx=512, save_dir=save_dir)
     assert facts.is_unified is facts.looks_unified is (flag == "-kvu")
-    assert [finding for finding in facts.findings if "slots share one pool" in finding] == (
+    assert [finding for finding in facts.findings if "slots share one pool" in finding.problem] == (
         list(facts.findings) if facts.is_unified else []
     )
     assert len(facts.findings) == facts.is_unified
@@ -99,13 +99,13 @@ async def test_a_model_with_sliding_windows_keeps_two_caches(found, save_dir, fl
 async def test_a_ram_cache_is_found(found, save_dir, flags):
     facts = await found(*flags, save_dir=save_dir)
     assert facts.ram_cache is True
-    assert "--cache-ram 0" in facts.findings[0]
+    assert "--cache-ram 0" in facts.findings[0].remedy
 
 
 async def test_without_the_route_of_slots(found, save_dir):
     facts = await found("--no-slots", save_dir=save_dir)
     assert (facts.has_slots, facts.can_save, facts.is_unified) == (False, True, False)
-    assert [finding for finding in facts.findings if "--slots" in finding] == list(facts.findings)
+    assert [finding for finding in facts.findings if "--slots" in finding.remedy] == list(facts.findings)
 
 
 async def test_a_sleeping_server(start_llama, control_of, save_dir):
@@ -116,7 +116,7 @@ async def test_a_sleeping_server(start_llama, control_of, save_dir):
         await asyncio.sleep(0.02)
     facts = await discover(control, spec_of(server.url))
     assert (awake.is_sleeping, facts.is_sleeping) == (False, True)
-    assert "--sleep-idle-seconds" in facts.findings[0]
+    assert "--sleep-idle-seconds" in facts.findings[0].remedy
     assert replace(facts, is_sleeping=False) == awake
 
 

@@ -297,5 +297,5 @@ def _indexed(events):
     return {tier: {name for name, at in index._locations.items() if at & bits[tier]} for tier in Tier}
 
 
-def _root_of(salt):
-    return namespace_root("m", salt=salt)
+def _root_of(salt, adapter=None):
+    return namespace_root("m", adapter=adapter, salt=salt)

@@ -57,7 +57,7 @@ async def test_servers_that_share_a_directory_are_tried_out_at_once(start_llama,
 
 async def test_a_server_that_saves_elsewhere_is_told_and_not_made_to(server, tmp_path, caplog):
     async with slot_world(server.url, host_cache_dir=str(tmp_path)) as world:
-        (finding,) = (await world.adapter.stats())["findings"]
+        (finding,) = map(str, world.adapter.findings())
         assert "host_cache_dir" in finding
         assert f"--slot-save-path {tmp_path}" in finding
         for seed in range(4):
@@ -68,7 +68,7 @@ async def test_a_server_that_saves_elsewhere_is_told_and_not_made_to(server, tmp
 
 async def test_a_directory_that_cannot_be_used_is_told(server, tmp_path):
     async with slot_world(server.url, host_cache_dir=str(tmp_path / "missing")) as world:
-        (finding,) = (await world.adapter.stats())["findings"]
+        (finding,) = map(str, world.adapter.findings())
         assert str(tmp_path / "missing") in finding
         assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
 

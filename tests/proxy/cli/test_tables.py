@@ -43,7 +43,7 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
         "id": "llama-0", "state": "ready", "trust": "precise", "why": "w", "in_flight": 0, "served": 1,
         "audit": {"exact": 1, "checked": 1, "reported_tokens": 1},
         "blocks": {"gpu": 50, "host": 43, "disk": 0},
-        "kv": {"slots": slots, "files": files, "findings": ["-kvu is on [x]"]},
+        "kv": {"slots": slots, "files": files}, "findings": ["-kvu is on [x]"],
     }  # fmt: skip
     pool = {"model": "m", "index_entries": 1, "tokens_per_block": 16, "engines": [engine]}
     totals = {"ready": 1, "engines": 1, "in_flight": 0, "served": 1}

@@ -13,8 +13,8 @@ from proxy.core.view import EngineView
 SIZE = 4  # tokens per block of the pool
 
 
-def root_of(salt):
-    return namespace_root("m", salt=salt)
+def root_of(salt, adapter=None):
+    return namespace_root("m", adapter=adapter, salt=salt)
 
 
 def hashes_of(tokens, extra=None, salt=None):

@@ -32,7 +32,7 @@ def test_an_engine_with_all_its_options():
         ("vllm=http://x:1/v1?a=b", "must end with its path"),
         (
             "vllm=http://x:1,colour=red",
-            "known: id, model, tokenizer, api_key, events, host_cache_dir, host_cache_bytes, disk_cache_dir",
+            "known: id, model, tokenizer, api_key, events, replay, dp_rank, lmcache, lmcache_coordinator",
         ),
         ("vllm=http://x:1,id=a,id=b", "option 'id' is given twice"),
         ("vllm=http://x:1,id", "option 'id' needs a value"),

@@ -1,0 +1,9 @@
+"""SGLang as an engine."""
+
+from __future__ import annotations
+
+from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+
+
+class SglangAdapter(OpenAICompatibleAdapter):
+    """`EngineAdapter` of SGLang."""

@@ -1,0 +1,1 @@
+"""TensorRT-LLM as an engine."""
