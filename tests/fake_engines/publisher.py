@@ -1,0 +1,133 @@
+"""vLLM's event sockets, with what can go wrong there. HTTP servers of fakes: `tests.engines.served`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import zmq
+
+END_OF_REPLAY = b"\xff" * 8
+
+
+class Publisher:
+    """A PUB socket and, unless `replay` is False, a ROUTER that sends the last batches again.
+
+    Frames are `[topic, seq, payload]`, of a replay `[b"", topic, seq, payload]`, as vLLM has them.
+
+    Attributes:
+        endpoint, replay_endpoint: their addresses; the second None without replay.
+        dropping: batches that are still to be lost on their way; a replay has them.
+    """
+
+    def __init__(
+        self,
+        *,
+        topic: str = "kv",
+        replay: bool = True,
+        buffer_steps: int = 10_000,
+        topic_in_replay: bool = True,
+        rank: int = 0,
+    ) -> None:
+        """`topic_in_replay` False: replies are `[b"", seq, payload]`, as vLLM before 0.26 has them."""
+        self.topic = topic
+        self.dropping = 0
+        self._rank = rank
+        self._topic_in_replay = topic_in_replay
+        self._lock = threading.Lock()
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._next = 0
+        self.endpoint, self.replay_endpoint = "tcp://127.0.0.1:0", "tcp://127.0.0.1:0" if replay else None
+        self._open()
+
+    @property
+    def published(self) -> int:
+        """Batches published since the start, or the last restart."""
+        return self._next
+
+    def publish(self, events: list[object]) -> None:
+        """One batch; nothing when there are no events."""
+        if not events:
+            return
+        payload = msgspec.msgpack.encode([time.time(), events, self._rank])
+        with self._lock:
+            sequence, self._next = self._next, self._next + 1
+            self._buffer.append((sequence, payload))
+            if self.dropping:
+                self.dropping -= 1
+                return
+            self._pub.send_multipart(self._frames(sequence.to_bytes(8, "big"), payload))
+
+    def forget(self) -> None:
+        """Nothing published so far can be replayed any more."""
+        with self._lock:
+            self._buffer.clear()
+
+    def restart(self) -> None:
+        """As another process behind the same addresses: connections end, numbers begin at 0 again."""
+        self.close()
+        self._buffer.clear()
+        self._next = 0
+        self._open()
+
+    def close(self) -> None:
+        """Closes both sockets; a second call does nothing."""
+        if self._context.closed:
+            return
+        with self._lock:
+            self._pub.close(linger=0)
+        self._context.term()  # ends the replay thread's recv
+        if self._thread is not None:
+            self._thread.join()
+
+    def _open(self) -> None:
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self.endpoint = _bind(self._pub, self.endpoint)
+        self._thread: threading.Thread | None = None
+        if self.replay_endpoint is not None:
+            router = self._context.socket(zmq.ROUTER)
+            router.setsockopt(zmq.SNDHWM, 0)
+            self.replay_endpoint = _bind(router, self.replay_endpoint)
+            self._thread = threading.Thread(target=self._serve_replays, args=(router,), daemon=True)
+            self._thread.start()
+
+    def _frames(self, sequence: bytes, payload: bytes) -> list[bytes]:
+        return [self.topic.encode(), sequence, payload]
+
+    def _serve_replays(self, router: zmq.Socket[bytes]) -> None:
+        try:
+            while True:
+                client, _, start = router.recv_multipart()
+                for frames in self._replayed(int.from_bytes(start, "big")):
+                    router.send_multipart([client, b"", *frames])
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            router.close(linger=0)
+
+    def _replayed(self, start: int) -> list[list[bytes]]:
+        with self._lock:
+            batches = [(number, payload) for number, payload in self._buffer if number >= start]
+        messages = [self._frames(number.to_bytes(8, "big"), payload) for number, payload in batches]
+        messages.append(self._frames(END_OF_REPLAY, b""))
+        return messages if self._topic_in_replay else [frames[1:] for frames in messages]
+
+
+@contextmanager
+def published(**options) -> Iterator[Publisher]:
+    """A `Publisher`, closed at the end."""
+    publisher = Publisher(**options)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    socket.bind(endpoint)
+    return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
