@@ -3,6 +3,7 @@
 base.py        the contract        types.py   its words        errors.py  its errors
 hold.py        what a request takes of an engine while it runs
 error_bodies.py  the errors engines answer, in one shape
+openai_answer.py  what kvpin asks of an answer beyond its client    usage.py  cached tokens in answers
 managed.py     kind → command line of an engine that kvpin starts
 registry.py    kind → adapter      http.py    the transport seam of the data plane
 extra_ids.py   identity of embeddings          chat.py    render + tokenise as transformers does
@@ -57,6 +58,7 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
+from engine_adapter.usage import read_cached_tokens, read_streamed_cached_tokens
 
 __all__ = [
     "ENGINE_KINDS",
@@ -105,6 +107,8 @@ __all__ = [
     "managed_command",
     "managed_spec",
     "prepare_managed",
+    "read_cached_tokens",
     "read_error",
+    "read_streamed_cached_tokens",
     "run_engine_cli",
 ]

@@ -9,7 +9,6 @@ send → refused? raise, nothing was sent to the client, so another engine may b
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +22,9 @@ from engine_adapter import (
     Hold,
     IncomingResponse,
     Transport,
+    read_cached_tokens,
     read_error,
+    read_streamed_cached_tokens,
 )
 from proxy.calls import Call, Reply
 
@@ -212,65 +213,6 @@ def _is_json(headers: Mapping[str, str]) -> bool:
 
 def _is_event_stream(headers: Mapping[str, str]) -> bool:
     return headers.get("content-type", "").startswith("text/event-stream")
-
-
-# --- what is read of an answer ------------------------------------------------------------------
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    """Of a chat or completion, of a response, and of a message, in this order."""
-
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode_usage = msgspec.json.Decoder(_Usage).decode
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-# A usage object, in whatever it lies and even if that was cut off; a quote in a text has a backslash.
-_KEY = b'"usage"'
-_USAGE = re.compile(_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
-
-
-def read_cached_tokens(content: bytes) -> int | None:
-    """Reused prompt tokens by the usage of a JSON answer; None where it does not say."""
-    try:
-        usage = _decode_answer(content).usage
-    except _UNREADABLE:
-        return None
-    return _cached_tokens(usage) if usage is not None else None
-
-
-def read_streamed_cached_tokens(part: bytes) -> int | None:
-    """The same from a part of an event stream: by the last usage in it that says so."""
-    at = len(part)
-    while (at := part.rfind(_KEY, 0, at)) >= 0:
-        usage = _USAGE.match(part, at)
-        cached = _read_usage(usage[1]) if usage is not None else None
-        if cached is not None:
-            return cached
-    return None
-
-
-def _read_usage(usage: bytes) -> int | None:
-    try:
-        return _cached_tokens(_decode_usage(usage))
-    except _UNREADABLE:
-        return None
-
-
-def _cached_tokens(usage: _Usage) -> int | None:
-    details = usage.prompt_tokens_details or usage.input_tokens_details
-    return details.cached_tokens if details is not None else usage.cache_read_input_tokens
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> bytes:
