@@ -6,7 +6,7 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 
@@ -15,6 +15,7 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupporte
 from engine_adapter.hold import SelfPlaced
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.kv_events import MalformedEvents, Snapshot, decode_snapshot
+from engine_adapter.kv_sources import reachable_endpoint
 from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.openai_http import ControlClient, prepare_request
 from engine_adapter.types import (
@@ -216,11 +217,8 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             raise EngineUnavailable(f"its snapshot cannot be read: {error}") from error
 
     def _reachable(self, endpoint: str) -> str:
-        """A bind address as this machine reaches it: a wildcard becomes the engine's host."""
-        host = urlsplit(self.spec.url).hostname or ""
-        for wildcard in ("//*:", "//0.0.0.0:", "//[::]:"):
-            endpoint = endpoint.replace(wildcard, f"//[{host}]:" if ":" in host else f"//{host}:")
-        return endpoint
+        # It serves HTTP where it binds these, so that whoever reached that reaches them.
+        return reachable_endpoint(endpoint, self.spec.url) or endpoint
 
 
 def _target_fields(target: KvTarget) -> dict[str, Any]:

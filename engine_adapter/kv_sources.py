@@ -1,0 +1,34 @@
+"""Where an engine says its event sockets are → where this machine reaches them."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+_WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
+_LOOPBACKS = ("localhost", "127.", "[::1]")
+
+
+def reachable_endpoint(endpoint: str, engine_url: str) -> str | None:
+    """A socket's bind address as this machine connects to it; None when only the engine's machine can.
+
+    Args:
+        endpoint: ZMQ address, e.g. `tcp://*:5557`; a wildcard becomes the engine's host.
+        engine_url: address of the engine's HTTP server.
+    """
+    host = _host(engine_url)
+    scheme, _, address = endpoint.partition("://")
+    bound, _, port = address.rpartition(":")
+    if scheme != "tcp":
+        return endpoint if scheme == "ipc" and _is_loopback(host) else None
+    if bound in _WILDCARDS:
+        return f"tcp://{host}:{port}"
+    return None if _is_loopback(bound) and not _is_loopback(host) else endpoint
+
+
+def _host(url: str) -> str:
+    host = urlsplit(url).hostname or ""
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith(_LOOPBACKS)
