@@ -72,9 +72,13 @@ SHAPES = {
 
 def gguf_path(kind: str, seed: int = 0) -> Path:
     """The model's file in the cache outside the checkout, written on first use."""
+    return make_gguf(kind, cache_dir() / f"gguf-{VERSION}", seed)
+
+
+def cache_dir() -> Path:
+    """Where what is made once is kept, outside the checkout."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(os.environ.get("KVPIN_CACHE") or Path(home, "kvpin"))
-    return make_gguf(kind, cache / f"gguf-{VERSION}", seed)
+    return Path(os.environ.get("KVPIN_CACHE") or Path(home, "kvpin"))
 
 
 def make_gguf(kind: str, directory: Path, seed: int = 0) -> Path:
@@ -95,7 +99,7 @@ def _write(path: Path, shape: Shape, kind: str, seed: int) -> None:
     writer.add_name(f"kvpin-{kind}-{seed}")
     _add_shape(writer, shape)
     tokens = _add_tokenizer(writer, tokenizer)
-    for name, values in _tensors(shape, tokens, np.random.default_rng(seed)):
+    for name, values in make_tensors(shape, tokens, np.random.default_rng(seed)):
         writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -140,9 +144,11 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict) -> list[str]:
     return tokens
 
 
-def _tensors(
+def make_tensors(
     shape: Shape, tokens: list[str], random: np.random.Generator
 ) -> Iterator[tuple[str, NDArray[np.float16] | NDArray[np.float32]]]:
+    """The weights by their names in a GGUF, the same ones for the same state of `random`."""
+
     def matrix(rows: int, columns: int, std: float = 1.0) -> NDArray[np.float32]:
         """Keeps the size of what it multiplies, times `std`."""
         return random.standard_normal((rows, columns), np.float32) * np.float32(std / columns**0.5)
