@@ -5,8 +5,8 @@ extra_ids.py   extra ids of a prompt given as token ids     tables.py      regis
 builder.py     all of it: body → Prompt                     exactness.py   are our ids the engine's?
 """
 
-from proxy.prompt.builder import Prompt, PromptBuilder
-from proxy.prompt.exactness import Exactness, verify_exactness
+from proxy.prompt.builder import Exactness, Prompt, PromptBuilder
+from proxy.prompt.exactness import audit_tokens, verify_exactness
 from proxy.prompt.tables import PromptTables
 
-__all__ = ["Exactness", "Prompt", "PromptBuilder", "PromptTables", "verify_exactness"]
+__all__ = ["Exactness", "Prompt", "PromptBuilder", "PromptTables", "audit_tokens", "verify_exactness"]

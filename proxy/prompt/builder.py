@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from engine_adapter import (
     Capability,
@@ -19,9 +20,18 @@ from engine_adapter.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of
-from proxy.prompt.render import ChatInput, CompletionInput, PromptInput, is_special, read_prompt
+from proxy.prompt.render import (
+    ChatInput,
+    CompletionInput,
+    PromptInput,
+    has_own_template,
+    is_special,
+    read_prompt,
+)
 from proxy.prompt.tables import PromptTables
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokenizer
+
+Source = Literal["local", "engine", "client"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,7 @@ class Prompt:
         salt: the cache salt it runs under, None for none.
         adapter: the LoRA adapter it runs with, None for none.
         exact: the token ids are known to be the engine's own.
+        source: who made the token ids.
     """
 
     token_ids: TokenIds[int] = field(repr=False)
@@ -41,11 +52,36 @@ class Prompt:
     salt: str | None = None
     adapter: str | None = None
     exact: bool = field(default=False, compare=False)
+    source: Source = field(default="client", compare=False)
 
     @property
     def kv(self) -> KvTarget:
         """The prompt as engines are told it."""
         return KvTarget(self.token_ids, self.extra_ids, self.salt, self.adapter, self.exact)
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """How a pool's prompts are tokenised, and whether that is known to be right.
+
+    Attributes:
+        ok: every id is known to be the engine's.
+        detail: one sentence for logs and stats.
+        source: who tokenises.
+    """
+
+    ok: bool
+    detail: str
+    source: Literal["local", "engine", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """A prompt's tokens, with whose they are and whether they are known to be the engine's own."""
+
+    prompt: ChatPrompt
+    source: Source
+    exact: bool
 
 
 class PromptBuilder:
@@ -55,7 +91,9 @@ class PromptBuilder:
         info: what the pool's first engine said of itself.
         local: the tokenizer loaded here, None where there is none.
         reason: why there is none.
-        exact: its ids are known to be the engine's.
+        exact: the ids that are made here were found to be the engine's.
+        exactness: how prompts are tokenised, and whether that is known to be right.
+        agreed, differed: served prompts whose ids the engine was asked for, and made the same, or others.
     """
 
     def __init__(
@@ -78,6 +116,9 @@ class PromptBuilder:
         self.local: LocalTokenizer | None = None
         self.reason = ""
         self.exact = False
+        self.exactness = Exactness(False, "not checked yet", "none")
+        self.agreed = self.differed = 0
+        self._refuted: set[Source] = set()
         self._tables = tables
         source = tokenizer or info.tokenizer
         if source is None:
@@ -104,7 +145,15 @@ class PromptBuilder:
     def ask_engines(self) -> None:
         """From now on the engines tokenise everything."""
         self._tokenizer = self._engines
-        self.exact = True
+
+    def distrust(self, source: Source) -> bool:
+        """An engine made other ids of a prompt than `source` did: its ids are not exact from now on, and in
+        place of those made here the engines' are asked for, where they can be. False when it was known."""
+        news = source not in self._refuted
+        self._refuted.add(source)
+        if source == "local" and Capability.TOKENIZE in self.info.capabilities:
+            self.ask_engines()
+        return news
 
     async def build(
         self, path: str, body: JsonBody, *, salt: str | None, adapter: str | None = None
@@ -127,50 +176,64 @@ class PromptBuilder:
         tokens = await self._tokenise(source, path, body)
         if tokens is None:
             return None
-        self._check_length(len(tokens.token_ids), source.param)
-        return Prompt(tokens.token_ids, tokens.extra_ids, salt, adapter, self.exact)
+        self._check_length(len(tokens.prompt.token_ids), source.param)
+        made = tokens.prompt
+        return Prompt(made.token_ids, made.extra_ids, salt, adapter, tokens.exact, tokens.source)
 
     def decode(self, token_ids: TokenIds[int]) -> str | None:
         """The text of token ids, None without a tokenizer here."""
         return None if self.local is None else self.local.tokenizer.decode(token_ids)
 
-    async def _tokenise(self, source: PromptInput, path: str, body: JsonBody) -> ChatPrompt | None:
+    async def _tokenise(self, source: PromptInput, path: str, body: JsonBody) -> _Tokens | None:
         match source:
             case ChatInput():
                 return await self._chat(source, body)
             case CompletionInput():
                 return await self._completion(source, path, body)
             case _:
-                return await self._engines.ask(path, body)
+                return self._made(await self._engines.ask(path, body), self._engines)
 
-    async def _chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
+    async def _chat(self, source: ChatInput, body: JsonBody) -> _Tokens | None:
         tokenizer = self._tokenizer
-        if self._asks_about_special and is_special(source, body):
+        special = not self._strict and is_special(source, body)
+        if special and self._asks_about_special:
             tokenizer = self._engines
-        if tokenizer is None:
+        if tokenizer is None or (tokenizer is self.local and special and has_own_template(body)):
             return None
         try:
-            return await tokenizer.chat(source, body)
+            return self._made(await tokenizer.chat(source, body), tokenizer, certain=not special)
         except ChatError:
             if self._strict:
                 raise
             return None
 
-    async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt | None:
+    async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> _Tokens | None:
         if isinstance(source.prompt, array):
-            token_ids = source.prompt
+            tokens: _Tokens | None = _Tokens(ChatPrompt(source.prompt), "client", exact=True)
+        elif self._tokenizer is not None:
+            tokens = self._made(await self._tokenizer.text(source, path, body), self._tokenizer)
         else:
-            tokens = await self._tokenizer.text(source, path, body) if self._tokenizer is not None else None
-            if tokens is None:
-                return None
-            token_ids = tokens.token_ids
+            tokens = None
+        if tokens is None:
+            return None
         vocab_size = self.info.vocab_size
         if vocab_size is None:
             # What the engine takes fake ids for cannot be told here.
             is_plain = source.explicit is None and source.table is None
-            return ChatPrompt(token_ids) if is_plain else None
+            return tokens if is_plain else None
+        token_ids = tokens.prompt.token_ids
         extra_ids = extra_ids_of(token_ids, source, vocab_size=vocab_size, tables=self._tables)
-        return ChatPrompt(token_ids, extra_ids)
+        return replace(tokens, prompt=ChatPrompt(token_ids, extra_ids))
+
+    def _made(
+        self, prompt: ChatPrompt | None, tokenizer: PromptTokenizer, *, certain: bool = True
+    ) -> _Tokens | None:
+        """A prompt with who made it; `certain`: engines do not differ on prompts of its kind."""
+        if prompt is None:
+            return None
+        if tokenizer is self._engines:
+            return _Tokens(prompt, "engine", exact="engine" not in self._refuted)
+        return _Tokens(prompt, "local", exact=self.exact and certain and "local" not in self._refuted)
 
     def _check_length(self, tokens: int, param: str) -> None:
         limit = self.info.max_model_len

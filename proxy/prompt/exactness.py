@@ -1,4 +1,4 @@
-"""Are our token ids the engine's? Asked once, when an engine joins a pool.
+"""Are our token ids the engine's? Asked when an engine joins a pool, and of prompts that were served.
 
 One token off, and every block hash after it is wrong: predictions would be confident and false. So our
 ids are held against the engine's own on prompts that differ in all that templates care about.
@@ -7,14 +7,13 @@ ids are held against the engine's own on prompts that differ in all that templat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from engine_adapter import Capability, ChatError, EngineAdapter, EngineRejected, JsonBody
+from engine_adapter import Capability, ChatError, EngineAdapter, EngineRejected, JsonBody, common_prefix
 from engine_adapter.types import TokenIds
-from proxy.prompt.builder import PromptBuilder
+from proxy.prompt.builder import Exactness, Prompt, PromptBuilder
 from proxy.prompt.render import CHAT_PATH, COMPLETIONS_PATH, ChatInput, CompletionInput, read_prompt
 from proxy.prompt.tokenizer import LocalTokenizer
 
@@ -65,19 +64,8 @@ _TEXTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Exactness:
-    """How a pool's prompts are tokenised, and whether that is known to be right.
-
-    Attributes:
-        ok: every id is known to be the engine's.
-        detail: one sentence for logs and stats.
-        source: who tokenises.
-    """
-
-    ok: bool
-    detail: str
-    source: Literal["local", "engine", "none"]
+# Unchecked ids made here count as right once the engine made the same of so many served prompts.
+ENOUGH_AGREED = 20
 
 
 async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Exactness:
@@ -86,6 +74,49 @@ async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Ex
     Raises:
         EngineUnavailable: the engine went away meanwhile.
     """
+    builder.exactness = await _verify(builder, adapter)
+    return builder.exactness
+
+
+def audit_tokens(builder: PromptBuilder, prompt: Prompt, theirs: TokenIds[int]) -> str | None:
+    """Holds the ids of a served prompt against what the engine says it made of it.
+
+    Returns:
+        How they differ, where that was not known; then engines tokenise from now on, if they can.
+    """
+    if prompt.source == "client":
+        return None
+    difference = difference_of(prompt.token_ids, theirs)
+    if difference is None:
+        builder.agreed += 1
+        if builder.agreed == ENOUGH_AGREED and not builder.differed and builder.exactness.source == "local":
+            seen = f"and the engine made the same of {ENOUGH_AGREED} prompts it served"
+            builder.exactness = Exactness(True, f"{builder.exactness.detail}, {seen}", "local")
+        return None
+    builder.differed += 1
+    if not builder.distrust(prompt.source):
+        return None
+    asks = builder.local is not None and builder.tokenizer is not builder.local
+    if prompt.source == "local" and asks:
+        detail = f"the engine tokenises each prompt: it made others of one that was served: {difference}"
+        builder.exactness = Exactness(True, detail, "engine")
+    else:
+        detail = f"the engine made other tokens of a prompt that was served: {difference}"
+        builder.exactness = Exactness(False, detail, builder.exactness.source)
+    return difference
+
+
+def difference_of(ours: TokenIds[int], theirs: TokenIds[int]) -> str | None:
+    """Where two lists of token ids part, in words; None when they are the same."""
+    if ours == theirs:
+        return None
+    shared = common_prefix(ours, theirs)
+    if shared == min(len(ours), len(theirs)):
+        return f"{len(ours)} tokens here, {len(theirs)} there"
+    return f"token {shared} is {ours[shared]} here, {theirs[shared]} there"
+
+
+async def _verify(builder: PromptBuilder, adapter: EngineAdapter) -> Exactness:
     can_ask = Capability.TOKENIZE in builder.info.capabilities
     if builder.local is None:
         if can_ask:
@@ -127,12 +158,7 @@ async def _difference(local: LocalTokenizer, adapter: EngineAdapter, path: str, 
         return None if ours is None else f"the engine refuses it ({error})"
     if ours is None:
         return "only the engine can render it"
-    if ours == theirs:
-        return None
-    shared = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-    if shared is None:
-        return f"{len(ours)} tokens here, {len(theirs)} there"
-    return f"token {shared} is {ours[shared]} here, {theirs[shared]} there"
+    return difference_of(ours, theirs)
 
 
 async def _ours(local: LocalTokenizer, path: str, body: JsonBody) -> TokenIds[int] | None:

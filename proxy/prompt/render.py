@@ -24,6 +24,20 @@ _SPECIAL = (
     "json_schema",
     "grammar",
 )
+# What replaces the template of a chat or is added by it.
+_OWN_TEMPLATE = ("chat_template", "documents", "add_special_tokens")
+# What makes the prompt, or the namespace of its KV, in ways that are the engine's alone.
+_OF_THE_ENGINE = (
+    "prompt_embeds",
+    "input_embeds",
+    "input_ids",
+    "prompt_token_ids",
+    "truncate_prompt_tokens",
+    "suffix",
+    "lora_path",
+    "lora_request",
+    "extra_key",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +95,25 @@ def is_special(source: ChatInput, body: JsonBody) -> bool:
     messages = source.messages
     last = messages[-1] if isinstance(messages, list) and messages else None
     continues = isinstance(last, dict) and last.get("role") == "assistant"
-    return continues or any(name in body for name in _SPECIAL)
+    return continues or has_own_template(body) or any(name in body for name in _SPECIAL)
+
+
+def has_own_template(body: JsonBody) -> bool:
+    """Whether a chat brings what its template is, or does."""
+    return any(body.get(name) is not None for name in _OWN_TEMPLATE)
 
 
 def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     """What a request's prompt is made from.
 
     None for requests that have no single prompt here: other routes, several prompts in one request, or
-    a prompt of a kind only the engine knows. Those are forwarded all the same.
+    a prompt or an adapter told in a way only the engine knows. Those are forwarded all the same.
 
     Raises:
         BadRequest: naming a field that no engine can take.
     """
+    if any(body.get(name) is not None for name in _OF_THE_ENGINE):
+        return None
     if path == CHAT_PATH:
         continues = _flag(body, "continue_final_message", default=False)
         return ChatInput(

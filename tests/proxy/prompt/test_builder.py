@@ -57,6 +57,32 @@ async def test_text_and_token_ids(build, embedded, engine):
     assert (await build(embedded, COMPLETIONS, prompt=[[5, 6]])).token_ids == array("i", [5, 6])
 
 
+async def test_who_made_the_ids_and_whether_they_are_exact(build, info_of, tables, engine):
+    info = info_of(Capability.TOKENIZE)
+    builder = PromptBuilder(info, tables=tables, engines=lambda: (engine,))
+
+    async def of(path, **fields):
+        prompt = await build(None, path, builder=builder, **fields)
+        return prompt.source, prompt.exact
+
+    assert await of(CHAT, messages=HELLO) == ("local", False)
+    builder.exact = True
+    assert await of(CHAT, messages=HELLO) == ("local", True)
+    assert await of(CHAT, messages=HELLO, tool_choice="none") == ("engine", True)
+    assert await of(COMPLETIONS, prompt="hello") == ("local", True)
+    assert await of(COMPLETIONS, prompt=[5, 6]) == ("client", True)
+    assert await of(RESPONSES, input="hello") == ("engine", True)
+
+
+async def test_what_engines_differ_on_is_never_exact_where_none_can_be_asked(build, info_of, tables):
+    builder = PromptBuilder(info_of(), tables=tables)
+    builder.exact = True
+    assert not (await build(None, CHAT, builder=builder, messages=HELLO, tool_choice="none")).exact
+    for field in ("chat_template", "documents", "add_special_tokens"):
+        assert await build(None, CHAT, builder=builder, messages=HELLO, **{field: "x"}) is None
+        assert await build(None, CHAT, builder=builder, messages=HELLO, **{field: None}) is not None
+
+
 async def test_a_prompt_table(build, embedded):
     prompt = await build(embedded, COMPLETIONS, prompt=[VOCAB, VOCAB + 1, 5], prompt_table="one")
     assert prompt.extra_ids == array("Q", [1, 1, 0])

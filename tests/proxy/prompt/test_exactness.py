@@ -1,8 +1,12 @@
+from array import array
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
-from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
+from proxy.prompt import PromptBuilder, PromptTables, audit_tokens, verify_exactness
+from proxy.prompt.exactness import ENOUGH_AGREED
 from proxy.prompt.tokenizer import EngineTokenizer
 
 CHAT = "/v1/chat/completions"
@@ -99,3 +103,93 @@ async def test_an_engine_that_goes_away_is_unavailable(check, embedded, engine):
     engine.is_gone()
     with pytest.raises(EngineUnavailable):
         await check(embedded)
+
+
+class TestAudit:
+    """Prompts that were served, held against the ids that the engine says it made of them."""
+
+    @pytest.fixture
+    def build(self, engine):
+        async def build(builder, **fields):
+            body = JsonBody(msgspec.json.encode({"messages": [{"role": "user", "content": "x"}], **fields}))
+            return await builder.build(CHAT, body, salt=None)
+
+        return build
+
+    @pytest.fixture
+    async def asking(self, info_of, engine):
+        """A builder of a pool whose engine can be asked, and was: its tokenizer is right on the probes."""
+        info = info_of(Capability.TOKENIZE)
+        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: (engine,))
+        await verify_exactness(builder, engine)
+        return builder
+
+    @pytest.fixture
+    async def unchecked(self, info_of, engine):
+        """A builder of a pool whose engine cannot be asked."""
+        builder = PromptBuilder(info_of(), tables=PromptTables())
+        await verify_exactness(builder, engine)
+        return builder
+
+    async def test_the_same_ids_change_nothing(self, asking, build):
+        prompt = await build(asking)
+        before = asking.exactness
+        assert audit_tokens(asking, prompt, prompt.token_ids) is None
+        assert (asking.agreed, asking.differed, asking.exactness) == (1, 0, before)
+        assert (await build(asking)).exact
+
+    async def test_one_token_off_and_the_engine_is_asked_from_then_on(self, asking, build, engine):
+        prompt = await build(asking)
+        assert (prompt.source, prompt.exact) == ("local", True)
+        theirs = array("i", [*prompt.token_ids[:3], 9, *prompt.token_ids[4:]])
+        difference = audit_tokens(asking, prompt, theirs)
+        assert difference == f"token 3 is {prompt.token_ids[3]} here, 9 there"
+        assert (asking.exactness.ok, asking.exactness.source) == (True, "engine")
+        assert difference in asking.exactness.detail
+        later = await build(asking)
+        assert (later.source, later.exact) == ("engine", True)
+        assert len(engine.asked) > 9
+
+    async def test_a_prompt_of_before_says_nothing_about_the_engines(self, asking, build):
+        prompt = await build(asking)
+        longer = prompt.token_ids + array("i", [1])
+        assert audit_tokens(asking, prompt, longer) == f"{len(longer) - 1} tokens here, {len(longer)} there"
+        assert audit_tokens(asking, prompt, longer) is None, "told once"
+        assert (asking.differed, asking.exactness.ok) == (2, True)
+        assert (await build(asking)).exact
+
+    async def test_an_engine_that_serves_others_than_it_tells_is_not_exact(self, asking, build):
+        asking.ask_engines()
+        prompt = await build(asking)
+        assert audit_tokens(asking, prompt, prompt.token_ids[1:]) is not None
+        assert not asking.exactness.ok
+        later = await build(asking)
+        assert (later.source, later.exact) == ("engine", False)
+
+    async def test_an_engine_that_cannot_be_asked_leaves_it_inexact(self, unchecked, build):
+        prompt = await build(unchecked)
+        assert audit_tokens(unchecked, prompt, prompt.token_ids[1:]) is not None
+        assert (unchecked.exactness.ok, unchecked.exactness.source) == (False, "local")
+        assert not (await build(unchecked)).exact
+
+    async def test_enough_prompts_alike_are_a_check(self, unchecked, build):
+        prompt = await build(unchecked)
+        for _ in range(ENOUGH_AGREED):
+            assert not unchecked.exactness.ok
+            audit_tokens(unchecked, prompt, prompt.token_ids)
+        assert (unchecked.exactness.ok, unchecked.exactness.source) == (True, "local")
+        assert "20 prompts" in unchecked.exactness.detail
+        assert not (await build(unchecked)).exact, "a few prompts do not show all that a template does"
+
+    async def test_not_after_one_that_differed(self, unchecked, build):
+        prompt = await build(unchecked)
+        audit_tokens(unchecked, prompt, prompt.token_ids[1:])
+        for _ in range(2 * ENOUGH_AGREED):
+            audit_tokens(unchecked, prompt, prompt.token_ids)
+        assert not unchecked.exactness.ok
+
+    async def test_ids_that_the_client_gave_prove_nothing(self, unchecked, build):
+        prompt = replace(await build(unchecked), source="client")
+        for theirs in (prompt.token_ids, prompt.token_ids[1:]):
+            assert audit_tokens(unchecked, prompt, theirs) is None
+        assert (unchecked.agreed, unchecked.differed) == (0, 0)

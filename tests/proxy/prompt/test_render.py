@@ -82,6 +82,13 @@ def test_prompts_that_are_not_followed(prompt):
     assert read(COMPLETIONS, prompt=prompt) is None
 
 
+@pytest.mark.parametrize("field", ["prompt_embeds", "truncate_prompt_tokens", "lora_path", "extra_key"])
+def test_prompts_and_adapters_told_in_an_engines_own_way_are_not_followed(field):
+    for path, fields in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": []})):
+        assert read(path, **fields, **{field: "x"}) is None
+        assert read(path, **fields, **{field: None}) is not None
+
+
 def test_a_response_is_the_engines_to_read():
     assert read("/v1/responses", input={"never": "looked at"}) == ResponseInput()
     assert read("/v1/responses/input_tokens", input="x") is None
