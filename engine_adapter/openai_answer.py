@@ -127,12 +127,12 @@ class OpenAIAnswer:
 
     def _pass_events(self, events: bytes) -> bytes:
         """Whole events; what the client gets of them."""
-        if not self._wants_tokens and not _tells_usage(events):
+        if not self._wants_tokens and not tells_usage(events):
             return events
-        return b"".join(map(self._pass_event, _split(events)))
+        return b"".join(map(self._pass_event, split_events(events)))
 
     def _pass_event(self, event: bytes) -> bytes:
-        read = _read_event(event) if self._wants_tokens or _tells_usage(event) else None
+        read = _read_event(event) if self._wants_tokens or tells_usage(event) else None
         if read is None:
             return event
         answer, choices = read
@@ -175,7 +175,7 @@ def _usage_options(body: JsonBody) -> dict[str, object] | None:
     }
 
 
-def _split(events: bytes) -> Iterator[bytes]:
+def split_events(events: bytes) -> Iterator[bytes]:
     """One event after the other, each with its end."""
     at = 0
     while at < len(events):
@@ -185,7 +185,7 @@ def _split(events: bytes) -> Iterator[bytes]:
         at = end
 
 
-def _tells_usage(events: bytes) -> bool:
+def tells_usage(events: bytes) -> bool:
     """Whether there is usage in them; some engines put a null for it into every event."""
     return USAGE_KEY in events and _USAGE_OBJECT.search(events) is not None
 

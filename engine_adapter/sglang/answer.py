@@ -1,0 +1,94 @@
+"""Cached tokens out of an answer whose usage does not tell them: SGLang's `sglext` does when it is asked.
+
+It is told only of prompts that reused something, in a stream by a chunk of its own before the usage. Where
+the client did not ask for it, it is taken out again; usage is given what it says, as any engine's has it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine_adapter.openai_answer import OpenAIAnswer, split_events, tells_usage
+from engine_adapter.usage import UNREADABLE
+
+_DETAILS, _EXTENSION = "cached_tokens_details", b'"sglext"'
+# An answer that came to its end.
+_FINISHED = b'"finish_reason":"'
+_NULL, _NO_CHOICES = msgspec.Raw(b"null"), msgspec.Raw(b"[]")
+_Fields = dict[str, msgspec.Raw]
+_decode_fields = msgspec.json.Decoder(_Fields).decode
+
+
+class _Tiers(msgspec.Struct):
+    """Cached tokens by where they lay."""
+
+    device: int = 0
+    host: int = 0
+    storage: int | None = None
+
+
+class DetailsAnswer(OpenAIAnswer):
+    """`AnswerReader` of an answer that was asked for `cached_tokens_details`."""
+
+    def __init__(self, *, streams: bool, hides_details: bool) -> None:
+        """`hides_details`: the client did not ask for them."""
+        super().__init__(streams=streams, hides_usage=False, reads_tokens=False, hides_tokens=False)
+        self._hides_details = hides_details
+        self._finished = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `AnswerReader.feed`."""
+        return super().feed(chunk) if self._streams else self._pass_object(chunk)
+
+    def cached_tokens(self) -> int | None:
+        """See `AnswerReader.cached_tokens`. None for an answer that broke off."""
+        return self._cached or 0 if self._finished else None
+
+    def _pass_events(self, events: bytes) -> bytes:
+        self._finished |= _FINISHED in events
+        if _EXTENSION not in events and not tells_usage(events):
+            return events
+        return b"".join(map(self._pass_object, split_events(events)))
+
+    def _pass_object(self, content: bytes) -> bytes:
+        """A whole answer, or an event of a stream; what the client gets of it."""
+        start, end = content.find(b"{"), content.rfind(b"}") + 1
+        try:
+            fields = _decode_fields(content[start:end])
+            is_last = not self._streams or fields.get("choices") == _NO_CHOICES
+            changed = self._read_details(fields)
+            if is_last and fields.get("usage", _NULL) != _NULL:
+                changed |= self._fill_usage(fields)
+            elif is_last and changed and "sglext" not in fields:
+                return b""  # it was sent for the details alone
+        except UNREADABLE:
+            return content
+        return content[:start] + msgspec.json.encode(fields) + content[end:] if changed else content
+
+    def _read_details(self, fields: _Fields) -> bool:
+        """Reads the details; True when they were taken out."""
+        extension = _decode_fields(fields["sglext"]) if fields.get("sglext", _NULL) != _NULL else {}
+        if _DETAILS not in extension:
+            return False
+        tiers = msgspec.json.decode(extension.pop(_DETAILS), type=_Tiers)
+        self._cached = tiers.device + tiers.host + (tiers.storage or 0)
+        if not self._hides_details:
+            return False
+        if extension:
+            fields["sglext"] = msgspec.Raw(msgspec.json.encode(extension))
+        else:
+            del fields["sglext"]
+        return True
+
+    def _fill_usage(self, fields: _Fields) -> bool:
+        """Puts the cached tokens where usage has none; True when it had none."""
+        self._finished = True
+        usage = _decode_fields(fields["usage"])
+        details = usage.get("prompt_tokens_details", _NULL)
+        known = _decode_fields(details) if details != _NULL else {}
+        if known.get("cached_tokens", _NULL) != _NULL:
+            return False
+        known["cached_tokens"] = msgspec.Raw(b"%d" % (self._cached or 0))
+        usage["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(known))
+        fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
+        return True

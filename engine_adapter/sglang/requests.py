@@ -1,0 +1,137 @@
+"""A request as SGLang is to get it: its namespace, its adapter, its tokens.
+
+extra_key    → folded into cache_salt, which events tell and extra_key they do not
+LoRA name    → lora_path: SGLang takes an adapter's name as `model` for its base model
+exact tokens → input_ids of a chat, prompt of a completion: they are not computed twice
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineRejected
+from engine_adapter.hold import Hold
+from engine_adapter.openai_answer import hold_openai
+from engine_adapter.sglang.answer import DetailsAnswer
+from engine_adapter.sglang.server_info import ServerInfo
+from engine_adapter.types import KvTarget
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
+_SALTED = (CHAT, COMPLETIONS, _RESPONSES)
+# Fields that SGLang's rendering of a chat knows and kvpin's does not, or the other way round.
+_RENDERED_OTHERWISE = ("input_ids", "thinking", "task", "add_generation_prompt")
+_DETAILS = "return_cached_tokens_details"
+_DETAILS_SINCE = (0, 5, 10)
+
+
+def hold_request(
+    info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget | None, *, jinja: bool
+) -> Hold:
+    """The hold of a request.
+
+    Args:
+        info: the server.
+        path: the request's route.
+        body: its body.
+        prompt: its tokens, None where they are not known.
+        jinja: chats are written by a Jinja template, so that nothing but the prompt comes of it.
+
+    Raises:
+        EngineRejected: the server would serve it under another tenant's KV, or without its adapter.
+    """
+    changes = _salted(path, body) | _adapted(info, path, body)
+    if prompt is not None and prompt.exact and prompt.token_ids is not None:
+        changes |= _tokens(info, path, body, prompt.token_ids.tolist(), jinja=jinja)
+    hold = _asked(info, path, body, changes)
+    if prompt is not None:
+        foreseen = _foreseen(info, path, body, prompt)
+        if foreseen is not None:
+            hold.cached_tokens, hold.firm = foreseen, False
+    return hold
+
+
+def tells_cached_tokens(info: ServerInfo) -> bool:
+    """Whether answers to chats and completions can be made to tell them."""
+    return info.cache_report or info.release >= _DETAILS_SINCE
+
+
+def _salted(path: str, body: JsonBody) -> dict[str, object]:
+    """The changes that put a request's namespace where events tell it."""
+    salt = body.get("cache_salt")
+    if path == _MESSAGES and salt is not None:
+        raise EngineRejected(
+            f"SGLang takes no cache_salt on {path}, so that tenants' KV would not be kept apart: use {CHAT}",
+            status=400,
+        )
+    key = body.get("extra_key") if path in _SALTED else None
+    if isinstance(key, str) and key:
+        return {"cache_salt": _folded(salt, key), "extra_key": None}
+    if isinstance(key, list) and all(isinstance(item, str) for item in key):
+        # One for each prompt of a batch.
+        return {"cache_salt": [_folded(salt, item) for item in key], "extra_key": None}
+    return {}
+
+
+def _folded(salt: str | None, key: str) -> str:
+    """One salt for both. It begins like the salt, by which tenants' KV is told."""
+    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    return f"{salt or ''}-extra-{digest}" if key else salt or ""
+
+
+def _adapted(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
+    """The changes that bring the LoRA adapter that `model` names; none for the model itself."""
+    name = body.get("model")
+    if not isinstance(name, str) or name not in info.adapters:
+        return {}
+    if path in (CHAT, COMPLETIONS) and ":" not in name:
+        return {"lora_path": name}
+    if path in (CHAT, COMPLETIONS, _MESSAGES):
+        return {"model": f"{info.model}:{name}"}
+    raise EngineRejected(f"SGLang serves no LoRA adapters on {path}: use {CHAT}", status=400, param="model")
+
+
+def _tokens(
+    info: ServerInfo, path: str, body: JsonBody, token_ids: list[int], *, jinja: bool
+) -> dict[str, object]:
+    """The changes that put tokens in the place of what they were made of."""
+    if path == CHAT and jinja and not any(name in body for name in _RENDERED_OTHERWISE):
+        return {"input_ids": token_ids}
+    # An echo of tokens is written otherwise than the text they were made of.
+    if path == COMPLETIONS and isinstance(body.get("prompt"), str) and not body.get("echo"):
+        return {} if info.completion_template else {"prompt": token_ids}
+    return {}
+
+
+def _asked(info: ServerInfo, path: str, body: JsonBody, changes: dict[str, object]) -> Hold:
+    """The hold of a request whose answer is asked for cached tokens."""
+    details = info.radix_cache and not info.cache_report and tells_cached_tokens(info)
+    if not details or path not in (CHAT, COMPLETIONS):
+        return hold_openai(path, body, changes=changes, ask_usage=info.cache_report)
+    hold = hold_openai(path, body, changes={**changes, _DETAILS: True})
+    hold.answer = DetailsAnswer(
+        streams=body.get("stream") is True, hides_details=body.get(_DETAILS) is not True
+    )
+    return hold
+
+
+def _foreseen(info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget) -> int | None:
+    """What will be reported as cached where the index cannot tell; None where it can."""
+    reads_prompt = path == COMPLETIONS and body.get("echo") and body.get("logprobs")
+    if reads_prompt or _is_another_prompt(info, path, body, prompt):
+        return 0
+    samples = body.get("n")
+    if isinstance(samples, int) and samples > 1 and info.page_size and prompt.token_ids is not None:
+        # The prompt is computed once before any of its answers, each of which then finds it.
+        return max(len(prompt.token_ids) - 1, 0) // info.page_size * info.page_size
+    return None
+
+
+def _is_another_prompt(info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget) -> bool:
+    """Whether the server's KV of the request is not that of the prompt kvpin knows."""
+    if body.get("extra_key") or (body.get("lora_path") is not None and prompt.adapter is None):
+        return True
+    if path == COMPLETIONS:
+        return info.completion_template and not isinstance(body.get("prompt"), list)
+    return body.get("input_ids") is not None

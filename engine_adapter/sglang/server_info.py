@@ -1,0 +1,238 @@
+"""What an SGLang server says of itself at `/server_info` and `/v1/models`."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine_adapter.errors import EngineUnavailable
+
+# From here on events tell the cache salt of what they store, and are maps rather than arrays.
+EVENTS_TELL_SALTS = (0, 5, 20)
+# From here on they tell the LoRA adapter: with "format": "dynamo" alone, and always.
+EVENTS_MAY_TELL_ADAPTERS, EVENTS_TELL_ADAPTERS = (0, 5, 22), (0, 5, 23)
+# With these an event's tokens are pairs of neighbours, and a hit asks for the token after it as well.
+_PAIRED = ("EAGLE", "NEXTN", "FROZEN_KV_MTP")
+_WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
+
+
+@dataclass(frozen=True, slots=True)
+class EventPublisher:
+    """The server's KV event sockets, one port per data-parallel rank from these on.
+
+    Attributes:
+        host: what they are bound to.
+        port: of rank 0's events.
+        replay_port: of rank 0's replay socket, None where there is none.
+        topic: that events are sent under.
+        binds: the sockets wait for subscribers; else the server connects to `host`, to a collector there.
+    """
+
+    host: str
+    port: int
+    replay_port: int | None
+    topic: str
+    binds: bool
+
+    def endpoints(self, dp_rank: int) -> tuple[str, str | None]:
+        """ZMQ addresses of a rank's events and of its replay socket, as the server has them."""
+        replay = None if self.replay_port is None else f"tcp://{self.host}:{self.replay_port + dp_rank}"
+        return f"tcp://{self.host}:{self.port + dp_rank}", replay
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What kvpin goes by.
+
+    Attributes:
+        version: as the server gives it.
+        instance: identity of the process.
+        model: the served name.
+        adapters: LoRA adapters that are loaded.
+        max_model_len: None where it does not say.
+        tokenizer: directory or hub id.
+        page_size: tokens of a page, which is what events call a block.
+        capacity_tokens: of one rank's KV pool.
+        dp_ranks: data-parallel ranks, each with a cache of its own.
+        publisher: of KV events; None where there is none.
+        dynamo_events: its events have the format "dynamo".
+        cache_report: usage tells cached tokens.
+        radix_cache: prefixes are reused at all.
+        hicache: there is a host tier.
+        host_ratio: its size in device pools, 0 where there is none or that is not told.
+        lora: adapters may be loaded.
+        speculative: the algorithm of speculative decoding.
+        completion_template: text completions are written into a template first.
+        disaggregation: "null" for a server that prefills and decodes.
+        lacks_admin_key: management routes want a key that kvpin was not given.
+    """
+
+    version: str
+    instance: str
+    model: str
+    adapters: frozenset[str]
+    max_model_len: int | None
+    tokenizer: str | None
+    page_size: int | None
+    capacity_tokens: int | None
+    dp_ranks: int = 1
+    publisher: EventPublisher | None = None
+    dynamo_events: bool = False
+    cache_report: bool = False
+    radix_cache: bool = True
+    hicache: bool = False
+    host_ratio: float = 0.0
+    lora: bool = False
+    speculative: str | None = None
+    completion_template: bool = False
+    disaggregation: str = "null"
+    lacks_admin_key: bool = False
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """The version as numbers; () for one that has none."""
+        numbers = re.match(r"\d+(\.\d+)*", self.version)
+        return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+    @property
+    def tells_salts(self) -> bool:
+        """Whether events name the cache salt."""
+        return self.release >= EVENTS_TELL_SALTS
+
+    @property
+    def tells_adapters(self) -> bool:
+        """Whether events name the LoRA adapter."""
+        if self.dynamo_events:
+            return self.release >= EVENTS_MAY_TELL_ADAPTERS
+        return self.release >= EVENTS_TELL_ADAPTERS
+
+    @property
+    def pairs_tokens(self) -> bool:
+        """Whether pages are of pairs of tokens."""
+        return (self.speculative or "").upper().startswith(_PAIRED)
+
+
+class _Publisher(msgspec.Struct, frozen=True):
+    endpoint_host: str
+    endpoint_port_base: int
+    block_size: int
+    dp_size: int = 1
+    topic: str = ""
+    replay_endpoint_port_base: int | None = None
+
+
+class _EventsConfig(msgspec.Struct, frozen=True):
+    format: str = "default"
+    bind: bool | None = None
+
+
+class _Raw(msgspec.Struct, frozen=True):
+    """The fields that are read; the server sends several hundred, its keys among them."""
+
+    version: str
+    max_total_num_tokens: int | None = None
+    page_size: int | None = None
+    dcp_size: int = 1
+    dp_size: int = 1
+    attn_dp_size: int = 1
+    tokenizer_path: str | None = None
+    kv_events: _Publisher | None = None
+    kv_events_config: str | None = None
+    enable_cache_report: bool = False
+    disable_radix_cache: bool = False
+    enable_hierarchical_cache: bool = False
+    hicache_ratio: float | None = None
+    hicache_size: int = 0
+    enable_lora: bool | None = None
+    speculative_algorithm: str | None = None
+    completion_template: str | None = None
+    disaggregation_mode: str = "null"
+    random_seed: int | None = None
+    startup_time: Any = None
+    admin_api_key: str | None = None
+
+
+class _Card(msgspec.Struct, frozen=True):
+    id: str
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct, frozen=True):
+    data: list[_Card]
+
+
+def read_server_info(answer: object, models: object, *, api_key: str | None = None) -> ServerInfo:
+    """Reads `/server_info` and `/v1/models`; `api_key` is the key kvpin has.
+
+    Raises:
+        EngineUnavailable: they are not an SGLang server's.
+    """
+    try:
+        raw, cards = msgspec.convert(answer, _Raw), msgspec.convert(models, _Cards).data
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"it does not answer as SGLang does: {error}") from error
+    base = next((card for card in cards if card.parent is None), None)
+    if base is None:
+        raise EngineUnavailable("/v1/models names no model")
+    publisher, config = raw.kv_events, _events_config(raw.kv_events_config)
+    adapters = frozenset(card.id for card in cards if card.parent is not None)
+    return ServerInfo(
+        version=raw.version,
+        instance=_identity(raw),
+        model=base.id,
+        adapters=adapters,
+        max_model_len=base.max_model_len,
+        tokenizer=raw.tokenizer_path,
+        page_size=_page_size(raw),
+        capacity_tokens=raw.max_total_num_tokens,
+        dp_ranks=publisher.dp_size if publisher is not None else raw.dp_size * raw.attn_dp_size,
+        publisher=_publisher(publisher, config) if publisher is not None else None,
+        dynamo_events=config.format == "dynamo",
+        cache_report=raw.enable_cache_report,
+        radix_cache=not raw.disable_radix_cache,
+        hicache=raw.enable_hierarchical_cache,
+        # A size in gigabytes stands in place of the ratio, and tells nothing of tokens.
+        host_ratio=(raw.hicache_ratio or 0.0)
+        if raw.enable_hierarchical_cache and not raw.hicache_size
+        else 0,
+        lora=bool(raw.enable_lora or adapters),
+        speculative=raw.speculative_algorithm,
+        completion_template=raw.completion_template is not None,
+        disaggregation=raw.disaggregation_mode,
+        lacks_admin_key=raw.admin_api_key not in (None, api_key),
+    )
+
+
+def _identity(raw: _Raw) -> str:
+    """Differs from start to start: the times its phases took, and the seed, which is drawn then."""
+    text = msgspec.json.encode([raw.version, raw.startup_time, raw.random_seed], order="sorted")
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _page_size(raw: _Raw) -> int | None:
+    size = raw.kv_events.block_size if raw.kv_events is not None else (raw.page_size or 0) * raw.dcp_size
+    return size if size > 0 else None
+
+
+def _host_ratio(raw: _Raw) -> float:
+    # A size in gigabytes stands in place of the ratio, and tells nothing of tokens.
+    return (raw.hicache_ratio or 0.0) if raw.enable_hierarchical_cache and not raw.hicache_size else 0.0
+
+
+def _publisher(raw: _Publisher, config: _EventsConfig) -> EventPublisher:
+    host = raw.endpoint_host
+    binds = config.bind if config.bind is not None else host in _WILDCARDS
+    return EventPublisher(host, raw.endpoint_port_base, raw.replay_endpoint_port_base, raw.topic, binds)
+
+
+def _events_config(text: str | None) -> _EventsConfig:
+    """What `--kv-events-config` was given."""
+    try:
+        return msgspec.json.decode(text or "{}", type=_EventsConfig)
+    except msgspec.DecodeError:
+        return _EventsConfig()
