@@ -15,15 +15,18 @@ from engine_adapter import (
     EngineSpecError,
     JsonBody,
     KvTarget,
+    common_prefix,
 )
 from engine_adapter.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of
+from proxy.prompt.media import find_media, media_fields, texts_only
 from proxy.prompt.render import (
     ChatInput,
     CompletionInput,
     PromptInput,
+    ResponseInput,
     has_own_template,
     is_special,
     read_prompt,
@@ -32,6 +35,8 @@ from proxy.prompt.tables import PromptTables
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokenizer
 
 Source = Literal["local", "engine", "client"]
+# Texts whose tokens have nothing in common, from the first one on.
+_ANY_TEXT = ("0", "x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class Prompt:
         adapter: the LoRA adapter it runs with, None for none.
         exact: the token ids are known to be the engine's own.
         source: who made the token ids.
+        media: some of them stand for images, audio or video, which the ids alone do not bring back.
+        whole: False for the text before the first image of a prompt of which no more is known.
     """
 
     token_ids: TokenIds[int] = field(repr=False)
@@ -53,6 +60,8 @@ class Prompt:
     adapter: str | None = None
     exact: bool = field(default=False, compare=False)
     source: Source = field(default="client", compare=False)
+    media: bool = field(default=False, compare=False)
+    whole: bool = field(default=True, compare=False)
 
     @property
     def kv(self) -> KvTarget:
@@ -82,6 +91,8 @@ class _Tokens:
     prompt: ChatPrompt
     source: Source
     exact: bool
+    media: bool = False
+    whole: bool = True
 
 
 class PromptBuilder:
@@ -103,6 +114,7 @@ class PromptBuilder:
         tables: PromptTables,
         tokenizer: str | None = None,
         engines: Callable[[], Iterable[EngineAdapter]] = tuple,
+        renderers: Callable[[], Iterable[EngineAdapter]] = tuple,
     ) -> None:
         """Loads the tokenizer, which takes seconds: call it in a thread.
 
@@ -111,6 +123,7 @@ class PromptBuilder:
             tables: the registered prompt tables.
             tokenizer: directory or hub id; the engine's own word by default.
             engines: gives those that can tokenise now.
+            renderers: gives those that can tokenise what holds images now.
         """
         self.info = info
         self.local: LocalTokenizer | None = None
@@ -131,7 +144,7 @@ class PromptBuilder:
             except EngineSpecError as error:
                 self.reason = str(error)
         self._tokenizer: PromptTokenizer | None = self.local
-        self._engines = EngineTokenizer(engines)
+        self._engines = EngineTokenizer(engines, renderers)
         # Such an engine renders with the same code: what cannot be rendered here is the client's fault.
         # Any other may take more than we do, so that a prompt we do not understand is only unknown.
         self._strict = Capability.EXTRA_IDS in info.capabilities
@@ -178,7 +191,16 @@ class PromptBuilder:
             return None
         self._check_length(len(tokens.prompt.token_ids), source.param)
         made = tokens.prompt
-        return Prompt(made.token_ids, made.extra_ids, salt, adapter, tokens.exact, tokens.source)
+        return Prompt(
+            made.token_ids,
+            made.extra_ids,
+            salt,
+            adapter,
+            tokens.exact,
+            tokens.source,
+            tokens.media,
+            tokens.whole,
+        )
 
     def decode(self, token_ids: TokenIds[int]) -> str | None:
         """The text of token ids, None without a tokenizer here."""
@@ -186,12 +208,43 @@ class PromptBuilder:
 
     async def _tokenise(self, source: PromptInput, path: str, body: JsonBody) -> _Tokens | None:
         match source:
-            case ChatInput():
-                return await self._chat(source, body)
             case CompletionInput():
                 return await self._completion(source, path, body)
-            case _:
+            case ChatInput() if source.is_text or self._strict:
+                return await self._chat(source, body)
+            case ResponseInput() if source.is_text:
                 return self._made(await self._engines.ask(path, body), self._engines)
+            case _:
+                return await self._with_media(source, path, body)
+
+    async def _with_media(
+        self, source: ChatInput | ResponseInput, path: str, body: JsonBody
+    ) -> _Tokens | None:
+        """A prompt that holds more than text: whole where an engine tells it, else the text before that."""
+        prompt = None
+        if all(part.is_lasting for part in find_media(media_fields(body))):
+            prompt = await self._engines.render(path, body)
+        if prompt is not None and prompt.extra_ids is None:
+            return self._made(prompt, self._engines)
+        if prompt is not None:
+            # Never exact: its ids must not stand in the place of what they are made from.
+            return _Tokens(prompt, "engine", exact=False, media=True)
+        return await self._before_media(source, body) if isinstance(source, ChatInput) else None
+
+    async def _before_media(self, source: ChatInput, body: JsonBody) -> _Tokens | None:
+        """The tokens before the first message that is not all text: those that stay the same whatever text
+        is in its place."""
+        made = []
+        for text in _ANY_TEXT:
+            messages = texts_only(source.messages, text)
+            if messages is None:
+                return None
+            tokens = await self._chat(replace(source, messages=messages), body.replace(messages=messages))
+            if tokens is None:
+                return None
+            made.append(tokens.prompt.token_ids)
+        shared = made[0][: common_prefix(*made)]
+        return _Tokens(ChatPrompt(shared), "local", exact=False, whole=False)
 
     async def _chat(self, source: ChatInput, body: JsonBody) -> _Tokens | None:
         tokenizer = self._tokenizer

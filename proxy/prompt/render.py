@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from engine_adapter import JsonBody
 from engine_adapter.types import TokenIds
 from proxy.errors import BadRequest
+from proxy.prompt.media import find_media, is_text, media_fields
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -57,7 +58,7 @@ class ChatInput:
         messages = self.messages if isinstance(self.messages, list) else ()
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+        return all(map(is_text, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class ResponseInput:
     """What only an engine makes a prompt of, each in its own way."""
 
     param: ClassVar[str] = "input"
+    is_text: bool = True
 
 
 PromptInput = ChatInput | CompletionInput | ResponseInput
@@ -124,7 +126,7 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
             continue_final_message=continues,
         )
     if path == RESPONSES_PATH:
-        return ResponseInput()
+        return ResponseInput(is_text=not find_media(media_fields(body)))
     if path != COMPLETIONS_PATH:
         return None
     prompt = _single_prompt(body.get("prompt"))

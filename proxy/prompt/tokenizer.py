@@ -7,6 +7,7 @@ from typing import Protocol
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.chat import ChatPrompt, ChatTokenizer
+from engine_adapter.media import mark_media
 from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
 
 
@@ -59,9 +60,15 @@ class EngineTokenizer:
     be served, and an error in it is the engine's to report.
     """
 
-    def __init__(self, engines: Callable[[], Iterable[EngineAdapter]]) -> None:
-        """`engines` gives those that can be asked now; the first that answers is believed."""
+    def __init__(
+        self,
+        engines: Callable[[], Iterable[EngineAdapter]],
+        renderers: Callable[[], Iterable[EngineAdapter]] = tuple,
+    ) -> None:
+        """`engines` gives those that can be asked now, `renderers` those of them that tell where images lie;
+        the first that answers is believed."""
         self._engines = engines
+        self._renderers = renderers
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
         """See `PromptTokenizer.chat`. None for a chat that is not all text: ids do not tell images apart."""
@@ -80,4 +87,16 @@ class EngineTokenizer:
                 continue
             except EngineRejected:
                 return None
+        return None
+
+    async def render(self, path: str, body: JsonBody) -> ChatPrompt | None:
+        """Tokens of a request that holds images, audio or video, each marked where it begins; None where no
+        engine tells. An engine that refuses may lack what only another one has: an item sent before."""
+        for adapter in self._renderers():
+            try:
+                rendered = await adapter.render(path, body)
+            except (EngineUnavailable, EngineRejected):
+                continue
+            token_ids = rendered.token_ids
+            return ChatPrompt(token_ids, mark_media(len(token_ids), rendered.media))
         return None

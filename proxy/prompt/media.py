@@ -1,0 +1,224 @@
+"""Images, audio and video in requests: where they are, and what a client's `uuid` for one may mean.
+
+An engine tells items apart by their content, or by a `uuid` that the client gives one. It then takes the
+uuid's word for the content: another item under the same uuid is answered with the first one's, and a uuid
+that comes without content means the item that was last sent under it, by anybody, under whatever salt. So a
+uuid is held to what first came under it, and goes to the engine as one of its salt's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from engine_adapter import JsonBody
+from proxy.errors import BadRequest
+
+# What a part holds an item in → its kind; of chats, Responses and Messages alike. These tell, not the part's
+# type: vLLM takes a `text` with a uuid and an image_url for an image.
+_KINDS = {
+    "image_url": "image",
+    "image_embeds": "image",
+    "source": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "audio_embeds": "audio",
+    "video_url": "video",
+    "video_embeds": "video",
+    "file": "file",
+    "file_id": "file",
+    "file_url": "file",
+    "file_data": "file",
+    "prompt_embeds": "embeddings",
+}
+# Fields of requests that hold parts, and what holds parts within them.
+_FIELDS = ("messages", "input", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
+_WITHIN = ("content", "output")
+# Decoding and hashing that many bytes takes about a millisecond; more is done in a thread.
+_BYTES_PER_MS = 500_000
+_UUIDS = 100_000
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """An image, audio or video as it stands in a request.
+
+    Attributes:
+        param: the field it is, e.g. `messages[0].content[1]`.
+        kind: `image`, `audio`, `video`, `file` or `embeddings`.
+        fields: the part itself.
+        item: what it holds: an address, a `data:` address, or an object of the engine's.
+    """
+
+    param: str
+    kind: str
+    fields: dict[str, Any] = field(repr=False)
+    item: object = field(repr=False)
+
+    @property
+    def uuid(self) -> str | None:
+        """What the client calls it. Raises BadRequest when that is no string."""
+        uuid = self.fields.get("uuid")
+        if uuid is not None and not isinstance(uuid, str):
+            raise BadRequest(f"{self.param}.uuid must be a string", param=f"{self.param}.uuid")
+        return uuid
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the request holds only its address: what is there may change."""
+        return isinstance(self.item, str) and self.item[:5].lower() != "data:"
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether an engine can say what it is, now and ever after: its content is here, or the client's word
+        for it. Not of embeddings, which engines have no name for."""
+        return self.kind != "embeddings" and (not self.is_elsewhere or self.uuid is not None)
+
+    def digest(self) -> bytes | None:
+        """What its content is told apart by, None for content the request does not hold."""
+        if self.item is None or self.is_elsewhere:
+            return None
+        content = (
+            _decoded(self.item)
+            if isinstance(self.item, str)
+            else msgspec.json.encode(self.item, order="sorted")
+        )
+        return _digest(self.kind.encode(), content)
+
+
+def is_text(part: object) -> bool:
+    """Whether a part of a message is text to every engine."""
+    return isinstance(part, dict) and part.get("type") == "text" and _KINDS.keys().isdisjoint(part)
+
+
+def find_media(values: dict[str, Any]) -> list[MediaPart]:
+    """The images, audio and video in decoded fields of a request, in their order."""
+    return [part for name, value in values.items() for part in _parts(value, name)]
+
+
+def texts_only(messages: object, text: str) -> list[Any] | None:
+    """A chat's messages with `text` in place of what each that is not all text says; None where the first
+    is one of those, or no message is known for one."""
+    if not isinstance(messages, list) or not messages or not _is_text_message(messages[0]):
+        return None
+    return [message if _is_text_message(message) else {**message, "content": text} for message in messages]
+
+
+def _is_text_message(message: object) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    return not isinstance(content, list) or all(map(is_text, content))
+
+
+def media_fields(body: JsonBody) -> dict[str, Any]:
+    """The fields of a request that may hold media, decoded."""
+    return {name: body.get(name) for name in _FIELDS if name in body}
+
+
+def _parts(value: object, param: str) -> Iterator[MediaPart]:
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            if isinstance(each, dict):
+                yield from _parts(each, f"{param}[{index}]")
+    elif isinstance(value, dict):
+        key = next((key for key in _KINDS if key in value or value.get("type") == key), None)
+        if key is not None:
+            yield MediaPart(param, _KINDS[key], value, _item(value.get(key)))
+        for name in _WITHIN:
+            if name in value:
+                yield from _parts(value[name], f"{param}.{name}")
+
+
+def _item(value: object) -> object:
+    """What a part's own field holds: an address may be wrapped, and may be missing."""
+    return value.get("url") if isinstance(value, dict) and (not value or "url" in value) else value
+
+
+def _decoded(address: str) -> bytes:
+    """The bytes of a `data:` address; an odd one stands for itself."""
+    head, _, data = address.partition(",")
+    if head.endswith(";base64"):
+        try:
+            return base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            pass
+    return address.encode(errors="surrogatepass")
+
+
+def _digest(*pieces: bytes) -> bytes:
+    """A digest of length-framed pieces."""
+    state = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"kvpin media")
+    for piece in pieces:
+        state.update(len(piece).to_bytes(8, "little"))
+        state.update(piece)
+    return state.digest()
+
+
+class MediaUuids:
+    """What clients' uuids stand for, as far as it was seen: bounded, the least recently used go first."""
+
+    def __init__(self, *, trusted: bool = False, limit: int = _UUIDS) -> None:
+        """`trusted`: clients are believed; else a uuid stands for what first came under it."""
+        self._trusted = trusted
+        self._limit = limit
+        self._seen: OrderedDict[bytes, bytes] = OrderedDict()
+
+    async def admit(self, body: JsonBody, salt: str | None) -> JsonBody:
+        """The request as it may go to engines: under a salt, with uuids that are that salt's own.
+
+        Raises:
+            BadRequest: a uuid that stands for something else, or is no string.
+        """
+        # JSON may write any letter as \u00xx. Most requests are told apart without being decoded.
+        if not (b"uuid" in body.raw or b"\\u00" in body.raw):
+            return body
+        values = media_fields(body)
+        parts = [part for part in find_media(values) if part.uuid is not None]
+        if not parts:
+            return body
+        if not self._trusted:
+            await self._check(len(body.raw), parts, salt)
+        return body if salt is None else _scoped(body, values, parts, salt)
+
+    async def _check(self, size: int, parts: Sequence[MediaPart], salt: str | None) -> None:
+        """Holds uuids to what first came under them. What an engine refused counts too: it may hold it."""
+        digests = (
+            _digests(parts) if size <= _BYTES_PER_MS else await asyncio.to_thread(lambda: _digests(parts))
+        )
+        for part, digest in zip(parts, digests, strict=True):
+            if digest is None:
+                continue
+            name = _name(part, salt)
+            if self._seen.setdefault(name, digest) != digest:
+                raise BadRequest(
+                    f"{part.param}.uuid came with other content before: give each {part.kind} one of its own",
+                    param=f"{part.param}.uuid",
+                )
+            self._seen.move_to_end(name)
+            if len(self._seen) > self._limit:
+                self._seen.popitem(last=False)
+
+
+def _digests(parts: Sequence[MediaPart]) -> list[bytes | None]:
+    return [part.digest() for part in parts]
+
+
+def _scoped(body: JsonBody, values: dict[str, Any], parts: Sequence[MediaPart], salt: str) -> JsonBody:
+    """The request with its uuids made those of a salt."""
+    for part in parts:
+        part.fields["uuid"] = f"kvpin-{_name(part, salt).hex()}"
+    return body.replace(**values)
+
+
+def _name(part: MediaPart, salt: str | None) -> bytes:
+    """A uuid within its salt. No salt is another one than every salt."""
+    salted = (b"",) if salt is None else (b"salt", salt.encode(errors="surrogatepass"))
+    return _digest(*salted, (part.uuid or "").encode(errors="surrogatepass"))
