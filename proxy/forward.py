@@ -117,7 +117,9 @@ async def _answer_json(
     reported = cached if cached is not None else read_cached_tokens(content)
     if reader is not None:
         kept = reader.feed(content)
-        content = content if reader.assembles else kept + reader.finish()
+        if not reader.assembles:
+            content = kept + reader.finish()
+            reported = reader.cached_tokens() if reported is None else reported
     await reply.start(response.status, [*headers, *_cached_header(reported)])
     await reply.finish(content)
     return Outcome(response.status, reported)

@@ -338,6 +338,17 @@ class TestReaders:
         assert (b"".join(reader.seen), reader.finished) == (response.content, 0)
         assert proxy.last.reported_tokens == 32
 
+    async def test_a_reader_knows_what_a_json_answers_usage_does_not_tell(
+        self, engine, reader, proxy, client
+    ):
+        async def script(exchange):
+            await exchange.send(ANSWER | {"usage": {"prompt_tokens": 40}})
+
+        engine.script = script
+        reader.cached = 8
+        response = await client.post(CHAT, json=ASK)
+        assert (response.headers["x-kvpin-cached-tokens"], proxy.last.reported_tokens) == ("8", 8)
+
     async def test_an_error_is_not_shown(self, engine, reader, client):
         async def script(exchange):
             await exchange.send({"error": {"message": "no"}}, status=400)
