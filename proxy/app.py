@@ -50,7 +50,7 @@ from proxy.logs import configure_logs
 from proxy.managed import ManagedEngine
 from proxy.metrics import Metrics
 from proxy.monitor import Monitor
-from proxy.prompt import PromptTables
+from proxy.prompt import MediaUuids, PromptTables
 from proxy.records import RequestLog
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from proxy.tasks import Supervisor
@@ -86,6 +86,7 @@ class Proxy:
             forwarder=Forwarder(transport),
             ingest=self.ingest,
             tenants=self.tenants,
+            media=MediaUuids(trusted=settings.trust_media_uuids),
             requests=RequestLog(settings.limits.request_records),
             retries=settings.retries,
             observe=self.metrics.observe,

@@ -146,6 +146,10 @@ class Pool:
         """Those of them that can be asked for the tokens of a request."""
         return [engine.adapter for engine in self.ready() if engine.can(Capability.TOKENIZE)]
 
+    def renderers(self) -> list[EngineAdapter]:
+        """Those that tell the tokens of a request that holds images, and where these lie."""
+        return [engine.adapter for engine in self.ready() if engine.can(Capability.RENDER)]
+
     def candidates(
         self,
         chain: Chain | None,
@@ -156,7 +160,8 @@ class Pool:
     ) -> list[Candidate]:
         """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is.
         With `adapter`, those that serve it."""
-        target = prompt.kv if prompt is not None else None
+        whole = prompt is None or prompt.whole
+        target = prompt.kv if prompt is not None and whole else None
         matches = self.index.match(chain.hashes) if chain is not None else {}
         return [
             Candidate(
@@ -171,7 +176,7 @@ class Pool:
                 free_blocks=self.free_blocks(engine),
                 served=engine.ledger.served,
                 forecast=engine.adapter.forecast(target) if target is not None else None,
-                complete=engine.view is None or engine.view.complete,
+                complete=whole and (engine.view is None or engine.view.complete),
             )
             for engine in self.ready()
             if engine.id not in without and (adapter is None or adapter in engine.adapters)

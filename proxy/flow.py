@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -32,7 +32,7 @@ from proxy.errors import EngineFailed, NoEngine, ProxyError
 from proxy.fleet import Engine, Fleet, Lease, Pool
 from proxy.forward import REFUSALS, Forwarder, Outcome
 from proxy.ingest import Ingest
-from proxy.prompt import Prompt
+from proxy.prompt import MediaUuids, Prompt
 from proxy.records import RequestLog, RequestRecord
 from proxy.tenants import Tenants
 
@@ -51,6 +51,7 @@ class Flow:
         forwarder: sends to them.
         ingest: gets every prediction's outcome; None without reuse, which then is least-loaded balancing.
         tenants: tenant → cache salt.
+        media: what clients' names of images stand for.
         requests: gets a record of each request.
         retries: engines tried after the first.
         observe: called with each finished record, for metrics.
@@ -60,6 +61,7 @@ class Flow:
     forwarder: Forwarder
     ingest: Ingest | None
     tenants: Tenants
+    media: MediaUuids
     requests: RequestLog
     retries: int
     observe: Callable[[RequestRecord], None]
@@ -69,6 +71,7 @@ class Flow:
         record = _record_of(call)
         started = time.monotonic()
         try:
+            call = await self._admit(call)
             pool = self.fleet.pool(call.model)
             adapter = pool.adapter_of(call.model)
             prompt = record.prompt = await self._tokenise(pool, call, adapter)
@@ -98,6 +101,14 @@ class Flow:
             record.duration_s = time.monotonic() - started
             self.requests.add(record)
             self.observe(record)
+
+    async def _admit(self, call: Call) -> Call:
+        """The request with clients' names of images checked, and kept within the tenant."""
+        if not isinstance(call.body, JsonBody):
+            return call
+        salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
+        body = await self.media.admit(call.body, salt)
+        return call if body is call.body else replace(call, body=body)
 
     async def _tokenise(self, pool: Pool, call: Call, adapter: str | None) -> Prompt | None:
         """The prompt as the engine will see it; None when reuse is off or nothing is known of it."""
@@ -140,7 +151,8 @@ class Flow:
         body = self._body_for(engine, pool, call)
         if self.ingest is None:
             return nullcontext(Hold(body))
-        return engine.adapter.hold(call.route, body, prompt.kv if prompt is not None else None)
+        target = prompt.kv if prompt is not None and prompt.whole else None
+        return engine.adapter.hold(call.route, body, target)
 
     def _body_for(self, engine: Engine, pool: Pool, call: Call) -> RequestBody:
         """The client's body; changed only where the tenant's salt or the engine's model name must stand."""

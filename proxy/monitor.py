@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import structlog
 
-from engine_adapter import Capability, EngineError, EngineInfo, EngineUnavailable
+from engine_adapter import Capability, EngineError, EngineInfo, EngineUnavailable, Finding
 from proxy.fleet import Engine, EngineState, Fleet, Pool
 from proxy.ingest import Ingest
 from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
@@ -48,6 +48,7 @@ class Monitor:
         self._tables = tables
         self._interval_s = interval_s
         self._timeout_s = timeout_s
+        self._told: dict[str, tuple[Finding, ...]] = {}
 
     def watch(self, engine: Engine) -> None:
         """Starts looking after an engine of the fleet."""
@@ -84,8 +85,8 @@ class Monitor:
         if engine.state is not EngineState.DRAINING:
             engine.state = EngineState.READY
         engine.last_error = None
-        for finding in engine.adapter.findings():
-            log.warning("engine is not used fully", engine=engine.id, finding=str(finding))
+        self._told.pop(engine.id, None)
+        self._tell_findings(engine)
         log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
 
     async def _until_lost(self, engine: Engine) -> None:
@@ -98,15 +99,28 @@ class Monitor:
             async with asyncio.timeout(self._timeout_s):
                 if engine.state is EngineState.SUSPECT:
                     await self._recheck(engine)
-                else:
-                    await engine.adapter.load()
+                    engine.state = EngineState.READY
+                elif (await engine.adapter.load()).outdated:
+                    await self._recheck(engine)
 
     async def _recheck(self, engine: Engine) -> None:
-        """A request failed: is it still the same process?"""
+        """A request failed, or what it can do has changed: is it still the same process, and what can it do?"""
         info = await engine.adapter.connect()
         if engine.info is None or info.instance != engine.info.instance:
             raise EngineUnavailable("the engine was restarted")
-        engine.state = EngineState.READY
+        engine.info = info
+        self._tell_findings(engine)
+
+    def _tell_findings(self, engine: Engine) -> None:
+        """Logs what is found wanting, and what no longer is, each once."""
+        before, now = self._told.get(engine.id, ()), engine.adapter.findings()
+        self._told[engine.id] = now
+        for finding in now:
+            if finding not in before:
+                log.warning("engine is not used fully", engine=engine.id, finding=str(finding))
+        for finding in before:
+            if finding not in now:
+                log.info("no longer so", engine=engine.id, finding=finding.problem)
 
     def _lose(self, engine: Engine, error: Exception) -> None:
         """The engine is gone, and with it all that was known of its KV."""
@@ -135,6 +149,7 @@ class Monitor:
             tables=self._tables,
             tokenizer=engine.adapter.spec.tokenizer,
             engines=pool.tokenisers,
+            renderers=pool.renderers,
         )
         exactness = await verify_exactness(builder, engine.adapter)
         level = log.info if exactness.ok else log.warning

@@ -24,7 +24,7 @@ from proxy.flow import Flow
 from proxy.forward import Forwarder
 from proxy.ingest import Ingest
 from proxy.metrics import Metrics
-from proxy.prompt import PromptBuilder, PromptTables
+from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
 from proxy.records import RequestLog
 from proxy.tasks import Supervisor
 from proxy.tenants import Tenants
@@ -332,6 +332,7 @@ class FakeProxy:
             forwarder=Forwarder(self.transport),
             ingest=self.ingest,
             tenants=self.tenants,
+            media=MediaUuids(),
             requests=self.requests,
             retries=self.retries,
             observe=self.metrics.observe,

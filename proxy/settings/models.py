@@ -245,6 +245,8 @@ class Settings(BaseSettings):
         admin_key: key of the admin API; with none, it answers to this machine alone.
         limits: bounds on memory.
         logs: log lines.
+        trust_media_uuids: clients' uuids of images, audio and video are believed; by default one that comes
+            with other content than before is an error.
         retries: other engines tried before the first byte of an answer.
         health: how engines are watched.
         graceful_shutdown_s: time running answers get when kvpin stops.
@@ -263,6 +265,7 @@ class Settings(BaseSettings):
     admin_key: Secret | None = None
     limits: LimitSettings = LimitSettings()
     logs: LogSettings = LogSettings()
+    trust_media_uuids: bool = False
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     health: HealthSettings = HealthSettings()
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
