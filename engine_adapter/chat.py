@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from engine_adapter.types import ExtraIds, TokenIds
 
 _Result = TypeVar("_Result")
 
+# transformers imports its parts as they are asked for, which two threads must not do at once.
+_LOADING = threading.Lock()
 # Options of apply_chat_template itself that a client must not reach through chat_template_kwargs.
 _RESERVED_KWARGS = frozenset(
     {
@@ -83,12 +86,13 @@ class ChatTokenizer:
         if looks_like_path and not is_gguf and not path.is_dir():
             raise EngineSpecError(f"tokenizer {source!r} is not a directory")
         try:
-            if is_gguf:
-                tokenizer = load_gguf_tokenizer(path)
-            else:
-                from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, needed here alone
+            with _LOADING:
+                if is_gguf:
+                    tokenizer = load_gguf_tokenizer(path)
+                else:
+                    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, used here alone
 
-                tokenizer = AutoTokenizer.from_pretrained(str(path) if looks_like_path else source)
+                    tokenizer = AutoTokenizer.from_pretrained(str(path) if looks_like_path else source)
         except Exception as error:  # the Rust tokenizers raise the bare class for a broken file
             reason = " ".join(str(error).split()) or type(error).__name__
             raise EngineSpecError(f"tokenizer {source!r} cannot be loaded: {reason}") from error

@@ -325,3 +325,20 @@ def test_importing_loads_neither_torch_nor_transformers():
         "import sys, engine_adapter.chat; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_two_threads_load_at_once(tokenizer_dir):
+    """In a process that has not imported transformers yet, as when two engines are met at once."""
+    code = f"""
+import threading
+from engine_adapter.chat import ChatTokenizer
+start, loaded = threading.Barrier(8), []
+def load():
+    start.wait()
+    loaded.append(ChatTokenizer.load({str(tokenizer_dir)!r}))
+threads = [threading.Thread(target=load) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(loaded) == 8
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
