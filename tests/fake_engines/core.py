@@ -55,6 +55,11 @@ class EngineCore:
         """Ends `hold`; at the end of a test, too, as a held request has a thread waiting."""
         self._gate.set()
 
+    async def turn(self) -> None:
+        """Waits while `hold` lasts."""
+        if not self._gate.is_set():
+            await asyncio.to_thread(self._gate.wait)
+
     def reset(self) -> bool:
         """Forgets all KV; False while requests run."""
         return self.running == 0 and self.cache.reset()
@@ -84,8 +89,7 @@ class EngineCore:
         self, prompt: CachePrompt, max_tokens: int, running: RunningPrompt
     ) -> AsyncIterator[int]:
         for at in range(max_tokens):
-            if not self._gate.is_set():
-                await asyncio.to_thread(self._gate.wait)
+            await self.turn()
             token = output_token(prompt, at)
             running.append(token)
             self.end_of_step()

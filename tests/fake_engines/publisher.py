@@ -32,8 +32,10 @@ class Publisher:
         buffer_steps: int = 10_000,
         topic_in_replay: bool = True,
         rank: int = 0,
+        ports: tuple[int, int] = (0, 0),
     ) -> None:
-        """`topic_in_replay` False: replies are `[b"", seq, payload]`, as vLLM before 0.26 has them."""
+        """`topic_in_replay` False: replies are `[b"", seq, payload]`, as vLLM before 0.26 has them. `ports`
+        are those of events and replay, 0 for any that is free."""
         self.topic = topic
         self.dropping = 0
         self._rank = rank
@@ -41,7 +43,8 @@ class Publisher:
         self._lock = threading.Lock()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._next = 0
-        self.endpoint, self.replay_endpoint = "tcp://127.0.0.1:0", "tcp://127.0.0.1:0" if replay else None
+        self.endpoint = f"tcp://127.0.0.1:{ports[0]}"
+        self.replay_endpoint = f"tcp://127.0.0.1:{ports[1]}" if replay else None
         self._open()
 
     @property
@@ -87,12 +90,17 @@ class Publisher:
     def _open(self) -> None:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
-        self.endpoint = _bind(self._pub, self.endpoint)
+        router = self._context.socket(zmq.ROUTER) if self.replay_endpoint is not None else None
         self._thread: threading.Thread | None = None
-        if self.replay_endpoint is not None:
-            router = self._context.socket(zmq.ROUTER)
-            router.setsockopt(zmq.SNDHWM, 0)
-            self.replay_endpoint = _bind(router, self.replay_endpoint)
+        try:
+            self.endpoint = _bind(self._pub, self.endpoint)
+            if router is not None and self.replay_endpoint is not None:
+                router.setsockopt(zmq.SNDHWM, 0)
+                self.replay_endpoint = _bind(router, self.replay_endpoint)
+        except zmq.ZMQError:  # the port is taken
+            self._context.destroy(linger=0)
+            raise
+        if router is not None:
             self._thread = threading.Thread(target=self._serve_replays, args=(router,), daemon=True)
             self._thread.start()
 
