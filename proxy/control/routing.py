@@ -89,6 +89,7 @@ async def _prompt(
     if control.flow.ingest is None or pool.prompts is None:
         return None
     salt = control.tenants.salt(tenant, body.get("cache_salt"))
+    body = await control.flow.media.admit(body, salt)
     return await pool.prompts.build(path, body, salt=salt)
 
 

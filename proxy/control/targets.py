@@ -279,6 +279,11 @@ def _last_prefix(control: Control, target: Target) -> Prefix:
 
 
 def _prefix(pool: Pool, prompt: Prompt, kind: str) -> Prefix:
+    if prompt.media or not prompt.whole:
+        raise BadRequest(
+            "this prefix holds images, audio or video; operations take text: name the part before them",
+            param=kind,
+        )
     chain = Chain((), 0, pool.tokens_per_block)
     return Prefix(pool, prompt, pool.chain(prompt) or chain, f"{kind} ({len(prompt.token_ids)} tokens)")
 
