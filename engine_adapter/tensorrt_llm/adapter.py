@@ -1,9 +1,280 @@
-"""TensorRT-LLM as an engine."""
+"""Drives trtllm-serve over its HTTP routes.
+
+connect → what the server is (discovery.py)          load  → its health, seldom its figures (stats.py)
+hold    → only fields it takes go to it (fields.py)  events → asked for again and again (poller.py, events.py)
+"""
 
 from __future__ import annotations
 
-from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+import time
+import uuid
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from typing import Any
+
+import msgspec
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
+from engine_adapter.hold import Hold, RequestBody, SelfPlaced
+from engine_adapter.http import OutgoingRequest
+from engine_adapter.openai_answer import hold_openai
+from engine_adapter.openai_http import ControlClient, prepare_request
+from engine_adapter.tensorrt_llm.discovery import (
+    BLOCK_SIZE_UNTOLD,
+    DEFAULT_TOKENS_PER_BLOCK,
+    EVENTS,
+    Discovered,
+    discover,
+    read_stats,
+)
+from engine_adapter.tensorrt_llm.events import EventReader
+from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, PROMPT_ROUTES, SALT, RequestFields
+from engine_adapter.tensorrt_llm.poller import CONFIG, EventPoller
+from engine_adapter.tensorrt_llm.stats import Stats
+from engine_adapter.types import (
+    Capability,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    Finding,
+    KvEvent,
+    KvProgress,
+    KvTarget,
+    KvVerb,
+    TokenIds,
+)
+from engine_adapter.undeclared import Undeclared
+
+# Its figures are for people; reading them may take them away from others.
+STATS_EVERY_S = 15.0
+_INSTEAD = {
+    Capability.KV_EVENTS: "what it holds is learned from its answers",
+    Capability.TOKENIZE: "start it with TRTLLM_ENABLE_RENDER_ENDPOINTS=1, or set the engine's tokenizer",
+    Capability.RENDER: "prompts with images are forwarded, and not followed",
+    Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own",
+    Capability.EXTRA_IDS: "its HTTP routes take no prompt tables: text alone can be warmed",
+    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
+    Capability.FLUSH: "restart the engine, or let eviction take the KV",
+    Capability.OFFLOAD: "it offloads by itself what it evicts, with host_cache_size in its kv_cache_config",
+    Capability.RESTORE: "it brings KV back from host memory by itself when a request needs it; "
+    'warm computes a prefix that is gone; "fallback": "warm" does so',
+    Capability.PIN: "its HTTP routes take no priorities: warm the prefix again when it is needed",
+}
+_FLUSHES_ALL = "it forgets everything or nothing: flush the whole engine, or leave unused KV to eviction"
+_USUAL_FIELDS = RequestFields()
+NO_HOST_TIER = Finding(
+    "it has no host memory for KV: what it evicts is gone", CONFIG + "{host_cache_size: BYTES}"
+)
+EVENTS_LOST = Finding(
+    "KV events were lost: predictions are lower bounds until its cache is reset",
+    "let nobody else read /kv_cache_events, and raise event_buffer_max_size in its kv_cache_config",
+)
+SEVERAL_WINDOWS = Finding(
+    "it has several attention windows: predictions follow the largest, and may be too high where KV of a "
+    "smaller one is gone"
+)
 
 
-class TensorRTLLMAdapter(OpenAICompatibleAdapter):
-    """`EngineAdapter` of TensorRT-LLM."""
+class _Rendered(msgspec.Struct, frozen=True):
+    """A prompt by a render route."""
+
+    token_ids: list[int]
+    tokens_trusted: bool = True
+
+
+class TensorRTLLMAdapter(SelfPlaced, Undeclared):
+    """`EngineAdapter` of trtllm-serve."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Raises EngineSpecError for an address that is none."""
+        self.spec = spec
+        self._control = ControlClient(spec)
+        self._instance = uuid.uuid4().hex
+        self._server: Discovered | None = None
+        self._measured: int | None = None
+        self._told: tuple[int, tuple[Finding, ...]] | None = None
+        self._stats, self._next_stats = Stats(), 0.0
+        self._poller = EventPoller(self._drain, self._new_reader)
+
+    async def connect(self) -> EngineInfo:
+        """See `EngineAdapter.connect`. A process has no identity here: its events tell of a restart."""
+        server = self._server = await discover(self._control)
+        self._told = self._tokens_per_block, self.findings()
+        levels = self._poller.reader.blocks_per_level
+        return EngineInfo(
+            model=self.spec.model or server.model,
+            instance=self._instance,
+            capabilities=server.capabilities,
+            tokens_per_block=self._tokens_per_block,
+            max_model_len=server.max_model_len,
+            tokenizer=self.spec.tokenizer or server.tokenizer,
+            gpu_blocks=next(iter(levels), server.gpu_blocks),
+            host_blocks=sum(levels[1:]) if levels else None,
+            version=f"TensorRT-LLM {server.version}".strip(),
+        )
+
+    async def load(self) -> EngineLoad:
+        """See `EngineAdapter.load`; the counts are of the last `STATS_EVERY_S` seconds."""
+        await self._control.fetch("GET", "/health")
+        if time.monotonic() >= self._next_stats:
+            self._next_stats = time.monotonic() + STATS_EVERY_S
+            self._stats = await read_stats(self._control)
+        stats, outdated = self._stats, self._told not in (None, (self._tokens_per_block, self.findings()))
+        return EngineLoad(stats.running or 0, stats.waiting or 0, stats.gpu_usage, outdated)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """See `EngineAdapter.findings`; and what its events have shown since."""
+        reader = self._poller.reader
+        found = list(self._server.findings) if self._server is not None else []
+        if reader.is_measured:
+            found = [finding for finding in found if finding is not BLOCK_SIZE_UNTOLD]
+        if self._poller.doubt is not None:
+            found.append(self._poller.doubt)
+        if reader.gaps:
+            found.append(EVENTS_LOST)
+        if reader.blocks_per_level and not any(reader.blocks_per_level[1:]):
+            found.append(NO_HOST_TIER)
+        if len(reader.windows) > 1:
+            found.append(SEVERAL_WINDOWS)
+        return tuple(found)
+
+    def not_supported(self, capability: Capability) -> NotSupported:
+        """See `EngineAdapter.not_supported`."""
+        return NotSupported(capability.value, engine=self.spec.id, instead=_INSTEAD[capability])
+
+    async def stats(self) -> dict[str, Any]:
+        """See `EngineAdapter.stats`."""
+        reader = self._poller.reader
+        return {
+            "blocks": {
+                "capacity": list(reader.blocks_per_level),
+                "known": {tier.value: count for tier, count in reader.blocks().items()},
+            },
+            "events": {"skipped": reader.skipped, "gaps": reader.gaps, "restarts": reader.restarts},
+        }
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def hold(
+        self, path: str, body: RequestBody, prompt: KvTarget | None
+    ) -> AbstractAsyncContextManager[Hold]:
+        """See `EngineAdapter.hold`. Raises EngineRejected (400) for a prompt that would run without the salt
+        it has to have."""
+        if not isinstance(body, JsonBody):
+            return nullcontext(Hold(body))
+        self._fields.check_salt(path, body)
+        dropped = self._fields.droppable(path, body)
+        hold = hold_openai(
+            path,
+            body,
+            changes=self._fields.as_token_ids(path, body, prompt),
+            drop=dropped,
+            ask_usage=True,
+            note=f"left out, as TensorRT-LLM does not take it: {', '.join(dropped)}" if dropped else "",
+        )
+        return self._counted(hold, body, prompt) if path in PROMPT_ROUTES else nullcontext(hold)
+
+    def prepare(
+        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
+    ) -> OutgoingRequest:
+        """See `EngineAdapter.prepare`."""
+        return prepare_request(self.spec, method, path, headers, body)
+
+    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
+        """See `EngineAdapter.tokenize`. Raises EngineRejected for a prompt the server is not sure of."""
+        await self._able(Capability.TOKENIZE)
+        if path not in (CHAT, COMPLETIONS):
+            raise EngineRejected(f"{path} is not rendered", status=404)
+        drop = (
+            {SALT, *self._fields.droppable(path, body)}
+            if path == COMPLETIONS
+            else self._fields.droppable(path, body)
+        )
+        answer = await self._control.call(
+            "POST", f"{path}/render", content=body.replace(**dict.fromkeys(drop)).raw
+        )
+        return _rendered(answer)
+
+    # --- KV -------------------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncGenerator[KvEvent, None]:
+        """See `EngineAdapter.events`. They cannot be had twice: see poller.py."""
+        await self._able(Capability.KV_EVENTS)
+        async with aclosing(self._poller.events()) as events:
+            async for event in events:
+                yield event
+
+    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """See `EngineAdapter.operate`. A flush is of everything the server holds."""
+        server = await self._able(Capability(verb.value))
+        if target.token_ids is not None or target.cache_salt is not None or target.adapter is not None:
+            raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
+        blocks = await self._poller.reset(lambda: self._control.fetch("POST", server.reset_path or ""))
+        yield KvProgress(blocks, blocks)
+
+    async def aclose(self) -> None:
+        """See `EngineAdapter.aclose`."""
+        await self._control.aclose()
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    async def _able(self, capability: Capability) -> Discovered:
+        if self._server is None:
+            await self.connect()
+        if self._server is None or capability not in self._server.capabilities:
+            raise self.not_supported(capability)
+        return self._server
+
+    @property
+    def _fields(self) -> RequestFields:
+        return self._server.fields if self._server is not None else _USUAL_FIELDS
+
+    @property
+    def _tokens_per_block(self) -> int:
+        """What its events have shown, else what it told."""
+        reader = self._poller.reader
+        if reader.is_measured:
+            self._measured = reader.tokens_per_block
+        if self._measured is not None or self._server is None:
+            return self._measured or DEFAULT_TOKENS_PER_BLOCK
+        return self._server.tokens_per_block
+
+    @asynccontextmanager
+    async def _counted(self, hold: Hold, body: JsonBody, prompt: KvTarget | None) -> AsyncIterator[Hold]:
+        """Takes note of a request that runs a prompt; when it ends there may be events."""
+        traffic = self._poller.traffic
+        traffic.salted |= body.get(SALT) is not None
+        traffic.lora |= body.get("lora_request") is not None
+        traffic.in_flight += 1
+        try:
+            yield hold
+            traffic.served(prompt.token_ids if prompt is not None else None, self._tokens_per_block)
+        finally:
+            traffic.in_flight -= 1
+            self._poller.wake()
+
+    async def _drain(self) -> bytes:
+        return await self._control.fetch("POST", EVENTS)
+
+    def _new_reader(self) -> EventReader:
+        if self._server is None:
+            return EventReader(DEFAULT_TOKENS_PER_BLOCK, exact=False)
+        return EventReader(self._tokens_per_block, exact=self._server.whole_blocks_only)
+
+
+def _rendered(answer: object) -> TokenIds[int]:
+    """Token ids of a render route's answer: an object for a chat, one for each prompt of a completion.
+
+    Raises:
+        EngineRejected: several prompts, or ids that need not be those it would run.
+        EngineUnavailable: it is neither.
+    """
+    try:
+        prompts = msgspec.convert(answer if isinstance(answer, list) else [answer], list[_Rendered])
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"its render route does not answer as TensorRT-LLM does: {error}") from error
+    if len(prompts) != 1 or not prompts[0].tokens_trusted:
+        raise EngineRejected("the engine does not tell the one prompt of this request", status=422)
+    return array("i", prompts[0].token_ids)

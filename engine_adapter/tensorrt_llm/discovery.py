@@ -1,0 +1,203 @@
+"""What a server is, by the routes it has and what they say. Nothing here changes it or takes its events.
+
+A route that only takes POST answers 405 to a GET, and 404 where it is not there: so it is looked for without
+being used. trtllm-serve describes its routes at `/openapi.json`; where it does not, the known ones are tried.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.openai_http import ControlClient, max_model_len, model_name
+from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, SALT, RequestFields
+from engine_adapter.tensorrt_llm.poller import CONFIG
+from engine_adapter.tensorrt_llm.stats import Stats, read_iterations, read_prometheus
+from engine_adapter.types import Capability, Finding
+
+DEFAULT_TOKENS_PER_BLOCK = 32
+EVENTS, ITERATIONS, PROMETHEUS = "/kv_cache_events", "/metrics", "/prometheus/metrics"
+_RENDER = "/render"
+# The name differs from version to version.
+_RESETS = re.compile(r"/(?:.*/)?reset_(?:prefix|kv)_cache|/(?:.*/)?(?:kv|prefix)_cache/reset")
+_KNOWN_RESETS = ("/reset_prefix_cache", "/_control/kv_cache/reset")
+
+NO_EVENTS = Finding(
+    "it has no /kv_cache_events: what it holds is learned from its answers", "use trtllm-serve 1.2 or newer"
+)
+NO_REUSE = Finding("it reuses no KV", CONFIG + "{enable_block_reuse: true}")
+BLOCK_SIZE_UNTOLD = Finding(
+    f"it does not tell its block size: {DEFAULT_TOKENS_PER_BLOCK} tokens are taken until events show another",
+    "set return_perf_metrics: true in its --config file",
+)
+PARTIAL_REUSE = Finding(
+    "it reuses parts of blocks as well, which its KV events do not tell: predictions are lower bounds",
+    CONFIG + "{enable_partial_reuse: false}",
+)
+PARTIAL_REUSE_UNTOLD = Finding(
+    "it does not tell whether it reuses parts of blocks: predictions are taken for lower bounds",
+    "set return_perf_metrics: true in its --config file, and kv_cache_config: {enable_partial_reuse: false}",
+)
+NO_SALT = Finding(
+    "it takes no cache_salt: tenants share its KV", "use trtllm-serve 1.2 or newer, or an engine a tenant"
+)
+NO_TOKENIZE = Finding(
+    "it tokenises nothing for others: prompts are tokenised here, unchecked",
+    "start it with TRTLLM_ENABLE_RENDER_ENDPOINTS=1 in its environment where its version has that",
+)
+NO_RESET = Finding(
+    "its cache cannot be reset: once events were lost, what it holds is known only as it is computed anew"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """A server, as it was found.
+
+    Attributes:
+        model: the name it serves under.
+        version: free text.
+        tokens_per_block: its block size, the usual one where it is not told.
+        whole_blocks_only: it is known to reuse no parts of blocks.
+        max_model_len, gpu_blocks: None where unknown.
+        tokenizer: directory or hub id, None where unknown.
+        capabilities: what it can do.
+        reset_path: the route that empties its cache, None where there is none.
+        fields: the request fields it takes.
+        findings: what keeps it from being used fully.
+    """
+
+    model: str
+    version: str
+    tokens_per_block: int
+    whole_blocks_only: bool
+    max_model_len: int | None
+    gpu_blocks: int | None
+    tokenizer: str | None
+    capabilities: frozenset[Capability]
+    reset_path: str | None
+    fields: RequestFields
+    findings: tuple[Finding, ...]
+
+
+async def discover(control: ControlClient) -> Discovered:
+    """Asks a server what it is.
+
+    Raises:
+        EngineUnavailable: it is not well, or not there.
+        EngineRejected: it refuses what any server of this kind answers.
+    """
+    await control.fetch("GET", "/health")
+    models = await control.get("/v1/models")
+    version = await _optional(control, "/version")
+    server = await _optional(control, "/server_info")
+    routes = await _Routes.of(control)
+    stats = await read_stats(control)
+    fields = RequestFields(routes.openapi)
+    told = _block_size(server) or stats.tokens_per_block
+    capabilities = {Capability.CACHED_TOKENS}
+    if await routes.has(EVENTS):
+        capabilities.add(Capability.KV_EVENTS)
+    if fields.accepts(CHAT, SALT):
+        capabilities.add(Capability.CACHE_SALT)
+    if await routes.has(CHAT + _RENDER) and await routes.has(COMPLETIONS + _RENDER):
+        capabilities.add(Capability.TOKENIZE)
+    reset_path = await routes.reset()
+    if reset_path is not None:
+        capabilities.add(Capability.FLUSH)
+    name = model_name(models)
+    return Discovered(
+        model=name,
+        version=str(version.get("version", "")),
+        tokens_per_block=told or DEFAULT_TOKENS_PER_BLOCK,
+        whole_blocks_only=stats.partial_reuse is False,
+        max_model_len=stats.max_model_len or max_model_len(models),
+        gpu_blocks=stats.gpu_blocks,
+        tokenizer=stats.model or (name if "/" in name else None),
+        capabilities=frozenset(capabilities),
+        reset_path=reset_path,
+        fields=fields,
+        findings=tuple(_findings(frozenset(capabilities), stats, is_size_told=told is not None)),
+    )
+
+
+async def read_stats(control: ControlClient) -> Stats:
+    """What a server tells of its load and cache now. Raises EngineUnavailable."""
+    with suppress(EngineRejected):
+        return read_prometheus(await control.fetch("GET", PROMETHEUS))
+    with suppress(EngineRejected):
+        return read_iterations(await control.get(ITERATIONS))
+    return Stats()
+
+
+def _findings(capabilities: frozenset[Capability], stats: Stats, *, is_size_told: bool) -> Iterable[Finding]:
+    if stats.block_reuse is False:
+        yield NO_REUSE
+    if Capability.KV_EVENTS not in capabilities:
+        yield NO_EVENTS
+    elif not is_size_told:
+        yield BLOCK_SIZE_UNTOLD
+    if stats.block_reuse is not False and stats.partial_reuse is not False:
+        yield PARTIAL_REUSE if stats.partial_reuse else PARTIAL_REUSE_UNTOLD
+    for capability, finding in (
+        (Capability.CACHE_SALT, NO_SALT),
+        (Capability.TOKENIZE, NO_TOKENIZE),
+        (Capability.FLUSH, NO_RESET),
+    ):
+        if capability not in capabilities:
+            yield finding
+
+
+def _block_size(server: dict[str, Any]) -> int | None:
+    size = server.get("tokens_per_block")
+    return size if type(size) is int and size > 0 else None
+
+
+async def _optional(control: ControlClient, path: str) -> dict[str, Any]:
+    """The JSON object at `path`, {} where there is none. Raises EngineUnavailable."""
+    try:
+        answer = await control.get(path)
+    except EngineRejected:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+class _Routes:
+    """The routes of a server that take POST."""
+
+    def __init__(self, control: ControlClient, openapi: dict[str, Any]) -> None:
+        self._control = control
+        self.openapi = openapi
+        paths = openapi.get("paths")
+        self._paths = paths if isinstance(paths, dict) else {}
+
+    @classmethod
+    async def of(cls, control: ControlClient) -> _Routes:
+        """Its own description of them, where it gives one. Raises EngineUnavailable."""
+        try:
+            openapi = await _optional(control, "/openapi.json")
+        except EngineUnavailable:  # some versions fail at describing themselves
+            openapi = {}
+        return cls(control, openapi)
+
+    async def has(self, path: str) -> bool:
+        """Whether there is such a route. Raises EngineUnavailable."""
+        if self._paths:
+            return "post" in (self._paths.get(path) or ())
+        try:
+            await self._control.fetch("GET", path)
+        except EngineRejected as error:
+            return error.status == 405  # noqa: PLR2004 - HTTP
+        return True
+
+    async def reset(self) -> str | None:
+        """The route that empties the cache, None where there is none. Raises EngineUnavailable."""
+        named = [path for path in self._paths if _RESETS.fullmatch(path)]
+        for path in named or _KNOWN_RESETS:
+            if await self.has(path):
+                return path
+        return None

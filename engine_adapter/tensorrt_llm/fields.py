@@ -1,0 +1,109 @@
+"""Which fields of a request its server takes, and what becomes of the others.
+
+trtllm-serve refuses a request with any field it does not know. So what clients add for other engines, and
+cannot change an answer, is left out before; what can change one stays, for the server to refuse. A cache salt
+is never left out of a request that runs a prompt: another tenant's KV would be within its reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineRejected
+from engine_adapter.types import KvTarget
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
+PROMPT_ROUTES = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
+SALT = "cache_salt"
+# Of other engines, gateways and OpenAI itself: where to run it, how soon, whom it is of, what to remember.
+HINTS = frozenset(
+    {
+        "cache_namespace",
+        "conversation_params",
+        "metadata",
+        "nvext",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "rid",
+        "safety_identifier",
+        "service_tier",
+        "session_id",
+        "store",
+        "user",
+    }
+)
+# Those of them, and what else kvpin sends, that versions 1.2 to 1.4 take, where a server does not say.
+KNOWN: Mapping[str, frozenset[str]] = {
+    CHAT: frozenset({"conversation_params", "priority", "user", SALT, "prompt_token_ids"}),
+    COMPLETIONS: frozenset({"conversation_params", "priority", "user"}),
+}
+# With these, the tokens are not the whole of what the server makes of a text.
+_MORE_THAN_TOKENS = ("prompt_token_ids", "echo", "truncate_prompt_tokens", "documents", "mm_processor_kwargs")
+
+
+class RequestFields:
+    """The fields that each route of one server takes."""
+
+    def __init__(self, openapi: object = None) -> None:
+        """`openapi` is the server's own description of its routes, where it gives one."""
+        told = {path: accepted_fields(openapi, path) for path in PROMPT_ROUTES}
+        self._accepted = {**KNOWN, **{path: names for path, names in told.items() if names is not None}}
+
+    def accepts(self, path: str, name: str) -> bool:
+        """Whether the route is known to take the field."""
+        return name in self._accepted.get(path, ())
+
+    def droppable(self, path: str, body: JsonBody) -> list[str]:
+        """Fields of a body to leave out, in order of their names; none where the route is not known."""
+        accepted = self._accepted.get(path)
+        unknown = [] if accepted is None else [n for n in sorted(HINTS) if n in body and n not in accepted]
+        if SALT in body and (body.get(SALT) is None or path not in PROMPT_ROUTES):
+            unknown.append(SALT)  # salts nothing, or nothing that stays
+        return unknown
+
+    def check_salt(self, path: str, body: JsonBody) -> None:
+        """Raises EngineRejected (400) for a salted prompt on a route that would run it unsalted."""
+        salted = path in PROMPT_ROUTES and body.get(SALT) is not None
+        if salted and not self.accepts(path, SALT):
+            raise EngineRejected(
+                f"TensorRT-LLM takes no cache_salt at {path}, and without it KV would be shared beyond "
+                f"the tenant: send the request to {CHAT}, which takes it",
+                status=400,
+                param=SALT,
+            )
+
+    def as_token_ids(self, path: str, body: JsonBody, prompt: KvTarget | None) -> dict[str, Any]:
+        """What to set so that the server need not tokenise the prompt again; {} where it has to."""
+        if prompt is None or not prompt.exact or not prompt.token_ids or prompt.extra_ids is not None:
+            return {}
+        if any(body.get(name) for name in _MORE_THAN_TOKENS):
+            return {}
+        if path == CHAT and self.accepts(CHAT, "prompt_token_ids"):
+            return {"prompt_token_ids": prompt.token_ids.tolist()}
+        if path == COMPLETIONS and isinstance(body.get("prompt"), str):
+            return {"prompt": prompt.token_ids.tolist()}
+        return {}
+
+
+def accepted_fields(openapi: object, path: str) -> frozenset[str] | None:
+    """Fields of the JSON body of `POST path`; None where that is not told, or any are taken."""
+    schema = _at(openapi, "paths", path, "post", "requestBody", "content", "application/json", "schema")
+    reference = _at(schema, "$ref")
+    if isinstance(reference, str):
+        schema = _at(openapi, *reference.removeprefix("#/").split("/"))
+    names = _at(schema, "properties")
+    if _at(schema, "additionalProperties") is not False or not isinstance(names, dict):
+        return None
+    return frozenset(names)
+
+
+def _at(value: object, *keys: str) -> object:
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

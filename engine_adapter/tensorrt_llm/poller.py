@@ -1,0 +1,185 @@
+"""Follows a server's KV events by asking for them: often while there is traffic, seldom when there is none.
+
+Reading them takes them away: what one reader got, no other gets, and none of it comes again. So only one
+kvpin may read them of one server, and what was on its way when a view ended is lost with it.
+
+    start   ViewLost → the buffer, from the beginning of the process if nobody has read it → ViewCurrent
+    reset   between two readings: what was buffered before it is thrown away, then CacheCleared
+    doubt   events that cannot tell what was asked of the server → ViewLost, and answers teach in their place
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.tensorrt_llm.events import EventReader
+from engine_adapter.tensorrt_llm.wire import MalformedEvents
+from engine_adapter.types import CacheCleared, Finding, KvEvent, TokenIds, ViewLost
+
+BUSY_S = 0.05
+IDLE_S = 1.0
+# Different prompts served without one event before it is believed that none will come.
+SILENT_PROMPTS = 8
+CONFIG = "start trtllm-serve with --config FILE, and in it kv_cache_config: "
+SILENT = Finding(
+    "no KV event came though prompts were served: what it holds is learned from its answers",
+    CONFIG + "{enable_block_reuse: true, event_buffer_max_size: 16384}",
+)
+SALT_UNTOLD = Finding(
+    "its KV events do not tell the cache salt of a block: since a request had one, "
+    "what it holds is learned from its answers",
+    "use a version whose events have cache_salt",
+)
+LORA_UNTOLD = Finding(
+    "its KV events do not tell the LoRA adapter of a block: since a request had one, "
+    "what it holds is learned from its answers",
+    "serve LoRA requests from an engine of their own",
+)
+SEVERAL_RANKS = Finding(
+    "it places requests on data-parallel ranks of its own choice, each with a cache of its own: "
+    "what it holds is learned from its answers",
+    "start a server for each rank in place of enable_attention_dp",
+)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The requests that went to the server.
+
+    Attributes:
+        in_flight: now.
+        salted: one of them had a cache salt.
+        lora: one of them had a LoRA adapter.
+        prompts: hashes of different prompts that were answered, at most `SILENT_PROMPTS`.
+    """
+
+    in_flight: int = 0
+    salted: bool = False
+    lora: bool = False
+    prompts: set[int] = field(default_factory=set)
+
+    def served(self, prompt: TokenIds[int] | None, tokens_per_block: int) -> None:
+        """A prompt was answered; one that fills no block stores nothing."""
+        if prompt is not None and len(prompt) > tokens_per_block and len(self.prompts) < SILENT_PROMPTS:
+            self.prompts.add(hash(prompt.tobytes()))
+
+
+class EventPoller:
+    """One server's events as `EngineAdapter.events` promises them.
+
+    Attributes:
+        traffic: what the adapter notes of its requests.
+        reader: of the view that is followed now.
+        doubt: why nothing is followed, None while something is.
+    """
+
+    def __init__(self, drain: Callable[[], Awaitable[bytes]], new_reader: Callable[[], EventReader]) -> None:
+        """`drain` asks the server for its events; `new_reader` makes the reader of a view."""
+        self._drain = drain
+        self._new_reader = new_reader
+        self._wake = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+        self._outbox: list[KvEvent] = []
+        self.reader = new_reader()
+        self.traffic = Traffic()
+        self.doubt: Finding | None = None
+
+    def wake(self) -> None:
+        """A request has ended, so that there may be events: they are asked for at once."""
+        self._wake.set()
+
+    async def events(self) -> AsyncGenerator[KvEvent, None]:
+        """See `EngineAdapter.events`.
+
+        Raises:
+            EngineUnavailable: the server does not answer, or not with events.
+        """
+        self.reader, self.doubt, self._outbox = self._new_reader(), None, []
+        self.traffic.prompts.clear()
+        yield ViewLost("connected")
+        wait_s = BUSY_S
+        while True:
+            events = await self._read()
+            for event in events:
+                yield event
+            self.doubt = self._doubt()
+            if self.doubt is not None:
+                yield ViewLost(self.doubt.problem)
+                for event in await self._out_of_doubt():
+                    yield event
+                self.doubt = None
+            busy = bool(events) or self.traffic.in_flight > 0 or self._wake.is_set()
+            wait_s = BUSY_S if busy else min(2 * wait_s, IDLE_S)
+            await self._pause(wait_s)
+
+    async def reset(self, act: Callable[[], Awaitable[object]]) -> int:
+        """Has the cache reset by `act`; nothing of before will be told after it. Returns the blocks that were
+        known.
+
+        Raises:
+            EngineUnavailable: as `events`, and what `act` raises.
+        """
+        async with self._one_at_a_time:
+            alone = self.traffic.in_flight == 0
+            blocks = self.reader.blocks().total()
+            await act()
+            # What running requests did before the reset may be told one step of the server later.
+            for pause_s in (0, BUSY_S):
+                await asyncio.sleep(pause_s)
+                with _readable():
+                    self.reader.pass_over(await self._drain())
+            alone = alone and self.traffic.in_flight == 0
+            self._outbox += [CacheCleared(), self.reader.current(complete=alone)]
+        self.wake()
+        return blocks
+
+    async def _read(self) -> list[KvEvent]:
+        """What resets have left, and the server's next events."""
+        async with self._one_at_a_time:
+            # Before what is read now, which was stored after the reset.
+            events, self._outbox = self._outbox, []
+            with _readable():
+                return events + self.reader.read(await self._drain())
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+    def _doubt(self) -> Finding | None:
+        """Why the events do not tell what the server holds; None where they do."""
+        reader, traffic = self.reader, self.traffic
+        if len(reader.ranks) > 1:
+            return SEVERAL_RANKS
+        if traffic.salted and reader.salt_untold:
+            return SALT_UNTOLD
+        if traffic.lora and reader.lora_untold:
+            return LORA_UNTOLD
+        if not reader.heard and len(traffic.prompts) >= SILENT_PROMPTS:
+            return SILENT
+        return None
+
+    async def _out_of_doubt(self) -> list[KvEvent]:
+        """Waits until there are events after all, which begin a view. Other doubts last for good."""
+        if self.doubt is not SILENT:
+            await asyncio.Event().wait()
+        while True:
+            self.reader.forget()
+            await self._pause(IDLE_S)
+            events = await self._read()
+            if self.reader.heard:
+                return events
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except MalformedEvents as error:
+        raise EngineUnavailable(f"/kv_cache_events is not TensorRT-LLM's: {error}") from error
