@@ -95,6 +95,8 @@ class Forwarder:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 return await _answer_error(response, reply, headers)
             kept = [(n.lower(), v) for n, v in response.headers.items() if n.lower() not in _NOT_PASSED_ON]
+            if hold.answer is not None:  # what it leaves of the answer has another length
+                kept = [(name, value) for name, value in kept if name != "content-length"]
             kept += headers.items()
             cached = adapter.cached_tokens(response.headers)
             if _is_json(response.headers):

@@ -338,6 +338,21 @@ class TestReaders:
         assert (b"".join(reader.seen), reader.finished) == (response.content, 0)
         assert proxy.last.reported_tokens == 32
 
+    async def test_a_reader_may_leave_out_some_of_an_answer_of_known_length(
+        self, engine, reader, proxy, client
+    ):
+        whole = json.dumps(ANSWER | {"more": 1}).encode()
+
+        async def script(exchange):
+            headers = [("content-type", "application/json"), ("content-length", str(len(whole)))]
+            await exchange.start(200, headers)
+            await exchange.chunk(whole)
+            await exchange.end()
+
+        engine.script = script
+        reader.feed = lambda chunk: chunk.replace(b', "more": 1', b"")
+        assert (await client.post(CHAT, json=ASK)).json() == ANSWER
+
     async def test_a_reader_knows_what_a_json_answers_usage_does_not_tell(
         self, engine, reader, proxy, client
     ):
