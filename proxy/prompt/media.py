@@ -131,15 +131,17 @@ def _parts(value: object, param: str) -> Iterator[MediaPart]:
     elif isinstance(value, dict):
         key = next((key for key in _KINDS if key in value or value.get("type") == key), None)
         if key is not None:
-            yield MediaPart(param, _KINDS[key], value, _item(value.get(key)))
+            yield MediaPart(param, _KINDS[key], value, _item(key, value.get(key)))
         for name in _WITHIN:
             if name in value:
                 yield from _parts(value[name], f"{param}.{name}")
 
 
-def _item(value: object) -> object:
-    """What a part's own field holds: an address may be wrapped, and may be missing."""
-    return value.get("url") if isinstance(value, dict) and (not value or "url" in value) else value
+def _item(key: str, value: object) -> object:
+    """What a part's own field holds: an address may be wrapped, and may be missing; some are no address."""
+    if isinstance(value, dict) and (not value or "url" in value):
+        return value.get("url")
+    return {key: value} if isinstance(value, str) and key.endswith(("_embeds", "_data")) else value
 
 
 def _decoded(address: str) -> bytes:

@@ -1,0 +1,370 @@
+import base64
+import json
+from array import array
+
+import pytest
+
+from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
+from engine_adapter.media import mark_media
+from engine_adapter.types import MediaSpan, RenderedPrompt, token_array
+from proxy.errors import BadRequest
+from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
+from proxy.prompt.media import find_media, media_fields
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CAT, DOG = b"\x89PNG cat", b"\x89PNG dog"
+
+
+def data_url(content, kind="image/png"):
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def image(content=CAT, **fields):
+    return {"type": "image_url", "image_url": {"url": data_url(content)}, **fields}
+
+
+def elsewhere(**fields):
+    return {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}, **fields}
+
+
+def text(content):
+    return {"type": "text", "text": content}
+
+
+def chat(*parts, system="You are a guide. " * 8, **fields):
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": list(parts)}]
+    return body_of(messages=messages[0 if system else 1 :], **fields)
+
+
+def body_of(**fields):
+    return JsonBody(json.dumps(fields).encode())
+
+
+def parts_of(body):
+    return body.get("messages")[-1]["content"]
+
+
+def found(**fields):
+    return find_media(media_fields(body_of(**fields)))
+
+
+class TestFindingMedia:
+    @pytest.mark.parametrize(
+        ("part", "kind"),
+        [
+            (image(), "image"),
+            ({"type": "input_image", "image_url": data_url(CAT)}, "image"),
+            (
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}},
+                "image",
+            ),
+            ({"type": "input_audio", "input_audio": {"data": "eA==", "format": "wav"}}, "audio"),
+            ({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,eA=="}}, "audio"),
+            ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,eA=="}}, "video"),
+            ({"type": "image_embeds", "image_embeds": "eA=="}, "image"),
+            ({"type": "input_file", "file_data": "eA=="}, "file"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else value["type"],
+    )
+    def test_every_form(self, part, kind):
+        (media,) = found(messages=[{"role": "user", "content": [text("a"), part]}])
+        assert (media.param, media.kind, media.is_lasting) == ("messages[0].content[1]", kind, True)
+        assert media.digest() is not None
+
+    def test_wherever_parts_stand(self):
+        output = {"type": "function_call_output", "output": [image()]}
+        result = {"role": "user", "content": [{"type": "tool_result", "content": [image()]}]}
+        params = [part.param for part in found(messages=[result], input=[{"content": [image()]}, output])]
+        assert params == ["messages[0].content[0].content[0]", "input[0].content[0]", "input[1].output[0]"]
+
+    @pytest.mark.parametrize("field", ["metadata", "tools", "prompt"])
+    def test_and_nowhere_else(self, field):
+        assert found(**{field: [{"content": [image()]}]}) == []
+
+    def test_text_holds_none(self):
+        assert (
+            found(messages=[{"role": "user", "content": "a"}, {"content": [text("b"), "c", 4, None]}, 5])
+            == []
+        )
+
+    @pytest.mark.parametrize(
+        ("item", "lasting"),
+        [
+            (elsewhere(), False),
+            (elsewhere(uuid="u"), True),
+            ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, False),
+            ({"type": "image", "source": {"type": "url", "url": "https://example.org/"}}, False),
+            ({"type": "image_url", "image_url": {"url": "DATA:image/png;base64,eA=="}}, True),
+            ({"type": "image_url", "image_url": None, "uuid": "u"}, True),
+            ({"type": "prompt_embeds", "data": "eA=="}, False),
+        ],
+    )
+    def test_what_is_the_same_each_time(self, item, lasting):
+        (media,) = found(messages=[{"role": "user", "content": [item]}])
+        assert media.is_lasting is lasting
+
+    @pytest.mark.parametrize(
+        "item", [elsewhere(), {"type": "image_url", "image_url": {}}, {"image_url": None}]
+    )
+    def test_content_that_is_not_here_has_no_digest(self, item):
+        assert found(input=[{"content": [item]}])[0].digest() is None
+
+    def test_a_digest_is_of_the_decoded_bytes(self):
+        def digest(part):
+            return found(messages=[{"content": [part]}])[0].digest()
+
+        assert digest(image()) == digest({"type": "input_image", "image_url": data_url(CAT, "image/x")})
+        odd = [data_url(CAT) + "*", "data:,cat", "data:image/png,cat"]
+        parts = [image(), image(DOG), *({"image_url": address} for address in odd)]
+        parts += [{"video_url": data_url(CAT)}, {"input_audio": {"data": "eA==", "format": "wav"}}]
+        parts += [{"input_audio": {"data": "eA==", "format": "mp3"}}]
+        assert len({digest(part) for part in parts}) == len(parts)
+
+
+class TestUuids:
+    async def test_most_requests_pass_as_they_are(self):
+        for body in (chat(image()), chat(text("uuid"), text("\u0001")), body_of(prompt="uuid"), body_of()):
+            assert await MediaUuids().admit(body, "salt") is body
+
+    async def test_the_same_content_passes_again(self):
+        uuids = MediaUuids()
+        for body in (chat(image(uuid="cat"), image(DOG, uuid="dog")), chat(image(uuid="cat"))):
+            assert await uuids.admit(body, None) is body
+
+    async def test_other_content_under_a_known_uuid_is_refused(self):
+        uuids = MediaUuids()
+        await uuids.admit(chat(image(uuid="cat")), None)
+        with pytest.raises(BadRequest, match="other content") as error:
+            await uuids.admit(chat(text("a"), image(DOG, uuid="cat")), None)
+        assert error.value.param == "messages[1].content[1].uuid"
+
+    async def test_also_within_a_request_and_of_another_kind(self):
+        with pytest.raises(BadRequest):
+            await MediaUuids().admit(chat(image(uuid="cat"), image(DOG, uuid="cat")), None)
+        video = {"type": "video_url", "video_url": {"url": data_url(CAT)}, "uuid": "cat"}
+        with pytest.raises(BadRequest):
+            await MediaUuids().admit(chat(image(uuid="cat"), video), None)
+
+    async def test_however_the_field_is_written(self):
+        uuids = MediaUuids()
+        await uuids.admit(chat(image(uuid="cat")), None)
+        raw = chat(image(DOG, uuid="cat")).raw.replace(b'"uuid"', b'"\\u0075\\u0075id"')
+        with pytest.raises(BadRequest):
+            await uuids.admit(JsonBody(raw), None)
+
+    async def test_in_a_part_that_calls_itself_text(self):
+        uuids = MediaUuids()
+        await uuids.admit(chat(image(uuid="cat")), None)
+        disguised = image(DOG, uuid="cat") | {"type": "text", "text": "a"}
+        with pytest.raises(BadRequest):
+            await uuids.admit(chat(disguised), None)
+
+    async def test_a_large_item(self):
+        uuids, large = MediaUuids(), b"x" * 1_000_000
+        await uuids.admit(chat(image(large, uuid="large")), None)
+        with pytest.raises(BadRequest):
+            await uuids.admit(chat(image(large + b"y", uuid="large")), None)
+
+    @pytest.mark.parametrize(
+        "part", [elsewhere(uuid="cat"), {"type": "image_url", "image_url": None, "uuid": "cat"}]
+    )
+    async def test_a_uuid_whose_content_is_not_here_is_passed_on(self, part):
+        uuids = MediaUuids()
+        await uuids.admit(chat(image(uuid="cat")), None)
+        body = chat(part)
+        assert await uuids.admit(body, None) is body
+        await uuids.admit(chat(image(DOG, uuid="dog")), None)
+        with pytest.raises(BadRequest):
+            await uuids.admit(chat(image(DOG, uuid="cat")), None)
+
+    @pytest.mark.parametrize("uuid", [5, ["a"], {"a": 1}, True])
+    async def test_one_that_is_no_string(self, uuid):
+        with pytest.raises(BadRequest, match="must be a string") as error:
+            await MediaUuids().admit(chat(image(uuid=uuid)), None)
+        assert error.value.param == "messages[1].content[0].uuid"
+
+    async def test_null_is_none(self):
+        body = chat(image(uuid=None))
+        assert await MediaUuids().admit(body, "salt") is body
+
+    async def test_under_a_salt_it_is_that_salts_own(self):
+        uuids = MediaUuids()
+        body = chat(image(uuid="cat"), text("a"), elsewhere(uuid="cat"), image(DOG), model="m", top_p=0.5)
+        mine, again, theirs = [await uuids.admit(body, salt) for salt in ("mine", "mine", "theirs")]
+        names = [part.get("uuid") for part in parts_of(mine)]
+        assert names[0] == names[2]
+        assert (names[1], names[3]) == (None, None)
+        assert mine.raw == again.raw
+        assert len({names[0], parts_of(theirs)[0]["uuid"], "cat"}) == 3
+        assert (mine.get("model"), mine.get("top_p")) == ("m", 0.5)
+
+    async def test_a_scoped_request_differs_in_its_uuids_alone(self):
+        body = chat(image(uuid="cat"), text("ą\n"), image(DOG))
+        scoped = await MediaUuids().admit(body, "salt")
+        assert scoped.get("messages") != body.get("messages")
+        parts = parts_of(scoped)
+        parts[0]["uuid"] = "cat"
+        assert parts == parts_of(body)
+
+    async def test_salts_cannot_make_each_others_uuids_fail(self):
+        uuids = MediaUuids()
+        for number, salt in enumerate(("a", "b", None, "")):
+            await uuids.admit(chat(image(b"%d" % number, uuid="cat")), salt)
+        with pytest.raises(BadRequest):
+            await uuids.admit(chat(image(b"1", uuid="cat")), "a")
+
+    async def test_trusted_uuids_are_believed_and_still_their_salts(self):
+        uuids = MediaUuids(trusted=True)
+        for content in (CAT, DOG):
+            body = chat(image(content, uuid="cat"))
+            assert await uuids.admit(body, None) is body
+        names = {parts_of(await uuids.admit(chat(image(uuid="cat")), salt))[0]["uuid"] for salt in "ab"}
+        assert len(names) == 2
+
+    async def test_memory_is_bounded_and_the_least_used_go_first(self):
+        uuids = MediaUuids(limit=2)
+        for name in ("cat", "dog", "cat", "cow"):
+            await uuids.admit(chat(image(uuid=name)), None)
+        await uuids.admit(chat(image(DOG, uuid="dog")), None)  # forgotten; now cat is
+        await uuids.admit(chat(image(DOG, uuid="cat")), None)
+        with pytest.raises(BadRequest):
+            await uuids.admit(chat(image(CAT, uuid="cat")), None)
+
+
+class RenderingEngine:
+    """The part of an adapter that builders use for requests with images: every image is two tokens."""
+
+    def __init__(self, error=None):
+        self.asked = []
+        self.error = error
+
+    async def render(self, path, body):
+        self.asked.append(path)
+        if self.error is not None:
+            raise self.error
+        media = find_media(media_fields(body))
+        spans = [MediaSpan(part.uuid or part.digest().hex(), 3 + 4 * at, 2) for at, part in enumerate(media)]
+        return RenderedPrompt(token_array([5, 6, 7, *[9, 9, 5, 6] * len(media)]), tuple(spans))
+
+
+@pytest.fixture
+def engine_info(info_of):
+    return info_of(Capability.RENDER, Capability.TOKENIZE)
+
+
+@pytest.fixture
+def builder_of(engine_info, engine):
+    def builder_of(*renderers, info=engine_info):
+        tables = PromptTables()
+        return PromptBuilder(info, tables=tables, engines=lambda: [engine], renderers=lambda: renderers)
+
+    return builder_of
+
+
+async def build(builder, body, path=CHAT):
+    return await builder.build(path, body, salt="s", adapter="ada")
+
+
+class TestRendering:
+    async def test_images_are_marked_where_they_begin(self, builder_of):
+        prompt = await build(builder_of(RenderingEngine()), chat(image(uuid="cat"), image(DOG, uuid="dog")))
+        assert prompt.token_ids == array("i", [5, 6, 7, 9, 9, 5, 6, 9, 9, 5, 6])
+        assert prompt.extra_ids == mark_media(11, [MediaSpan("cat", 3, 2), MediaSpan("dog", 7, 2)])
+        assert (prompt.salt, prompt.adapter, prompt.source) == ("s", "ada", "engine")
+        # Not exact: its ids, sent in place of the chat, would leave the images out.
+        assert (prompt.exact, prompt.media, prompt.whole, prompt.kv.exact) == (False, True, True, False)
+
+    async def test_so_are_those_of_responses(self, builder_of, engine):
+        renderer = RenderingEngine()
+        body = body_of(
+            input=[{"role": "user", "content": [{"type": "input_image", "image_url": data_url(CAT)}]}]
+        )
+        assert (await build(builder_of(renderer), body, RESPONSES)).media
+        assert (renderer.asked, engine.asked) == ([RESPONSES], [])
+        assert await build(builder_of(), body, RESPONSES) is None
+
+    async def test_no_engine_is_asked_for_text(self, builder_of, engine):
+        renderer = RenderingEngine()
+        builder = builder_of(renderer)
+        for body in (chat(text("a"), text("b")), body_of(messages=[{"role": "user", "content": "hi"}])):
+            prompt = await build(builder, body)
+            assert prompt.token_ids == engine.tokenizer.chat(body.get("messages")).token_ids
+            assert (prompt.media, prompt.whole, prompt.source) == (False, True, "local")
+        assert (renderer.asked, engine.asked) == ([], [])
+
+    async def test_text_responses_are_asked_for_as_before(self, builder_of, engine):
+        renderer = RenderingEngine()
+        prompt = await build(builder_of(renderer), body_of(input="hi"), RESPONSES)
+        assert (prompt.media, prompt.whole) == (False, True)
+        assert (renderer.asked, len(engine.asked)) == ([], 1)
+
+    async def test_a_part_that_calls_itself_text(self, builder_of):
+        disguised = {"type": "text", "text": "a", "image_url": None, "uuid": "cat"}
+        assert (await build(builder_of(RenderingEngine()), chat(disguised))).media
+
+    async def test_parts_that_turn_out_to_be_text(self, builder_of):
+        prompt = await build(builder_of(RenderingEngine()), chat({"type": "refusal", "refusal": "no"}))
+        assert prompt.token_ids == array("i", [5, 6, 7])
+        assert (prompt.media, prompt.whole, prompt.source, prompt.exact) == (False, True, "engine", True)
+
+    async def test_the_next_engine_is_asked_when_one_cannot(self, builder_of):
+        gone, lacks = (
+            RenderingEngine(EngineUnavailable("gone")),
+            RenderingEngine(EngineRejected("no", status=400)),
+        )
+        last = RenderingEngine()
+        named = {"type": "image_url", "image_url": None, "uuid": "cat"}
+        assert (await build(builder_of(gone, lacks, last), chat(named))).media
+        assert len(gone.asked) == len(lacks.asked) == len(last.asked) == 1
+
+    async def test_a_prompt_beyond_the_context(self, builder_of, info_of):
+        builder = builder_of(RenderingEngine(), info=info_of(Capability.RENDER, max_model_len=10))
+        with pytest.raises(BadRequest, match="context"):
+            await build(builder, chat(image(), image(DOG)))
+
+
+class TestTheTextBefore:
+    @pytest.fixture
+    def refusing(self):
+        return RenderingEngine(EngineRejected("no", status=400))
+
+    @pytest.mark.parametrize("part", [elsewhere(), {"type": "prompt_embeds", "data": "eA=="}])
+    async def test_what_may_change_is_not_asked_for(self, builder_of, part):
+        renderer = RenderingEngine()
+        prompt = await build(builder_of(renderer), chat(image(), part))
+        assert renderer.asked == []
+        assert not prompt.whole
+
+    async def test_it_is_what_comes_before_the_message_with_the_image(self, builder_of, refusing, engine):
+        body = chat(text("What is"), image())
+        prompt = await build(builder_of(refusing), body)
+        system = engine.tokenizer.chat(body.get("messages")[:1], add_generation_prompt=False).token_ids
+        assert len(system) > 16
+        assert prompt.token_ids[: len(system)] == system
+        same = await build(builder_of(refusing), chat(image(DOG), text("Something else altogether")))
+        assert same.token_ids == prompt.token_ids
+        assert (prompt.whole, prompt.exact, prompt.media, prompt.extra_ids) == (False, False, False, None)
+
+    async def test_so_it_is_by_an_engine_that_tokenises(self, builder_of, engine):
+        builder = builder_of()
+        here = await build(builder, chat(text("What is"), image()))
+        builder.ask_engines()
+        assert (await build(builder, chat(text("What is"), image()))).token_ids == here.token_ids
+        assert all("image_url" not in body.raw.decode() for body in engine.asked)
+
+    async def test_turns_after_an_image_are_not_part_of_it(self, builder_of, refusing):
+        first = chat(image())
+        messages = [*first.get("messages"), {"role": "assistant", "content": "A cat."}]
+        later = body_of(messages=[*messages, {"role": "user", "content": [text("Sure?")]}])
+        builder = builder_of(refusing)
+        assert (await build(builder, later)).token_ids == (await build(builder, first)).token_ids
+
+    async def test_nothing_is_before_a_first_message_with_an_image(self, builder_of, refusing):
+        assert await build(builder_of(refusing), chat(image(), system=None)) is None
+
+    async def test_nor_where_nobody_tokenises(self, builder_of, info_of):
+        assert await build(builder_of(info=info_of(tokenizer=None)), chat(image())) is None
+
+    async def test_a_template_that_cannot_take_it(self, builder_of, refusing):
+        messages = [{"role": "system", "content": "Hi."}, {"role": "nobody", "content": [image()]}, 5]
+        assert await build(builder_of(refusing), body_of(messages=messages)) is None
