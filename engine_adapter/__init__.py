@@ -39,6 +39,7 @@ from engine_adapter.managed import (
 from engine_adapter.prefixes import common_prefix
 from engine_adapter.registry import ENGINE_KINDS, make_adapter
 from engine_adapter.types import (
+    BelowGpu,
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
@@ -65,6 +66,7 @@ __all__ = [
     "ENGINE_MODULE",
     "AiohttpTransport",
     "AnswerReader",
+    "BelowGpu",
     "BlocksRemoved",
     "BlocksStored",
     "CacheCleared",

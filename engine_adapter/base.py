@@ -11,6 +11,7 @@ from engine_adapter.errors import NotSupported
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.types import (
+    BelowGpu,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -91,6 +92,10 @@ class EngineAdapter(Protocol):
         [Capability.KV_EVENTS]. Starts with ViewLost, then what it holds already as far as that can be
         learned, then ViewCurrent, then changes; after a gap that cannot be filled it starts over in
         the same way. Raises EngineUnavailable when the engine goes away."""
+
+    async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
+        """What the tiers below the GPU hold of a prompt now, for engines with `EngineInfo.tokens_per_chunk`;
+        None where they do not say in good time. Never raises."""
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncIterator[KvProgress]:
         """Flushes, offloads or restores; yields progress until done, the last item being the result.

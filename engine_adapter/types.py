@@ -103,6 +103,8 @@ class EngineInfo:
         host_blocks: the same for its host tier.
         version: free text for people.
         adapters: names of the LoRA adapters it serves beside `model`; clients send them as `model`.
+        tokens_per_chunk: what its tiers below the GPU keep at a time, where its events do not tell of it and
+            `lookup` asks; None elsewhere.
     """
 
     model: str
@@ -117,6 +119,7 @@ class EngineInfo:
     host_blocks: int | None = None
     version: str = ""
     adapters: frozenset[str] = frozenset()
+    tokens_per_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +140,19 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine reports of its load: requests running and waiting, share of GPU blocks in use (0–1)."""
+    """What an engine reports of its load.
+
+    Attributes:
+        running: requests.
+        waiting: requests.
+        gpu_usage: share of its GPU blocks in use, 0 to 1.
+        outdated: what `connect` said of it no longer holds, though it is the same process: ask again.
+    """
 
     running: int
     waiting: int
     gpu_usage: float | None = None
+    outdated: bool = False
 
 
 # --- KV events, in the order an engine sends them ------------------------------------------------
@@ -258,6 +269,21 @@ class KvTarget:
     cache_salt: str | None = None
     adapter: str | None = None
     exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BelowGpu:
+    """What the tiers below an engine's GPU hold of a prompt, as they say themselves. All in leading tokens.
+
+    Attributes:
+        host: those in its host tier.
+        disk: those that follow them, on either tier.
+        cached: those it would report as reused if its GPU held nothing.
+    """
+
+    host: int
+    disk: int
+    cached: int
 
 
 @dataclass(frozen=True, slots=True)

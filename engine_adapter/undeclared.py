@@ -12,6 +12,7 @@ from typing import Any
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import NotSupported
 from engine_adapter.types import (
+    BelowGpu,
     Capability,
     Finding,
     KvEvent,
@@ -56,6 +57,10 @@ class Undeclared(ABC):
         for event in _NO_EVENTS:  # makes this an async generator, as the contract has it
             yield event
         raise self.not_supported(Capability.KV_EVENTS)
+
+    async def lookup(self, prompt: KvTarget) -> BelowGpu | None:  # noqa: ARG002 - likewise
+        """None: its events tell of all its tiers."""
+        return None
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:  # noqa: ARG002
         """Not supported."""

@@ -33,6 +33,8 @@ ASSUMED_CAPACITY_TOKENS = 131_072
 PENDING_LINGER_S = 0.25
 
 
+# Blocks an engine is remembered to have in tiers below its GPU that its events do not tell of.
+HINTED_BLOCKS = 65_536
 class EngineState(StrEnum):
     """Only `ready` engines get requests."""
 
@@ -69,6 +71,7 @@ class Engine:
         self.process: Process | None = None
         self.last_error: str | None = None
         self.check_now = asyncio.Event()
+        self.below = LearnedBlocks(HINTED_BLOCKS)
         self.unanswered: set[Lease] = set()
 
     def can(self, capability: Capability) -> bool:
@@ -195,7 +198,8 @@ class Pool:
         """A request's hold on the engine it was placed on: its load, and its blocks as pending."""
         engine = self.engines[placement.engine]
         alone = engine.ledger.view().in_flight == 0
-        ticket = engine.ledger.begin(placement.uncached_tokens)
+        restored = placement.predicted_tokens - placement.gpu_tokens
+        ticket = engine.ledger.begin(placement.uncached_tokens, restored)
         lease = Lease(engine, placement, alone, ticket, engine.removals)
         hashes = chain.hashes if chain is not None else ()
         self.index.add_pending(engine.id, hashes)
@@ -229,6 +233,7 @@ class Pool:
         if engine.id in self.engines:
             self.index.end_pending(engine.id, hashes)
 
+        engine.below.clear()
 
 @dataclass(slots=True, eq=False)
 class Lease:

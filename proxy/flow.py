@@ -32,6 +32,7 @@ from proxy.errors import EngineFailed, NoEngine, ProxyError
 from proxy.fleet import Engine, Fleet, Lease, Pool
 from proxy.forward import REFUSALS, Forwarder, Outcome
 from proxy.ingest import Ingest
+from proxy.lower_tiers import expect_below, look_below
 from proxy.prompt import MediaUuids, Prompt
 from proxy.records import RequestLog, RequestRecord
 from proxy.tenants import Tenants
@@ -83,7 +84,7 @@ class Flow:
                 record.attempts.append(placement.engine)
                 with pool.lease(placement, chain) as lease:
                     try:
-                        return await self._forward(pool, call, reply, lease, record)
+                        return await self._forward(pool, call, reply, lease, record, chain)
                     except (EngineUnavailable, EngineRejected) as error:
                         if isinstance(error, EngineRejected) and error.status not in REFUSALS:
                             raise  # the client's fault: no engine would take it
@@ -118,11 +119,12 @@ class Flow:
         return await pool.prompts.build(call.route, call.body, salt=salt, adapter=adapter)
 
     async def _forward(
-        self, pool: Pool, call: Call, reply: Reply, lease: Lease, record: RequestRecord
+        self, pool: Pool, call: Call, reply: Reply, lease: Lease, record: RequestRecord, chain: Chain | None
     ) -> None:
         """Sends to the leased engine and holds the prediction against its report."""
         engine = lease.engine
         async with lease.patience(), self._hold(engine, pool, call, record.prompt) as hold:
+            await look_below(pool, lease, record.prompt, chain)
             placement = record.placement = lease.refine(hold)
             record.note = hold.note
             headers = _headers(call, placement, hold)
@@ -135,6 +137,8 @@ class Flow:
                 lambda: lease.first_byte(streamed=call.streams),
             )
         lease.succeeded = outcome.error is None
+        if lease.succeeded:
+            expect_below(pool, engine, chain)
         record.first_byte_s = lease.first_byte_s
         _note_outcome(record, outcome)
         if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP

@@ -104,7 +104,7 @@ class Monitor:
                     await self._recheck(engine)
 
     async def _recheck(self, engine: Engine) -> None:
-        """A request failed, or what it can do has changed: is it still the same process, and what can it do?"""
+        """A request failed, or what it can do has changed: is it the same process, and what can it do?"""
         info = await engine.adapter.connect()
         if engine.info is None or info.instance != engine.info.instance:
             raise EngineUnavailable("the engine was restarted")

@@ -220,6 +220,7 @@ def _why_none(prefix: Prefix) -> str:
     if not prefix.chain.hashes:
         return (
             f"only full blocks of {prefix.pool.tokens_per_block} tokens are kept; "
+        or (engine.can(capability) and engine.info is not None and engine.info.tokens_per_chunk)
             f"the prefix has {prefix.chain.n_tokens}"
         )
     return "no engine holds any of it"

@@ -16,6 +16,7 @@ from proxy.control.targets import Prefix, Target, prefix_of
 from proxy.core.placement import place
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet import Engine
+from proxy.lower_tiers import expect_below, look_below
 
 _PATH = "/v1/completions"
 
@@ -60,6 +61,7 @@ async def warm_on(control: Control, prefix: Prefix, engine: Engine, part: Part) 
     call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, {"content-type": "application/json"}, body)
     with pool.lease(placement, chain) as lease:
         async with lease.patience(), engine.adapter.hold(_PATH, body, prefix.kv) as hold:
+            await look_below(pool, lease, prefix.prompt, chain)
             placement = lease.refine(hold)
             outcome = await control.flow.forwarder.forward(
                 engine.adapter,
@@ -72,6 +74,7 @@ async def warm_on(control: Control, prefix: Prefix, engine: Engine, part: Part) 
         lease.succeeded = outcome.error is None
         if outcome.error is not None:
             raise EngineRejected(outcome.error, status=outcome.status)
+        expect_below(pool, engine, chain)
     part.done = part.total
     if control.flow.ingest is not None and placement.firm and outcome.cached_tokens is not None:
         control.flow.ingest.audit(engine, placement.predicted_tokens, outcome.cached_tokens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash
@@ -21,16 +21,21 @@ _BITS = {Tier.GPU: 1, Tier.HOST: 2, Tier.DISK: 4}
 _PENDING = 8
 _WIDTH = 4
 _ALL = 15
+_ON_GPU = _BITS[Tier.GPU] | _PENDING
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How many leading blocks of a chain one engine holds, by the fastest tier each lies on."""
+    """How many leading blocks of a chain one engine holds, by the fastest tier each lies on.
+
+    `lead` are those before the first that lies on no GPU, nor will in a moment.
+    """
 
     gpu: int = 0
     host: int = 0
     disk: int = 0
     pending: int = 0
+    lead: int = field(default=0, compare=False)
 
     @property
     def blocks(self) -> int:
@@ -141,7 +146,10 @@ class PrefixIndex:
             for engine, shift in alive:
                 # The lowest bit set is the fastest tier; isolating it indexes gpu, host, disk, pending.
                 held = bits >> shift & _ALL
-                counts.setdefault(engine, [0, 0, 0, 0])[(held & -held).bit_length() - 1] += at - start
+                count = counts.setdefault(engine, [0, 0, 0, 0, 0])
+                if held & _ON_GPU and count[4] == start:
+                    count[4] = at
+                count[(held & -held).bit_length() - 1] += at - start
         return {engine: Match(*count) for engine, count in counts.items()}
 
     def _set(self, bit: int, hashes: Iterable[BlockHash]) -> None:

@@ -77,7 +77,7 @@ class Placement:
     """A decision: the engine, the cached tokens it is expected to report, and the cost of every candidate.
 
     `firm` is False when the prediction rests on what requests in flight have yet to leave behind, or the
-    engine may hold more than is known.
+    engine may hold more than is known. `gpu_tokens` are those of the prediction that need no lower tier.
     """
 
     engine: str
@@ -86,6 +86,7 @@ class Placement:
     costs: tuple[Cost, ...]
     rule: str
     firm: bool = True
+    gpu_tokens: int = 0
 
     @property
     def uncached_tokens(self) -> int:
@@ -152,7 +153,15 @@ def place(candidates: Sequence[Candidate], chain: Chain) -> Placement:
         costs=costs,
         rule="lowest cost",
         firm=_is_firm(candidates[best]),
+        gpu_tokens=_on_gpu(candidates[best], costs[best], chain),
     )
+
+
+def _on_gpu(candidate: Candidate, cost: Cost, chain: Chain) -> int:
+    """Tokens of the prediction that need no lower tier."""
+    if candidate.forecast is not None:
+        return cost.cached_tokens
+    return predict(chain, Match(gpu=candidate.match.lead), candidate.tokens_per_block)
 
 
 def _is_firm(candidate: Candidate) -> bool:

@@ -150,6 +150,11 @@ async def test_what_is_not_declared_is_not_supported(adapter):
             await adapter.delete_prompt_table("x")
 
 
+async def test_lower_tiers_are_asked_only_where_there_are_some(adapter):
+    has_some = (await adapter.connect()).tokens_per_chunk is not None
+    assert await adapter.lookup(TARGET) is None or has_some
+
+
 async def test_stats_are_for_people(adapter):
     stats = await adapter.stats()
     assert isinstance(stats, dict)

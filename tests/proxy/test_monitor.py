@@ -6,8 +6,10 @@ import pytest
 
 from engine_adapter import (
     Capability,
+    EngineLoad,
     EngineRejected,
     EngineUnavailable,
+    Finding,
     JsonBody,
     PromptTable,
     Tier,
@@ -149,6 +151,7 @@ class TestSuspicion:
         async def load():
             begun.set()
             await go.wait()
+            return EngineLoad(0, 0)
 
         adapter.load = load
         engine.check_now.set()
@@ -230,3 +233,63 @@ async def test_without_reuse_nothing_is_followed():
     world.monitor.forget(engine)
     assert adapter.subscriptions == 0
     await world.tasks.stop()
+
+
+class TestChanges:
+    """What an engine can do changes while it runs: nothing that is known of its cache is lost over it."""
+
+    @staticmethod
+    async def change(world, engine, adapter, **info):
+        adapter.info = replace(adapter.info, **info)
+        adapter.outdated = True
+        await world.until(lambda: not adapter.outdated and engine.info == adapter.info)
+
+    @pytest.fixture
+    def told(self, monkeypatch):
+        told = []
+        for level in ("warning", "info"):
+            monkeypatch.setattr(
+                f"proxy.monitor.log.{level}",
+                lambda event, finding=None, *, level=level, **_: finding and told.append((level, finding)),
+            )
+        return told
+
+    async def test_it_is_asked_again(self, world, told):
+        engine = world.fleet.add(adapter := ChangingAdapter("a", info=INFO))
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.READY)
+        world.fleet.pools["m"].learn(engine, (1, 2))
+        lost = Finding("no L2 tier", "start it with --l2")
+        adapter.found = (lost,)
+        await self.change(world, engine, adapter, capabilities=frozenset({Capability.OFFLOAD}))
+        await self.change(world, engine, adapter, capabilities=frozenset())
+        assert told == [("warning", "no L2 tier; start it with --l2")]
+        adapter.found = ()
+        await self.change(world, engine, adapter, capabilities=frozenset({Capability.PIN}))
+        assert told[1:] == [("info", "no L2 tier")]
+        assert engine.can(Capability.PIN)
+        assert len(world.fleet.pools["m"].index) == 2
+
+    async def test_another_process_is_another_matter(self, world):
+        engine = world.fleet.add(adapter := ChangingAdapter("a", info=INFO))
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.READY)
+        world.fleet.pools["m"].learn(engine, (1, 2))
+        await self.change(world, engine, adapter, instance="i2")
+        await world.state(engine, EngineState.READY)
+        assert len(world.fleet.pools["m"].index) == 0
+
+
+class ChangingAdapter(FakeAdapter):
+    outdated = False
+    found = ()
+
+    def findings(self):
+        return self.found
+
+    async def connect(self):
+        self.outdated = False
+        return await super().connect()
+
+    async def load(self):
+        return replace(await super().load(), outdated=self.outdated)

@@ -141,6 +141,14 @@ async def test_nobody_holds_it_and_the_note_says_so(world, pair):
     assert selection.note == "only full blocks of 16 tokens are kept; the prefix has 15"
 
 
+async def test_tiers_that_no_event_tells_of_may_hold_it(world, pair):
+    for engine in world.engines.values():
+        engine.audit.synced()
+    world.engines["b"].info = replace(world.engines["b"].info, tokens_per_chunk=16)
+    selection = await select(world.control, Target(token_ids=tokens(40)), Capability.RESTORE)
+    assert [share.engine.id for share in selection.shares] == ["b"]
+
+
 async def test_engines_that_cannot_are_told_apart(world):
     world.add(KvFake("a"))
     world.add(KvFake("b", ALL - {Capability.OFFLOAD}))

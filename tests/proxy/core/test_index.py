@@ -44,6 +44,17 @@ class TestMatch:
         assert index.match([1, 2, 3, 4, 5]) == {"a": Match(gpu=2, host=1, disk=1, pending=1)}
         assert index.match([1, 2, 3, 4, 5])["a"].blocks == 5
 
+    def test_tells_how_many_need_no_lower_tier(self, index):
+        index.store("a", Tier.GPU, [1, 2, 4])
+        index.store("a", Tier.HOST, [2, 3])
+        index.add_pending("a", [5])
+        index.store("b", Tier.HOST, [1, 2])
+        index.store("b", Tier.GPU, [3])
+        leads = {n: [m.lead for m in (index.match(range(1, n + 1))[e] for e in "ab")] for n in range(1, 6)}
+        assert leads == {1: [1, 0], 2: [2, 0], 3: [2, 0], 4: [2, 0], 5: [2, 0]}
+        index.store("a", Tier.GPU, [3])
+        assert index.match([1, 2, 3, 4, 5])["a"].lead == 5
+
     def test_the_worked_example(self, index):
         root = namespace_root("m")
 

@@ -56,6 +56,35 @@ class TestRate:
         assert ledger.prefill_tok_s == DEFAULT_PREFILL_TOK_S
         assert ledger.restore_tok_s == DEFAULT_RESTORE_TOK_S
 
+    def test_of_restores_is_what_the_rest_of_a_first_token_time_leaves(self):
+        ledger = EngineLedger()
+        self.sample(ledger, 1000, 1.0)
+        for seconds in (0.3, 0.2, 9.0):
+            ticket = ledger.begin(100, 2000)
+            ledger.first_token(ticket, seconds, alone=True)
+            ledger.end(ticket)
+        # 100 tokens take 0.1 s of each: 2000 were restored in 0.2, 0.1 and 8.9 s.
+        assert ledger.restore_tok_s == pytest.approx(10_000)
+        assert ledger.prefill_tok_s == 1000
+
+    def test_a_restore_is_not_taken_for_nothing_by_a_prefill_rate_that_is_off(self):
+        ledger = EngineLedger()
+        self.sample(ledger, 1000, 1.0)
+        ledger.first_token(ledger.begin(500, 1000), 0.4, alone=True)
+        assert ledger.restore_tok_s == pytest.approx(5000)
+
+    def test_what_is_known_later_counts(self):
+        ledger = EngineLedger()
+        ticket = ledger.begin(1000)
+        ledger.refine(ticket, 10, 990)
+        assert ledger.view().prefill_tokens == 10
+        ledger.first_token(ticket, 0.1, alone=True)
+        assert ledger.prefill_tok_s == DEFAULT_PREFILL_TOK_S
+        assert ledger.restore_tok_s == pytest.approx(990 / 0.0975)
+        ledger.refine(ticket, 5000, 0)
+        ledger.end(ticket)
+        assert ledger.view() == LoadView(0, 0, 0)
+
     def test_restoring_is_at_least_ten_times_as_fast(self):
         ledger = EngineLedger()
         self.sample(ledger, 20_000, 1.0)

@@ -132,6 +132,11 @@ class TestPlace:
         assert place([candidate(match=Match(gpu=2))], prompt()).firm
         assert not place([candidate(match=Match(gpu=2, pending=1))], prompt()).firm
 
+    def test_tells_what_of_the_prediction_needs_no_lower_tier(self):
+        placement = place([candidate(match=Match(gpu=4, host=6, lead=3))], prompt(160))
+        assert (placement.predicted_tokens, placement.gpu_tokens) == (144, 48)
+        assert place([candidate(match=Match(gpu=10, lead=10))], prompt(160)).gpu_tokens == 144
+
     @given(
         st.lists(
             st.tuples(st.integers(0, 100), st.integers(0, 20_000), st.floats(1, 1e5), st.integers(0, 50)),
@@ -167,6 +172,7 @@ class TestForecast:
     def test_it_is_the_prediction_to_the_token(self):
         placement = place([candidate(forecast=Forecast(123), match=Match(gpu=90))], prompt())
         assert (placement.predicted_tokens, placement.uncached_tokens) == (123, 1477)
+        assert placement.gpu_tokens == 123
 
     @pytest.mark.parametrize("firm", [True, False])
     def test_it_says_whether_that_is_firm(self, firm):
