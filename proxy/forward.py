@@ -122,8 +122,6 @@ async def _answer_json(
         if not reader.assembles:
             content = kept + reader.finish()
             reported = reader.cached_tokens() if reported is None else reported
-            # Of what is left of it.
-            headers = [(n, str(len(content)) if n == "content-length" else v) for n, v in headers]
     await reply.start(response.status, [*headers, *_cached_header(reported)])
     await reply.finish(content)
     return Outcome(response.status, reported)
