@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
+import structlog
+
 from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineUnavailable, Hold, Tier
 from proxy.core.audit import EngineAudit, Trust
 from proxy.core.blocks import BlockHash, Chain, chain, namespace_root
@@ -25,16 +27,18 @@ from proxy.core.view import EngineView
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.prompt import Prompt, PromptBuilder
 
+log = structlog.get_logger(__name__)
+
 # The block size of pools, unless an engine's own is smaller.
 TOKENS_PER_BLOCK = 16
 # What an engine that does not say its capacity is taken to hold, in tokens.
 ASSUMED_CAPACITY_TOKENS = 131_072
+# Blocks an engine is remembered to have in tiers below its GPU that its events do not tell of.
+HINTED_BLOCKS = 65_536
 # Events of the last step may still be on their way when a request ends: its blocks stay pending this long.
 PENDING_LINGER_S = 0.25
 
 
-# Blocks an engine is remembered to have in tiers below its GPU that its events do not tell of.
-HINTED_BLOCKS = 65_536
 class EngineState(StrEnum):
     """Only `ready` engines get requests."""
 
@@ -67,11 +71,11 @@ class Engine:
         self.ledger = EngineLedger()
         self.audit = EngineAudit()
         self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
+        self.below = LearnedBlocks(HINTED_BLOCKS)
         self.view: EngineView | None = None
         self.process: Process | None = None
         self.last_error: str | None = None
         self.check_now = asyncio.Event()
-        self.below = LearnedBlocks(HINTED_BLOCKS)
         self.unanswered: set[Lease] = set()
 
     def can(self, capability: Capability) -> bool:
@@ -110,6 +114,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.index = PrefixIndex()
         self.prompts: PromptBuilder | None = None
+        self.away: dict[str, frozenset[str]] = {}  # engines that were lost, and the adapters they served
         self._roots: dict[tuple[str | None, str | None], BlockHash] = {}
 
     def root_of(self, salt: str | None, adapter: str | None = None) -> BlockHash:
@@ -123,8 +128,8 @@ class Pool:
 
     @property
     def adapters(self) -> frozenset[str]:
-        """The LoRA adapters its engines serve, by the names that clients send as `model`."""
-        return frozenset().union(*(engine.adapters for engine in self.engines.values()))
+        """The LoRA adapters of its engines, by the names that clients send as `model`."""
+        return frozenset().union(*(engine.adapters for engine in self.engines.values()), *self.away.values())
 
     def adapter_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request's `model` means; None for the model itself."""
@@ -162,7 +167,8 @@ class Pool:
         without: Container[str] = (),
     ) -> list[Candidate]:
         """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is.
-        With `adapter`, those that serve it."""
+        With `adapter`, or a prompt that runs with one, those that serve it."""
+        adapter = prompt.adapter if prompt is not None else adapter
         whole = prompt is None or prompt.whole
         target = prompt.kv if prompt is not None and whole else None
         matches = self.index.match(chain.hashes) if chain is not None else {}
@@ -227,13 +233,13 @@ class Pool:
     def wipe(self, engine: Engine) -> None:
         """The engine lost its KV, or we lost sight of it."""
         engine.learned.clear()
+        engine.below.clear()
         self.index.wipe(engine.id)
 
     def _end_pending(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
         if engine.id in self.engines:
             self.index.end_pending(engine.id, hashes)
 
-        engine.below.clear()
 
 @dataclass(slots=True, eq=False)
 class Lease:
@@ -302,6 +308,7 @@ class Fleet:
     def __init__(self) -> None:
         self.engines: dict[str, Engine] = {}
         self.pools: dict[str, Pool] = {}
+        self._warned: set[str] = set()
 
     def add(self, adapter: EngineAdapter) -> Engine:
         """Takes an engine in; it joins a pool once it is connected. Raises Conflict for a known id."""
@@ -313,11 +320,9 @@ class Fleet:
     def remove(self, engine_id: str) -> Engine:
         """Drops an engine and all that is known of it. Raises NotFound."""
         engine = self.engine(engine_id)
-        pool = self.pool_of(engine)
         self.leave(engine)
         del self.engines[engine_id]
-        if pool is not None and not pool.engines:
-            del self.pools[pool.model]
+        self._not_away(engine_id)
         return engine
 
     def engine(self, engine_id: str) -> Engine:
@@ -344,6 +349,8 @@ class Fleet:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
         pool.index.add_engine(engine.id)
         pool.engines[engine.id] = engine
+        self._not_away(engine.id)
+        self._warn_of_names()
         return pool
 
     def leave(self, engine: Engine) -> None:
@@ -353,14 +360,41 @@ class Fleet:
             pool.wipe(engine)
             pool.index.remove_engine(engine.id)
             del pool.engines[engine.id]
+            pool.away[engine.id] = engine.adapters
+
+    def _not_away(self, engine_id: str) -> None:
+        """A lost engine came back, or will not: pools that have no engine left to wait for end."""
+        for pool in list(self.pools.values()):
+            pool.away.pop(engine_id, None)
+            if not pool.engines and not pool.away:
+                del self.pools[pool.model]
+
+    def _warn_of_names(self) -> None:
+        for pool in self.pools.values():
+            for name in sorted((pool.adapters & self.pools.keys()) - self._warned):
+                self._warned.add(name)
+                log.warning(
+                    "a LoRA adapter has the name of a model, and is not served",
+                    adapter=name,
+                    parent=pool.model,
+                )
 
     def is_ready(self) -> bool:
         """True while any engine takes requests and none is in its first start."""
         states = {engine.state for engine in self.engines.values()}
         return EngineState.READY in states and EngineState.CONNECTING not in states
 
+    def served(self) -> dict[str, str]:
+        """The names that clients send as `model` → the model of the pool; where a model and a LoRA adapter
+        of another one have the same name, it is the model's."""
+        pools = self.pools.values()
+        adapters = {name: pool.model for pool in pools for name in sorted(pool.adapters)}
+        return {pool.model: pool.model for pool in pools} | {
+            name: model for name, model in adapters.items() if name not in self.pools
+        }
+
     def pool(self, model: str | None) -> Pool:
-        """The pool that serves `model`; without a name, the only one.
+        """The pool that serves `model`, or the LoRA adapter of that name; without a name, the only one.
 
         Raises:
             NotFound: no engine serves that model.
@@ -375,9 +409,15 @@ class Fleet:
             raise NoEngine("no engine is connected yet; try again shortly")
         if model is None and len(self.pools) == 1:
             return next(iter(self.pools.values()))
-        known = ", ".join(sorted(self.pools))
+        known = ", ".join(sorted(self.served()))
         if model is None:
             raise NotFound(f"name a model; served: {known}", param="model", code="model_not_found")
         raise NotFound(
             f"the model {model!r} does not exist; served: {known}", param="model", code="model_not_found"
         )
+
+
+def no_engine_for(adapter: str | None) -> NoEngine:
+    """No engine that could serve a request takes any."""
+    what = "this model" if adapter is None else f"the LoRA adapter {adapter!r}"
+    return NoEngine(f"no engine is ready for {what}; try again shortly")

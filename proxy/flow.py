@@ -28,12 +28,12 @@ from engine_adapter import (
 from proxy.calls import Call, Reply
 from proxy.core.blocks import Chain
 from proxy.core.placement import Candidate, Placement, place, place_least_loaded
-from proxy.errors import EngineFailed, NoEngine, ProxyError
-from proxy.fleet import Engine, Fleet, Lease, Pool
+from proxy.errors import EngineFailed, ProxyError
+from proxy.fleet import Engine, Fleet, Lease, Pool, no_engine_for
 from proxy.forward import REFUSALS, Forwarder, Outcome
 from proxy.ingest import Ingest
 from proxy.lower_tiers import expect_below, look_below
-from proxy.prompt import MediaUuids, Prompt
+from proxy.prompt import MediaUuids, Prompt, audit_tokens
 from proxy.records import RequestLog, RequestRecord
 from proxy.tenants import Tenants
 
@@ -80,7 +80,7 @@ class Flow:
             failed: dict[str, EngineError] = {}
             while True:
                 candidates = pool.candidates(chain, prompt, adapter=adapter, without=failed)
-                placement = record.placement = _choose(candidates, chain, failed)
+                placement = record.placement = _choose(candidates, chain, failed, adapter)
                 record.attempts.append(placement.engine)
                 with pool.lease(placement, chain) as lease:
                     try:
@@ -136,17 +136,33 @@ class Flow:
                 headers,
                 lambda: lease.first_byte(streamed=call.streams),
             )
-        lease.succeeded = outcome.error is None
-        if lease.succeeded:
-            expect_below(pool, engine, chain)
         record.first_byte_s = lease.first_byte_s
         _note_outcome(record, outcome)
+        self._check_tokens(pool, engine, hold, record)
+        lease.succeeded = outcome.error is None and record.tokens_agree is not False
+        if lease.succeeded:
+            expect_below(pool, engine, chain)
         if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP
             self._note_failure(engine, call, EngineUnavailable(outcome.error))
-        is_known = record.prompt is not None and placement.firm
+        is_known = record.prompt is not None and placement.firm and record.tokens_agree is not False
         if self.ingest is not None and is_known and outcome.cached_tokens is not None:
             predicted, reported = placement.predicted_tokens, outcome.cached_tokens
             self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
+
+    def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
+        """Holds the prompt's token ids against the engine's own, where the engine was asked to tell them."""
+        theirs = hold.answer.prompt_tokens() if hold.answer is not None else None
+        if theirs is None or record.prompt is None or pool.prompts is None:
+            return
+        record.tokens_agree = record.prompt.token_ids == theirs
+        difference = audit_tokens(pool.prompts, record.prompt, theirs)
+        if difference is not None:
+            log.warning(
+                "an engine made other tokens of a prompt",
+                engine=engine.id,
+                request=record.request_id,
+                difference=difference,
+            )
 
     def _hold(
         self, engine: Engine, pool: Pool, call: Call, prompt: Prompt | None
@@ -159,7 +175,8 @@ class Flow:
         return engine.adapter.hold(call.route, body, target)
 
     def _body_for(self, engine: Engine, pool: Pool, call: Call) -> RequestBody:
-        """The client's body; changed only where the tenant's salt or the engine's model name must stand."""
+        """The client's body; changed only where the tenant's salt or the engine's model name must stand. A
+        LoRA adapter has one name everywhere."""
         if not isinstance(call.body, JsonBody):
             return call.body
         changes = {}
@@ -176,10 +193,12 @@ class Flow:
             engine.suspect(error)
 
 
-def _choose(candidates: list[Candidate], chain: Chain | None, failed: dict[str, EngineError]) -> Placement:
+def _choose(
+    candidates: list[Candidate], chain: Chain | None, failed: dict[str, EngineError], adapter: str | None
+) -> Placement:
     """Where the request goes; raises when no engine is left."""
     if not candidates:
-        raise _final(failed) if failed else NoEngine("no engine is ready for this model; try again shortly")
+        raise _final(failed) if failed else no_engine_for(adapter)
     return place(candidates, chain) if chain is not None else place_least_loaded(candidates)
 
 

@@ -40,6 +40,12 @@ class Metrics:
         self._inexact = Counter(
             "kvpin_mispredictions", "Requests whose prediction missed", by_engine, registry=self.registry
         )
+        self._tokens = Counter(
+            "kvpin_tokenisation_checks",
+            "Prompts whose tokens the engine told, by whether they are the same",
+            (*by_engine, "result"),
+            registry=self.registry,
+        )
         self._first_byte = Histogram(
             "kvpin_first_byte_seconds",
             "Time to the first byte of an answer",
@@ -66,6 +72,8 @@ class Metrics:
             self._duration.labels(model, engine).observe(record.duration_s)
         if record.first_byte_s is not None:
             self._first_byte.labels(model, engine).observe(record.first_byte_s)
+        if record.tokens_agree is not None:
+            self._tokens.labels(model, engine, "same" if record.tokens_agree else "different").inc()
         if record.placement is not None and record.prompt is not None:
             self._prompt.labels(model, engine).inc(record.placement.n_tokens)
             self._predicted.labels(model, engine).inc(record.placement.predicted_tokens)

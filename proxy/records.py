@@ -18,7 +18,8 @@ MAX_TOKENS = 8_000_000
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, filled in as it goes on. Times in seconds; `started` in Unix time."""
+    """One request, filled in as it goes on. Times in seconds; `started` in Unix time. `tokens_agree` is
+    whether its engine made the same tokens of it, None where it did not tell."""
 
     request_id: str
     started: float
@@ -32,6 +33,7 @@ class RequestRecord:
     attempts: list[str] = field(default_factory=list)
     status: int | None = None
     reported_tokens: int | None = None
+    tokens_agree: bool | None = None
     first_byte_s: float | None = None
     duration_s: float | None = None
     error: str | None = None

@@ -37,14 +37,16 @@ ALL = frozenset(Capability)
 
 
 class KvFake(FakeAdapter):
-    """An engine that holds prefixes as (salt, token ids of whole blocks) on two tiers, 16 tokens a block.
+    """An engine that holds prefixes as (namespace, token ids of whole blocks) on two tiers, 16 tokens a
+    block. The namespace is the salt, with the LoRA adapter where there is one.
 
     `gate` holds operations up between their slices while it is unset; `failure` is raised by the next one.
     """
 
-    def __init__(self, engine_id="a", capabilities=ALL, **options):
+    def __init__(self, engine_id="a", capabilities=ALL, adapters=(), **options):
         # No events unless a test feeds them, so that its view is learned.
-        super().__init__(engine_id, info=replace(INFO, capabilities=capabilities), **options)
+        info = replace(INFO, capabilities=capabilities, adapters=frozenset(adapters))
+        super().__init__(engine_id, info=info, **options)
         self.tiers: dict[tuple, str] = {}
         self.pins: dict[str, list] = {}
         self.prompt_tables: dict[str, bytes] = {}
@@ -56,12 +58,13 @@ class KvFake(FakeAdapter):
         self.closed = False
 
     def keep(self, prompt: Prompt, tier="gpu"):
-        for block in blocks_of(prompt.token_ids, prompt.salt):
+        for block in blocks_of(prompt.token_ids, namespace_of(prompt.salt, prompt.adapter)):
             self.tiers[block] = tier
 
     def found(self, target):
         if target.token_ids is not None:
-            return [b for b in blocks_of(target.token_ids, target.cache_salt) if b in self.tiers]
+            namespace = namespace_of(target.cache_salt, target.adapter)
+            return [b for b in blocks_of(target.token_ids, namespace) if b in self.tiers]
         return [b for b in self.tiers if target.cache_salt in (None, b[0])]
 
     async def operate(self, verb, target):
@@ -115,9 +118,13 @@ class KvFake(FakeAdapter):
         await super().aclose()
 
 
-def blocks_of(token_ids, salt=None):
+def namespace_of(salt, adapter):
+    return salt if adapter is None else (salt, adapter)
+
+
+def blocks_of(token_ids, namespace=None):
     ends = range(16, len(token_ids) + 1, 16)
-    return [(salt, tuple(token_ids[:end])) for end in ends]
+    return [(namespace, tuple(token_ids[:end])) for end in ends]
 
 
 def tokens(n, start=0):
@@ -150,21 +157,23 @@ class KvWorld:
     def pool(self):
         return self.control.fleet.pool(None)
 
-    def served(self, fake: KvFake, ids, salt=None) -> Prompt:
+    def served(self, fake: KvFake, ids, salt=None, adapter=None) -> Prompt:
         """The engine has served a prompt: it holds its blocks, and the proxy knows."""
-        prompt = Prompt(array("i", ids), None, salt)
+        prompt = Prompt(array("i", ids), None, salt, adapter)
         fake.keep(prompt)
         self.pool.learn(self.engines[fake.spec.id], self.pool.chain(prompt).hashes)
         return prompt
 
-    def matched(self, ids, salt=None):
+    def matched(self, ids, salt=None, adapter=None):
         """Engine → blocks of the prompt that the index believes it holds."""
-        matches = self.pool.index.match(self.pool.chain(Prompt(array("i", ids), None, salt)).hashes)
+        prompt = Prompt(array("i", ids), None, salt, adapter)
+        matches = self.pool.index.match(self.pool.chain(prompt).hashes)
         return {engine: match.blocks for engine, match in matches.items()}
 
     def record(self, request_id, ids, **fields) -> RequestRecord:
         """A finished request in the log."""
-        prompt = Prompt(array("i", ids), None, fields.pop("salt", None)) if ids is not None else None
+        salt, adapter = fields.pop("salt", None), fields.pop("adapter", None)
+        prompt = Prompt(array("i", ids), None, salt, adapter) if ids is not None else None
         given = {"started": len(list(self.control.requests)) + 1.0, "route": "/v1/completions", "model": "m"}
         given |= {"tenant": None, "stream": False, "prompt": prompt, "status": 200}
         record = RequestRecord(request_id, **(given | fields))

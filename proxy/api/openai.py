@@ -100,10 +100,7 @@ class DataPlane:
         return _parse(raw) if raw else None
 
     def _models(self) -> Response:
-        pools = self.flow.fleet.pools.values()
-        cards = [
-            _model_card(name, pool.model) for pool in pools for name in (pool.model, *sorted(pool.adapters))
-        ]
+        cards = [_model_card(name, model) for name, model in self.flow.fleet.served().items()]
         return JSONResponse({"object": "list", "data": cards})
 
     def _model(self, name: str) -> Response:

@@ -63,6 +63,8 @@ def show_stats(stats: dict[str, Any]) -> None:
                 f"{audit['reported_tokens']} tokens",
             )
         out.print(table)
+        if pool["tokenisation"] is not None:
+            out.print(pool["tokenisation"]["detail"], markup=False)
         for engine in pool["engines"]:
             _show_slots(out, engine)
     if stats["unconnected"]:

@@ -12,6 +12,7 @@ from typing import Any
 from proxy.control.context import Control
 from proxy.control.routing import describe_cost
 from proxy.core.placement import Placement
+from proxy.errors import NoEngine, NotFound
 from proxy.fleet import TOKENS_PER_BLOCK
 from proxy.records import Divergence, RequestRecord
 
@@ -63,6 +64,8 @@ def explanation(record: RequestRecord, divergence: Divergence | None, tokens_per
         return "its prompt is not known here, so nothing was predicted: reuse is off, or it is no text prompt"
     predicted, reported, total = placement.predicted_tokens, record.reported_tokens, placement.n_tokens
     engine = placement.engine
+    if record.tokens_agree is False:
+        return f"{engine} made other tokens of its prompt than kvpin, so that no prediction for it counts"
     if reported is None:
         return f"{engine} did not report what it reused; {predicted} of {total} tokens were predicted"
     if reported < predicted:
@@ -115,12 +118,11 @@ def _divergence(control: Control, record: RequestRecord, divergence: Divergence)
 
 
 def _decode(control: Control, record: RequestRecord, token_ids: tuple[int, ...]) -> str | None:
-    pool = control.fleet.pools.get(record.model or "")
-    if pool is None and len(control.fleet.pools) == 1:
-        pool = next(iter(control.fleet.pools.values()))
-    if pool is None or pool.prompts is None:
+    try:
+        prompts = control.fleet.pool(record.model).prompts
+    except (NotFound, NoEngine):
         return None
-    return pool.prompts.decode(array("i", token_ids))
+    return prompts.decode(array("i", token_ids)) if prompts is not None else None
 
 
 def _tokens_per_block(control: Control, record: RequestRecord) -> int:

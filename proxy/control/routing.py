@@ -9,8 +9,8 @@ from engine_adapter import JsonBody
 from proxy.control.context import Control
 from proxy.core.blocks import Chain
 from proxy.core.placement import Candidate, Cost, Placement, place, place_least_loaded
-from proxy.errors import BadRequest, NoEngine, NotFound
-from proxy.fleet import Pool
+from proxy.errors import BadRequest, NotFound
+from proxy.fleet import Pool, no_engine_for
 from proxy.prompt import Prompt
 
 CHAT = "/v1/chat/completions"
@@ -29,16 +29,19 @@ async def route(control: Control, body: JsonBody) -> dict[str, Any]:
     if tenant is not None and tenant not in control.tenants.names:
         raise NotFound(f"there is no tenant {tenant!r}", param="tenant")
     request = body.replace(path=None, tenant=None)
-    pool = control.fleet.pool(_text(body, "model"))
-    prompt = await _prompt(control, pool, path, request, tenant)
+    model = _text(body, "model")
+    pool = control.fleet.pool(model)
+    adapter = pool.adapter_of(model)
+    prompt = await _prompt(control, pool, path, request, tenant, adapter)
     chain = pool.chain(prompt)
-    candidates = pool.candidates(chain, prompt)
+    candidates = pool.candidates(chain, prompt, adapter=adapter)
     if not candidates:
-        raise NoEngine("no engine is ready for this model; try again shortly")
+        raise no_engine_for(adapter)
     placement = place(candidates, chain) if chain is not None else place_least_loaded(candidates)
     by_engine = {candidate.engine: candidate for candidate in candidates}
     return {
         "model": pool.model,
+        "adapter": adapter,
         "path": path,
         "n_tokens": chain.n_tokens if chain is not None else None,
         "blocks": len(chain.hashes) if chain is not None else None,
@@ -83,14 +86,14 @@ def _ms(cost: Cost) -> str:
 
 
 async def _prompt(
-    control: Control, pool: Pool, path: str, body: JsonBody, tenant: str | None
+    control: Control, pool: Pool, path: str, body: JsonBody, tenant: str | None, adapter: str | None
 ) -> Prompt | None:
     """As the flow does it."""
     if control.flow.ingest is None or pool.prompts is None:
         return None
     salt = control.tenants.salt(tenant, body.get("cache_salt"))
     body = await control.flow.media.admit(body, salt)
-    return await pool.prompts.build(path, body, salt=salt)
+    return await pool.prompts.build(path, body, salt=salt, adapter=adapter)
 
 
 def _candidate(pool: Pool, candidate: Candidate, cost: Cost) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import anyio
@@ -11,6 +12,7 @@ from proxy.control.context import Control
 from proxy.control.engines import describe_engine
 from proxy.control.pinning import active_pins
 from proxy.fleet import Engine, EngineState, Pool
+from proxy.prompt import PromptBuilder
 
 ASK_TIMEOUT_S = 2.0
 
@@ -46,8 +48,15 @@ def _pool(control: Control, pool: Pool, own: dict[str, dict[str, Any]]) -> dict[
         "model": pool.model,
         "tokens_per_block": pool.tokens_per_block,
         "index_entries": len(pool.index),
+        "adapters": sorted(pool.adapters),
+        "tokenisation": _tokenisation(pool.prompts) if pool.prompts is not None else None,
         "engines": [_engine(control, pool, engine, own) for engine in pool.engines.values()],
     }
+
+
+def _tokenisation(prompts: PromptBuilder) -> dict[str, Any]:
+    """How prompts become tokens, and whether the engines make the same of them."""
+    return {**asdict(prompts.exactness), "agreed": prompts.agreed, "differed": prompts.differed}
 
 
 def _engine(control: Control, pool: Pool, engine: Engine, own: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class Target(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         tenant: all KV of that tenant; beside a prefix, the tenant whose KV it is.
         all: everything, on all engines (of `model`).
         cache_salt: the salt a client sends with its requests; beside `engine` or `all`, only that KV.
-        model: the served model; needed where there are several.
+        model: the served model; needed where there are several. The name of a LoRA adapter makes a prefix
+            that adapter's.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -149,10 +150,11 @@ async def prefix_of(control: Control, target: Target) -> Prefix:
         return _last_prefix(control, target)
     salt = _salt_of(control, target)
     pool = _pool_of(control, target, target.model)
-    path, body = _request_of(target, pool)
+    adapter = pool.adapter_of(target.model)
+    path, body = _request_of(target, adapter or pool.model)
     if pool.prompts is None:
         raise NoEngine("prompts cannot be tokenised yet; try again shortly")
-    prompt = await pool.prompts.build(path, body, salt=salt)
+    prompt = await pool.prompts.build(path, body, salt=salt, adapter=adapter)
     if prompt is None:
         raise BadRequest(
             "this prefix cannot be tokenised here: no tokenizer is known for the model, or it holds more "
@@ -201,7 +203,12 @@ def _divide(
 
 def _holders(control: Control, prefix: Prefix, target: Target, capability: Capability) -> list[Engine]:
     """Engines that hold any of the prefix, or may hold it unseen; the named one in any case."""
-    engines = prefix.pool.engines
+    adapter = prefix.prompt.adapter
+    engines = {
+        name: engine
+        for name, engine in prefix.pool.engines.items()
+        if adapter is None or adapter in engine.adapters
+    }
     if target.engine is not None:
         return [engines[target.engine]]
     if not prefix.chain.hashes:
@@ -213,6 +220,7 @@ def _holders(control: Control, prefix: Prefix, target: Target, capability: Capab
         for engine in engines.values()
         if engine.id in matches
         or (engine.can(capability) and not (seen and engine.audit.trust is Trust.PRECISE))
+        or (engine.can(capability) and engine.info is not None and engine.info.tokens_per_chunk)
     ]
 
 
@@ -220,7 +228,6 @@ def _why_none(prefix: Prefix) -> str:
     if not prefix.chain.hashes:
         return (
             f"only full blocks of {prefix.pool.tokens_per_block} tokens are kept; "
-        or (engine.can(capability) and engine.info is not None and engine.info.tokens_per_chunk)
             f"the prefix has {prefix.chain.n_tokens}"
         )
     return "no engine holds any of it"
@@ -237,9 +244,9 @@ def _whole(control: Control, target: Target, pool: Pool) -> tuple[KvTarget, ...]
     return tuple(KvTarget(cache_salt=salt) for salt in sorted(filter(None, salts)))
 
 
-def _request_of(target: Target, pool: Pool) -> tuple[str, JsonBody]:
+def _request_of(target: Target, model: str) -> tuple[str, JsonBody]:
     """The request whose prompt the prefix is."""
-    fields: dict[str, Any] = {"model": pool.model}
+    fields: dict[str, Any] = {"model": model}
     if target.messages is not None:
         fields |= {
             "messages": target.messages,
@@ -307,15 +314,24 @@ def _pool_of(control: Control, target: Target, model: str | None) -> Pool:
     if target.engine is None:
         return control.fleet.pool(model)
     pool = _connected_pool(control, target.engine)
-    if model not in (None, pool.model):
-        raise BadRequest(f"engine {target.engine!r} serves {pool.model!r}", param="model")
+    names = (pool.model, *sorted(pool.engines[target.engine].adapters))
+    if model not in (None, *names):
+        served = ", ".join(map(repr, names))
+        raise BadRequest(f"engine {target.engine!r} serves {served}", param="model")
     return pool
 
 
 def _pools(control: Control, target: Target) -> list[Pool]:
     """The pools of a target that is no prefix."""
     if target.engine is not None or target.model is not None:
-        return [_pool_of(control, target, target.model)]
+        pool = _pool_of(control, target, target.model)
+        if pool.adapter_of(target.model) is not None:
+            raise BadRequest(
+                f"{target.model!r} is a LoRA adapter, whose KV can be told from the rest of {pool.model!r} "
+                "only by a prefix: name one, or the model",
+                param="model",
+            )
+        return [pool]
     return list(control.fleet.pools.values())
 
 

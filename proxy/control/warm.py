@@ -81,9 +81,12 @@ async def warm_on(control: Control, prefix: Prefix, engine: Engine, part: Part) 
 
 
 def _choose(prefix: Prefix, engine_id: str | None, *, everywhere: bool) -> list[Engine]:
-    ready = {engine.id: engine for engine in prefix.pool.ready()}
-    if engine_id is not None:
-        ready = {name: engine for name, engine in ready.items() if name == engine_id}
+    adapter = prefix.prompt.adapter
+    ready = {
+        engine.id: engine
+        for engine in prefix.pool.ready()
+        if engine_id in (None, engine.id) and (adapter is None or adapter in engine.adapters)
+    }
     if not ready:
         raise NoEngine(
             f"engine {engine_id!r} takes no requests now" if engine_id else "no engine takes requests now"
@@ -98,8 +101,9 @@ def _choose(prefix: Prefix, engine_id: str | None, *, everywhere: bool) -> list[
 def _body(prefix: Prefix, engine: Engine) -> JsonBody:
     """The completion that leaves the prefix in the engine's cache."""
     prompt = prefix.prompt
+    model = engine.info.model if engine.info is not None else prefix.pool.model
     fields = {
-        "model": engine.info.model if engine.info is not None else prefix.pool.model,
+        "model": prompt.adapter or model,
         "prompt": prompt.token_ids.tolist(),
         "max_tokens": 1,
         "temperature": 0,

@@ -3,6 +3,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
+import structlog
 
 from engine_adapter import BlocksStored, Capability, Forecast, Hold, Tier
 from proxy.core.index import Match
@@ -26,6 +27,61 @@ def add(fleet, engine_id, *, model=None, **info):
     fleet.join(engine, replace(INFO, **info))
     engine.state = EngineState.READY
     return engine
+
+
+class TestAdapters:
+    """LoRA adapters: clients name them as models."""
+
+    @pytest.fixture
+    def engines(self, fleet):
+        return add(fleet, "a", adapters=frozenset({"ada"})), add(fleet, "b"), add(fleet, "n", model="n")
+
+    def test_one_is_found_in_the_pool_of_its_model(self, fleet, engines):
+        pool = fleet.pool("ada")
+        assert (pool.model, pool.adapter_of("ada"), pool.adapter_of("m")) == ("m", "ada", None)
+        assert fleet.served() == {"m": "m", "n": "n", "ada": "m"}
+        with pytest.raises(NotFound, match="'lin' does not exist; served: ada, m, n") as caught:
+            fleet.pool("lin")
+        assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+    def test_only_engines_that_serve_it_are_candidates(self, fleet, engines):
+        pool = fleet.pool("ada")
+        prompt = replace(PROMPT, adapter="ada")
+        chain = pool.chain(prompt)
+        pool.index.store("b", Tier.GPU, chain.hashes)  # a hash is a hash; nobody could have put it there
+        for candidates in (pool.candidates(chain, prompt), pool.candidates(None, adapter="ada")):
+            assert [candidate.engine for candidate in candidates] == ["a"]
+        assert len(pool.candidates(None)) == 2
+
+    def test_its_chain_is_its_own_under_each_salt(self, fleet, engines):
+        pool = fleet.pool("m")
+        prompts = [
+            replace(PROMPT, adapter=a, salt=s) for a in (None, "ada", "lin") for s in (None, "ada", "s")
+        ]
+        assert len({pool.chain(prompt).hashes for prompt in prompts}) == len(prompts)
+
+    def test_it_is_waited_for_while_its_engine_is_lost_and_forgotten_with_it(self, fleet, engines):
+        engine = engines[0]
+        fleet.leave(engine)
+        assert fleet.pool("ada").candidates(None, adapter="ada") == []
+        fleet.join(engine, replace(INFO, adapters=frozenset({"lin"})))
+        assert sorted(fleet.served()) == ["lin", "m", "n"]
+        fleet.leave(engine)
+        fleet.remove("a")
+        assert sorted(fleet.served()) == ["m", "n"]
+
+    @pytest.mark.parametrize("adapter_first", [True, False])
+    def test_a_model_wins_over_an_adapter_of_its_name_and_that_is_told_once(self, fleet, adapter_first):
+        with structlog.testing.capture_logs() as logs:
+            if not adapter_first:
+                add(fleet, "n", model="x")
+            add(fleet, "a", adapters=frozenset({"x"}))
+            if adapter_first:
+                add(fleet, "n", model="x")
+            add(fleet, "b", adapters=frozenset({"x"}))
+        assert [(log["adapter"], log["parent"]) for log in logs] == [("x", "m")]
+        assert (fleet.pool("x").model, fleet.pool("x").adapter_of("x")) == ("x", None)
+        assert fleet.served() == {"m": "m", "x": "x"}
 
 
 class TestPools:
@@ -61,6 +117,21 @@ class TestPools:
         down = fleet.add(FakeAdapter("b"))
         assert fleet.remove("b") is down
         assert list(fleet.pools) == ["m"]
+
+    def test_a_pool_waits_for_engines_that_are_lost_and_ends_with_the_last_of_them(self, fleet):
+        a, b = add(fleet, "a"), add(fleet, "b")
+        fleet.leave(a)
+        fleet.remove("b")
+        assert b.id not in fleet.engines
+        assert list(fleet.pools) == ["m"]
+        fleet.remove("a")
+        assert fleet.pools == {}
+
+    def test_one_that_comes_back_with_another_model_leaves_its_pool(self, fleet):
+        engine = add(fleet, "a")
+        fleet.leave(engine)
+        fleet.join(engine, replace(INFO, model="n"))
+        assert list(fleet.pools) == ["n"]
 
     def test_ids_are_unique_and_unknown_ones_are_named(self, fleet):
         add(fleet, "a")

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from array import array
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+import structlog
 
 from engine_adapter import (
     EngineRejected,
@@ -19,6 +21,7 @@ from proxy.calls import Call, Reply
 from proxy.core.view import EngineView
 from proxy.fleet import EngineState
 from proxy.forward import Outcome
+from proxy.prompt import PromptBuilder, PromptTables
 from tests.fakes import (
     ANSWER,
     ASK,
@@ -32,7 +35,9 @@ from tests.fakes import (
     post,
     proxy_over,
 )
-from tests.holding import HoldingAdapter
+from tests.holding import HoldingAdapter, Reader
+
+LONG = {"model": "m", "messages": [{"role": "user", "content": "What is the weather in Paris today? " * 8}]}
 
 
 class TestRetries:
@@ -311,6 +316,129 @@ class TestReuse:
         assert is_openai_error(response, 400, "context_length_exceeded", "prompt")
         assert not engine.seen
         assert "context" in proxy.last.error
+
+
+class TestAdapters:
+    """LoRA adapters, named as models. Engine `b` alone serves one."""
+
+    @pytest.fixture
+    async def proxy(self, engine, other):
+        adapters = frozenset({"ada"})
+        async with proxy_over(
+            engine, HoldingAdapter(other, info=replace(INFO, adapters=adapters)), reuse=True
+        ) as proxy:
+            for fake in (engine, other):
+                fake.script = TestReuse.report(0)
+            yield proxy
+            await proxy.settled()
+
+    async def test_its_requests_go_where_it_is_served_under_its_name(self, engine, other, proxy, client):
+        for path, body in (
+            (CHAT, {**ASK, "model": "ada"}),
+            ("/v1/embeddings", {"model": "ada", "input": "x"}),
+        ):
+            response = await client.post(path, json=body)
+            assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+            assert other.seen[-1].json == body
+        assert not engine.seen
+
+    async def test_its_kv_is_its_own(self, proxy, client):
+        ask = TestReuse.ask
+        assert await ask(client, 0, model="ada") == ("b", 0)
+        assert await ask(client, 0, model="ada") == ("b", 32)
+        assert await ask(client, 0) == ("a", 0)
+        assert await ask(client, 0, model="ada", cache_salt="s") == ("b", 0)
+        assert await ask(client, 0, model="ada", cache_salt="s") == ("b", 32)
+        assert await ask(client, 0, cache_salt="ada") != ("b", 32)
+        target = proxy.fleet.engines["b"].adapter.asked[1][1]
+        assert (target.adapter, target.cache_salt) == ("ada", None)
+
+    async def test_records_and_metrics_name_it(self, proxy, client):
+        await TestReuse.ask(client, 0, model="ada", prompt_cache_key="k")
+        assert (proxy.last.model, proxy.last.prompt.adapter) == ("ada", "ada")
+        assert proxy.requests.last_prompt("k", None) == ("ada", proxy.last.prompt)
+        assert (
+            'kvpin_requests_total{engine="b",model="ada",status="200"} 1.0' in proxy.metrics.render().decode()
+        )
+
+    async def test_without_an_engine_that_is_ready_it_is_a_503_that_names_it(self, engine, proxy, client):
+        proxy.fleet.engines["b"].state = EngineState.DRAINING
+        response = await client.post(CHAT, json={**ASK, "model": "ada"})
+        assert is_openai_error(response, 503, "no_engine")
+        assert "LoRA adapter 'ada'" in response.json()["error"]["message"]
+        proxy.fleet.leave(proxy.fleet.engines["b"])
+        assert is_openai_error(await client.post(CHAT, json={**ASK, "model": "ada"}), 503, "no_engine")
+        proxy.fleet.remove("b")
+        response = await client.post(CHAT, json={**ASK, "model": "ada"})
+        assert is_openai_error(response, 404, "model_not_found", "model")
+        assert not engine.seen
+
+    async def test_it_keeps_its_name_where_the_model_has_an_alias(self, other):
+        info = replace(INFO, adapters=frozenset({"ada"}))
+        async with (
+            proxy_over(HoldingAdapter(other, info=info, model="alias"), reuse=True) as proxy,
+            client_of(proxy) as client,
+        ):
+            for name in ("ada", "alias"):
+                await client.post(CHAT, json={**ASK, "model": name})
+        assert [exchange.json["model"] for exchange in other.seen] == ["ada", "m"]
+
+
+class TestTokensThatEnginesTell:
+    """Some answers tell the prompt as the engine tokenised it."""
+
+    @pytest.fixture
+    async def a(self, engine):
+        return HoldingAdapter(engine)
+
+    @pytest.fixture
+    async def proxy(self, a, tokenizer_dir):
+        async with proxy_over(a, reuse=True) as proxy:
+            info = replace(INFO, tokenizer=str(tokenizer_dir))
+            proxy.fleet.pools["m"].prompts = PromptBuilder(info, tables=PromptTables())
+            yield proxy
+            await proxy.settled()
+
+    @pytest.fixture
+    def built(self, proxy):
+        async def built():
+            return await proxy.fleet.pools["m"].prompts.build(
+                CHAT, JsonBody(json.dumps(LONG).encode()), salt=None
+            )
+
+        return built
+
+    async def test_the_same_are_counted(self, a, proxy, client, built):
+        ids = (await built()).token_ids
+        a.make = lambda body: Hold(body, answer=Reader(tokens=ids))
+        await client.post(CHAT, json=LONG)
+        assert (proxy.last.tokens_agree, proxy.fleet.pools["m"].prompts.agreed) == (True, 1)
+        await proxy.settled()
+        assert len(proxy.fleet.pools["m"].index) > 0
+
+    async def test_others_are_told_once_and_neither_learned_nor_held_against_the_view(
+        self, a, proxy, client, built
+    ):
+        prompt = await built()
+        ids = array("i", [*prompt.token_ids[:2], 7, *prompt.token_ids[3:]])
+        a.make = lambda body: Hold(body, answer=Reader(tokens=ids))
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(2):
+                assert (await client.post(CHAT, json=LONG)).status_code == 200
+        (log,) = [log for log in logs if "tokens" in log["event"]]
+        assert (log["engine"], log["difference"]) == ("a", f"token 2 is {prompt.token_ids[2]} here, 7 there")
+        assert proxy.last.tokens_agree is False
+        await proxy.settled()
+        pool = proxy.fleet.pools["m"]
+        assert (len(pool.index), pool.prompts.differed, pool.prompts.exactness.ok) == (0, 2, False)
+        assert proxy.fleet.engines["a"].audit.view().checked == 0
+        name = 'kvpin_tokenisation_checks_total{engine="a",model="m",result="different"} 2.0'
+        assert name in proxy.metrics.render().decode()
+
+    async def test_where_none_are_told_nothing_is_known(self, a, proxy, client):
+        a.make = lambda body: Hold(body, answer=Reader())
+        await client.post(CHAT, json=LONG)
+        assert proxy.last.tokens_agree is None
 
 
 class TestHold:

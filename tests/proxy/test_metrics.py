@@ -67,6 +67,15 @@ def test_an_unknown_prompt_predicts_nothing(fleet):
     assert value(metrics, "kvpin_predicted_cached_tokens_total", **LABELS) is None
 
 
+def test_prompts_whose_tokens_the_engine_told_are_counted(fleet):
+    metrics = Metrics(fleet)
+    for agree in (None, True, True, False):
+        metrics.observe(record(tokens_agree=agree))
+    name = "kvpin_tokenisation_checks_total"
+    assert value(metrics, name, result="same", **LABELS) == 2
+    assert value(metrics, name, result="different", **LABELS) == 1
+
+
 async def test_gauges_are_read_from_the_fleet(fleet):
     engine = fleet.add(FakeAdapter("a"))
     metrics = Metrics(fleet)

@@ -75,12 +75,25 @@ class EngineStats(EngineAnswer):
     kv_error: str | None
 
 
+class Tokenisation(_Answer):
+    """How prompts become tokens: `source` is `local`, `engine` or `none`; `ok`, whether they are known to be
+    the engine's. `agreed` and `differed` count served prompts whose tokens an engine told."""
+
+    ok: bool
+    detail: str
+    source: str
+    agreed: int
+    differed: int
+
+
 class PoolStats(_Answer):
-    """Engines that serve one model, and the blocks the index knows of."""
+    """Engines that serve one model and LoRA adapters of it, and the blocks the index knows of."""
 
     model: str
+    adapters: list[str]
     tokens_per_block: int
     index_entries: int
+    tokenisation: Tokenisation | None
     engines: list[EngineStats]
 
 
@@ -176,9 +189,11 @@ class CandidateAnswer(CostAnswer):
 
 
 class RouteAnswer(_Answer):
-    """Where a request would go, and why. Token counts are null when the prompt is not known here."""
+    """Where a request would go, and why. Token counts are null when the prompt is not known here, `adapter`
+    when no LoRA adapter was asked for."""
 
     model: str
+    adapter: str | None
     path: str
     n_tokens: int | None
     blocks: int | None

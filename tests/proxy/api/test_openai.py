@@ -336,6 +336,18 @@ class TestModels:
         assert is_openai_error(await client.get("/v1/models/none"), 404, "model_not_found")
         assert not engine.seen
 
+    async def test_lora_adapters_are_listed_with_their_model(self, engine, proxy, client):
+        proxy.add(FakeAdapter("b"), adapters=frozenset({"ada", "m2"}))
+        proxy.add(FakeAdapter("c", model="m2"))
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card.get("parent")) for card in cards] == [
+            ("m", None),
+            ("m2", None),
+            ("ada", "m"),
+        ]
+        assert (await client.get("/v1/models/ada")).json() == cards[2]
+        assert "parent" not in (await client.get("/v1/models/m2")).json()
+
     async def test_without_a_name_it_is_the_only_one(self, engine, client):
         assert (await client.post(CHAT, json={"messages": []})).status_code == 200
 

@@ -46,10 +46,20 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
         "kv": {"slots": slots, "files": files}, "findings": ["-kvu is on [x]"],
     }  # fmt: skip
     pool = {"model": "m", "index_entries": 1, "tokens_per_block": 16, "engines": [engine]}
+    pool["tokenisation"] = {"detail": "tokenised [here]"}
     totals = {"ready": 1, "engines": 1, "in_flight": 0, "served": 1}
     tables.show_stats({"pools": [pool], "unconnected": [], "pins": [], "totals": totals, "reuse": True})
     output = capsys.readouterr().out
-    for text in ("slots of llama-0", "812", "700", "save", "60 s", "5 files on host, 3 of 64 MiB", "on [x]"):
+    for text in (
+        "slots of llama-0",
+        "812",
+        "700",
+        "save",
+        "60 s",
+        "5 files on host, 3 of 64 MiB",
+        "on [x]",
+        "[here]",
+    ):
         assert text in output
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from proxy.control.explain import explain, summarize
 from proxy.core.placement import Cost, Placement
-from tests.kv_world import tokens
+from tests.kv_world import KvFake, tokens
 
 
 def placed(engine, n_tokens, *costs):
@@ -109,3 +109,22 @@ async def test_a_prediction_to_the_token_is_explained_like_any_other(world, pair
     world.record("r1", tokens(50))
     answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 50)), 50)
     assert answer["explanation"].startswith("50 of 64 tokens were reused on a, as predicted; ")
+
+
+async def test_other_tokens_explain_it_all(world, pair):
+    record = world.record(
+        "r", tokens(40), placement=placed("a", 40, ("a", 0.1, 0)), reported_tokens=0, tokens_agree=False
+    )
+    assert explain(world.control, record)["explanation"].startswith("a made other tokens of its prompt")
+
+
+async def test_the_text_of_an_adapters_request_is_shown_and_of_no_models_is_not(world, pair):
+    world.add(KvFake("c", adapters=("ada",)))
+    world.add(KvFake("n", model="n"))
+    world.record("r0", tokens(40), model="ada")
+    other = [*tokens(20), *tokens(20, start=9)]
+    record = world.record("r1", other, model="ada", placement=placed("c", 40, ("c", 0.1, 0)))
+    assert explain(world.control, record)["divergence"]["text"]
+    for request_id in ("r2", "r3"):
+        record = world.record(request_id, tokens(40), model="gone", placement=placed("c", 40, ("c", 0.1, 0)))
+    assert explain(world.control, record)["divergence"]["text"] is None

@@ -4,6 +4,7 @@ import pytest
 from engine_adapter import JsonBody, Tier
 from proxy.control.routing import route
 from proxy.errors import BadRequest, NoEngine, NotFound
+from proxy.fleet import EngineState
 from tests.kv_world import KvFake, kv_world, tokens
 
 IDS = tokens(64)
@@ -97,3 +98,18 @@ async def test_what_is_wrong(world, pair):
         engine.suspect(ValueError("x"))
     with pytest.raises(NoEngine):
         await route(world.control, body(prompt=IDS))
+
+
+async def test_an_adapters_request_goes_where_the_adapter_is_served(world, pair):
+    ada = KvFake("c", adapters=("ada",))
+    world.add(ada)
+    world.served(pair[0], IDS)
+    answer = await route(world.control, body(prompt=IDS, model="ada"))
+    assert (answer["engine"], answer["model"], answer["adapter"]) == ("c", "m", "ada")
+    assert (answer["predicted_tokens"], len(answer["candidates"])) == (0, 1)
+    world.served(ada, IDS, adapter="ada")
+    assert (await route(world.control, body(prompt=IDS, model="ada")))["predicted_tokens"] == 48
+    assert (await route(world.control, body(prompt=IDS, model="m")))["engine"] == "a"
+    world.engines["c"].state = EngineState.DRAINING
+    with pytest.raises(NoEngine, match="LoRA adapter 'ada'"):
+        await route(world.control, body(prompt=IDS, model="ada"))

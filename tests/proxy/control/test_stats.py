@@ -1,6 +1,7 @@
 from engine_adapter import EngineUnavailable
 from proxy.control.stats import stats
-from tests.kv_world import kv_world, tokens
+from proxy.prompt import Exactness
+from tests.kv_world import KvFake, kv_world, tokens
 
 
 async def test_pools_engines_and_totals(world, pair):
@@ -19,6 +20,29 @@ async def test_pools_engines_and_totals(world, pair):
     totals = shown["totals"]
     assert (totals["engines"], totals["ready"], totals["predicted_cached_tokens"]) == (2, 2, 32)
     assert shown["reuse"]
+
+
+async def test_how_prompts_become_tokens(world, pair):
+    world.pool.prompts.exactness = Exactness(ok=True, detail="why", source="local")
+    world.pool.prompts.agreed = 3
+    (pool,) = (await stats(world.control))["pools"]
+    assert pool["tokenisation"] == {
+        "ok": True,
+        "detail": "why",
+        "source": "local",
+        "agreed": 3,
+        "differed": 0,
+    }
+    world.pool.prompts = None
+    (pool,) = (await stats(world.control))["pools"]
+    assert pool["tokenisation"] is None
+
+
+async def test_lora_adapters_are_shown(world, pair):
+    world.add(KvFake("c", adapters=("ada",)))
+    (pool,) = (await stats(world.control))["pools"]
+    assert pool["adapters"] == ["ada"]
+    assert [engine["adapters"] for engine in pool["engines"]] == [[], [], ["ada"]]
 
 
 async def test_an_engine_that_does_not_answer_is_shown_all_the_same(world, pair):

@@ -209,3 +209,54 @@ async def test_one_tenant_alone_shares_with_everybody(tokenizer_dir):
         assert caught.value.param == "tenant"
         world.record("r1", tokens(20), tenant="alice", prompt_cache_key="k")
         assert (await prefix_of(world.control, Target(prompt_cache_key="k"))).prompt.salt is None
+
+
+class TestAdapters:
+    """Targets that are KV of a LoRA adapter."""
+
+    IDS = tokens(64)
+
+    @pytest.fixture
+    def ada(self, world, pair):
+        ada = KvFake("c", adapters=("ada", "lin"))
+        world.add(ada)
+        return ada
+
+    @pytest.mark.parametrize(
+        "fields", [{"messages": MESSAGES}, {"prompt": "some words " * 20}, {"token_ids": IDS}]
+    )
+    async def test_a_prefix_is_the_adapters_that_model_names(self, world, ada, fields):
+        plain = await prefix_of(world.control, Target(**fields))
+        own = await prefix_of(world.control, Target(**fields, model="ada"))
+        assert (own.kv.adapter, plain.kv.adapter) == ("ada", None)
+        assert own.kv.token_ids == plain.kv.token_ids
+        assert own.chain.hashes[0] != plain.chain.hashes[0]
+
+    async def test_only_engines_that_serve_it_are_concerned(self, world, pair, ada):
+        target = Target(token_ids=self.IDS, model="ada")
+        chosen = await select(world.control, target, Capability.FLUSH)
+        assert [share.engine.id for share in chosen.shares] == ["c"]
+        assert chosen.shares[0].targets[0].adapter == "ada"
+
+    async def test_the_salt_goes_with_it(self, world, ada):
+        kv = (await prefix_of(world.control, Target(token_ids=self.IDS, model="ada", cache_salt="s"))).kv
+        assert (kv.adapter, kv.cache_salt) == ("ada", "s")
+
+    async def test_one_engines_adapters_are_named(self, world, ada):
+        prefix = await prefix_of(world.control, Target(token_ids=self.IDS, model="ada", engine="c"))
+        assert prefix.kv.adapter == "ada"
+        with pytest.raises(BadRequest, match=r"engine 'a' serves 'm'$"):
+            await prefix_of(world.control, Target(token_ids=self.IDS, model="ada", engine="a"))
+        with pytest.raises(BadRequest, match=r"engine 'c' serves 'm', 'ada', 'lin'$"):
+            await prefix_of(world.control, Target(token_ids=self.IDS, model="bob", engine="c"))
+
+    async def test_the_last_prompt_of_a_cache_key_keeps_it(self, world, ada):
+        record = world.record("r", self.IDS, model="ada", adapter="ada", prompt_cache_key="k")
+        prefix = await prefix_of(world.control, Target(prompt_cache_key="k"))
+        assert (prefix.prompt, prefix.kv.adapter) == (record.prompt, "ada")
+
+    @pytest.mark.parametrize("fields", [{"all": True}, {"engine": "c"}])
+    async def test_all_of_an_adapters_kv_cannot_be_told_from_the_rest(self, world, ada, fields):
+        with pytest.raises(BadRequest, match="only by a prefix") as caught:
+            await select(world.control, Target(**fields, model="ada"), Capability.FLUSH)
+        assert caught.value.param == "model"
