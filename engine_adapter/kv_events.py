@@ -1,32 +1,41 @@
-"""KV events on the wire: vLLM's batches, and the embedded engine's, which are the same with typed keys.
+"""KV events on the wire: vLLM's batches, which SGLang and the embedded engine send too.
 
-A batch is msgpack `[ts, [event…], rank]`; an event is a map `{"type": …}` (vLLM from 0.24 on, and the
-embedded engine) or an array `[type, …]` in field order (vLLM before). Fields at their default may be
-left out. What an engine adds to a block's identity beyond tokens stands in `extra_keys`, one entry per
-block. The embedded engine names each key; vLLM does not, so its adapter brings a reader of its own.
+A batch is msgpack `[ts, [event…], rank]`; an event is a map `{"type": …}` (vLLM from 0.24 on, SGLang from
+0.5.21 on, and the embedded engine) or an array `[type, …]` in field order (those before). Fields at their
+default may be left out. What an engine adds to a block's identity beyond tokens is for a reader of its
+own: see kv_keys.py.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from engine_adapter.kv_groups import KvGroups
+from engine_adapter.kv_keys import Fields, KeyReader, MalformedEvents, named_keys, read_named_keys
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
-    ExtraIds,
     KvEvent,
     Tier,
     TokenIds,
 )
 
 _MEDIUM_OF = {Tier.GPU: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
-_TIER_OF = {medium: tier for tier, medium in _MEDIUM_OF.items()}
+_TIER_OF: dict[object, Tier] = {
+    None: Tier.GPU,  # an engine that leaves it out means its GPU
+    "GPU": Tier.GPU,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "DISK": Tier.DISK,
+    "STORAGE": Tier.DISK,
+    "EXTERNAL": Tier.DISK,
+}
 _FIELDS = {  # order of the array form
     "BlockStored": (
         "block_hashes",
@@ -37,27 +46,17 @@ _FIELDS = {  # order of the array form
         "medium",
         "lora_name",
         "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
     ),
-    "BlockRemoved": ("block_hashes", "medium"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
-_EXTRA_IDS, _CACHE_SALT = "extra_ids", "cache_salt"
+_NO_TOKENS: TokenIds[int] = array("i")
+_HASHES = frozenset({int, bytes})
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
-
-Fields = Mapping[str, Any]
-
-
-class MalformedEvents(ValueError):
-    """Bytes that are not a batch of KV events, or an event that breaks the format; says what is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockKeys:
-    """What a reader of `extra_keys` found: extra ids of the run (None when all are 0) and its salt."""
-
-    extra_ids: ExtraIds[int] | None = None
-    salt: str | None = None
+_unpack_list = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +75,89 @@ class Snapshot:
     events: tuple[KvEvent, ...]
 
 
-KeyReader = Callable[[Fields], BlockKeys]
+class EventReader:
+    """Reads the batches of one engine, in order.
+
+    Attributes:
+        groups: the KV cache groups of its model; events of those not followed are left out.
+        skipped: events so far that could not be read.
+    """
+
+    def __init__(self, read_keys: KeyReader | None = None) -> None:
+        """`read_keys` gives what stands beside the tokens; the embedded engine's named keys if None."""
+        self._read_keys = read_keys or read_named_keys
+        self.groups = KvGroups()
+        self.skipped = 0
+
+    def read(self, payload: bytes) -> Iterator[KvEvent]:
+        """The events of the batch whose last frame is `payload`, each decoded when it is asked for; one that
+        cannot be read is left out and counted.
+
+        Raises:
+            MalformedEvents: at the first, when the payload as a whole is no batch.
+        """
+        try:
+            _, events, *_ = _unpack_list(payload)
+            raw_events = _unpack_list(events)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise MalformedEvents(f"a batch is [ts, [event…], rank]: {error}") from error
+        for raw in raw_events:
+            try:
+                event = self._event(_unpack(raw))
+            except (MalformedEvents, msgspec.MsgspecError, ValueError, RecursionError):
+                self.skipped += 1
+            else:
+                if event is not None:
+                    yield event
+
+    def _event(self, raw: object) -> KvEvent | None:
+        """The event; None for one of a group that is not followed."""
+        kind, fields = _kind_and_fields(raw)
+        if kind == "BlockStored":
+            return _stored(fields, self._read_keys) if self.groups.follows(fields) else None
+        if kind == "BlockRemoved":
+            if not self.groups.follows(fields):
+                return None
+            return BlocksRemoved(_tier(fields), _hashes(fields))
+        if kind == "AllBlocksCleared":
+            return CacheCleared()
+        raise MalformedEvents(f"unknown event type {kind!r}")
+
+
+def decode_batch(payload: bytes, read_keys: KeyReader | None = None) -> EventBatch:
+    """One batch by itself, as `EventReader` reads it.
+
+    Raises:
+        MalformedEvents: when the payload as a whole is no batch.
+    """
+    reader = EventReader(read_keys)
+    events = tuple(reader.read(payload))
+    return EventBatch(events, reader.skipped)
 
 
 def encode_batch(events: Sequence[KvEvent], *, timestamp: float) -> bytes:
     """One batch as the embedded engine publishes it. `timestamp` is in seconds since the epoch."""
     return _pack([timestamp, [event_fields(event) for event in events], 0])
+
+
+def encode_snapshot(sequence: int, events: Sequence[KvEvent]) -> bytes:
+    """`[seq, [event…]]`: what an engine holds as of batch `sequence` (-1: before the first)."""
+    return _pack([sequence, [event_fields(event) for event in events]])
+
+
+def decode_snapshot(payload: bytes) -> Snapshot:
+    """Reads `encode_snapshot`'s bytes.
+
+    Raises:
+        MalformedEvents: when they are none, or hold an event that cannot be read.
+    """
+    batch = decode_batch(payload)
+    sequence = _unpack(_unpack_list(payload)[0])
+    if type(sequence) is not int:
+        raise MalformedEvents("a snapshot is [seq, [event…]]")
+    if batch.skipped:
+        raise MalformedEvents(f"{batch.skipped} events of the snapshot cannot be read")
+    return Snapshot(sequence, batch.events)
 
 
 def event_fields(event: KvEvent) -> dict[str, Any]:
@@ -99,121 +175,22 @@ def event_fields(event: KvEvent) -> dict[str, Any]:
     raise TypeError(f"{type(event).__name__} is not an event of an engine")
 
 
-def decode_batch(payload: bytes, read_keys: KeyReader | None = None) -> EventBatch:
-    """The events of a batch, in order; an event that cannot be read is skipped and counted.
-
-    Args:
-        payload: the last frame of the message.
-        read_keys: how `extra_keys` are to be understood; the embedded engine's named keys if None.
-
-    Raises:
-        MalformedEvents: when the payload as a whole is no batch.
-    """
-    try:
-        batch = _unpack(payload)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedEvents(f"not msgpack: {error}") from error
-    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):  # noqa: PLR2004
-        raise MalformedEvents("a batch is [ts, [event…], rank]")
-    return decode_events(batch[1], read_keys)
+def _stored_fields(event: BlocksStored) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": event.hashes,
+        "parent_block_hash": event.parent,
+        "token_ids": event.token_ids.tolist(),
+        "block_size": event.tokens_per_block,
+        "medium": _MEDIUM_OF[event.tier],
+    }
+    keys = named_keys(event.extra_ids, event.salt, len(event.hashes), event.tokens_per_block)
+    if keys is not None:
+        fields["extra_keys"] = keys
+    return fields
 
 
-def encode_snapshot(sequence: int, events: Sequence[KvEvent]) -> bytes:
-    """`[seq, [event…]]`: what an engine holds as of batch `sequence` (-1: before the first)."""
-    return _pack([sequence, [event_fields(event) for event in events]])
-
-
-def decode_snapshot(payload: bytes) -> Snapshot:
-    """Reads `encode_snapshot`'s bytes.
-
-    Raises:
-        MalformedEvents: when they are none, or hold an event that cannot be read.
-    """
-    try:
-        parts = _unpack(payload)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedEvents(f"not msgpack: {error}") from error
-    match parts:
-        case [int(sequence), list(raw_events)]:
-            batch = decode_events(raw_events)
-        case _:
-            raise MalformedEvents("a snapshot is [seq, [event…]]")
-    if batch.skipped:
-        raise MalformedEvents(f"{batch.skipped} events of the snapshot cannot be read")
-    return Snapshot(sequence, batch.events)
-
-
-def decode_events(raw_events: Sequence[object], read_keys: KeyReader | None = None) -> EventBatch:
-    """As `decode_batch`, from events already unpacked."""
-    events: list[KvEvent] = []
-    skipped = 0
-    for raw in raw_events:
-        try:
-            events.append(_decode_event(raw, read_keys or read_named_keys))
-        except MalformedEvents:
-            skipped += 1
-    return EventBatch(tuple(events), skipped)
-
-
-def read_named_keys(fields: Fields) -> BlockKeys:
-    """Reads the embedded engine's `extra_keys`: per block nil or `[[name, value]…]`.
-
-    Raises:
-        MalformedEvents: for a key it does not know. A block under an unknown key must not pass for
-            plain text: another prompt would be routed to KV that is not its own.
-    """
-    per_block = fields.get("extra_keys")
-    if per_block is None:
-        return BlockKeys()
-    block_bytes = 8 * fields["block_size"]
-    if not isinstance(per_block, list) or len(per_block) != len(fields["block_hashes"]):
-        raise MalformedEvents("extra_keys needs one entry per block")
-    if not any(per_block):
-        return BlockKeys()
-    pieces: list[bytes] = []
-    salt: str | None = None
-    for index, keys in enumerate(per_block):
-        piece, block_salt = _block_keys(keys, block_bytes)
-        pieces.append(piece or bytes(block_bytes))
-        if block_salt is not None:
-            if index:
-                raise MalformedEvents("cache_salt stands on the first block only")
-            salt = block_salt
-    joined = b"".join(pieces)
-    return BlockKeys(array("Q", joined) if any(joined) else None, salt)
-
-
-def _block_keys(keys: object, block_bytes: int) -> tuple[bytes | None, str | None]:
-    """Extra-id bytes and salt of one block."""
-    if keys is None:
-        return None, None
-    if not isinstance(keys, list):
-        raise MalformedEvents("the keys of a block are a list")
-    extra_ids: bytes | None = None
-    salt: str | None = None
-    for key in keys:
-        match key:
-            case [str(name), bytes(value)] if name == _EXTRA_IDS and len(value) == block_bytes:
-                extra_ids = value
-            case [str(name), str(value)] if name == _CACHE_SALT:
-                salt = value
-            case _:
-                raise MalformedEvents("an extra key of an unknown kind")
-    return extra_ids, salt
-
-
-def _decode_event(raw: object, read_keys: KeyReader) -> KvEvent:
-    kind, fields = _kind_and_fields(raw)
-    if kind == "BlockStored":
-        return _stored(fields, read_keys)
-    if kind == "BlockRemoved":
-        return BlocksRemoved(_tier(fields), _hashes(fields))
-    if kind == "AllBlocksCleared":
-        return CacheCleared()
-    raise MalformedEvents(f"unknown event type {kind!r}")
-
-
-def _kind_and_fields(raw: object) -> tuple[object, dict[str, Any]]:
+def _kind_and_fields(raw: object) -> tuple[object, Fields]:
     """Type and named fields of an event in either form."""
     if isinstance(raw, dict):
         return raw.get("type"), raw
@@ -224,25 +201,28 @@ def _kind_and_fields(raw: object) -> tuple[object, dict[str, Any]]:
     raise MalformedEvents("an event is a map or an array that starts with its type")
 
 
-def _stored(fields: dict[str, Any], read_keys: KeyReader) -> BlocksStored:
-    hashes = _hashes(fields)
-    size = fields.get("block_size")
+def _stored(fields: Fields, read_keys: KeyReader) -> BlocksStored:
+    tier, hashes, size = _tier(fields), _hashes(fields), fields.get("block_size")
+    parent, raw_tokens = fields.get("parent_block_hash"), fields.get("token_ids")
+    if parent is not None and type(parent) not in _HASHES:
+        raise MalformedEvents("parent_block_hash is a block hash or nil")
+    if not isinstance(raw_tokens, list):
+        raise MalformedEvents("token_ids is a list of token ids")
+    if not raw_tokens:
+        # Offloaded blocks: the hashes name blocks stored before; no other field says anything.
+        return BlocksStored(tier, parent, hashes, _NO_TOKENS, size if type(size) is int else 0)
     if type(size) is not int or size < 1:
         raise MalformedEvents("block_size is a positive integer")
-    token_ids = _tokens(fields.get("token_ids"))
-    # vLLM's native offload may leave the tokens out: the hashes then name blocks stored before.
-    if token_ids and len(token_ids) != size * len(hashes):
-        raise MalformedEvents(f"{len(token_ids)} token ids for {len(hashes)} blocks of {size}")
-    parent = fields.get("parent_block_hash")
-    if parent is not None and not _is_hash(parent):
-        raise MalformedEvents("parent_block_hash is a block hash or nil")
+    if len(raw_tokens) != size * len(hashes):
+        raise MalformedEvents(f"{len(raw_tokens)} token ids for {len(hashes)} blocks of {size}")
     keys = read_keys(fields)
-    return BlocksStored(_tier(fields), parent, hashes, token_ids, size, keys.extra_ids, keys.salt)
+    if not keys.told:
+        return BlocksStored(tier, parent, hashes, _NO_TOKENS, size)
+    token_ids = _tokens(raw_tokens) if keys.token_ids is None else keys.token_ids
+    return BlocksStored(tier, parent, hashes, token_ids, size, keys.extra_ids, keys.salt, keys.adapter)
 
 
-def _tokens(raw: object) -> TokenIds[int]:
-    if not isinstance(raw, list):
-        raise MalformedEvents("token_ids is a list of token ids")
+def _tokens(raw: list[int]) -> TokenIds[int]:
     try:
         return array("i", raw)
     except (TypeError, OverflowError) as error:
@@ -251,52 +231,15 @@ def _tokens(raw: object) -> TokenIds[int]:
 
 def _hashes(fields: Fields) -> tuple[int | bytes, ...]:
     raw = fields.get("block_hashes")
-    if not isinstance(raw, list) or not all(map(_is_hash, raw)):
+    if not isinstance(raw, list) or not set(map(type, raw)) <= _HASHES:
         raise MalformedEvents("block_hashes is a list of integers or bytes")
     return tuple(raw)
 
 
-def _is_hash(value: object) -> bool:
-    return type(value) in (int, bytes)
-
-
 def _tier(fields: Fields) -> Tier:
-    """Where the blocks lie; an engine that leaves `medium` out means its GPU."""
+    """Where the blocks lie."""
     medium = fields.get("medium")
-    if medium is None:
-        return Tier.GPU
-    tier = _TIER_OF.get(medium.upper()) if isinstance(medium, str) else None
-    if tier is None:
-        raise MalformedEvents(f"unknown medium {medium!r}")
-    return tier
-
-
-def _stored_fields(event: BlocksStored) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "type": "BlockStored",
-        "block_hashes": event.hashes,
-        "parent_block_hash": event.parent,
-        "token_ids": event.token_ids.tolist(),
-        "block_size": event.tokens_per_block,
-        "medium": _MEDIUM_OF[event.tier],
-    }
-    keys = _named_keys(event)
-    if keys is not None:
-        fields["extra_keys"] = keys
-    return fields
-
-
-def _named_keys(event: BlocksStored) -> list[list[list[str | bytes]] | None] | None:
-    """`extra_keys` of a run, None when it has none."""
-    if event.extra_ids is None and event.salt is None:
-        return None
-    per_block: list[list[list[str | bytes]] | None] = [None] * len(event.hashes)
-    if event.extra_ids is not None:
-        data, step = event.extra_ids.tobytes(), 8 * event.tokens_per_block
-        for index in range(len(event.hashes)):
-            piece = data[index * step : (index + 1) * step]
-            if any(piece):
-                per_block[index] = [[_EXTRA_IDS, piece]]
-    if event.salt is not None and per_block:
-        per_block[0] = [*(per_block[0] or []), [_CACHE_SALT, event.salt]]
-    return per_block
+    try:
+        return _TIER_OF[medium] if medium is None else _TIER_OF[medium.upper()]
+    except (AttributeError, KeyError) as error:
+        raise MalformedEvents(f"unknown medium {medium!r}") from error

@@ -1,40 +1,53 @@
 """Follows an engine's KV events over ZMQ without missing one, or says that it did.
 
-    start    subscribe → snapshot → replay what came after it → ViewCurrent
+    start    subscribe → snapshot, where there is one → replay what came after it → ViewCurrent
     follow   the next number: yield · a hole: replay from the last one known · a number that falls: start over
     idle     ask the replay socket what follows the last one known, so that a lost last batch is noticed
 
 A replay begins at the last batch known, and that batch has to come back unchanged: that is how another
-process behind the same address is told from this one.
+process behind the same address is told from this one. A view is complete when nothing can have been held
+before it began: after a snapshot, or when the first batch of all was seen.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import xxhash
-import zmq
-import zmq.asyncio
 
-from engine_adapter.errors import EngineUnavailable
-from engine_adapter.kv_events import EventBatch, KeyReader, MalformedEvents, Snapshot, decode_batch
-from engine_adapter.types import KvEvent, ViewCurrent, ViewLost
+from engine_adapter.kv_events import EventReader, Snapshot
+from engine_adapter.kv_keys import KeyReader, MalformedEvents
+from engine_adapter.types import CacheCleared, KvEvent, ViewCurrent, ViewLost
+from engine_adapter.zmq_inbox import Inbox, ReplayClient, replay_client, subscription
 
 _END_OF_REPLAY = 2**64 - 1
-_HIGH_WATER_MARK = 10_000
 _SEQUENCE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoints:
-    """ZMQ addresses of one engine's events; without `replay` a lost batch means starting over."""
+    """ZMQ addresses of one engine's events; without `replay` a lost batch means starting over. A `topic` is
+    the whole of it: others that begin the same are not followed."""
 
     events: str
     replay: str | None
     topic: str = ""
+
+
+@dataclass(slots=True)
+class SubscriberCounts:
+    """Since the start: batches and events taken in, messages and events that could not be read and were
+    skipped, holes in the numbers, times the replay socket was asked to fill one, and times it did not
+    answer at all."""
+
+    batches: int = 0
+    events: int = 0
+    malformed: int = 0
+    gaps: int = 0
+    replays: int = 0
+    unanswered: int = 0
 
 
 class _StartOverError(Exception):
@@ -43,25 +56,47 @@ class _StartOverError(Exception):
 
 @dataclass(slots=True)
 class _Cursor:
-    """How far the stream has been followed.
+    """How far one view has been followed.
 
     Attributes:
+        reader: reads its batches.
         last: number of the last batch taken in, -1 before the first, None while any may be the first.
         digest: hash of that batch's bytes, None where they were never seen (a snapshot stood for them).
         last_live: number of the last batch that came by subscription rather than replay.
+        complete: nothing can have been held before the view began.
+        silent: the replay socket does not answer.
+        told: what the view takes itself for; None before its start is over.
     """
 
+    reader: EventReader
     last: int | None = None
     digest: int | None = None
     last_live: int | None = None
+    complete: bool = False
+    silent: bool = False
+    told: bool | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        # Groups that are not followed may hold less than the one that is, and nothing tells.
+        return self.complete and not self.reader.groups.several
+
+    def tell(self) -> ViewCurrent:
+        self.told = self.is_complete
+        return ViewCurrent(complete=self.told)
+
+    def clear(self) -> None:
+        """The engine holds nothing; views conclude from it that they are complete."""
+        self.complete = True
+        self.told = self.told if self.told is None else True
 
 
 class KvEventSubscriber:
     """One engine's event stream as `EngineAdapter.events` promises it.
 
     Attributes:
-        malformed: messages and events that could not be read, and were skipped.
-        replays: times a hole had to be filled.
+        counts: what it met.
+        replay_is_silent: the replay socket, asked when the view began or had a hole, does not answer.
     """
 
     def __init__(
@@ -73,101 +108,170 @@ class KvEventSubscriber:
         idle_check_s: float = 0.5,
         replay_timeout_s: float = 5.0,
     ) -> None:
+        """Follows nothing yet.
+
+        Args:
+            endpoints: where.
+            snapshot: asks the engine what it holds, where it can tell.
+            read_keys: how it writes what stands beside the tokens; the embedded engine's way if None.
+            idle_check_s: after so long without a message the replay socket is asked for what was missed.
+            replay_timeout_s: how long an answer may pause before it counts as over.
+        """
         self._endpoints = endpoints
         self._snapshot = snapshot
         self._read_keys = read_keys
         self._idle_check_s = idle_check_s
         self._replay_timeout_s = replay_timeout_s
-        self.malformed = 0
-        self.replays = 0
+        self.counts = SubscriberCounts()
+        self.replay_is_silent = False
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`. Raises EngineUnavailable when the engine goes away."""
         reason = "connected"
-        with _subscription(self._endpoints) as subscription:
+        with subscription(self._endpoints.events, self._endpoints.topic) as inbox:
             while True:
                 yield ViewLost(reason)
                 try:
-                    async with aclosing(self._follow(subscription)) as events:
+                    async with aclosing(self._follow(inbox)) as events:
                         async for event in events:
                             yield event
                 except _StartOverError as lost:
                     reason = str(lost)
 
-    async def _follow(self, subscription: _Subscription) -> AsyncGenerator[KvEvent, None]:
+    async def _follow(self, inbox: Inbox) -> AsyncGenerator[KvEvent, None]:
         """One view from its start until it breaks."""
-        cursor = _Cursor()
-        with _replay_client(self._endpoints.replay, self._replay_timeout_s) as replay:
+        cursor = _Cursor(EventReader(self._read_keys))
+        with replay_client(self._endpoints.replay) as replay:
             if self._snapshot is not None:
                 held = await self._snapshot()
-                cursor.last = held.sequence
+                cursor.last, cursor.complete = held.sequence, True
                 for event in held.events:
                     yield event
             async for event in self._catch_up(replay, cursor):
                 yield event
-            yield ViewCurrent()
+            yield cursor.tell()
             while True:
-                async for event in self._step(subscription, replay, cursor):
-                    yield event
+                frames = await inbox.receive(self._idle_check_s)
+                if frames is None:
+                    async for event in self._catch_up(replay, cursor):
+                        yield event
+                    continue
+                message = self._numbered(frames)
+                if message is not None:
+                    async for event in self._go_on(replay, cursor, *message):
+                        yield event
 
-    async def _step(
-        self, subscription: _Subscription, replay: _ReplayClient | None, cursor: _Cursor
+    async def _go_on(
+        self, replay: ReplayClient | None, cursor: _Cursor, sequence: int, payload: bytes
     ) -> AsyncGenerator[KvEvent, None]:
-        """The events of the next message, or of what an idle check brings to light."""
-        frames = await subscription.receive(self._idle_check_s)
-        if frames is None:
-            async for event in self._catch_up(replay, cursor):
-                yield event
-            return
-        message = _numbered(frames)
-        if message is None:
-            self.malformed += 1
-            return
-        sequence, payload = message
+        """The events of a batch that was published, and of those missing before it; none if it was replayed
+        before it came."""
         if cursor.last_live is not None and sequence <= cursor.last_live:
             raise _StartOverError(f"sequence fell from {cursor.last_live} to {sequence}")
         cursor.last_live = sequence
-        if cursor.last is not None and sequence > cursor.last + 1:
-            self.replays += 1
-            async for event in self._catch_up(replay, cursor):
+        if cursor.last is None or sequence == cursor.last + 1:
+            for event in self._take(cursor, sequence, payload):
+                yield event
+        elif sequence > cursor.last:
+            self.counts.gaps += 1
+            self.counts.replays += replay is not None
+            first = cursor.last + 1
+            async for event in self._catch_up(replay, cursor, until=sequence):
                 yield event
             if cursor.last < sequence:
-                raise _StartOverError(f"batches {cursor.last + 1} to {sequence} are lost")
-        elif cursor.last is None or sequence > cursor.last:
-            for event in self._take(cursor, sequence, payload):
-                yield event
+                raise _StartOverError(f"batches {first} to {sequence} are lost")
 
-    async def _catch_up(self, replay: _ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
-        """What the engine published after `cursor.last`, by replay; nothing where there is none."""
-        if replay is None:
+    async def _catch_up(
+        self, replay: ReplayClient | None, cursor: _Cursor, *, until: int = -1
+    ) -> AsyncGenerator[KvEvent, None]:
+        """What the engine published after `cursor.last`, by replay, as far as it has it; `until` is known to
+        exist. A ROUTER drops what its peer is too slow for, so an answer with holes is asked for again."""
+        if replay is None or cursor.silent:
             return
-        expect_last = cursor.last is not None and cursor.last >= 0
-        async for frames in replay.ask(max(cursor.last or 0, 0)):
-            message = _numbered(frames)
+        while True:
+            before, answer = cursor.last, _Answer(until)
+            async for event in self._replayed(replay, cursor, answer):
+                yield event
+            if cursor.last is None or cursor.last >= answer.until:
+                return
+            if cursor.last == before:
+                raise _StartOverError(f"batches {cursor.last + 1} to {answer.until} are lost")
+            until = answer.until
+
+    async def _replayed(
+        self, replay: ReplayClient, cursor: _Cursor, answer: _Answer
+    ) -> AsyncGenerator[KvEvent, None]:
+        """The events of one answer, up to its first hole."""
+        known = cursor.last if cursor.last is not None and cursor.last >= 0 else None
+        await replay.ask(known or 0)
+        while True:
+            frames = await replay.receive(self._replay_timeout_s)
+            if frames is None:
+                self._note_silence(cursor, answer)
+                return
+            message = self._numbered(frames, replayed=True)
             if message is None:
-                self.malformed += 1
                 continue
             sequence, payload = message
-            if expect_last:
-                expect_last = False
+            if sequence == _END_OF_REPLAY:
+                break
+            answer.until = max(answer.until, sequence)
+            answer.batches += 1
+            if known is not None and answer.batches == 1:
                 _check_same(cursor, sequence, payload)
-                continue
-            if cursor.last is not None and sequence != cursor.last + 1:
-                raise _StartOverError(f"batches {cursor.last + 1} to {sequence - 1} left the replay buffer")
-            for event in self._take(cursor, sequence, payload):
-                yield event
-        if expect_last:
-            raise _StartOverError(f"the engine no longer has batch {cursor.last}")
+            elif cursor.last is None or sequence == cursor.last + 1:
+                for event in self._take(cursor, sequence, payload):
+                    yield event
+        self.replay_is_silent = False
+        if known is not None and not answer.batches:
+            raise _StartOverError(f"the engine no longer has batch {known}")
+        if cursor.last is None:  # it published nothing yet
+            cursor.last, cursor.complete = -1, True
 
-    def _take(self, cursor: _Cursor, sequence: int, payload: bytes) -> tuple[KvEvent, ...]:
-        """Moves the cursor to this batch; returns its events."""
+    def _note_silence(self, cursor: _Cursor, answer: _Answer) -> None:
+        """An answer stopped coming: after some of it the end mark was dropped, else nobody answers."""
+        if not answer.batches:
+            cursor.silent = self.replay_is_silent = True
+            self.counts.unanswered += 1
+
+    def _take(self, cursor: _Cursor, sequence: int, payload: bytes) -> Iterator[KvEvent]:
+        """Moves the cursor to this batch; its events."""
+        reader, counts = cursor.reader, self.counts
+        if cursor.last is None:
+            cursor.complete = sequence == 0
         cursor.last, cursor.digest = sequence, _digest(payload)
+        counts.batches += 1
+        skipped = reader.skipped
         try:
-            batch = decode_batch(payload, self._read_keys)
+            for event in reader.read(payload):
+                counts.events += 1
+                if isinstance(event, CacheCleared):
+                    cursor.clear()
+                yield event
         except MalformedEvents:
-            batch = EventBatch((), skipped=1)
-        self.malformed += batch.skipped
-        return batch.events
+            counts.malformed += 1
+        counts.malformed += reader.skipped - skipped
+        if cursor.told not in (None, cursor.is_complete):
+            yield cursor.tell()
+
+    def _numbered(self, frames: list[bytes], *, replayed: bool = False) -> tuple[int, bytes] | None:
+        """Sequence number and payload, the last two frames of any message; None for one without, which is
+        counted, and for one of another topic."""
+        if len(frames) < 2 or len(frames[-2]) != _SEQUENCE_BYTES:  # noqa: PLR2004 - sequence, payload
+            self.counts.malformed += 1
+            return None
+        topic = self._endpoints.topic
+        if topic and not replayed and frames[0] != topic.encode():
+            return None
+        return int.from_bytes(frames[-2], "big"), frames[-1]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer of the replay socket: the highest number known to exist, and the batches that came."""
+
+    until: int
+    batches: int = 0
 
 
 def _check_same(cursor: _Cursor, sequence: int, payload: bytes) -> None:
@@ -182,86 +286,3 @@ def _check_same(cursor: _Cursor, sequence: int, payload: bytes) -> None:
 
 def _digest(payload: bytes) -> int:
     return xxhash.xxh3_64_intdigest(payload)
-
-
-def _numbered(frames: list[bytes]) -> tuple[int, bytes] | None:
-    """Sequence number and payload, the last two frames of any message; None when it has none."""
-    if len(frames) < 2 or len(frames[-2]) != _SEQUENCE_BYTES:  # noqa: PLR2004 - sequence, payload
-        return None
-    return int.from_bytes(frames[-2], "big"), frames[-1]
-
-
-class _Subscription:
-    """A SUB socket that notices when its connection drops."""
-
-    def __init__(self, sub: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
-        self._sub = sub
-        self._monitor = monitor
-        self._poller = zmq.asyncio.Poller()
-        self._poller.register(sub, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
-
-    async def receive(self, timeout_s: float) -> list[bytes] | None:
-        """The next message, None when none came in time. Raises EngineUnavailable on a dropped connection."""
-        ready = dict(await self._poller.poll(int(timeout_s * 1000)))
-        # The drop is told before anything the next process sends: a reconnect never goes unseen.
-        if self._monitor in ready:
-            raise EngineUnavailable("the engine closed its event stream")
-        if self._sub in ready:
-            return await self._sub.recv_multipart()
-        return None
-
-
-@contextmanager
-def _subscription(endpoints: EventEndpoints) -> Iterator[_Subscription]:
-    context = zmq.asyncio.Context()
-    sub = context.socket(zmq.SUB)
-    sub.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-    sub.setsockopt(zmq.SUBSCRIBE, endpoints.topic.encode())
-    monitor = sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    try:
-        sub.connect(endpoints.events)
-        yield _Subscription(sub, monitor)
-    finally:
-        sub.disable_monitor()
-        monitor.close(linger=0)
-        sub.close(linger=0)
-        context.term()
-
-
-class _ReplayClient:
-    """A DEALER socket that asks for batches from a number on."""
-
-    def __init__(self, dealer: zmq.asyncio.Socket, timeout_s: float) -> None:
-        self._dealer = dealer
-        self._timeout_s = timeout_s
-
-    async def ask(self, start: int) -> AsyncGenerator[list[bytes], None]:
-        """Messages from batch `start` on, as they come. Raises EngineUnavailable when they stop coming."""
-        await self._dealer.send_multipart((b"", start.to_bytes(_SEQUENCE_BYTES, "big")))
-        while True:
-            try:
-                frames = await asyncio.wait_for(self._dealer.recv_multipart(), self._timeout_s)
-            except TimeoutError as error:
-                raise EngineUnavailable("the engine does not answer on its replay socket") from error
-            message = _numbered(frames)
-            if message is not None and message[0] == _END_OF_REPLAY:
-                return
-            yield frames
-
-
-@contextmanager
-def _replay_client(endpoint: str | None, timeout_s: float) -> Iterator[_ReplayClient | None]:
-    """A fresh socket for each view: answers to a question given up must not be read as the next one's."""
-    if endpoint is None:
-        yield None
-        return
-    context = zmq.asyncio.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.RCVHWM, 0)  # a ROUTER drops what does not fit, the end mark too
-    try:
-        dealer.connect(endpoint)
-        yield _ReplayClient(dealer, timeout_s)
-    finally:
-        dealer.close(linger=0)
-        context.term()

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.kv_events import (
-    BlockKeys,
-    MalformedEvents,
+    EventReader,
     decode_batch,
     decode_snapshot,
     encode_batch,
     encode_snapshot,
     event_fields,
 )
+from engine_adapter.kv_keys import BlockKeys, MalformedEvents
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
@@ -96,9 +96,46 @@ def test_the_array_form_of_older_engines():
     )
 
 
-def test_offload_may_name_blocks_without_their_tokens():
-    (event,) = decode_batch(wire(stored(token_ids=[], medium="CPU"))).events
-    assert event.token_ids == token_array([])
+@pytest.mark.parametrize("size", [2, 0, None])
+def test_offload_may_name_blocks_without_their_tokens_and_their_size(size):
+    (event,) = decode_batch(wire(stored(token_ids=[], medium="CPU", block_size=size))).events
+    assert event == BlocksStored(Tier.HOST, None, (1,), token_array([]), size or 0)
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        (None, Tier.GPU),
+        ("GPU", Tier.GPU),
+        ("CPU", Tier.HOST),
+        ("cpu", Tier.HOST),
+        ("CPU_PINNED", Tier.HOST),
+        ("DISK", Tier.DISK),
+        ("STORAGE", Tier.DISK),
+        ("EXTERNAL", Tier.DISK),
+    ],
+)
+def test_every_medium_is_a_tier(medium, tier):
+    removed = {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}
+    assert [event.tier for event in decode_batch(wire(stored(medium=medium), removed)).events] == [tier] * 2
+
+
+def test_fields_from_a_later_version_are_fine_and_its_event_types_are_counted():
+    batch = decode_batch(wire(stored(locality="LOCAL", colour=7), {"type": "BlockMoved", "colour": 7}))
+    assert batch.events == (BlocksStored(Tier.GPU, None, (1,), token_array([7, 8]), 2),)
+    assert batch.skipped == 1
+
+
+@pytest.mark.parametrize("name", [0, 2**64 - 1, -(2**63), b"", b"\x00" * 32])
+def test_names_are_integers_of_either_sign_or_bytes(name):
+    (event,) = decode_batch(wire(stored(block_hashes=[name], parent_block_hash=name))).events
+    assert (event.parent, event.hashes) == (name, (name,))
+
+
+def test_events_are_decoded_one_at_a_time():
+    events = EventReader().read(wire(stored(), {"type": "BlockMoved"}))
+    assert isinstance(next(events), BlocksStored)
+    assert next(events, None) is None
 
 
 @pytest.mark.parametrize(

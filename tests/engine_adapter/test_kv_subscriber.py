@@ -6,17 +6,32 @@ import asyncio
 from collections import deque
 from contextlib import aclosing
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.kv_events import Snapshot, encode_batch
-from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.kv_events import Snapshot, encode_batch, event_fields
+from engine_adapter.kv_keys import read_vllm_keys
+from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber, SubscriberCounts
 from engine_adapter.torch_engine.event_publisher import EventPublisher
-from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent, ViewLost, token_array
+from engine_adapter.types import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+    token_array,
+)
+from proxy.core.blocks import extend, namespace_root
+from proxy.core.index import PrefixIndex
+from proxy.core.view import EngineView
+from tests.fake_engines.publisher import published
 
 WAIT_S = 10.0
+END = 2**64 - 1
 
 
 def removed(name: int) -> BlocksRemoved:
@@ -38,6 +53,7 @@ class ScriptedEngine:
         self.history: deque[tuple[int, bytes]] = deque()
         self.topic_in_replay = True
         self.asked: list[int] = []
+        self.drops: list[set[int]] = []  # numbers each of the next answers leaves out
         self._task = asyncio.create_task(self._serve()) if replies else None
 
     @property
@@ -60,10 +76,10 @@ class ScriptedEngine:
             identity, _, start = await self.router.recv_multipart()
             self.asked.append(int.from_bytes(start, "big"))
             head = (identity, b"", b"kv") if self.topic_in_replay else (identity, b"")
-            for sequence, data in list(self.history):
-                if sequence >= self.asked[-1]:
+            dropped = self.drops.pop(0) if self.drops else set()
+            for sequence, data in [*self.history, (END, b"")]:
+                if sequence >= self.asked[-1] and sequence not in dropped:
                     await self.router.send_multipart((*head, sequence.to_bytes(8, "big"), data))
-            await self.router.send_multipart((*head, b"\xff" * 8, b""))
 
     async def aclose(self) -> None:
         if self._task is not None:
@@ -143,7 +159,7 @@ async def test_a_hole_is_filled_by_replay(engine):
         await view.take(1)
         await engine.publish(3)
         assert await view.take(3) == [removed(1), removed(2), removed(3)]
-        assert subscriber.replays == 1
+        assert (subscriber.counts.gaps, subscriber.counts.replays) == (1, 1)
 
 
 async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
@@ -155,8 +171,8 @@ async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
         engine.record(5, 6)
         await engine.publish(6)
         lost, *rest = await view.take(4)
-        assert isinstance(lost, ViewLost)
-        assert rest == [removed(5), removed(6), ViewCurrent()]
+        assert lost == ViewLost("batch 0 left the replay buffer")
+        assert rest == [removed(5), removed(6), ViewCurrent(complete=False)]
 
 
 async def test_a_lost_last_batch_is_noticed_when_idle(engine):
@@ -218,7 +234,7 @@ async def test_malformed_messages_are_counted_and_skipped(engine):
         await engine.publish(0, b"\xc1 no msgpack")
         await engine.publish(1)
         assert await view.take(1) == [removed(1)]
-        assert subscriber.malformed == 3
+        assert subscriber.counts.malformed == 3
 
 
 async def test_a_dropped_connection_is_unavailable(engine):
@@ -230,13 +246,20 @@ async def test_a_dropped_connection_is_unavailable(engine):
             await view.take(1)
 
 
-async def test_a_silent_replay_socket_is_unavailable():
+async def test_a_silent_replay_socket_costs_completeness_and_nothing_else():
     engine = ScriptedEngine(replies=False)
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=0.02, replay_timeout_s=0.05)
     try:
-        async with reader(engine, replay_timeout_s=0.05) as view:
-            await view.take(1)
-            with pytest.raises(EngineUnavailable):
-                await view.take(1)
+        async with Reader(subscriber) as view:
+            assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+            assert subscriber.replay_is_silent
+            await engine.subscribed()
+            await engine.publish(4)
+            await engine.publish(5)
+            assert await view.take(2) == [removed(4), removed(5)]
+            await engine.publish(7)
+            assert await view.take(2) == [ViewLost("batches 6 to 7 are lost"), ViewCurrent(complete=False)]
+            assert (subscriber.counts.unanswered, subscriber.counts.gaps) == (2, 1)
     finally:
         await engine.aclose()
 
@@ -244,12 +267,133 @@ async def test_a_silent_replay_socket_is_unavailable():
 async def test_without_replay_a_hole_starts_over(engine):
     subscriber = KvEventSubscriber(EventEndpoints(engine.endpoints.events, None), idle_check_s=0.02)
     async with Reader(subscriber) as view:
-        assert await view.take(2) == [ViewLost("connected"), ViewCurrent()]
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
         await engine.subscribed()
         await engine.publish(4)
         assert await view.take(1) == [removed(4)]
         await engine.publish(6)
-        assert await view.take(2) == [ViewLost("batches 5 to 6 are lost"), ViewCurrent()]
+        assert await view.take(2) == [ViewLost("batches 5 to 6 are lost"), ViewCurrent(complete=False)]
+
+
+async def test_without_replay_a_view_is_complete_from_the_first_batch_of_all(engine):
+    async with Reader(KvEventSubscriber(EventEndpoints(engine.endpoints.events, None))) as view:
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+        await engine.subscribed()
+        await engine.publish(0)
+        assert await view.take(2) == [removed(0), ViewCurrent(complete=True)]
+
+
+async def test_a_late_joiner_whom_replay_cannot_tell_all_is_not_complete_until_a_clearing(engine):
+    engine.record(3, 4)
+    async with reader(engine, idle_check_s=60) as view:
+        assert (await view.take(4))[1:] == [removed(3), removed(4), ViewCurrent(complete=False)]
+        await engine.subscribed()
+        await engine.publish(5, encode_batch([CacheCleared(), removed(5)], timestamp=0.0))
+        await engine.publish(6)
+        assert await view.take(3) == [CacheCleared(), removed(5), removed(6)]  # views conclude it themselves
+
+
+async def test_an_engine_that_published_nothing_yet_holds_nothing(engine):
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
+    async with Reader(subscriber) as view:
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=True)]
+        await engine.subscribed()
+        engine.record(0, 1)
+        await engine.publish(1)  # 0 was lost: it is known to have been the first
+        assert await view.take(2) == [removed(0), removed(1)]
+        assert subscriber.counts.gaps == 1
+
+
+async def test_with_several_groups_no_view_is_complete(engine):
+    def stored(group: int, kind: str) -> dict[str, object]:
+        event = {"type": "BlockStored", "block_hashes": [group], "token_ids": [1, 2], "block_size": 2}
+        return event | {"group_idx": group, "kv_cache_spec_kind": kind}
+
+    def batch(*events: dict[str, object]) -> bytes:
+        return msgspec.msgpack.encode([0.0, events, 0])
+
+    subscriber = KvEventSubscriber(engine.endpoints, read_keys=read_vllm_keys, idle_check_s=60)
+    full = BlocksStored(Tier.GPU, None, (0,), token_array([1, 2]), 2)
+    async with Reader(subscriber) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.publish(0, batch(stored(0, "full_attention")))
+        await engine.publish(1, batch(stored(1, "sliding_window"), stored(0, "full_attention")))
+        assert await view.take(3) == [full, full, ViewCurrent(complete=False)]
+        await engine.publish(2, batch({"type": "AllBlocksCleared"}))
+        await engine.publish(3, batch(stored(0, "full_attention")))
+        assert await view.take(3) == [CacheCleared(), ViewCurrent(complete=False), full]
+        assert subscriber.counts == SubscriberCounts(batches=4, events=4)
+
+
+async def test_topics_that_only_begin_the_same_are_others(engine):
+    endpoints = EventEndpoints(engine.endpoints.events, engine.endpoints.replay, topic="kv")
+    async with Reader(KvEventSubscriber(endpoints, idle_check_s=60)) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.pub.send_multipart((b"kv2", bytes(8), payload(77)))
+        await engine.publish(0)
+        assert await view.take(1) == [removed(0)]
+
+
+async def test_an_answer_with_holes_is_asked_for_again(engine):
+    """A ROUTER drops what its peer is too slow for, the end mark too."""
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60, replay_timeout_s=0.05)
+    async with Reader(subscriber) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.publish(0)
+        await view.take(1)
+        engine.record(0, 1, 2, 3, 4)
+        engine.drops = [{2, 4, END}, {3, END}, set()]
+        await engine.publish(4)
+        assert await view.take(4) == [removed(1), removed(2), removed(3), removed(4)]
+        assert engine.asked == [0, 0, 1, 2]
+        assert (subscriber.counts.gaps, subscriber.counts.replays) == (1, 1)
+
+
+async def test_a_hole_that_no_answer_fills_starts_over(engine):
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.publish(0)
+        await view.take(1)
+        engine.record(0, 1, 3)
+        await engine.publish(3)
+        assert await view.take(2) == [removed(1), ViewLost("batches 2 to 3 are lost")]
+
+
+async def test_fifteen_thousand_lost_batches_leave_nothing_stale():
+    """More than the 10,000 that replay has: what is left of them is learned afresh, the rest forgotten."""
+    index = PrefixIndex()
+    index.add_engine("e")
+    view = EngineView("e", index, lambda salt, adapter: namespace_root("m", adapter=adapter, salt=salt), 2)
+
+    def block(number: int) -> BlocksStored:
+        return BlocksStored(Tier.GPU, None, (number,), token_array([number, number + 1]), 2)
+
+    with published() as publisher:
+        endpoints = EventEndpoints(publisher.endpoint, publisher.replay_endpoint, publisher.topic)
+        subscriber = KvEventSubscriber(endpoints, idle_check_s=0.05)
+        async with Reader(subscriber) as stream:
+            for event in await stream.take(2):
+                view.apply(event)
+            publisher.publish([event_fields(block(0))])
+            view.apply(*await stream.take(1))
+            publisher.dropping = 15_000
+            for number in range(1, 15_002):
+                publisher.publish([event_fields(block(number))])
+            # ViewLost, the last 10,000, ViewCurrent
+            told = await stream.take(10_002)
+    for event in told:
+        view.apply(event)
+    assert told[0] == ViewLost("batch 0 left the replay buffer")
+    assert told[-1] == ViewCurrent(complete=False)
+    assert index.held("e", Tier.GPU) == 10_000
+    assert view.complete is False
+    match = index.match(extend(namespace_root("m"), token_array([5_001, 5_002]), None, 2))
+    assert match == {}
+    assert index.match(extend(namespace_root("m"), token_array([15_001, 15_002]), None, 2))["e"].gpu == 1
 
 
 async def test_nothing_is_missed_while_the_real_publisher_goes_on():
