@@ -105,8 +105,9 @@ class PrefixIndex:
         """Forgets what the engine held. One pass over the index; for restarts and resyncs, not requests."""
         if engine not in self._shifts:
             return
-        for bit in (*_BITS.values(), _PENDING):
-            self._held.pop(bit << self._shifts[engine], None)
+        held = [self._held.pop(bit << self._shifts[engine], 0) for bit in (*_BITS.values(), _PENDING)]
+        if not any(held):
+            return
         keep = ~(_ALL << self._shifts[engine])
         self._locations = {h: rest for h, bits in self._locations.items() if (rest := bits & keep)}
         self._awaited[engine].clear()

@@ -6,12 +6,28 @@ and nothing else. Identity comes from the token ids and extra ids the event carr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, ViewCurrent, ViewLost
-from proxy.core.blocks import BlockHash, extend
+from engine_adapter.types import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    KvEvent,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+)
+from proxy.core.blocks import BlockHash
 from proxy.core.index import PrefixIndex
+from proxy.core.runs import RUN_BLOCKS, TIER_BITS, Name, Point, Run
+
+# In a count of holders, one that holds a block on this tier.
+_LIMIT = 1 << 20  # holders of one entry
+_ONE = {tier: 1 << 20 * at for at, tier in enumerate(TIER_BITS)}
+# Removed blocks that a lower tier may still announce by name alone.
+MAX_RECALLED = 8192
 
 
 @dataclass(slots=True)
@@ -26,7 +42,9 @@ class ViewCounts:
 class EngineView:
     """Applies one engine's events to the index of its pool.
 
-    The engine's block size must be a multiple of the pool's: one of its blocks becomes several entries.
+    The engine's blocks need not be the pool's. A larger one becomes several entries, which it may share with
+    blocks that differ later on. Smaller ones, pages, are gathered: an entry is there while the last page of
+    its block is, since engines evict from the end.
 
     Attributes:
         counts: what was applied so far.
@@ -45,7 +63,11 @@ class EngineView:
         self._index = index
         self._root_of = root_of
         self._tokens_per_block = tokens_per_block
-        self._names: dict[int | bytes, tuple[BlockHash, ...]] = {}
+        self._runs: dict[Name, Run] = {}
+        # Entries that several blocks may share → how many do, for each tier.
+        self._holders: dict[BlockHash, int] = {}
+        # Kept once the engine announces blocks by name; None before.
+        self._recalled: OrderedDict[Name, Sequence[BlockHash]] | None = None
         self.counts = ViewCounts()
         self.complete = False
 
@@ -53,7 +75,10 @@ class EngineView:
         """Writes one event to the index."""
         match event:
             case BlocksStored():
-                self._store(event)
+                if event.token_ids:
+                    self._store(event)
+                else:
+                    self._store_named(event)
             case BlocksRemoved():
                 self._remove(event)
             case CacheCleared():
@@ -66,36 +91,146 @@ class EngineView:
                 self.complete = event.complete
 
     def _clear(self) -> None:
-        self._names.clear()
+        self._runs.clear()
+        self._holders.clear()
+        self._recalled = None
         self._index.wipe(self._engine)
 
+    # --- stored ------------------------------------------------------------------------------------
+
     def _store(self, event: BlocksStored) -> None:
-        parent = self._parent_of(event)
-        per_block, rest = divmod(event.tokens_per_block, self._tokens_per_block)
-        whole = len(event.token_ids) == len(event.hashes) * event.tokens_per_block
-        if parent is None or rest or not per_block or not whole:
+        names, size, bit = event.hashes, event.tokens_per_block, TIER_BITS[event.tier]
+        run = self._run_for(event)
+        if run is None or len(event.token_ids) != len(names) * size:
             # What it holds cannot be told, so no request can be matched to it.
             self.counts.orphaned += 1
             return
-        hashes = extend(parent, event.token_ids, event.extra_ids, self._tokens_per_block)
-        for at, name in enumerate(event.hashes):
-            self._names[name] = hashes[at * per_block : (at + 1) * per_block]
-        self._index.store(self._engine, event.tier, hashes)
-        self.counts.stored += len(event.hashes)
+        at = 0
+        while at < len(names):
+            if len(run.names) == RUN_BLOCKS:
+                run = Run(run.after(RUN_BLOCKS - 1), size, self._tokens_per_block)
+            end = min(at + RUN_BLOCKS - len(run.names), len(names))
+            extra_ids = event.extra_ids[at * size : end * size] if event.extra_ids is not None else None
+            first, part = len(run.names), names[at:end]
+            hashes = run.append(part, event.token_ids[at * size : end * size], extra_ids, bit)
+            self._share(run.inner(first), event.tier)
+            if not self._runs.keys().isdisjoint(part):
+                self._take_over(part, run, first, event.tier)
+            self._runs.update(dict.fromkeys(part, run))
+            self._index.store(self._engine, event.tier, hashes)
+            at = end
+        self.counts.stored += len(names)
 
-    def _parent_of(self, event: BlocksStored) -> BlockHash | None:
-        """The block the run follows, None where that is not known."""
+    def _run_for(self, event: BlocksStored) -> Run | None:
+        """The run that the event's blocks go on, or a new one; None when what they follow is not known."""
+        size = event.tokens_per_block
+        if size < 1:
+            return None
         if event.parent is None:
-            return self._root_of(event.salt, event.adapter)
-        hashes = self._names.get(event.parent)
-        return hashes[-1] if hashes is not None else None
+            return Run(Point(self._root_of(event.salt, event.adapter)), size, self._tokens_per_block)
+        run = self._runs.get(event.parent)
+        if run is None:
+            return None
+        at = run.names.index(event.parent)
+        if at == len(run.names) - 1 and run.size == size:
+            return run
+        return Run(run.after(at), size, self._tokens_per_block)
+
+    def _take_over(self, names: Sequence[Name], run: Run, first: int, tier: Tier) -> None:
+        """Blocks that are known already go on in `run`, with the tiers that hold them, if they are the same:
+        a name says so no more than anywhere else, their hashes do."""
+        for at, name in enumerate(names, first):
+            old = self._runs.get(name)
+            if old is None:
+                continue
+            old_at = old.names.index(name)
+            bits = old.held_at(old_at)
+            if old.hashes_of(old_at) == run.hashes_of(at):
+                if bits & TIER_BITS[tier]:  # shared twice now
+                    self._unshare(run.inner(at, at + 1), tier)
+                run.hold(at, bits)
+            else:
+                for each, bit in TIER_BITS.items():
+                    if bits & bit:
+                        self._index.remove(self._engine, each, self._ended(old, old_at, each))
+            old.release(old_at, bits)
+
+    def _store_named(self, event: BlocksStored) -> None:
+        """Blocks stored before now lie on another tier too."""
+        if self._recalled is None:
+            self._recalled = OrderedDict()
+        hashes: list[BlockHash] = []
+        unknown = 0
+        for name in event.hashes:
+            run = self._runs.get(name) or self._recall(name)
+            if run is None:
+                unknown += 1
+                continue
+            at = run.names.index(name)
+            if not run.held_at(at) & TIER_BITS[event.tier]:
+                run.hold(at, TIER_BITS[event.tier])
+                self._share(run.inner(at, at + 1), event.tier)
+                hashes += run.hashes_of(at)
+        self._index.store(self._engine, event.tier, hashes)
+        self.counts.stored += len(event.hashes) - unknown
+        self.counts.orphaned += unknown > 0
+
+    # --- removed -----------------------------------------------------------------------------------
 
     def _remove(self, event: BlocksRemoved) -> None:
+        bit, hashes = TIER_BITS[event.tier], list[BlockHash]()
         for name in event.hashes:
-            hashes = self._names.get(name)
-            if hashes is None:
+            run = self._runs.get(name)
+            if run is None:
                 continue
-            self._index.remove(self._engine, event.tier, hashes)
+            at = run.names.index(name)
+            if not run.held_at(at) & bit:
+                continue
+            hashes += self._ended(run, at, event.tier)
+            if run.held_at(at) == bit:
+                del self._runs[name]
+                self._bury(name, run, at)
+            run.release(at, bit)
             self.counts.removed += 1
-            if not self._index.holds(self._engine, hashes[-1]):
-                del self._names[name]
+        self._index.remove(self._engine, event.tier, hashes)
+
+    def _ended(self, run: Run, at: int, tier: Tier) -> Sequence[BlockHash]:
+        """The entries that end when the tier no longer holds the block: those no other block shares."""
+        hashes, inner = run.hashes_of(at), run.inner(at, at + 1)
+        if not inner:
+            return hashes
+        return [*self._unshare(inner, tier), *hashes[len(inner) :]]
+
+    def _share(self, inner: Sequence[BlockHash], tier: Tier) -> None:
+        """One more block of the tier holds these entries."""
+        holders, one = self._holders, _ONE[tier]
+        for block in inner:
+            holders[block] = holders.get(block, 0) + one
+
+    def _unshare(self, inner: Sequence[BlockHash], tier: Tier) -> list[BlockHash]:
+        """One block of the tier less does; returns the entries none of it holds now."""
+        holders, one, ended = self._holders, _ONE[tier], list[BlockHash]()
+        for block in inner:
+            left = holders[block] - one
+            if left:
+                holders[block] = left
+            else:
+                del holders[block]
+            if not left // one % _LIMIT:
+                ended.append(block)
+        return ended
+
+    def _bury(self, name: Name, run: Run, at: int) -> None:
+        if self._recalled is None or not run.is_whole:
+            return
+        self._recalled[name] = run.hashes_of(at)
+        if len(self._recalled) > MAX_RECALLED:
+            self._recalled.popitem(last=False)
+
+    def _recall(self, name: Name) -> Run | None:
+        """A run of the one block that was removed lately; None when it is not known."""
+        hashes = self._recalled.pop(name, None) if self._recalled is not None else None
+        if hashes is None:
+            return None
+        run = self._runs[name] = Run.of_block(name, hashes, self._tokens_per_block)
+        return run

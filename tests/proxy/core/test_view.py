@@ -1,13 +1,15 @@
 from array import array
-from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, Tier, ViewCurrent, ViewLost
+from proxy.core import slices as slices_module
+from proxy.core import view as module
 from proxy.core.blocks import extend, namespace_root
 from proxy.core.index import Match, PrefixIndex
+from proxy.core.slices import slices
 from proxy.core.view import EngineView
 
 SIZE = 4  # tokens per block of the pool
@@ -70,8 +72,8 @@ class TestStore:
 
     @pytest.mark.parametrize(
         ("names", "tokens", "size"),
-        [([1], range(6), 6), ([1], range(2), 2), ([1, 2], range(4), 4), ([1], range(8), 4), ([1], [], 4)],
-        ids=["no multiple", "smaller", "too few tokens", "too many tokens", "no tokens"],
+        [([1, 2], range(4), 4), ([1], range(8), 4), ([1], [], 4), ([1], range(4), 0)],
+        ids=["too few tokens", "too many tokens", "no tokens", "no size"],
     )
     def test_blocks_whose_content_cannot_be_told_are_orphans(self, view, index, names, tokens, size):
         view.apply(stored(names, tokens, size=size))
@@ -130,63 +132,254 @@ def test_being_current_changes_nothing(view, index):
     assert len(index) == 1
 
 
+class TestSharedEntries:
+    """Blocks of 8 tokens that differ in their second half are one entry of 4 tokens and two more."""
+
+    def test_what_two_blocks_share_stays_until_both_are_gone(self, view, index):
+        view.apply(stored([1], [0, 1, 2, 3, 4, 5, 6, 7], size=8))
+        view.apply(stored([2], [0, 1, 2, 3, 9, 9, 9, 9], size=8))
+        assert len(index) == 3
+        view.apply(BlocksRemoved(Tier.GPU, (2,)))
+        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=2)}
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        assert len(index) == 0
+
+    def test_tier_by_tier(self, view, index):
+        view.apply(stored([1], [0, 1, 2, 3, 4, 5, 6, 7], size=8))
+        view.apply(stored([2], [0, 1, 2, 3, 9, 9, 9, 9], size=8, tier=Tier.HOST))
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        assert index.match(hashes_of(range(8))) == {"e": Match(host=1)}
+
+    def test_a_block_announced_again_shares_no_more(self, view, index):
+        for _ in range(3):
+            view.apply(stored([1], range(8), size=8))
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        assert len(index) == 0
+
+    def test_what_was_learned_otherwise_is_no_holder(self, view, index):
+        index.store("e", Tier.GPU, hashes_of(range(8)))
+        view.apply(stored([1], range(8), size=8))
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        assert len(index) == 0
+
+
+class TestPages:
+    """Blocks smaller than the pool's."""
+
+    def test_pages_are_gathered(self, view, index):
+        view.apply(stored([10, 11, 12], range(3), size=1))
+        assert len(index) == 0
+        view.apply(stored([13, 14], range(3, 5), size=1, parent=12))
+        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=1)}
+
+    def test_an_entry_goes_with_its_last_page(self, view, index):
+        view.apply(stored(range(10, 18), range(8), size=1))
+        view.apply(BlocksRemoved(Tier.GPU, (17, 16)))
+        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=1)}
+        view.apply(BlocksRemoved(Tier.GPU, (13,)))
+        assert len(index) == 0
+
+    def test_a_branch_in_the_middle(self, view, index):
+        view.apply(stored(range(10, 14), [0, 1, 2, 3, 4, 5, 6, 7], size=2))
+        view.apply(stored([20], [8, 9], size=2, parent=10))
+        view.apply(stored([21, 22], [6, 7, 8, 9], size=2, parent=20))
+        assert index.match(hashes_of([0, 1, 8, 9, 6, 7, 8, 9])) == {"e": Match(gpu=2)}
+
+    def test_markers_of_images_are_gathered_too(self, view, index):
+        extra = array("Q", [0, 0, 5, 0])
+        view.apply(stored([1, 2], range(2), size=1))
+        view.apply(stored([3], [2], size=1, parent=2, extra=array("Q", [5])))
+        view.apply(stored([4], [3], size=1, parent=3))
+        assert index.match(hashes_of(range(4), extra)) == {"e": Match(gpu=1)}
+        assert index.match(hashes_of(range(4))) == {}
+
+    def test_thousands_of_pages(self, view, index):
+        view.apply(stored(range(5_000), range(5_000), size=1))
+        assert index.match(hashes_of(range(5_000))) == {"e": Match(gpu=1250)}
+        view.apply(BlocksRemoved(Tier.GPU, tuple(range(4_999, 9, -1))))
+        assert (index.held("e", Tier.GPU), view.counts.removed) == (2, 4_990)
+
+
+class TestNamesAlone:
+    """Stores without tokens: an offload of blocks that were stored before."""
+
+    def named(self, *names, tier=Tier.HOST):
+        return BlocksStored(tier, None, names, array("i"), 0)
+
+    def test_known_blocks_lie_on_a_further_tier(self, view, index):
+        view.apply(stored([1, 2], range(8)))
+        view.apply(self.named(1, 2))
+        view.apply(BlocksRemoved(Tier.GPU, (1, 2)))
+        assert index.match(hashes_of(range(8))) == {"e": Match(host=2)}
+
+    def test_unknown_ones_are_orphans(self, view, index):
+        view.apply(self.named(1, 2))
+        assert (len(index), view.counts.orphaned, view.counts.stored) == (0, 1, 0)
+
+    def test_a_block_that_left_the_gpu_just_before(self, view, index):
+        view.apply(stored([1, 2], range(16), size=8))
+        view.apply(self.named(1))
+        view.apply(BlocksRemoved(Tier.GPU, (2, 1)))
+        view.apply(self.named(2))
+        assert index.match(hashes_of(range(16))) == {"e": Match(host=4)}
+        view.apply(stored([3], range(16, 24), size=8, parent=2))
+        assert index.match(hashes_of(range(24))) == {"e": Match(gpu=2, host=4)}
+        view.apply(BlocksRemoved(Tier.HOST, (1, 2)))
+        assert index.held("e", Tier.HOST) == 0
+
+    def test_what_is_recalled_is_bounded(self, view, index, monkeypatch):
+        monkeypatch.setattr(module, "MAX_RECALLED", 3)
+        view.apply(self.named(0))
+        view.apply(stored(range(1, 6), range(20)))
+        view.apply(BlocksRemoved(Tier.GPU, (1, 2, 3, 4, 5)))
+        view.apply(self.named(1, 2, 3, 4, 5))
+        assert index.held("e", Tier.HOST) == 3
+
+
+def test_a_name_with_other_content_is_another_block(view, index):
+    """A name proves nothing: the block it stood for before is gone."""
+    view.apply(stored([1, 2], range(8)))
+    view.apply(stored([1], range(4), tier=Tier.HOST))
+    view.apply(stored([1], range(50, 54)))
+    assert index.match(hashes_of(range(4))) == {}
+    assert index.match(hashes_of(range(50, 54))) == {"e": Match(gpu=1)}
+    view.apply(BlocksRemoved(Tier.GPU, (1, 2)))
+    assert len(index) == 0
+
+
+def test_a_lora_adapter_is_part_of_it(view, index):
+    view.apply(BlocksStored(Tier.GPU, None, (1,), array("i", range(4)), SIZE, None, None, "ada"))
+    assert index.match(hashes_of(range(4))) == {}
+    assert index.match(extend(root_of(None, "ada"), array("i", range(4)), None, SIZE)) == {"e": Match(gpu=1)}
+
+
+@pytest.mark.parametrize("blocks", [1, 60])
+def test_memory_is_bounded_by_what_the_engine_holds(view, blocks):
+    """Runs that keep only their first block keep little else."""
+    for n in range(2_000):
+        first = n * 64
+        view.apply(stored(range(first, first + blocks), range(first, first + blocks), size=1))
+        view.apply(BlocksRemoved(Tier.GPU, tuple(range(first + blocks - 1, first, -1))))
+    runs = set(view._runs.values())
+    assert (len(view._runs), len(runs)) == (2_000, 2_000)
+    assert sum(len(run.names) for run in runs) == 2_000
+
+
 # --- against a naive model ------------------------------------------------------------------------
 
-CHILDREN = 2
-NODES = [path for depth in range(4) for path in product(range(CHILDREN), repeat=depth)]
+LENGTH = 24
 
 
 class NaiveEngine:
-    """A tree of blocks, told apart by their path; a path's name is itself. Blocks have 8 tokens."""
+    """Blocks are the tokens from the start of the prompt to their end; so are entries."""
 
-    def __init__(self):
+    def __init__(self, size):
+        self.size = size
         self.tiers = {tier: set() for tier in Tier}
+        self.recalled = None
 
-    @staticmethod
-    def tokens(path):
-        return [10 * depth + step for depth, step in enumerate(path) for _ in range(8)]
+    def holds(self, block):
+        return any(block in held for held in self.tiers.values())
 
-    def known(self, path):
-        return any(path in held for held in self.tiers.values())
+    def store(self, tier, blocks):
+        self.tiers[tier].update(blocks)
+
+    def store_named(self, tier, blocks):
+        self.recalled = set() if self.recalled is None else self.recalled
+        known = {block for block in blocks if self.holds(block) or block in self.recalled}
+        self.recalled -= known
+        self.tiers[tier] |= known
+
+    def remove(self, tier, blocks):
+        for block in set(blocks) & self.tiers[tier]:
+            self.tiers[tier].discard(block)
+            if self.recalled is not None and not self.holds(block) and not self.size % SIZE:
+                self.recalled.add(block)
+
+    def entries(self, tier):
+        return {
+            block[:end]
+            for block in self.tiers[tier]
+            for end in range(SIZE, LENGTH + 1, SIZE)
+            if len(block) - self.size < end <= len(block)
+        }
 
 
-operations = st.lists(
-    st.one_of(
-        st.tuples(st.just("store"), st.sampled_from(NODES[1:]), st.sampled_from(list(Tier))),
-        st.tuples(st.just("remove"), st.sampled_from(NODES[1:]), st.sampled_from(list(Tier))),
-        st.tuples(st.just("clear"), st.none(), st.none()),
+class Worlds:
+    """A view and the naive model of its engine, told the same."""
+
+    def __init__(self, size, prompts):
+        self.size, self.prompts = size, prompts
+        self.index = PrefixIndex()
+        self.index.add_engine("e")
+        self.view, self.naive = EngineView("e", self.index, root_of, SIZE), NaiveEngine(size)
+
+    def apply(self, event, *, sliced):
+        for part in slices(event) if sliced else [event]:
+            self.view.apply(part)
+
+    def step(self, kind, which, tier, first, count, *, sliced):
+        blocks = [self.prompts[which][:end] for end in range(self.size, LENGTH + 1, self.size)]
+        blocks = blocks[first : first + count]
+        names = tuple(repr(block).encode() for block in blocks)
+        if kind == "clear":
+            self.view.apply(CacheCleared())
+            self.naive = NaiveEngine(self.size)
+        elif kind == "remove":
+            self.apply(BlocksRemoved(tier, names), sliced=sliced)
+            self.naive.remove(tier, blocks)
+        elif kind == "named":
+            self.apply(BlocksStored(tier, None, names, array("i"), 0), sliced=sliced)
+            self.naive.store_named(tier, blocks)
+        elif blocks:
+            self.store(tier, blocks, names, sliced=sliced)
+
+    def store(self, tier, blocks, names, *, sliced):
+        start = len(blocks[0]) - self.size
+        parent = repr(blocks[0][:start]).encode() if start else None
+        tokens = blocks[-1][start:]
+        self.apply(stored(names, tokens, parent=parent, tier=tier, size=self.size), sliced=sliced)
+        if parent is None or self.naive.holds(blocks[0][:start]):
+            self.naive.store(tier, blocks)
+
+    def check(self):
+        entries = {tier: self.naive.entries(tier) for tier in Tier}
+        for prompt in self.prompts:
+            expected = dict.fromkeys(Tier, 0)
+            for end in range(SIZE, LENGTH + 1, SIZE):
+                tier = next((t for t in Tier if prompt[:end] in entries[t]), None)
+                if tier is None:
+                    break
+                expected[tier] += 1
+            match = self.index.match(hashes_of(prompt)).get("e", Match())
+            assert (match.gpu, match.host, match.disk) == tuple(expected.values())
+        assert [self.index.held("e", tier) for tier in Tier] == [len(entries[tier]) for tier in Tier]
+        held = set().union(*self.naive.tiers.values())
+        assert set(self.view._runs) == {repr(block).encode() for block in held}
+
+
+# Prompts of few tokens that differ here and there, so that they share blocks, and parts of blocks.
+prompts = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=LENGTH, max_size=LENGTH).map(tuple)
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "store", "store", "named", "remove", "remove", "clear"]),
+        st.integers(0, 3),  # which prompt
+        st.sampled_from([*Tier, Tier.GPU]),
+        st.integers(0, LENGTH),  # first block, and how many, as far as there are so many
+        st.integers(1, LENGTH),
+        st.booleans(),  # in slices
     ),
-    max_size=40,
+    max_size=30,
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(operations)
-def test_events_in_any_order_give_the_index_of_a_naive_model(steps):
-    index = PrefixIndex()
-    index.add_engine("e")
-    view, naive = EngineView("e", index, root_of, SIZE), NaiveEngine()
-    for kind, path, tier in steps:
-        if kind == "clear":
-            view.apply(CacheCleared())
-            naive = NaiveEngine()
-        elif kind == "remove":
-            view.apply(BlocksRemoved(tier, (repr(path).encode(),)))
-            naive.tiers[tier].discard(path)
-        else:
-            parent = repr(path[:-1]).encode() if path[:-1] else None
-            tokens = naive.tokens(path)[-8:]
-            view.apply(stored([repr(path).encode()], tokens, parent=parent, tier=tier, size=8))
-            if not path[:-1] or naive.known(path[:-1]):
-                naive.tiers[tier].add(path)
-    for path in NODES[1:]:
-        expected = {"gpu": 0, "host": 0, "disk": 0}
-        for depth in range(1, len(path) + 1):
-            tier = next((t for t in Tier if path[:depth] in naive.tiers[t]), None)
-            if tier is None:
-                break
-            expected[tier.value] += 2
-        match = index.match(hashes_of(naive.tokens(path))).get("e", Match())
-        assert match == Match(**expected)
-    for tier in Tier:
-        assert index.held("e", tier) == 2 * len(naive.tiers[tier])
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), st.lists(prompts, min_size=4, max_size=4), steps)
+def test_events_in_any_order_give_the_index_of_a_naive_model(size, chosen, steps):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices_module, "SLICE_TOKENS", 2 * size)
+        patch.setattr(slices_module, "SLICE_NAMES", 2)
+        worlds = Worlds(size, chosen)
+        for *step, sliced in steps:
+            worlds.step(*step, sliced=sliced)
+        worlds.check()
