@@ -148,6 +148,7 @@ class PromptBuilder:
         # Such an engine renders with the same code: what cannot be rendered here is the client's fault.
         # Any other may take more than we do, so that a prompt we do not understand is only unknown.
         self._strict = Capability.EXTRA_IDS in info.capabilities
+        self._asks_about_tools = False
         self._asks_about_special = Capability.TOKENIZE in info.capabilities and not self._strict
 
     @property
@@ -158,6 +159,10 @@ class PromptBuilder:
     def ask_engines(self) -> None:
         """From now on the engines tokenise everything."""
         self._tokenizer = self._engines
+
+    def ask_engines_about_tools(self) -> None:
+        """From now on the engines tokenise chats that have to do with tools."""
+        self._asks_about_tools = True
 
     def distrust(self, source: Source) -> bool:
         """An engine made other ids of a prompt than `source` did: its ids are not exact from now on, and in
@@ -249,7 +254,7 @@ class PromptBuilder:
     async def _chat(self, source: ChatInput, body: JsonBody) -> _Tokens | None:
         tokenizer = self._tokenizer
         special = not self._strict and is_special(source, body)
-        if special and self._asks_about_special:
+        if (special and self._asks_about_special) or (self._asks_about_tools and source.has_tools):
             tokenizer = self._engines
         if tokenizer is None or (tokenizer is self.local and special and has_own_template(body)):
             return None

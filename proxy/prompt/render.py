@@ -24,6 +24,8 @@ _SPECIAL = (
     "parallel_tool_calls",
     "json_schema",
     "grammar",
+    "thinking",
+    "task",
 )
 # What replaces the template of a chat or is added by it.
 _OWN_TEMPLATE = ("chat_template", "documents", "add_special_tokens")
@@ -59,6 +61,15 @@ class ChatInput:
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         return all(map(is_text, parts))
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether it has to do with tools: offers them, or tells of calls of them."""
+        messages = self.messages if isinstance(self.messages, list) else ()
+        return bool(self.tools) or any(
+            isinstance(message, dict) and (message.get("tool_calls") or message.get("role") == "tool")
+            for message in messages
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,15 +50,41 @@ async def test_one_token_off_and_the_engine_is_asked_from_then_on(check, embedde
 
 
 async def test_a_chat_only_one_side_can_render_is_a_difference(check, embedded, engine):
+    def no_turns(path, body, ids):
+        if len(body.get("messages") or ()) > 1:
+            raise EngineRejected("no turns", status=400)
+        return ids
+
+    engine.alter = no_turns
+    _, exactness = await check(embedded)
+    assert exactness.source == "engine"
+    assert "'system message': the engine refuses it (no turns)" in exactness.detail
+
+
+async def test_an_engine_that_is_not_set_up_for_tools_is_asked_about_them_alone(info_of, engine):
     def no_tools(path, body, ids):
         if "tools" in body:
             raise EngineRejected("tools are off", status=400)
         return ids
 
     engine.alter = no_tools
-    _, exactness = await check(embedded)
-    assert exactness.source == "engine"
-    assert "'tools': the engine refuses it (tools are off)" in exactness.detail
+    builder = PromptBuilder(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda: [engine])
+    exactness = await verify_exactness(builder, engine)
+    assert (exactness.ok, exactness.source) == (True, "local")
+    assert "on 7 prompts" in exactness.detail
+
+    async def source(**fields):
+        prompt = await builder.build(CHAT, JsonBody(msgspec.json.encode(fields)), salt=None)
+        return None if prompt is None else prompt.source
+
+    hello = {"role": "user", "content": "hello"}
+    call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert await source(messages=[hello]) == "local"
+    assert await source(messages=[hello, called, hello]) == "engine"
+    assert await source(messages=[hello, {"role": "tool", "content": "1"}]) == "engine"
+    # Only an engine could say, and it does not.
+    assert await source(messages=[hello], tools=[{"type": "function", "function": {"name": "f"}}]) is None
 
 
 async def test_a_chat_neither_side_can_render_is_none(check, embedded, engine, monkeypatch):
