@@ -1,9 +1,231 @@
-"""SGLang as an engine."""
+"""Drives an SGLang server: its OpenAI routes, its own ones, and its KV events.
+
+What SGLang does and does not was read in its 0.5.23; docs/engines/sglang.md lists the facts this rests on.
+"""
 
 from __future__ import annotations
 
-from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
+from engine_adapter.hold import Hold, RequestBody, SelfPlaced
+from engine_adapter.http import OutgoingRequest
+from engine_adapter.kv_keys import read_sglang_keys
+from engine_adapter.kv_sources import reachable_endpoint
+from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.openai_http import ControlClient, prepare_request
+from engine_adapter.sglang.findings import find, why_events_do_not_fit
+from engine_adapter.sglang.loads import Loads
+from engine_adapter.sglang.requests import hold_request, tells_cached_tokens
+from engine_adapter.sglang.server_info import ServerInfo, read_server_info
+from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
+from engine_adapter.types import (
+    Capability,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    Finding,
+    KvEvent,
+    KvProgress,
+    KvTarget,
+    KvVerb,
+    TokenIds,
+)
+from engine_adapter.undeclared import Undeclared
+
+_INSTEAD = {
+    Capability.KV_EVENTS: "what it holds is learned from its answers; start it with --kv-events-config",
+    Capability.CACHED_TOKENS: "start it with --enable-cache-report",
+    Capability.TOKENIZE: "prompts are tokenised at the proxy with the engine's tokenizer setting",
+    Capability.RENDER: "prompts with images are forwarded, and not followed",
+    Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own",
+    Capability.EXTRA_IDS: "text alone can be warmed",
+    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
+    Capability.FLUSH: "it needs the server's --admin-api-key as api_key; a restart does it too",
+    Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
+    Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
+    Capability.PIN: "warm the prefix again when it is needed",
+}
+_FLUSH_ALL_ONLY = "it is flushed as a whole or not at all: flush the engine, without a prompt or a tenant"
+_BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND = 400, 401, 404
+_DP_RANK = "x-data-parallel-rank"
 
 
-class SglangAdapter(OpenAICompatibleAdapter):
-    """`EngineAdapter` of SGLang."""
+class SglangAdapter(SelfPlaced, Undeclared):
+    """`EngineAdapter` of SGLang; with `dp_rank`, of one data-parallel rank of a server."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Raises EngineSpecError for an address that is none."""
+        self.spec = spec
+        self._control = ControlClient(spec)
+        self._loads = Loads(self._control, spec.dp_rank)
+        self._info: ServerInfo | None = None
+        self._findings: tuple[Finding, ...] = ()
+        self._tells_ready = True
+        self._jinja = False
+
+    async def connect(self) -> EngineInfo:
+        """See `EngineAdapter.connect`."""
+        await self._check_ready()
+        answer, models = await self._server_info(), await self._control.get("/v1/models")
+        info = self._info = read_server_info(answer, models, api_key=self.spec.api_key)
+        if self.spec.dp_rank is not None and self.spec.dp_rank >= info.dp_ranks:
+            raise EngineUnavailable(f"it has no dp_rank {self.spec.dp_rank}, only {info.dp_ranks} rank(s)")
+        self._loads.forget()
+        tokenizes = await tokenizes_chats(self._control)
+        self._jinja = tokenizes and await uses_jinja(self._control, info)
+        self._findings = find(info, self.spec, jinja=self._jinja, tokenizes=tokenizes)
+        return self._describe(info, tokenizes=tokenizes)
+
+    async def load(self) -> EngineLoad:
+        """See `EngineAdapter.load`."""
+        await self._check_ready()
+        return await self._loads.read()
+
+    def findings(self) -> tuple[Finding, ...]:
+        """See `EngineAdapter.findings`."""
+        return self._findings
+
+    def hold(
+        self, path: str, body: RequestBody, prompt: KvTarget | None
+    ) -> AbstractAsyncContextManager[Hold]:
+        """See `EngineAdapter.hold`."""
+        return self._hold(path, body, prompt)
+
+    def prepare(
+        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
+    ) -> OutgoingRequest:
+        """See `EngineAdapter.prepare`."""
+        request = prepare_request(self.spec, method, path, headers, body)
+        if self.spec.dp_rank is None:
+            return request
+        # The one word for the rank that every route reads, and that stands above the body's.
+        kept = {name: value for name, value in request.headers.items() if name.lower() != _DP_RANK}
+        return replace(request, headers={**kept, _DP_RANK: str(self.spec.dp_rank)})
+
+    def not_supported(self, capability: Capability) -> NotSupported:
+        """See `EngineAdapter.not_supported`."""
+        return NotSupported(capability.value, engine=self.spec.id, instead=_INSTEAD[capability])
+
+    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
+        """See `EngineAdapter.tokenize`."""
+        return await tokenize(self._control, path, body)
+
+    async def events(self) -> AsyncGenerator[KvEvent, None]:
+        """See `EngineAdapter.events`."""
+        info = self._info or await self._connected()
+        if why_events_do_not_fit(info, self.spec) is not None:
+            raise self.not_supported(Capability.KV_EVENTS)
+        subscriber = KvEventSubscriber(self._endpoints(info), read_keys=read_sglang_keys)
+        async with aclosing(subscriber.events()) as events:
+            async for event in events:
+                yield event
+
+    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """See `EngineAdapter.operate`: a flush of everything. With several data-parallel ranks it is of all
+        of them. What a HiCache storage backend keeps beyond the server stays. How many blocks went is not
+        told."""
+        if verb is not KvVerb.FLUSH:
+            raise self.not_supported(Capability(verb.value))
+        if target.token_ids is not None or target.cache_salt is not None:
+            raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSH_ALL_ONLY)
+        try:
+            await self._control.fetch("POST", "/flush_cache")
+        except EngineRejected as error:
+            if error.status != _BAD_REQUEST:
+                raise
+            load = await self._loads.read()
+            yield KvProgress(0, 0, left={"busy": max(load.running + load.waiting, 1)})
+        else:
+            yield KvProgress(0, 0)
+
+    async def stats(self) -> dict[str, Any]:
+        """See `EngineAdapter.stats`."""
+        load = await self._loads.read()
+        info = self._info or await self._connected()
+        return {
+            "findings": [str(finding) for finding in self._findings],
+            "page_size": info.page_size,
+            "capacity_tokens": info.capacity_tokens,
+            "gpu_usage": load.gpu_usage,
+            "cache_hit_rate": self._loads.cache_hit_rate,
+        }
+
+    async def aclose(self) -> None:
+        """See `EngineAdapter.aclose`."""
+        await self._control.aclose()
+
+    @asynccontextmanager
+    async def _hold(self, path: str, body: RequestBody, prompt: KvTarget | None) -> AsyncIterator[Hold]:
+        if isinstance(body, JsonBody) and self._info is not None:
+            yield hold_request(self._info, path, body, prompt, jinja=self._jinja)
+        else:
+            yield Hold(body)
+
+    async def _connected(self) -> ServerInfo:
+        await self.connect()
+        if self._info is None:
+            raise EngineUnavailable("it is not connected")
+        return self._info
+
+    async def _check_ready(self) -> None:
+        """Raises EngineUnavailable while the server starts, is paused or not well. `/health` is not asked: it
+        takes a second and has the model compute a token. Servers before 0.5.20 have neither."""
+        if not self._tells_ready:
+            return
+        try:
+            await self._control.fetch("GET", "/ready")
+        except EngineRejected as error:
+            if error.status != _NOT_FOUND:
+                raise EngineUnavailable(f"/ready answered {error.status}: {error}") from error
+            self._tells_ready = False
+
+    async def _server_info(self) -> object:
+        try:
+            answer: object = await self._control.get("/server_info")
+        except EngineRejected as error:
+            if error.status == _NOT_FOUND:
+                return await self._control.get("/get_server_info")
+            if error.status == _UNAUTHORIZED:
+                raise EngineUnavailable("it wants its --api-key: give it to kvpin as api_key") from error
+            raise
+        return answer
+
+    def _endpoints(self, info: ServerInfo) -> EventEndpoints:
+        """Where the rank's events are, as this machine reaches them."""
+        events, replay, topic = self.spec.events, self.spec.replay, ""
+        if info.publisher is not None and events is None:
+            told, told_replay = info.publisher.endpoints(self.spec.dp_rank or 0)
+            events, topic = reachable_endpoint(told, self.spec.url), info.publisher.topic
+            replay = replay or (told_replay and reachable_endpoint(told_replay, self.spec.url))
+        if events is None:
+            raise self.not_supported(Capability.KV_EVENTS)
+        return EventEndpoints(events, replay, topic)
+
+    def _describe(self, info: ServerInfo, *, tokenizes: bool) -> EngineInfo:
+        capabilities = {Capability.CACHE_SALT}
+        for capability, has in (
+            (Capability.KV_EVENTS, why_events_do_not_fit(info, self.spec) is None),
+            (Capability.CACHED_TOKENS, tells_cached_tokens(info)),
+            (Capability.TOKENIZE, tokenizes),
+            (Capability.FLUSH, not info.lacks_admin_key),
+        ):
+            if has:
+                capabilities.add(capability)
+        blocks = info.capacity_tokens // info.page_size if info.capacity_tokens and info.page_size else None
+        return EngineInfo(
+            model=info.model,
+            instance=info.instance,
+            capabilities=frozenset(capabilities),
+            tokens_per_block=info.page_size,
+            max_model_len=info.max_model_len,
+            tokenizer=self.spec.tokenizer or info.tokenizer,
+            gpu_blocks=blocks,
+            host_blocks=int(blocks * info.host_ratio) or None if blocks is not None else None,
+            version=f"SGLang {info.version}",
+            adapters=info.adapters,
+        )

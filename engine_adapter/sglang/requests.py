@@ -20,8 +20,6 @@ from engine_adapter.types import KvTarget
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
 _SALTED = (CHAT, COMPLETIONS, _RESPONSES)
-# Fields that SGLang's rendering of a chat knows and kvpin's does not, or the other way round.
-_RENDERED_OTHERWISE = ("input_ids", "thinking", "task", "add_generation_prompt")
 _DETAILS = "return_cached_tokens_details"
 _DETAILS_SINCE = (0, 5, 10)
 
@@ -96,8 +94,9 @@ def _tokens(
     info: ServerInfo, path: str, body: JsonBody, token_ids: list[int], *, jinja: bool
 ) -> dict[str, object]:
     """The changes that put tokens in the place of what they were made of."""
-    if path == CHAT and jinja and not any(name in body for name in _RENDERED_OTHERWISE):
-        return {"input_ids": token_ids}
+    if path == CHAT:
+        # SGLang's chats have no add_generation_prompt: it would render what was asked of kvpin otherwise.
+        return {"input_ids": token_ids} if jinja and "add_generation_prompt" not in body else {}
     # An echo of tokens is written otherwise than the text they were made of.
     if path == COMPLETIONS and isinstance(body.get("prompt"), str) and not body.get("echo"):
         return {} if info.completion_template else {"prompt": token_ids}
@@ -118,8 +117,7 @@ def _asked(info: ServerInfo, path: str, body: JsonBody, changes: dict[str, objec
 
 def _foreseen(info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget) -> int | None:
     """What will be reported as cached where the index cannot tell; None where it can."""
-    reads_prompt = path == COMPLETIONS and body.get("echo") and body.get("logprobs")
-    if reads_prompt or _is_another_prompt(info, path, body, prompt):
+    if path == COMPLETIONS and _is_told_otherwise(info, body):
         return 0
     samples = body.get("n")
     if isinstance(samples, int) and samples > 1 and info.page_size and prompt.token_ids is not None:
@@ -128,10 +126,7 @@ def _foreseen(info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget) -> 
     return None
 
 
-def _is_another_prompt(info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget) -> bool:
-    """Whether the server's KV of the request is not that of the prompt kvpin knows."""
-    if body.get("extra_key") or (body.get("lora_path") is not None and prompt.adapter is None):
-        return True
-    if path == COMPLETIONS:
-        return info.completion_template and not isinstance(body.get("prompt"), list)
-    return body.get("input_ids") is not None
+def _is_told_otherwise(info: ServerInfo, body: JsonBody) -> bool:
+    """Whether a completion reuses nothing, or is of another prompt than kvpin knows."""
+    reads_prompt = bool(body.get("echo") and body.get("logprobs"))
+    return reads_prompt or (info.completion_template and not isinstance(body.get("prompt"), list))

@@ -11,8 +11,8 @@ import msgspec
 
 from engine_adapter.errors import EngineUnavailable
 
-# From here on events tell the cache salt of what they store, and are maps rather than arrays.
-EVENTS_TELL_SALTS = (0, 5, 20)
+# From here on events tell the cache salt of what they store.
+EVENTS_TELL_SALTS = (0, 5, 18)
 # From here on they tell the LoRA adapter: with "format": "dynamo" alone, and always.
 EVENTS_MAY_TELL_ADAPTERS, EVENTS_TELL_ADAPTERS = (0, 5, 22), (0, 5, 23)
 # With these an event's tokens are pairs of neighbours, and a hit asks for the token after it as well.

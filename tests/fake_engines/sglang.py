@@ -61,14 +61,20 @@ class SglangOptions:
 
 
 class _Events:
-    """The events of one rank, gathered until the scheduler's next turn."""
+    """The events of one rank, gathered until the scheduler's next turn.
+
+    Attributes:
+        told: pages stored and removed since the start.
+    """
 
     def __init__(self, publisher: Publisher, page_size: int) -> None:
+        self.told = [0, 0]
         self._publisher = publisher
         self._page_size = page_size
         self._batch: list[dict] = []
 
     def stored(self, run: StoredRun) -> None:
+        self.told[0] += len(run.hashes)
         event = {
             "type": "BlockStored",
             "block_hashes": list(map(_signed, run.hashes)),
@@ -83,6 +89,7 @@ class _Events:
         self._batch.append(event | {name: value for name, value in told.items() if value is not None})
 
     def removed(self, hashes: tuple[int, ...]) -> None:
+        self.told[1] += len(hashes)
         names = list(map(_signed, hashes))
         if self._batch and self._batch[-1]["type"] == "BlockRemoved":
             self._batch[-1]["block_hashes"] += names
@@ -537,6 +544,10 @@ class RunningSglang:
     def publisher(self) -> Publisher:
         """Of the first rank."""
         return self.fake.publishers[0]
+
+    def told(self, rank: int = 0) -> list[int]:
+        """Pages that events of a rank stored and removed since the start."""
+        return self.fake.cores[rank].cache.listener.told
 
 
 @contextmanager

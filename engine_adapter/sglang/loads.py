@@ -1,0 +1,93 @@
+"""How busy an SGLang server is, by `/v1/loads` or, on one before 0.5.10, `/get_load`."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineLoad
+
+_NOT_FOUND = 404
+_Answer = TypeVar("_Answer")
+
+
+class _Rank(msgspec.Struct, frozen=True):
+    """One data-parallel rank; the last field counts since the process began."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float = 0.0
+    cache_hit_rate: float = 0.0
+    total_prefill_uncached_tokens: int = 0
+
+
+class _Loads(msgspec.Struct, frozen=True):
+    loads: list[_Rank]
+
+
+class _OldRank(msgspec.Struct, frozen=True):
+    """The same of a server before 0.5.10, whose first count includes the second."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+
+
+class Loads:
+    """Reads the load of one rank, or of all together.
+
+    Attributes:
+        cache_hit_rate: share of the last prompts' tokens that were reused, by the server's own count.
+    """
+
+    def __init__(self, control: ControlClient, dp_rank: int | None) -> None:
+        self._control = control
+        self._dp_rank = dp_rank
+        self._is_old = False
+        self._prefilled = 0
+        self.cache_hit_rate: float | None = None
+
+    async def read(self) -> EngineLoad:
+        """Raises EngineUnavailable when the rank is not there, or is another process than before."""
+        ranks = [rank for rank in await self._ranks() if self._dp_rank in (None, rank.dp_rank)]
+        if not ranks:
+            raise EngineUnavailable(
+                "it tells no load" if self._dp_rank is None else f"it has no dp_rank {self._dp_rank}"
+            )
+        prefilled = sum(rank.total_prefill_uncached_tokens for rank in ranks)
+        if prefilled < self._prefilled:
+            self._prefilled = 0
+            raise EngineUnavailable("the engine was restarted")
+        self._prefilled = prefilled
+        self.cache_hit_rate = None if self._is_old else sum(r.cache_hit_rate for r in ranks) / len(ranks)
+        return EngineLoad(
+            running=sum(rank.num_running_reqs for rank in ranks),
+            waiting=sum(rank.num_waiting_reqs for rank in ranks),
+            gpu_usage=None if self._is_old else min(max(rank.token_usage for rank in ranks), 1.0),
+        )
+
+    def forget(self) -> None:
+        """The process may be another now."""
+        self._is_old, self._prefilled = False, 0
+
+    async def _ranks(self) -> list[_Rank]:
+        if not self._is_old:
+            try:
+                return _read(await self._control.get("/v1/loads?include=core"), _Loads).loads
+            except EngineRejected as error:
+                if error.status != _NOT_FOUND:
+                    raise
+                self._is_old = True
+        old = _read(await self._control.get("/get_load"), list[_OldRank])
+        return [_Rank(r.dp_rank, r.num_reqs - r.num_waiting_reqs, r.num_waiting_reqs) for r in old]
+
+
+def _read(answer: object, kind: type[_Answer]) -> _Answer:
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"it does not tell its load as SGLang does: {error}") from error

@@ -1,0 +1,67 @@
+"""The tokens of a request by SGLang's `/tokenize`, which writes chats with the code that serves them."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.sglang.requests import CHAT, COMPLETIONS
+from engine_adapter.sglang.server_info import ServerInfo
+from engine_adapter.types import TokenIds
+
+# What the chat route does not read, while /tokenize does.
+_NOT_OF_CHATS = ("add_generation_prompt", "add_special_tokens", "prompt")
+_CHAT = {"messages": [{"role": "user", "content": "."}]}
+# From here on /tokenize reads add_generation_prompt, and refuses it where no Jinja template would get it.
+_REFUSES_SINCE = (0, 5, 23)
+_BAD_REQUEST, _NOT_FOUND = 400, 404
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
+async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenIds[int]:
+    """See `EngineAdapter.tokenize`."""
+    if path == CHAT:
+        asked = body.replace(**dict.fromkeys(_NOT_OF_CHATS))
+        return array("i", await _ask(control, asked.raw))
+    if path != COMPLETIONS:
+        raise EngineRejected(f"SGLang does not tell the tokens of {path}", status=_NOT_FOUND)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        if len(prompt) != 1 or not isinstance(prompt[0], str):
+            raise EngineRejected("it is not one text", status=_BAD_REQUEST, param="prompt")
+        prompt = prompt[0]
+    return array("i", await _ask(control, msgspec.json.encode({"prompt": prompt})))
+
+
+async def tokenizes_chats(control: ControlClient) -> bool:
+    """Whether it has tokens for chats: not on old servers, nor on those started without a tokenizer."""
+    return await _takes(control, _CHAT)
+
+
+async def uses_jinja(control: ControlClient, info: ServerInfo) -> bool:
+    """Whether chats are known to be written by a Jinja template. The templates that SGLang brings itself also
+    add stop words, which it takes from the messages and not from tokens."""
+    return info.release >= _REFUSES_SINCE and await _takes(control, {**_CHAT, "add_generation_prompt": True})
+
+
+async def _takes(control: ControlClient, body: object) -> bool:
+    try:
+        await control.call("POST", "/tokenize", json=body)
+    except EngineRejected:
+        return False
+    return True
+
+
+async def _ask(control: ControlClient, raw: bytes) -> list[int]:
+    answer = await control.call("POST", "/tokenize", content=raw)
+    try:
+        return msgspec.convert(answer, _Tokens).tokens
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"/tokenize does not answer as SGLang's does: {error}") from error
