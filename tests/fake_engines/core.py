@@ -44,20 +44,22 @@ class EngineCore:
         self.end_of_step = end_of_step
         self.running = self.waiting = 0
         self._turns = asyncio.Semaphore(max_running)
+        self._held_after = 0
         self._gate = threading.Event()
         self._gate.set()
 
-    def hold(self) -> None:
-        """Requests that run stand still before their next token until `release`."""
+    def hold(self, *, after: int = 0) -> None:
+        """Requests stand still once they have `after` tokens, until `release`."""
+        self._held_after = after
         self._gate.clear()
 
     def release(self) -> None:
         """Ends `hold`; at the end of a test, too, as a held request has a thread waiting."""
         self._gate.set()
 
-    async def turn(self) -> None:
-        """Waits while `hold` lasts."""
-        if not self._gate.is_set():
+    async def turn(self, at: int = 0) -> None:
+        """Waits while `hold` lasts; `at` tokens were made so far."""
+        if at >= self._held_after and not self._gate.is_set():
             await asyncio.to_thread(self._gate.wait)
 
     def reset(self) -> bool:
@@ -89,7 +91,7 @@ class EngineCore:
         self, prompt: CachePrompt, max_tokens: int, running: RunningPrompt
     ) -> AsyncIterator[int]:
         for at in range(max_tokens):
-            await self.turn()
+            await self.turn(at)
             token = output_token(prompt, at)
             running.append(token)
             self.end_of_step()

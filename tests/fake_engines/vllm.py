@@ -1,0 +1,409 @@
+"""A vLLM server without a model: its routes, its metrics page and its event sockets, as 0.32.0 has them.
+
+It runs no model: an answer is a function of the prompt's tokens, adapter and images. Everything kvpin depends
+on is as measured on the real one: what a request reuses, what is announced and when, what is refused and how.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from tests.engines import served
+from tests.fake_engines.answers import Work, answer
+from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun
+from tests.fake_engines.core import EngineCore
+from tests.fake_engines.publisher import Publisher
+from tests.fake_engines.text import MODEL_DIR, chat_tokens, encode, words
+
+_created = count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What a server is started with; the flags' names where there is one.
+
+    Attributes:
+        num_gpu_blocks: one of them is always kept empty.
+        names_sources: it has `/kv_event_sources` (0.26 and later).
+        log_stats: `/metrics` tells of the engine.
+        knows_salts: it refuses an empty cache salt.
+        tells_zero: usage has the reused tokens also when there are none.
+        identity: its page tells when its counters were made.
+    """
+
+    model: str = "tiny"
+    adapters: tuple[str, ...] = ()
+    block_size: int = 16
+    num_gpu_blocks: int = 129
+    max_model_len: int = 1024
+    ranks: int = 1
+    kv_events: bool = True
+    replay_endpoint: bool = True
+    names_sources: bool = True
+    enable_prompt_tokens_details: bool = True
+    enable_prefix_caching: bool = True
+    enable_scale_out: bool = True
+    dev_mode: bool = True
+    log_stats: bool = True
+    api_key: str | None = None
+    version: str = "0.32.0"
+    knows_salts: bool = True
+    tells_zero: bool = True
+    identity: bool = True
+
+
+@dataclass(slots=True)
+class _Events:
+    """The events of one rank, gathered until the end of a step."""
+
+    publisher: Publisher
+    block_size: int
+    batch: list[dict] = field(default_factory=list)
+
+    def stored(self, run: StoredRun) -> None:
+        adapter = run.namespace.adapter
+        keys = [list(self._keys(run, at)) or None for at in range(len(run.hashes))]
+        event = {
+            "type": "BlockStored",
+            "block_hashes": run.hashes,
+            "parent_block_hash": run.parent,
+            "token_ids": run.tokens,
+            "block_size": self.block_size,
+            "lora_id": None if adapter is None else 1,
+            "medium": "GPU",
+            "lora_name": adapter,
+            "extra_keys": keys,
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
+        self.batch.append(event)
+
+    def removed(self, hashes: tuple[int, ...]) -> None:
+        event = {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0}
+        self.batch.append(event)
+
+    def cleared(self) -> None:
+        self.batch.append({"type": "AllBlocksCleared"})
+
+    def flush(self) -> None:
+        batch, self.batch = self.batch, []
+        self.publisher.publish(batch)
+
+    def _keys(self, run: StoredRun, at: int) -> Iterator[object]:
+        """Untagged: adapter, items, salt on the first block of a prompt."""
+        if run.namespace.adapter is not None:
+            yield run.namespace.adapter
+        yield from run.media[at]
+        if run.namespace.salt is not None and run.parent is None and at == 0:
+            yield run.namespace.salt
+
+
+class FakeVllm:
+    """One server. `cores` and `publishers` are one for each data-parallel rank.
+
+    Attributes:
+        seen: bodies of the chats and completions it served, each with the rank it went to.
+    """
+
+    def __init__(self, options: VllmOptions) -> None:
+        self.options = options
+        self.publishers = [
+            Publisher(topic=f"kv@{options.model}", replay=options.replay_endpoint, rank=rank)
+            for rank in range(options.ranks if options.kv_events else 0)
+        ]
+        self.seen: list[tuple[int, dict]] = []
+        words()  # loads the tokenizer, which takes seconds: not while a client waits
+        self._begin()
+        self.app = Starlette(routes=list(self._routes()))
+
+    def restart(self) -> None:
+        """As another process at the same addresses: an empty cache, events from 0 on, counters made anew."""
+        self._begin()
+        for publisher in self.publishers:
+            publisher.restart()
+
+    def close(self) -> None:
+        for core in self.cores:
+            core.release()
+        for publisher in self.publishers:
+            publisher.close()
+
+    def _begin(self) -> None:
+        self.cores = [self._core(rank) for rank in range(self.options.ranks)]
+        self._started = time.time() + next(_created)
+        self._turn = 0
+
+    def _core(self, rank: int) -> EngineCore:
+        options = self.options
+        capacity = options.num_gpu_blocks - 1 if options.enable_prefix_caching else 0
+        if not self.publishers or not options.enable_prefix_caching:
+            return EngineCore(PageCache(options.block_size, capacity))
+        events = _Events(self.publishers[rank], options.block_size)
+        return EngineCore(PageCache(options.block_size, capacity, events), end_of_step=events.flush)
+
+    # --- routes ---------------------------------------------------------------------------------------
+
+    def _routes(self) -> Iterator[Route]:
+        options = self.options
+        prompts = {
+            "/v1/chat/completions": self._chat_prompt,
+            "/v1/completions": self._text_prompt,
+            "/v1/responses": self._response_prompt,
+            "/v1/messages": self._chat_prompt,
+        }
+        yield Route("/health", lambda _: Response())
+        yield Route("/version", lambda _: JSONResponse({"version": options.version}))
+        yield Route("/v1/models", self._guarded(self._models))
+        yield Route("/metrics", lambda _: PlainTextResponse(self.metrics()))
+        yield Route("/tokenize", self._guarded(self._tokenize), methods=["POST"])
+        if options.names_sources:
+            yield Route("/kv_event_sources", lambda _: JSONResponse(self._sources()))
+        if options.dev_mode:
+            yield Route("/reset_prefix_cache", self._reset, methods=["POST"])
+        for path, read in prompts.items():
+            yield Route(path, self._guarded(self._serve(path, read)), methods=["POST"])
+            render = self._guarded(self._render(path, read) if options.enable_scale_out else _disabled)
+            yield Route(f"{path}/render", render, methods=["POST"])
+
+    def _guarded(self, handler: Callable) -> Callable:
+        """Errors in vLLM's shape; the key where the route wants it."""
+
+        async def guarded(request: Request) -> Response:
+            key = self.options.api_key
+            wants_key = key is not None and request.url.path.startswith("/v1")
+            if wants_key and request.headers.get("authorization") != f"Bearer {key}":
+                return JSONResponse({"error": "Unauthorized"}, 401)
+            try:
+                return await handler(request)
+            except _RefusedError as refused:
+                error = {"message": str(refused), "type": "BadRequestError"}
+                error |= {"param": refused.param, "code": refused.status}
+                return JSONResponse({"error": error}, refused.status)
+
+        return guarded
+
+    async def _models(self, _: Request) -> Response:
+        options = self.options
+        base = {"id": options.model, "root": str(MODEL_DIR), "parent": None}
+        data = [base | {"max_model_len": options.max_model_len}]
+        data += [{"id": name, "root": f"/{name}", "parent": options.model} for name in options.adapters]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        prompt = self._chat_prompt(body) if "messages" in body else self._text_prompt(body)
+        tokens = list(prompt.tokens)
+        return JSONResponse({"count": len(tokens), "max_model_len": 1024, "tokens": tokens})
+
+    async def _reset(self, _: Request) -> Response:
+        done = [core.reset() for core in self.cores]  # of every rank, whatever the others say
+        return JSONResponse({"success": all(done)})
+
+    def _sources(self) -> dict[str, dict]:
+        return {
+            str(rank): {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": publisher.endpoint.replace("127.0.0.1", "*"),
+                "replay_endpoint": publisher.replay_endpoint
+                and publisher.replay_endpoint.replace("127.0.0.1", "*"),
+                "buffer_steps": 10_000,
+                "topic": publisher.topic,
+            }
+            for rank, publisher in enumerate(self.publishers)
+        }
+
+    def _render(self, path: str, read: Callable[[dict], CachePrompt]) -> Callable:
+        async def render(request: Request) -> Response:
+            prompt = read(await self._body(request))
+            features = None
+            if prompt.media:
+                places = [{"offset": item.offset, "length": item.length} for item in prompt.media]
+                hashes = [item.identity for item in prompt.media]
+                features = {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": places}}
+            rendered = {"request_id": "r", "token_ids": list(prompt.tokens), "features": features}
+            return JSONResponse([rendered] if path == "/v1/completions" else rendered)
+
+        return render
+
+    def _serve(self, path: str, read: Callable[[dict], CachePrompt]) -> Callable:
+        async def serve(request: Request) -> Response:
+            body = await self._body(request)
+            if body.get("cache_salt") == "" and self.options.knows_salts:
+                raise _RefusedError("Parameter 'cache_salt' must be a non-empty string", param="cache_salt")
+            rank = self._rank(request)
+            self.seen.append((rank, body))
+            prompt = read(body)
+            if len(prompt.tokens) >= self.options.max_model_len:
+                raise _RefusedError(f"context is {self.options.max_model_len} tokens", param="input_tokens")
+            core = self.cores[rank]
+            if (body.get("vllm_xargs") or {}).get("kv_cache_report_mode") == "full":
+                _announce_reused(core, prompt)
+            return await answer(core, self._work(path, body, prompt))
+
+        return serve
+
+    def _work(self, path: str, body: dict, prompt: CachePrompt) -> Work:
+        computes_all = body.get("prompt_logprobs") is not None or (
+            bool(body.get("echo")) and body.get("logprobs") is not None
+        )
+        limit = body.get("max_completion_tokens") or body.get("max_output_tokens") or body.get("max_tokens")
+        return Work(
+            chat=path != "/v1/completions",
+            model=body.get("model") or self.options.model,
+            prompt=prompt,
+            max_tokens=limit or 16,
+            usage=self._usage,
+            stream=bool(body.get("stream")),
+            include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            return_token_ids=bool(body.get("return_token_ids")),
+            read=not computes_all,
+        )
+
+    def _usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict:
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+        usage["total_tokens"] = prompt_tokens + completion_tokens
+        tells = self.options.enable_prompt_tokens_details and (self.options.tells_zero or cached_tokens)
+        details = {"cached_tokens": cached_tokens, "created_cache_tokens": None, "multimodal_tokens": None}
+        return usage | {"prompt_tokens_details": details if tells else None}
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    async def _body(self, request: Request) -> dict:
+        try:
+            body = json.loads(await request.body())
+        except ValueError as error:
+            raise _RefusedError(f"JSON decode error: {error}") from error
+        model = body.get("model")
+        if model not in (None, self.options.model, *self.options.adapters):
+            raise _RefusedError(f"The model `{model}` does not exist.", param="model", status=404)
+        return body
+
+    def _rank(self, request: Request) -> int:
+        named = request.headers.get("x-data-parallel-rank")
+        if named is not None:
+            return int(named)
+        self._turn = (self._turn + 1) % self.options.ranks
+        return self._turn
+
+    def _chat_prompt(self, body: dict) -> CachePrompt:
+        options = dict(body.get("chat_template_kwargs") or {})
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if body.get(name) is not None:
+                options[name] = body[name]
+        if not body.get("messages"):
+            raise _RefusedError("Cannot apply chat template to an empty conversation.")
+        try:
+            tokens = chat_tokens(body["messages"], body.get("tools"), **options)
+        except Exception as error:
+            raise _RefusedError(str(error)) from error
+        return self._prompt(body, tokens)
+
+    def _response_prompt(self, body: dict) -> CachePrompt:
+        given = body.get("input")
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        return self._chat_prompt(body | {"messages": messages})
+
+    def _text_prompt(self, body: dict) -> CachePrompt:
+        prompt = body.get("prompt")
+        if not prompt:
+            raise _RefusedError("Either prompt or prompt_embeds must be provided", param="prompt")
+        if isinstance(prompt, str):
+            prompt = encode(prompt, add_special_tokens=body.get("add_special_tokens", True))
+        return self._prompt(body, prompt)
+
+    def _prompt(self, body: dict, tokens: list[int]) -> CachePrompt:
+        adapter = body.get("model") if body.get("model") in self.options.adapters else None
+        return CachePrompt(tuple(tokens), Namespace(body.get("cache_salt"), adapter))
+
+    # --- metrics --------------------------------------------------------------------------------------
+
+    def metrics(self) -> str:
+        """The page, with some of what else stands there."""
+        lines = ["# TYPE python_gc_objects_collected_total counter", "python_gc_objects_collected_total 3.0"]
+        if self.options.identity:
+            lines.append(f"process_start_time_seconds {int(self._started)}")
+        if self.options.log_stats:
+            for rank, core in enumerate(self.cores):
+                lines += self._metrics_of(rank, core)
+        return "\n".join(lines) + "\n"
+
+    def _metrics_of(self, rank: int, core: EngineCore) -> Iterator[str]:
+        options, cache = self.options, core.cache
+        labels = f'engine="{rank}",model_name="{options.model}"'
+        values = {
+            "num_requests_running": core.running,
+            "num_requests_waiting": core.waiting,
+            "kv_cache_usage_perc": cache.used / (options.num_gpu_blocks - 1),
+            "prefix_cache_queries_total": cache.queries,
+            "prefix_cache_hits_total": cache.hits,
+            "num_requests_waiting_by_reason": 0,
+        }
+        for name, value in values.items():
+            yield f"# TYPE vllm:{name} gauge"
+            yield f"vllm:{name}{{{labels}}} {value}"
+        if options.identity:
+            yield f"vllm:prefix_cache_queries_created{{{labels}}} {self._started}"
+        config = {
+            "block_size": options.block_size,
+            "enable_prefix_caching": options.enable_prefix_caching,
+            "engine": rank,
+            "num_gpu_blocks": options.num_gpu_blocks,
+        }
+        yield "vllm:cache_config_info{" + ",".join(f'{k}="{v}"' for k, v in config.items()) + "} 1.0"
+
+
+class _RefusedError(Exception):
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+async def _disabled(_: Request) -> Response:
+    raise _RefusedError("Scale-out endpoints are disabled. Restart with --enable-scale-out.", status=403)
+
+
+def _announce_reused(core: EngineCore, prompt: CachePrompt) -> None:
+    """With `kv_cache_report_mode: full`, what a request reuses is told again."""
+    cache, hashes = core.cache, []
+    for at in range(cache.match(prompt) // cache.page_size):
+        hashes.append(cache.hash_of(prompt, at, hashes[-1] if hashes else None))
+    if hashes:
+        cache.listener.stored(cache.run_of(prompt, 0, len(hashes), hashes))
+
+
+@dataclass(frozen=True, slots=True)
+class RunningVllm:
+    """A fake on real sockets."""
+
+    url: str
+    fake: FakeVllm
+
+    @property
+    def core(self) -> EngineCore:
+        """Of the first rank."""
+        return self.fake.cores[0]
+
+    @property
+    def publisher(self) -> Publisher:
+        """Of the first rank."""
+        return self.fake.publishers[0]
+
+
+@contextmanager
+def running_vllm(**options) -> Iterator[RunningVllm]:
+    """A fake server with these `VllmOptions`, on free ports."""
+    with ExitStack() as stack:
+        fake = FakeVllm(VllmOptions(**options))
+        stack.callback(fake.close)
+        yield RunningVllm(stack.enter_context(served(fake.app)), fake)
