@@ -136,6 +136,7 @@ class KvEventSubscriber:
                         async for event in events:
                             yield event
                 except _StartOverError as lost:
+                    inbox.check()  # another process behind the address may be why
                     reason = str(lost)
 
     async def _follow(self, inbox: Inbox) -> AsyncGenerator[KvEvent, None]:

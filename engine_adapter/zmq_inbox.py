@@ -53,11 +53,15 @@ class Inbox:
             frames = self._now.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             frames = None
-        # Looked at after the message was taken, so that none of the next process's is passed on: the
-        # connection dropped before it came.
+        # After the message was taken, so that none of the next process's is passed on: the connection
+        # dropped before it came.
+        self.check()
+        return frames
+
+    def check(self) -> None:
+        """Raises EngineUnavailable when the connection dropped."""
         if self._monitor is not None and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             raise EngineUnavailable("the engine closed its event stream")
-        return frames
 
 
 @contextmanager

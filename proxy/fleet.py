@@ -29,8 +29,9 @@ from proxy.prompt import Prompt, PromptBuilder
 
 log = structlog.get_logger(__name__)
 
-# The block size of pools, unless an engine's own is smaller.
-TOKENS_PER_BLOCK = 16
+# The block size of pools, unless an engine's own is smaller. Of pages so small that a request would cost too
+# many look-ups, several make a block of the pool.
+TOKENS_PER_BLOCK, PAGES_BELOW = 16, 4
 # What an engine that does not say its capacity is taken to hold, in tokens.
 ASSUMED_CAPACITY_TOKENS = 131_072
 # Blocks an engine is remembered to have in tiers below its GPU that its events do not tell of.
@@ -342,6 +343,8 @@ class Fleet:
         model = engine.adapter.spec.model or info.model
         pool = self.pools.get(model)
         tokens_per_block = min(info.tokens_per_block or TOKENS_PER_BLOCK, TOKENS_PER_BLOCK)
+        if tokens_per_block < PAGES_BELOW:
+            tokens_per_block = TOKENS_PER_BLOCK
         if pool is None or (not pool.engines and pool.tokens_per_block != tokens_per_block):
             pool = self.pools[model] = Pool(model, tokens_per_block)
         engine.info = info

@@ -1,16 +1,18 @@
 """The write path: engine KV events → index, reported cached tokens → audit.
 
-engine KV events ──→ EngineView.apply → index
+engine KV events ──→ slices ──→ EngineView.apply → index
 reported tokens  ──→ EngineAudit.observe → trust → resync
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import structlog
 
 from engine_adapter import Capability, EngineError, ViewCurrent, ViewLost
+from proxy.core.slices import slices
 from proxy.core.view import EngineView
 from proxy.fleet import Engine, Fleet, Pool
 from proxy.tasks import Supervisor
@@ -18,8 +20,8 @@ from proxy.tasks import Supervisor
 log = structlog.get_logger(__name__)
 
 RETRY_S = 1.0
-# Applying an event takes microseconds; after this many the loop gets a turn, so that requests do not wait.
-BATCH = 64
+# Applying events for so long, the loop gives requests a turn.
+TURN_S = 0.001
 
 
 class Ingest:
@@ -42,9 +44,10 @@ class Ingest:
 
     def audit(self, engine: Engine, predicted: int, reported: int, *, evicted_since: bool = False) -> None:
         """Holds a prediction against the engine's report, in tokens; persistent misses start a resync."""
-        if engine.audit.observe(predicted, reported, evicted_since=evicted_since):
+        pool = self._fleet.pool_of(engine)
+        within = pool.tokens_per_block if pool is not None and _has_pages(engine, pool) else 1
+        if engine.audit.observe(predicted, reported, within=within, evicted_since=evicted_since):
             log.warning("predictions miss: the view is rebuilt", engine=engine.id, why=engine.audit.why)
-            pool = self._fleet.pool_of(engine)
             if pool is not None:
                 self.follow(engine, pool)
 
@@ -62,27 +65,41 @@ class Ingest:
     async def _apply_all(self, engine: Engine, pool: Pool) -> None:
         """One subscription, from an empty view to its end."""
         view = engine.view = EngineView(engine.id, pool.index, pool.root_of, pool.tokens_per_block)
-        applied = 0
+        turn_ends = 0.0
         async for event in engine.adapter.events():
             if isinstance(event, ViewLost):
                 engine.audit.lost(event.reason)
                 engine.learned.clear()
                 log.info("an engine's cache is viewed afresh", engine=engine.id, why=event.reason)
-            view.apply(event)
+            for part in slices(event):
+                view.apply(part)
+                if time.monotonic() > turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + TURN_S
             if isinstance(event, ViewCurrent):
                 engine.audit.synced()
-                log.info(
-                    "the view of the engine's cache is exact", engine=engine.id, blocks=view.counts.stored
-                )
-            applied += 1
-            if applied % BATCH == 0:
-                await asyncio.sleep(0)
+                _log_current(engine, view)
 
 
 def has_exact_events(engine: Engine, pool: Pool) -> bool:
-    """Whether the engine sends events, in blocks that map onto the pool's."""
+    """Whether the engine sends events, in blocks that map onto the pool's: so many of one make one of the
+    other."""
     own = engine.info.tokens_per_block if engine.info is not None else None
-    return engine.can(Capability.KV_EVENTS) and own is not None and own % pool.tokens_per_block == 0
+    fits = own is not None and (own % pool.tokens_per_block == 0 or _has_pages(engine, pool))
+    return engine.can(Capability.KV_EVENTS) and fits
+
+
+def _has_pages(engine: Engine, pool: Pool) -> bool:
+    """Whether some of the engine's blocks make one of the pool's."""
+    own = engine.info.tokens_per_block if engine.info is not None else None
+    return own is not None and own < pool.tokens_per_block and pool.tokens_per_block % own == 0
+
+
+def _log_current(engine: Engine, view: EngineView) -> None:
+    what = "the view of the engine's cache is exact"
+    if not view.complete:
+        what = "what is seen of the engine's cache is exact, and it may hold more"
+    log.info(what, engine=engine.id, blocks=view.counts.stored)
 
 
 def _task(engine: Engine) -> str:

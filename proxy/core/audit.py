@@ -57,19 +57,23 @@ class EngineAudit:
         """The view is void or stale until the next sync."""
         self.trust, self.why = Trust.APPROXIMATE, why
 
-    def observe(self, predicted: int, reported: int, *, evicted_since: bool = False) -> bool:
+    def observe(self, predicted: int, reported: int, *, within: int = 1, evicted_since: bool = False) -> bool:
         """One finished request; both in tokens. True when the view has to be rebuilt now.
+
+        Predictions are in whole blocks of the pool. An engine of smaller pages may reuse up to a block more,
+        so less than `within` tokens more than predicted is exact.
 
         A miss after the engine evicted (`evicted_since` the prediction) says nothing against the view: the
         blocks may have been there when they were predicted. It is counted, and doubts nothing.
         """
+        is_exact = 0 <= reported - predicted < within
         self._checked += 1
-        self._exact += predicted == reported
+        self._exact += is_exact
         self._predicted += predicted
         self._reported += reported
-        if evicted_since and predicted != reported:
+        if evicted_since and not is_exact:
             return False
-        self._recent.append(predicted != reported)
+        self._recent.append(not is_exact)
         misses = sum(self._recent)
         if misses <= MAX_MISS_SHARE * len(self._recent):
             if len(self._recent) == WINDOW:

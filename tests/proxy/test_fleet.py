@@ -92,8 +92,10 @@ class TestPools:
             "alias": ["c"],
         }
 
-    @pytest.mark.parametrize(("own", "pools"), [(None, 16), (64, 16), (16, 16), (8, 8)])
-    def test_blocks_are_16_tokens_or_the_engines_smaller_ones(self, fleet, own, pools):
+    @pytest.mark.parametrize(
+        ("own", "pools"), [(None, 16), (64, 16), (16, 16), (8, 8), (4, 4), (2, 16), (1, 16)]
+    )
+    def test_blocks_are_16_tokens_or_the_engines_smaller_ones_unless_those_are_pages(self, fleet, own, pools):
         add(fleet, "a", tokens_per_block=own)
         assert fleet.pools["m"].tokens_per_block == pools
 

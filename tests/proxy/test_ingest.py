@@ -1,6 +1,7 @@
 import asyncio
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import structlog
@@ -17,7 +18,7 @@ from engine_adapter import (
 from proxy import ingest as module
 from proxy.core.audit import MIN_MISSES, Trust
 from proxy.fleet import EngineState, Fleet
-from proxy.ingest import BATCH, Ingest, has_exact_events
+from proxy.ingest import Ingest, has_exact_events
 from proxy.tasks import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
@@ -112,6 +113,30 @@ async def test_persistent_misses_start_over(world):
     assert len(world.pool.index) == 0
 
 
+async def test_an_engine_of_pages_may_reuse_up_to_a_block_more_than_predicted():
+    world = World(tokens_per_block=1)
+    for reported in (16, 17, 31):
+        world.ingest.audit(world.engine, 16, reported)
+    assert world.engine.audit.view().exact == 3
+    for reported in (15, 32):
+        world.ingest.audit(world.engine, 16, reported)
+    assert world.engine.audit.view().exact == 3
+
+
+async def test_an_engine_of_whole_blocks_may_not():
+    world = World(tokens_per_block=16)
+    world.ingest.audit(world.engine, 16, 17)
+    assert world.engine.audit.view().exact == 0
+
+
+async def test_a_view_that_is_not_complete_is_trusted_for_what_it_shows(world):
+    with structlog.testing.capture_logs() as logs:
+        await world.say(ViewLost("start"), STORED, ViewCurrent(complete=False))
+    assert world.engine.audit.trust is Trust.PRECISE
+    assert "may hold more" in logs[-1]["event"]
+    assert not world.pool.candidates(None)[0].complete
+
+
 async def test_misses_of_an_engine_that_left_start_nothing(world):
     await world.say(ViewLost("start"), ViewCurrent())
     world.ingest.leave(world.engine)
@@ -130,21 +155,25 @@ async def test_an_engine_that_left_is_followed_no_more(world):
     assert len(world.pool.index) == 0
 
 
-async def test_a_flood_of_events_leaves_turns_to_requests(world):
-    turns = 0
+@pytest.mark.parametrize("events", [1, 100])
+async def test_a_flood_of_blocks_leaves_turns_to_requests(world, monkeypatch, events):
+    """As many events, or as one."""
+    monkeypatch.setattr(module, "TURN_S", 0.0)
+    blocks, turns = 25_600, []
 
     async def others():
-        nonlocal turns
         while True:
             await asyncio.sleep(0)
-            turns += 1
+            turns.append(world.pool.index.held("a", Tier.GPU))
 
     task = asyncio.create_task(others())
-    for n in range(BATCH * 10):
-        world.adapter.feed.put_nowait(replace(STORED, hashes=(n,), token_ids=array("i", range(n, n + 16))))
-    await world.until(lambda: world.pool.index.held("a", Tier.GPU) == BATCH * 10)
+    each = blocks // events
+    for n in range(events):
+        names, tokens = range(n * each, (n + 1) * each), array("i", range(n * each * 16, (n + 1) * each * 16))
+        world.adapter.feed.put_nowait(BlocksStored(Tier.GPU, None, tuple(names), tokens, 16))
+    await world.until(lambda: world.pool.index.held("a", Tier.GPU) == blocks)
     task.cancel()
-    assert turns >= 5
+    assert max(later - before for before, later in pairwise(turns)) <= 256
 
 
 @pytest.mark.parametrize(
@@ -153,6 +182,9 @@ async def test_a_flood_of_events_leaves_turns_to_requests(world):
         ({}, True),
         ({"tokens_per_block": 64}, True),
         ({"tokens_per_block": 24}, False),
+        ({"tokens_per_block": 1}, True),
+        ({"tokens_per_block": 2}, True),
+        ({"tokens_per_block": 3}, False),
         ({"tokens_per_block": None}, False),
         ({"capabilities": frozenset()}, False),
     ],

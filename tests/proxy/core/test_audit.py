@@ -98,3 +98,13 @@ def test_a_miss_after_an_eviction_is_counted_and_doubts_nothing():
     )
     assert not audit.observe(32, 32, evicted_since=True)
     assert audit.view().exact == 1
+
+
+def test_less_than_a_block_more_than_predicted_is_exact_where_pages_are_smaller():
+    audit = synced()
+    for reported in (16, 17, 31):
+        audit.observe(16, reported, within=16)
+    assert audit.view().exact == 3
+    for reported in (15, 32):
+        audit.observe(16, reported, within=16)
+    assert (audit.view().exact, audit.view().checked) == (3, 5)
