@@ -5,6 +5,7 @@ hold.py        what a request takes of an engine while it runs
 error_bodies.py  the errors engines answer, in one shape
 openai_answer.py  what kvpin asks of an answer beyond its client    usage.py  cached tokens in answers
 managed.py     kind → command line of an engine that kvpin starts
+detect.py      address → kind
 registry.py    kind → adapter      http.py    the transport seam of the data plane
 extra_ids.py   identity of embeddings          chat.py    render + tokenise as transformers does
 body.py        a request's JSON body           encoders.py  the fastest exact encoder
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
+from engine_adapter.detect import detect_kind
 from engine_adapter.engine_command import ENGINE_MODULE, run_engine_cli
 from engine_adapter.error_bodies import read_error
 from engine_adapter.errors import (
@@ -103,6 +105,7 @@ __all__ = [
     "ViewLost",
     "check_command",
     "common_prefix",
+    "detect_kind",
     "health_path",
     "make_adapter",
     "managed_advice",

@@ -1,0 +1,112 @@
+"""Which kind of engine answers at an address: asked by the routes that tell kinds apart, changing nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from engine_adapter.errors import EngineRejected, EngineSpecError
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineSpec
+
+_MODELS = "/v1/models"
+# As `owned_by` of the first model has it.
+_BY_OWNER = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "tensorrt_llm": "tensorrt_llm",
+    "llamacpp": "llama_server",
+}
+_Answer = dict[str, Any]
+# In this order: the embedded engine has routes of vLLM's, and a NIM those of the engine inside it.
+_ROUTES: tuple[tuple[str, str, Callable[[_Answer], bool]], ...] = (
+    ("embedded", "/kv/info", lambda answer: "gpu_blocks" in answer and "instance" in answer),
+    ("nim", "/v1/metadata", lambda answer: "modelInfo" in answer or "assetInfo" in answer),
+)
+# Where the owner's name says nothing.
+_MORE_ROUTES: tuple[tuple[str, str, Callable[[_Answer], bool]], ...] = (
+    ("llama_server", "/props", lambda answer: "default_generation_settings" in answer),
+    ("vllm", "/kv_event_sources", lambda answer: any("endpoint" in _object(v) for v in answer.values())),
+    ("tensorrt_llm", "/server_info", lambda answer: "kv_cache_hash_algo" in answer),
+    (
+        "sglang",
+        "/server_info",
+        lambda answer: "radix_eviction_policy" in answer or "tokenizer_path" in answer,
+    ),
+    ("sglang", "/get_server_info", lambda answer: "tokenizer_path" in answer),
+)
+_UNAUTHORIZED = (401, 403)
+
+
+async def detect_kind(spec: EngineSpec) -> str:
+    """The kind of the engine at `spec.url`, whatever `spec.kind` is: one of `ENGINE_KINDS`.
+
+    Raises:
+        EngineUnavailable: nobody answers there.
+        EngineRejected: the server wants another key, or speaks no OpenAI.
+        EngineSpecError: the address is none, or one of kvpin itself.
+    """
+    control = ControlClient(spec)
+    try:
+        return await _detect(control, spec)
+    finally:
+        await control.aclose()
+
+
+async def _detect(control: ControlClient, spec: EngineSpec) -> str:
+    refused: EngineRejected | None = None
+    models: _Answer = {}
+    try:
+        models = _object_of(await control.fetch("GET", _MODELS))
+    except EngineRejected as error:
+        refused = error
+    kind = await _by_routes(control, _ROUTES)
+    owner = _owner(models)
+    if kind is None and owner == "kvpin":
+        raise EngineSpecError(f"{spec.url} is a kvpin: name an engine's own address")
+    kind = kind or _BY_OWNER.get(owner) or await _by_routes(control, _MORE_ROUTES)
+    if kind is not None:
+        return kind
+    if models.get("data"):
+        return "openai_compatible"
+    if refused is not None and refused.status in _UNAUTHORIZED:
+        raise EngineRejected(
+            f"{spec.url} wants another key ({refused}): give the engine's own", status=refused.status
+        )
+    raise EngineRejected(f"{spec.url} lists no model at {_MODELS}: it is no engine kvpin can use", status=404)
+
+
+async def _by_routes(
+    control: ControlClient, routes: tuple[tuple[str, str, Callable[[_Answer], bool]], ...]
+) -> str | None:
+    """The kind of the first route that is there and answers as that kind does."""
+    for kind, path, is_it in routes:
+        try:
+            answer = _object_of(await control.fetch("GET", path))
+        except EngineRejected:
+            continue
+        if is_it(answer):
+            return kind
+    return None
+
+
+def _owner(models: _Answer) -> str:
+    match models:
+        case {"data": [{"owned_by": str(owner)}, *_]}:
+            return owner
+        case _:
+            return ""
+
+
+def _object_of(content: bytes) -> _Answer:
+    """A JSON object, {} for anything else."""
+    try:
+        return _object(msgspec.json.decode(content))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
+def _object(value: object) -> _Answer:
+    return value if isinstance(value, dict) else {}
