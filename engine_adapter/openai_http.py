@@ -107,21 +107,33 @@ class ControlClient:
         """The JSON at `path`."""
         return await self.call("GET", path)
 
-    async def call(self, method: str, path: str, *, json: object = None, content: bytes | None = None) -> Any:  # noqa: ANN401 - JSON
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:  # noqa: ANN401 - JSON
         """Sends JSON or raw bytes; returns the JSON answered."""
         if content is None and json is not None:
             content = msgspec.json.encode(json)
-        raw = await self.fetch(method, path, content)
+        raw = await self.fetch(method, path, content, headers)
         try:
             return msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineUnavailable(f"{method} {path}: the answer is not JSON") from error
 
-    async def fetch(self, method: str, path: str, content: bytes | None = None) -> bytes:
+    async def fetch(
+        self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> bytes:
         """The bytes answered."""
-        headers = {"content-type": "application/json"} if content is not None else {}
+        kind = {"content-type": "application/json"} if content is not None else {}
         try:
-            response = await self._client.request(method, path, content=content, headers=headers)
+            response = await self._client.request(
+                method, path, content=content, headers={**kind, **(headers or {})}
+            )
         except httpx.HTTPError as error:
             raise EngineUnavailable(f"{method} {path}: {describe(error)}") from error
         if response.is_success:

@@ -1,9 +1,223 @@
-"""vLLM as an engine."""
+"""Drives a vLLM server over its HTTP routes and its event sockets."""
 
 from __future__ import annotations
 
-from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineUnavailable, NotSupported
+from engine_adapter.hold import Hold, RequestBody, SelfPlaced
+from engine_adapter.http import OutgoingRequest
+from engine_adapter.kv_keys import read_vllm_keys
+from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.openai_http import ControlClient, prepare_request
+from engine_adapter.types import (
+    Capability,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    Finding,
+    KvEvent,
+    KvProgress,
+    KvTarget,
+    KvVerb,
+    RenderedPrompt,
+    TokenIds,
+)
+from engine_adapter.undeclared import Undeclared
+from engine_adapter.vllm import prompts
+from engine_adapter.vllm.copies import Copies
+from engine_adapter.vllm.discovery import Facts, discover, event_endpoints
+from engine_adapter.vllm.event_watch import EventWatch
+from engine_adapter.vllm.findings import findings_of
+from engine_adapter.vllm.flush import flush
+from engine_adapter.vllm.metrics import look
+from engine_adapter.vllm.ranks import sent_to_rank
+from engine_adapter.vllm.requests import RequestShaper
+
+_INSTEAD = {
+    Capability.KV_EVENTS: "start it with --kv-events-config; what it holds is learned from its answers",
+    Capability.CACHED_TOKENS: "start it with --enable-prompt-tokens-details",
+    Capability.TOKENIZE: "prompts are tokenised at the proxy with the engine's tokenizer setting",
+    Capability.RENDER: "start it with --enable-scale-out; until then prompts with images are not followed",
+    Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own, or upgrade it",
+    Capability.EXTRA_IDS: "text and images can be warmed",
+    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
+    Capability.FLUSH: "start it with VLLM_SERVER_DEV_MODE=1, or let eviction take the KV",
+    Capability.OFFLOAD: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
+    Capability.RESTORE: "start it with an LMCache server and name that: lmcache=http://HOST:PORT; "
+    '"fallback": "warm" computes a prefix again by a one-token prefill',
+    Capability.PIN: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
+}  # fmt: skip
+_FLUSHES_ALL = "it forgets everything or nothing: flush the whole engine, or leave unused KV to eviction"
 
 
-class VllmAdapter(OpenAICompatibleAdapter):
+class VllmAdapter(SelfPlaced, Undeclared):
     """`EngineAdapter` of vLLM."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Raises EngineSpecError for an address that is none."""
+        self.spec = spec
+        self._control = ControlClient(spec)
+        self._facts: Facts | None = None
+        self._instance = ""
+        self._queries = 0
+        self._watch = EventWatch(None)
+        self._shaper = RequestShaper(asks_usage=False)
+        self._subscriber: KvEventSubscriber | None = None
+
+    # --- what it is -----------------------------------------------------------------------------------
+
+    async def connect(self) -> EngineInfo:
+        """See `EngineAdapter.connect`."""
+        facts = await discover(self._control, self.spec, self._facts)
+        metrics = facts.metrics
+        if self._facts is None or self._is_another(metrics.identity, metrics.queries):
+            self._instance = metrics.identity or uuid.uuid4().hex
+            self._watch = EventWatch(metrics.blocks)
+        self._facts, self._queries = facts, metrics.queries
+        self._shaper = RequestShaper(asks_usage=facts.trials.reports_cached is not False)
+        return EngineInfo(
+            model=facts.model,
+            instance=self._instance,
+            capabilities=_capabilities(facts, self.spec),
+            tokens_per_block=metrics.block_size,
+            max_model_len=facts.max_model_len,
+            tokenizer=self.spec.tokenizer or facts.tokenizer,
+            gpu_blocks=metrics.blocks,
+            version=f"vLLM {facts.version}".rstrip(),
+            adapters=facts.adapters,
+        )
+
+    async def load(self) -> EngineLoad:
+        """See `EngineAdapter.load`."""
+        metrics = await look(self._control, self.spec.dp_rank)
+        if self._facts is not None and self._is_another(metrics.identity, metrics.queries):
+            raise EngineUnavailable("the engine was restarted")
+        self._queries = metrics.queries
+        return EngineLoad(metrics.running, metrics.waiting, metrics.usage)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """See `EngineAdapter.findings`."""
+        if self._facts is None:
+            return ()
+        is_silent = self._subscriber is not None and self._subscriber.replay_is_silent
+        return findings_of(self._facts, self.spec, replay_is_silent=is_silent)
+
+    def not_supported(self, capability: Capability) -> NotSupported:
+        """See `EngineAdapter.not_supported`."""
+        return NotSupported(capability.value, engine=self.spec.id, instead=_INSTEAD[capability])
+
+    async def stats(self) -> dict[str, Any]:
+        """See `EngineAdapter.stats`."""
+        metrics = await look(self._control, self.spec.dp_rank)
+        subscriber = self._subscriber
+        return {
+            "prefix_cache": {"queried_tokens": metrics.queries, "hit_tokens": metrics.hits},
+            "requests": {"running": metrics.running, "waiting": metrics.waiting},
+            "blocks": {"capacity": metrics.blocks, "known": self._watch.blocks, "in_use": metrics.usage},
+            "events": {
+                "followed": self._watch.is_followed,
+                "asks_for_reuse": self._watch.wants_reuse_told,
+                **(asdict(subscriber.counts) if subscriber is not None else {}),
+            },
+        }
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def hold(
+        self, path: str, body: RequestBody, prompt: KvTarget | None
+    ) -> AbstractAsyncContextManager[Hold]:
+        """See `EngineAdapter.hold`."""
+        if not isinstance(body, JsonBody):
+            return nullcontext(Hold(body))
+        tell_reuse = self._watch.wants_reuse_told
+        return nullcontext(self._shaper.hold(path, body, prompt, tell_reuse=tell_reuse))
+
+    def prepare(
+        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
+    ) -> OutgoingRequest:
+        """See `EngineAdapter.prepare`."""
+        return prepare_request(self.spec, method, path, sent_to_rank(headers, self.spec.dp_rank), body)
+
+    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
+        """See `EngineAdapter.tokenize`."""
+        facts = await self._able(Capability.TOKENIZE)
+        model = _served_name(facts, body)
+        if facts.renders:
+            return (await prompts.render(self._control, path, body, model)).token_ids
+        return await prompts.tokenize(self._control, path, body, model)
+
+    async def render(self, path: str, body: JsonBody) -> RenderedPrompt:
+        """See `EngineAdapter.render`."""
+        facts = await self._able(Capability.RENDER)
+        return await prompts.render(self._control, path, body, _served_name(facts, body))
+
+    # --- KV -------------------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncGenerator[KvEvent, None]:
+        """See `EngineAdapter.events`."""
+        facts = await self._able(Capability.KV_EVENTS)
+        watch, copies = self._watch, Copies()
+        self._subscriber = KvEventSubscriber(_endpoints(facts, self.spec), read_keys=read_vllm_keys)
+        with watch.follower():
+            async with aclosing(self._subscriber.events()) as events:
+                async for told in events:
+                    for event in copies.count(told):
+                        yield event
+                        watch.note(event)
+
+    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """See `EngineAdapter.operate`. A flush is of everything the server holds, on all its ranks."""
+        facts = await self._able(Capability(verb.value))
+        if target.token_ids is not None or target.cache_salt is not None or target.adapter is not None:
+            raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
+        ranks = (None,) if self.spec.dp_rank is None else facts.metrics.ranks or (self.spec.dp_rank,)
+        yield await flush(self._control, facts.model, ranks, self._watch)
+
+    async def aclose(self) -> None:
+        """See `EngineAdapter.aclose`."""
+        await self._control.aclose()
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    async def _able(self, capability: Capability) -> Facts:
+        if self._facts is None:
+            await self.connect()
+        if self._facts is None or capability not in _capabilities(self._facts, self.spec):
+            raise self.not_supported(capability)
+        return self._facts
+
+    def _is_another(self, identity: str | None, queries: int) -> bool:
+        """Whether a look at the server shows another process than the one connected to; where pages have no
+        identity, a counter that fell tells."""
+        return queries < self._queries if identity is None else identity != self._instance
+
+
+def _capabilities(facts: Facts, spec: EngineSpec) -> frozenset[Capability]:
+    has = {
+        Capability.KV_EVENTS: event_endpoints(facts, spec) is not None,
+        Capability.CACHED_TOKENS: facts.trials.reports_cached is True,
+        Capability.TOKENIZE: facts.tokenizes or facts.renders,
+        Capability.RENDER: facts.renders,
+        Capability.CACHE_SALT: facts.trials.takes_salt is True,
+        Capability.FLUSH: facts.resets,
+    }
+    return frozenset(capability for capability, there in has.items() if there)
+
+
+def _endpoints(facts: Facts, spec: EngineSpec) -> EventEndpoints:
+    endpoints = event_endpoints(facts, spec)
+    if endpoints is None:
+        raise EngineUnavailable("it no longer tells where its events are")
+    return endpoints
+
+
+def _served_name(facts: Facts, body: JsonBody) -> str:
+    """The adapter a request names; the base model else, which kvpin's clients may know by another name."""
+    name = body.get("model")
+    return name if name in facts.adapters else facts.model

@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from engine_adapter import AiohttpTransport, EngineAdapter, EngineSpec, make_adapter
+from tests.fake_engines.vllm import FakeVllm, running_vllm
 
 
-@pytest.fixture(params=["embedded", "openai_compatible", "llama_server"])
-async def adapter(request, embedded_engine, llama) -> AsyncIterator[EngineAdapter]:
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    """The server that vLLM's adapter is tested on.
+
+    Attributes:
+        fake: None where it is a real one.
+    """
+
+    url: str
+    fake: FakeVllm | None
+
+    @contextmanager
+    def decoding_for_long(self) -> Iterator[None]:
+        """A request for many tokens runs until the block ends; on a real server it takes its time."""
+        cores = self.fake.cores if self.fake is not None else []
+        for core in cores:
+            core.hold(after=1)
+        try:
+            yield
+        finally:
+            for core in cores:
+                core.release()
+
+
+@pytest.fixture(scope="session")
+def vllm_server() -> Iterator[VllmServer]:
+    """The fake one, or a real one whose address is in KVPIN_TEST_VLLM: idle, of 100 blocks of 32 tokens."""
+    if address := os.environ.get("KVPIN_TEST_VLLM"):
+        yield VllmServer(address, None)
+        return
+    with running_vllm(block_size=32, num_gpu_blocks=100) as vllm:
+        yield VllmServer(vllm.url, vllm.fake)
+
+
+@pytest.fixture(params=["embedded", "openai_compatible", "llama_server", "vllm"])
+async def adapter(request, embedded_engine, llama, vllm_server) -> AsyncIterator[EngineAdapter]:
     """Each kind of adapter, in front of a shared engine of its kind."""
     is_llama = request.param == "llama_server"
+    urls = {"llama_server": llama.url, "vllm": vllm_server.url}
     spec = EngineSpec(
         kind=request.param,
-        url=llama.url if is_llama else embedded_engine.url,
+        url=urls.get(request.param, embedded_engine.url),
         id="under-test",
         host_cache_dir=str(llama.save_dir) if is_llama else None,
     )

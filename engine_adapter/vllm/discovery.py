@@ -1,0 +1,201 @@
+"""Asks a vLLM server what it is and what it was started with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.kv_sources import reachable_endpoint
+from engine_adapter.kv_subscriber import EventEndpoints
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineSpec
+from engine_adapter.vllm.metrics import VllmMetrics, look
+from engine_adapter.vllm.ranks import rank_headers
+from engine_adapter.vllm.trials import Trials, try_out
+
+_NO_SUCH_ROUTE, _FORBIDDEN = 404, 403
+
+
+class EventSource(msgspec.Struct, frozen=True):
+    """Where a rank publishes its events; an entry of `/kv_event_sources`."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    publisher: str | None = None
+    enable_kv_cache_events: bool = True
+
+    @property
+    def publishes(self) -> bool:
+        """Whether anything is sent there."""
+        return self.enable_kv_cache_events and self.publisher in (None, "zmq")
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """An entry of `/v1/models`."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a server is, and what it was started with.
+
+    Attributes:
+        model: the name it serves its base model under.
+        adapters: names of its LoRA adapters.
+        tokenizer: directory or hub id of its model.
+        max_model_len: longest prompt + output in tokens.
+        version: e.g. `0.32.0`; "" where it does not say.
+        metrics: as of the connection.
+        source: where its events are; None where it does not say.
+        names_sources: it has the route that says so.
+        tokenizes, renders, resets: it has these routes.
+        trials: what only requests tell.
+    """
+
+    model: str
+    adapters: frozenset[str]
+    tokenizer: str | None
+    max_model_len: int | None
+    version: str
+    metrics: VllmMetrics
+    source: EventSource | None
+    names_sources: bool
+    tokenizes: bool
+    renders: bool
+    resets: bool
+    trials: Trials
+
+
+async def discover(control: ControlClient, spec: EngineSpec, known: Facts | None) -> Facts:
+    """Asks everything. `known` is what was found of the engine before: what can only be found by trying is
+    not tried again on the same process.
+
+    Raises:
+        EngineUnavailable: it is not there, not vLLM, or has no such rank.
+    """
+    models, version, sources, metrics, tokenizes, renders, resets = await asyncio.gather(
+        control.get("/v1/models"),
+        _get(control, "/version"),
+        _get(control, "/kv_event_sources"),
+        look(control, spec.dp_rank),
+        _exists(control, "/tokenize"),
+        _renders(control),
+        _exists(control, "/reset_prefix_cache"),
+    )
+    if spec.dp_rank is not None and metrics.ranks and spec.dp_rank not in metrics.ranks:
+        raise EngineUnavailable(f"it has no data-parallel rank {spec.dp_rank}: it has {list(metrics.ranks)}")
+    base, adapters = _models(models, spec)
+    same = known is not None and known.metrics.identity == metrics.identity is not None
+    tried = known.trials if known is not None and same else Trials()
+    return Facts(
+        model=base.id,
+        adapters=adapters,
+        tokenizer=base.root,
+        max_model_len=base.max_model_len,
+        version=_version(version),
+        metrics=metrics,
+        source=_source(sources, spec.dp_rank),
+        names_sources=sources is not None,
+        tokenizes=tokenizes,
+        renders=renders,
+        resets=resets,
+        trials=await try_out(control, base.id, metrics, rank_headers(spec.dp_rank), tried),
+    )
+
+
+def event_endpoints(facts: Facts, spec: EngineSpec) -> EventEndpoints | None:
+    """Where the engine's events can be had from here; None where they cannot. The operator's word counts
+    for more than the engine's."""
+    if not facts.metrics.tells_blocks or is_several(facts, spec):
+        return None
+    source = facts.source if facts.source is not None and facts.source.publishes else None
+    topic = source.topic if source is not None else ""
+    if spec.events is not None:
+        return EventEndpoints(spec.events, spec.replay, topic)
+    endpoint = reachable_endpoint(source.endpoint, spec.url) if source is not None else None
+    if source is None or endpoint is None:
+        return None
+    replay = spec.replay or (
+        reachable_endpoint(source.replay_endpoint, spec.url) if source.replay_endpoint else None
+    )
+    return EventEndpoints(endpoint, replay, topic)
+
+
+def is_several(facts: Facts, spec: EngineSpec) -> bool:
+    """Whether requests go to ranks that cannot be told apart."""
+    return spec.dp_rank is None and len(facts.metrics.ranks) > 1
+
+
+def _models(answer: object, spec: EngineSpec) -> tuple[_Model, frozenset[str]]:
+    """The base model, by the name the operator gave where it has several, and the names of its adapters."""
+    try:
+        models = msgspec.convert(answer, _Models).data
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"/v1/models does not answer as vLLM does: {error}") from error
+    bases = [model for model in models if model.parent is None]
+    if not bases:
+        raise EngineUnavailable("/v1/models names no model")
+    base = next((model for model in bases if model.id == spec.model), bases[0])
+    return base, frozenset(model.id for model in models if model.parent is not None)
+
+
+def _version(answer: object) -> str:
+    match answer:
+        case {"version": str(version)}:
+            return version
+        case _:
+            return ""
+
+
+def _source(sources: object, rank: int | None) -> EventSource | None:
+    """Of the rank, or the only one there is."""
+    if not isinstance(sources, dict):
+        return None
+    raw = sources.get(str(rank)) if rank is not None else next(iter(sources.values()), None)
+    if raw is None or (rank is None and len(sources) > 1):
+        return None
+    try:
+        return msgspec.convert(raw, EventSource)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"/kv_event_sources does not answer as vLLM does: {error}") from error
+
+
+async def _get(control: ControlClient, path: str) -> Any:  # noqa: ANN401 - JSON
+    """The JSON at a path, None where an older server has no such route."""
+    try:
+        return await control.get(path)
+    except EngineRejected as error:
+        if error.status == _NO_SUCH_ROUTE:
+            return None
+        raise
+
+
+async def _renders(control: ControlClient) -> bool:
+    """Whether it renders prompts; without --enable-scale-out the routes are there and refuse everybody."""
+    try:
+        await control.call("POST", "/v1/chat/completions/render", json={})
+    except EngineRejected as error:
+        return error.status not in (_NO_SUCH_ROUTE, _FORBIDDEN)
+    return True
+
+
+async def _exists(control: ControlClient, path: str) -> bool:
+    """Whether the server has a route that takes only POST; nothing is done on it."""
+    try:
+        await control.fetch("GET", path)
+    except EngineRejected as error:
+        return error.status != _NO_SUCH_ROUTE
+    return True

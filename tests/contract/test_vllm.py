@@ -1,0 +1,267 @@
+"""What vLLM's adapter says of a server, held against what the server does: the fake one, or a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from array import array
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from engine_adapter import (
+    BlocksStored,
+    CacheCleared,
+    Capability,
+    EngineRejected,
+    JsonBody,
+    KvTarget,
+    KvVerb,
+    NotSupported,
+    ViewCurrent,
+)
+from engine_adapter.openai_http import ControlClient
+from proxy.core.blocks import chain, namespace_root
+from proxy.core.index import PrefixIndex
+from proxy.core.view import EngineView
+
+PAGE = 16
+WAIT_S = 20.0
+
+
+class Follower:
+    """An index kept by the adapter's events, and what it says a prompt would reuse."""
+
+    def __init__(self, adapter, tokens_per_block):
+        self.index, self.events = PrefixIndex(), []
+        self._adapter, self._size = adapter, tokens_per_block
+        self._changed = asyncio.Event()
+        self.index.add_engine("e")
+        self.view = EngineView("e", self.index, self._root, PAGE)
+
+    @staticmethod
+    def _root(salt, adapter):
+        return namespace_root("m", adapter=adapter, salt=salt)
+
+    async def run(self):
+        async with aclosing(self._adapter.events()) as events:
+            async for event in events:
+                self.view.apply(event)
+                self.events.append(event)
+                self._changed.set()
+
+    def held(self, tokens, salt=None):
+        """Tokens of a prompt whose KV the index has."""
+        hashes = chain(self._root(salt, None), array("i", tokens), None, PAGE).hashes
+        match = self.index.match(hashes).get("e")
+        return 0 if match is None else match.gpu * PAGE // self._size * self._size
+
+    def would_reuse(self, tokens, salt=None):
+        return min(self.held(tokens, salt), (len(tokens) - 1) // self._size * self._size)
+
+    async def until(self, condition):
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def until_current(self):
+        await self.until(lambda: any(isinstance(event, ViewCurrent) for event in self.events))
+
+
+@asynccontextmanager
+async def following(adapter):
+    info = await adapter.connect()
+    follower = Follower(adapter, info.tokens_per_block)
+    task = asyncio.create_task(follower.run())
+    try:
+        await follower.until_current()
+        yield follower
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+def vllm(adapter_of, vllm_server):
+    return adapter_of("vllm", vllm_server.url)
+
+
+@pytest.fixture
+async def control(vllm):
+    client = ControlClient(vllm.spec)
+    yield client
+    await client.aclose()
+
+
+def body(**fields):
+    return JsonBody(json.dumps(fields).encode())
+
+
+def tokens_of(seed, count):
+    """A prompt of its own."""
+    source = random.Random(f"{seed}")  # noqa: S311 - no secret
+    return [source.randrange(100, 4000) for _ in range(count)]
+
+
+async def complete(control, tokens, **fields):
+    """Tokens that were reused."""
+    request = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0} | fields
+    answer = await control.call("POST", "/v1/completions", json=request)
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def operated(adapter, verb, target):
+    return [progress async for progress in adapter.operate(verb, target)]
+
+
+async def test_connect_tells_everything(vllm):
+    info = await vllm.connect()
+    assert info.capabilities >= {
+        Capability.KV_EVENTS,
+        Capability.CACHED_TOKENS,
+        Capability.TOKENIZE,
+        Capability.RENDER,
+        Capability.CACHE_SALT,
+        Capability.FLUSH,
+    }
+    assert (info.tokens_per_block, info.gpu_blocks) == (32, 99)
+    assert info.tokenizer
+    assert info.version.startswith("vLLM 0.")
+    assert vllm.findings() == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi 🙂"}]}),
+        ("/v1/completions", {"prompt": "Once upon a time"}),
+        ("/v1/completions", {"prompt": [9, 8, 7]}),
+    ],
+)
+async def test_tokenize_equals_what_is_served(vllm, control, path, fields):
+    request = fields | {"max_tokens": 1, "return_token_ids": True}
+    served = await control.call("POST", path, json=request)
+    told = served.get("prompt_token_ids") or served["choices"][0]["prompt_token_ids"]
+    assert (await vllm.tokenize(path, body(**request))).tolist() == told
+    assert (await vllm.render(path, body(**request))).token_ids.tolist() == told
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}),
+    ],
+)
+async def test_other_routes_tell_their_prompts(vllm, path, fields):
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    ids = await vllm.tokenize("/v1/chat/completions", body(**chat))
+    assert await vllm.tokenize(path, body(**fields)) == ids
+
+
+async def test_a_refused_request_names_its_field(vllm):
+    with pytest.raises(EngineRejected) as caught:
+        await vllm.tokenize("/v1/completions", body(prompt=""))
+    assert caught.value.status == 400
+    with pytest.raises(EngineRejected):
+        await vllm.tokenize("/v1/chat/completions", body(messages=[]))
+
+
+async def test_events_tell_what_requests_reuse(vllm, control):
+    """Prompts that share prefixes, salts, and more of both than the cache holds: every prediction holds."""
+    async with following(vllm) as follower:
+        await operated(vllm, KvVerb.FLUSH, KvTarget())
+        source = random.Random(7)  # noqa: S311 - no secret
+        for _ in range(60):
+            tokens = tokens_of(source.randrange(4), 700)[: source.randrange(1, 700)]
+            tokens += tokens_of(source.randrange(3), source.randrange(1, 200))
+            salt = source.choice([None, "a", "b"])
+            predicted = follower.would_reuse(tokens, salt)
+            salted = {"cache_salt": salt} if salt else {}
+            assert await complete(control, tokens, **salted) == predicted
+            await follower.until(lambda: follower.held(tokens, salt) == len(tokens) // 32 * 32)  # noqa: B023
+
+
+async def test_what_decoding_fills_is_told(vllm, control):
+    tokens = tokens_of("decoded", 70)
+    async with following(vllm) as follower:
+        request = {"prompt": tokens, "max_tokens": 59, "temperature": 0, "ignore_eos": True}
+        request["return_token_ids"] = True
+        answer = await control.call("POST", "/v1/completions", json=request)
+        longer = tokens + answer["choices"][0]["token_ids"]
+        assert len(longer) == 129
+        await follower.until(lambda: follower.held(longer) == 128)
+        assert await complete(control, longer) == follower.would_reuse(longer) == 128
+
+
+async def test_prompts_whose_logprobs_are_wanted_reuse_nothing(vllm, control):
+    tokens = tokens_of("logprobs", 100)
+    assert await complete(control, tokens) == 0
+    assert await complete(control, tokens) == 96
+    await vllm.connect()
+    for fields in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}):
+        request = body(prompt=tokens, max_tokens=1, **fields)
+        async with vllm.hold("/v1/completions", request, KvTarget(array("i", tokens))) as hold:
+            assert hold.cached_tokens == 0
+        assert await complete(control, tokens, **fields) == 0
+
+
+async def test_a_flush_forgets_everything_and_says_so(vllm, control):
+    tokens = tokens_of("flush", 100)
+    async with following(vllm) as follower:
+        await complete(control, tokens)
+        await follower.until(lambda: follower.held(tokens) == 96)
+        (progress,) = await operated(vllm, KvVerb.FLUSH, KvTarget())
+        assert progress.done == progress.total >= 3
+        assert isinstance(follower.events[-1], CacheCleared)
+        assert follower.would_reuse(tokens) == 0
+        assert await complete(control, tokens) == 0
+
+
+@pytest.mark.parametrize(
+    "target", [KvTarget(array("i", [1] * 64)), KvTarget(cache_salt="s"), KvTarget(adapter="ada")]
+)
+async def test_a_part_cannot_be_flushed(vllm, target):
+    await vllm.connect()
+    with pytest.raises(NotSupported, match="everything or nothing") as caught:
+        await operated(vllm, KvVerb.FLUSH, target)
+    assert caught.value.capability == "flush"
+
+
+async def test_while_requests_run_nothing_is_flushed(vllm, vllm_server, transport):
+    tokens = tokens_of("busy", 100)
+    request = body(prompt=tokens, max_tokens=600, temperature=0, stream=True, ignore_eos=True)
+    async with following(vllm) as follower:
+        sent = vllm.prepare("POST", "/v1/completions", {"content-type": "application/json"}, request)
+        with vllm_server.decoding_for_long():
+            async with await transport.send(sent) as response:
+                await anext(response.chunks())
+                await follower.until(lambda: follower.held(tokens) == 96)
+                (progress,) = await operated(vllm, KvVerb.FLUSH, KvTarget())
+        assert (progress.done, progress.left["busy"]) == (0, progress.total)
+        assert not isinstance(follower.events[-1], CacheCleared)
+
+
+async def test_without_replay_reused_blocks_become_known(adapter_of, vllm, control):
+    """Who comes late and cannot ask what was before has requests tell of what they reuse."""
+    tokens = tokens_of("late", 100)
+    await complete(control, tokens)
+    sources = await control.get("/kv_event_sources")
+    address = sources["0"]["endpoint"].replace("*", "127.0.0.1")
+    late = adapter_of("vllm", vllm.spec.url, events=address)
+    async with following(late) as follower:
+        assert not follower.view.complete
+        assert follower.held(tokens) == 0
+        request = body(prompt=tokens, max_tokens=1, temperature=0)
+        # Subscriptions take their time: until one stands, events pass by.
+        while follower.held(tokens) != 96:
+            async with late.hold("/v1/completions", request, KvTarget(array("i", tokens))) as hold:
+                assert hold.body.get("vllm_xargs") == {"kv_cache_report_mode": "full"}
+                await control.call("POST", "/v1/completions", content=hold.body.raw)
+            await asyncio.sleep(0.01)
+        assert isinstance(follower.events[-1], BlocksStored)
+        await operated(late, KvVerb.FLUSH, KvTarget())
+        async with late.hold("/v1/completions", request, None) as hold:
+            assert hold.body is request
