@@ -21,7 +21,7 @@ from engine_adapter.openai_http import ControlClient, prepare_request
 from engine_adapter.sglang.findings import find, why_events_do_not_fit
 from engine_adapter.sglang.loads import Loads
 from engine_adapter.sglang.requests import hold_request, tells_cached_tokens
-from engine_adapter.sglang.server_info import ServerInfo, read_server_info
+from engine_adapter.sglang.server_info import ServerInfo, read_adapters, read_server_info
 from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
 from engine_adapter.types import (
     Capability,
@@ -82,9 +82,14 @@ class SglangAdapter(SelfPlaced, Undeclared):
         return self._describe(info, tokenizes=tokenizes)
 
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`."""
+        """See `EngineAdapter.load`. LoRA adapters come and go while a server runs."""
         await self._check_ready()
-        return await self._loads.read()
+        load = await self._loads.read()
+        info = self._info
+        if info is None or not info.lora:
+            return load
+        adapters = read_adapters(await self._control.get("/v1/models"))
+        return replace(load, outdated=adapters != info.adapters)
 
     def findings(self) -> tuple[Finding, ...]:
         """See `EngineAdapter.findings`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ EVENTS_TELL_SALTS = (0, 5, 18)
 EVENTS_MAY_TELL_ADAPTERS, EVENTS_TELL_ADAPTERS = (0, 5, 22), (0, 5, 23)
 # With these an event's tokens are pairs of neighbours, and a hit asks for the token after it as well.
 _PAIRED = ("EAGLE", "NEXTN", "FROZEN_KV_MTP")
+_Answer = TypeVar("_Answer")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
 
 
@@ -172,15 +173,12 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
     Raises:
         EngineUnavailable: they are not an SGLang server's.
     """
-    try:
-        raw, cards = msgspec.convert(answer, _Raw), msgspec.convert(models, _Cards).data
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"it does not answer as SGLang does: {error}") from error
+    raw, cards = _read(answer, _Raw), _read(models, _Cards).data
     base = next((card for card in cards if card.parent is None), None)
     if base is None:
         raise EngineUnavailable("/v1/models names no model")
     publisher, config = raw.kv_events, _events_config(raw.kv_events_config)
-    adapters = frozenset(card.id for card in cards if card.parent is not None)
+    adapters = read_adapters(models)
     return ServerInfo(
         version=raw.version,
         instance=_identity(raw),
@@ -206,6 +204,18 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         disaggregation=raw.disaggregation_mode,
         lacks_admin_key=raw.admin_api_key not in (None, api_key),
     )
+
+
+def read_adapters(models: object) -> frozenset[str]:
+    """The LoRA adapters in a `/v1/models` answer; raises EngineUnavailable for one of another server."""
+    return frozenset(card.id for card in _read(models, _Cards).data if card.parent is not None)
+
+
+def _read(answer: object, kind: type[_Answer]) -> _Answer:
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"it does not answer as SGLang does: {error}") from error
 
 
 def _identity(raw: _Raw) -> str:

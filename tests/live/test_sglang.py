@@ -90,13 +90,12 @@ async def test_what_is_predicted_is_reported(page_size, cache_report):
             await until(lambda: world.engine().info.instance != before)
             outcomes += await talks.some(60)
             engine = world.engine()
+            counts = engine.audit.view()
             assert (engine.audit.trust, engine.view.counts.orphaned) == (Trust.PRECISE, 0)
-    wrong = [(said, was) for said, was, _ in outcomes if said != was]
-    if page_size <= fleet.TOKENS_PER_BLOCK:
-        assert wrong == []
-    # Of two larger pages that begin alike, the one that stays may be missed once the other is evicted.
-    assert all(said < was for said, was in wrong)
-    assert len(wrong) <= 0.03 * len(outcomes)
+    # Pages smaller than kvpin's blocks may be reused up to a block further.
+    within = fleet.TOKENS_PER_BLOCK if page_size == 1 else 1
+    assert [(said, was) for said, was, _ in outcomes if not 0 <= was - said < within] == []
+    assert counts.exact == counts.checked == len(outcomes)
     assert all(firm for *_, firm in outcomes)
     assert sum(was for _, was, _ in outcomes) > 3000
 
@@ -104,14 +103,14 @@ async def test_what_is_predicted_is_reported(page_size, cache_report):
 async def test_tenants_share_nothing_and_neither_do_extra_keys():
     body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2}
     keyed = body | {"extra_key": "k"}
-    with running_sglang() as running:
+    with running_sglang(page_size=16) as running:
         async with kvpin_over((running, None), tenants=("one", "two")) as world:
             found = []
             for tenant, sent in [("one", body), ("two", body), ("one", keyed), ("two", keyed)] * 2:
                 answer = await world.post("completions", sent, tenant)
                 found.append((predicted(answer), world.last.reported_tokens))
     # What an extra key shares is not foreseen, and leaves all else as it was.
-    assert found == [(0, 0)] * 4 + [(79, 79)] * 2 + [(0, 79)] * 2
+    assert found == [(0, 0)] * 4 + [(64, 64)] * 2 + [(0, 64)] * 2
     sent = [body for _, body in running.fake.seen]
     assert len({body["cache_salt"] for body in sent}) == 4
     assert not any("extra_key" in body for body in sent)
@@ -136,7 +135,7 @@ async def test_each_rank_of_a_server_is_an_engine():
 
 async def test_a_flush_of_a_busy_server_is_told_as_such_and_the_view_stays_right():
     body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2}
-    with running_sglang() as running:
+    with running_sglang(page_size=16) as running:
         async with kvpin_over((running, None)) as world:
             await world.post("completions", body)
             running.core.hold()
@@ -147,9 +146,9 @@ async def test_a_flush_of_a_busy_server_is_told_as_such_and_the_view_stays_right
             await busy
             assert (part["done"], part["left"]) == (0, {"busy": 1})
             answer = await world.post("completions", body)
-            assert predicted(answer) == world.last.reported_tokens == 79
+            assert predicted(answer) == world.last.reported_tokens == 64
             by_prompt = await world.operate("flush", token_ids=body["prompt"])
             answer = await world.post("completions", body)
-            assert predicted(answer) == world.last.reported_tokens == 79
+            assert predicted(answer) == world.last.reported_tokens == 64
     assert by_prompt["state"] == "failed"
     assert "flush the engine, without a prompt or a tenant" in by_prompt["error"]
