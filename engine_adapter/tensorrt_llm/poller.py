@@ -98,7 +98,9 @@ class EventPoller:
         Raises:
             EngineUnavailable: the server does not answer, or not with events.
         """
+        levels = self.reader.blocks_per_level
         self.reader, self.doubt, self._outbox = self._new_reader(), None, []
+        self.reader.blocks_per_level = levels  # told once, when a process begins
         self.traffic.prompts.clear()
         yield ViewLost("connected")
         wait_s = BUSY_S

@@ -1,0 +1,382 @@
+"""The adapter before a fake trtllm-serve on a real socket."""
+
+import asyncio
+import json
+from array import array
+from contextlib import aclosing, asynccontextmanager
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from engine_adapter import EngineRejected, EngineUnavailable, JsonBody, KvTarget, KvVerb, NotSupported
+from engine_adapter.tensorrt_llm import adapter as module
+from engine_adapter.tensorrt_llm import discovery
+from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER, TensorRTLLMAdapter
+from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS
+from engine_adapter.tensorrt_llm.poller import LORA_UNTOLD
+from engine_adapter.types import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Capability,
+    EngineSpec,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+)
+from tests.engines import served
+from tests.fake_engines.tensorrt_llm import running_trtllm
+from tests.fake_engines.text import chat_tokens, encode
+
+WAIT_S = 10
+HELLO = [{"role": "user", "content": "Hello there"}]
+LORA = {"lora_name": "l", "lora_int_id": 1, "lora_path": "/l"}
+
+
+def body(**fields) -> JsonBody:
+    return JsonBody(json.dumps({"model": "tiny", "max_tokens": 2} | fields).encode())
+
+
+@pytest.fixture
+async def adapter_of():
+    made = []
+
+    def make(url, **fields):
+        made.append(TensorRTLLMAdapter(EngineSpec("tensorrt_llm", url, "t", **fields)))
+        return made[-1]
+
+    yield make
+    for adapter in made:
+        await adapter.aclose()
+
+
+@pytest.fixture
+def server():
+    with running_trtllm() as server:
+        yield server
+
+
+@pytest.fixture
+def adapter(adapter_of, server):
+    return adapter_of(server.url)
+
+
+async def post(request) -> httpx.Response:
+    async with httpx.AsyncClient(verify=False) as client:  # noqa: S501 - loading certificates takes long
+        return await client.post(request.url, content=request.body)
+
+
+async def ask(adapter, path=COMPLETIONS, target=None, **fields) -> int:
+    """Sends a request as kvpin does; returns its cached tokens."""
+    async with adapter.hold(path, body(**fields), target) as hold:
+        request = adapter.prepare("POST", path, {}, hold.body)
+        answer = await post(request)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@asynccontextmanager
+async def following(adapter):
+    async with aclosing(adapter.events()) as events:
+
+        async def next_event():
+            async with asyncio.timeout(WAIT_S):
+                return await anext(events)
+
+        yield next_event
+
+
+async def test_what_it_is(adapter, adapter_of, server):
+    info = await adapter.connect()
+    assert (info.model, info.tokenizer, info.version) == ("tiny", "/models/tiny", "TensorRT-LLM 1.4.0")
+    assert (info.tokens_per_block, info.gpu_blocks, info.host_blocks) == (32, 64, None)
+    assert await adapter.connect() == info
+    named = await adapter_of(server.url, model="n", tokenizer="/t").connect()
+    assert (named.model, named.tokenizer) == ("n", "/t")
+    assert named.instance != info.instance
+    load = await adapter.load()
+    assert (load.running, load.waiting, load.gpu_usage, load.outdated) == (0, 0, 0.0, False)
+    assert adapter.findings() == ()
+
+
+async def test_what_takes_figures_away_is_read_seldom(adapter_of, monkeypatch):
+    with running_trtllm(prometheus=False) as server:
+        adapter = adapter_of(server.url)
+        server.fake.core.waiting = 3
+        server.fake._end_of_step()
+        assert (await adapter.load()).waiting == 3
+        server.fake._end_of_step()
+        assert (await adapter.load()).waiting == 3
+        assert len(server.fake.steps) == 1
+        monkeypatch.setattr(adapter, "_next_stats", 0.0)
+        await adapter.load()
+        assert server.fake.steps == []
+
+
+async def test_an_engine_that_is_gone(adapter_of):
+    with running_trtllm() as server:
+        adapter = adapter_of(server.url)
+        await adapter.connect()
+    for call in (adapter.connect, adapter.load):
+        with pytest.raises(EngineUnavailable):
+            await call()
+    async with following(adapter) as event:
+        assert await event() == ViewLost("connected")
+        with pytest.raises(EngineUnavailable):
+            await event()
+
+
+class TestRequests:
+    async def test_only_fields_it_takes_go_to_it(self, adapter, server):
+        hints = {"prompt_cache_key": "k", "session_id": "s", "safety_identifier": "i"}
+        for path, fields in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hello"})):
+            kept = {"priority": 0.5, "conversation_params": {"conversation_id": "c"}}
+            await ask(adapter, path, **fields, **kept, **hints)
+            seen_path, seen = server.fake.seen[-1]
+            assert (seen_path, hints.keys() & seen) == (path, set())
+            assert kept.items() <= seen.items()
+
+    async def test_people_are_told_what_was_left_out(self, adapter):
+        sent = body(messages=HELLO, session_id="s", prompt_cache_key="k")
+        async with adapter.hold(CHAT, sent, None) as hold:
+            note = "left out, as TensorRT-LLM does not take it: prompt_cache_key, session_id"
+            assert (hold.note, hold.cached_tokens, hold.answer) == (note, None, None)
+        async with adapter.hold(CHAT, body(messages=HELLO), None) as hold:
+            assert hold.note == ""
+            assert hold.body.raw == body(messages=HELLO).raw
+
+    async def test_a_field_that_may_change_the_answer_is_refused_by_the_server(self, adapter):
+        async with adapter.hold(CHAT, body(messages=HELLO, extra_key="x"), None) as hold:
+            request = adapter.prepare("POST", CHAT, {}, hold.body)
+        answer = await post(request)
+        assert answer.status_code == 400
+        assert "extra_forbidden" in answer.text
+
+    async def test_token_ids_go_in_place_of_text(self, adapter, server):
+        await adapter.connect()
+        ids = chat_tokens(HELLO)
+        await ask(adapter, CHAT, KvTarget(array("i", ids), exact=True), messages=HELLO)
+        assert server.fake.seen[-1][1]["prompt_token_ids"] == ids
+        await ask(adapter, COMPLETIONS, KvTarget(array("i", ids), exact=True), prompt="text")
+        assert server.fake.seen[-1][1]["prompt"] == ids
+        await ask(adapter, COMPLETIONS, KvTarget(array("i", ids)), prompt="text")
+        assert server.fake.seen[-1][1]["prompt"] == "text"
+
+    async def test_a_stream_is_asked_for_its_usage(self, adapter):
+        async with adapter.hold(CHAT, body(messages=HELLO, stream=True), None) as hold:
+            assert hold.body.get("stream_options") == {"include_usage": True}
+            request = adapter.prepare("POST", CHAT, {}, hold.body)
+            stream = (await post(request)).content
+            told = hold.answer.feed(stream) + hold.answer.finish()
+        assert hold.answer.cached_tokens() == 0
+        assert b'"usage"' in stream
+        assert b'"usage"' not in told
+
+    async def test_a_salt_where_none_is_taken_is_refused_before_it_is_sent(self, adapter, server):
+        with pytest.raises(EngineRejected, match="send the request to /v1/chat/completions") as caught:
+            adapter.hold(COMPLETIONS, body(prompt="x", cache_salt="s"), None)
+        assert (caught.value.status, caught.value.param) == (400, "cache_salt")
+        assert server.fake.seen == []
+
+    async def test_salts_keep_prompts_apart(self, adapter):
+        messages = [{"role": "user", "content": "word " * 100}]
+        assert await ask(adapter, CHAT, messages=messages, cache_salt="a") == 0
+        assert await ask(adapter, CHAT, messages=messages, cache_salt="b") == 0
+        assert await ask(adapter, CHAT, messages=messages, cache_salt="a") > 0
+
+    async def test_what_is_no_prompt_goes_as_it_is(self, adapter):
+        async with adapter.hold("/v1/models", None, None) as hold:
+            assert (hold.body, hold.answer) == (None, None)
+        embeddings = body(input="x")
+        async with adapter.hold("/v1/embeddings", embeddings, None) as hold:
+            assert hold.body is embeddings
+            assert adapter._poller.traffic.in_flight == 0
+
+    async def test_a_request_that_fails_is_over_as_well(self, adapter):
+        async def fail():
+            async with adapter.hold(CHAT, body(messages=HELLO), None):
+                assert adapter._poller.traffic.in_flight == 1
+                raise EngineUnavailable("gone")
+
+        with pytest.raises(EngineUnavailable, match="gone"):
+            await fail()
+        assert adapter._poller.traffic.in_flight == 0
+
+
+class TestTokens:
+    async def test_they_are_those_it_runs(self, adapter):
+        chat = await adapter.tokenize(CHAT, body(messages=HELLO, session_id="s", cache_salt="x"))
+        assert chat == array("i", chat_tokens(HELLO))
+        text = await adapter.tokenize(COMPLETIONS, body(prompt="Hello", cache_salt="x", prompt_cache_key="k"))
+        assert text == array("i", encode("Hello"))
+        assert await adapter.tokenize(COMPLETIONS, body(prompt=[5, 6])) == array("i", [5, 6])
+
+    async def test_of_other_routes_none_are_told(self, adapter):
+        with pytest.raises(EngineRejected):
+            await adapter.tokenize("/v1/responses", body(input="Hello"))
+
+    @pytest.mark.parametrize(
+        ("rendered", "error"),
+        [
+            ({"token_ids": [1], "tokens_trusted": False}, EngineRejected),
+            ([{"token_ids": [1]}, {"token_ids": [2]}], EngineRejected),
+            ([], EngineRejected),
+            ({"token_ids": "1"}, EngineUnavailable),
+            ("no", EngineUnavailable),
+        ],
+    )
+    async def test_ids_that_need_not_be_those_it_runs(self, adapter_of, rendered, error):
+        with running_trtllm() as other:
+            routes = [route for route in other.fake.app.routes if not route.path.endswith("/render")]
+            render = Route(f"{CHAT}/render", lambda _: JSONResponse(rendered), methods=["POST"])
+            with served(Starlette(routes=[render, *routes])) as url, pytest.raises(error):
+                await adapter_of(url).tokenize(CHAT, body(messages=HELLO))
+
+    async def test_without_render_routes_it_tells_none(self, adapter_of):
+        with running_trtllm(renders=False) as server:
+            adapter = adapter_of(server.url)
+            with pytest.raises(NotSupported, match="TRTLLM_ENABLE_RENDER_ENDPOINTS=1"):
+                await adapter.tokenize(CHAT, body(messages=HELLO))
+            assert discovery.NO_TOKENIZE in adapter.findings()
+
+
+class TestEvents:
+    async def test_they_follow_what_it_stores_moves_and_forgets(self, adapter_of):
+        with running_trtllm(gpu_blocks=4, host_blocks=2) as server:
+            adapter = adapter_of(server.url)
+            async with following(adapter) as event:
+                assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+                await ask(adapter, prompt=list(range(100)))
+                stored = await event()
+                assert (stored.tier, stored.parent, len(stored.hashes)) == (Tier.GPU, None, 3)
+                assert stored.token_ids == array("i", range(96))
+                await ask(adapter, prompt=list(range(200, 270)))
+                moved, left = await event(), await event()
+                assert moved == BlocksStored(Tier.HOST, None, stored.hashes[2:], array("i"), 32)
+                assert left == BlocksRemoved(Tier.GPU, stored.hashes[2:])
+                stats = await adapter.stats()
+                assert stats["blocks"]["capacity"] == [4, 2]
+                assert stats["blocks"]["known"] == {"gpu": 4, "host": 1}
+                assert stats["events"] == {"skipped": 0, "gaps": 0, "restarts": 0}
+            info = await adapter.connect()
+            assert (info.gpu_blocks, info.host_blocks) == (4, 2)
+            assert NO_HOST_TIER not in adapter.findings()
+
+    async def test_a_flush_empties_all_and_older_events_come_to_nothing(self, adapter):
+        async with following(adapter) as event:
+            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+            await ask(adapter, prompt=list(range(100)))
+            assert len((await event()).hashes) == 3
+            await ask(adapter, prompt=list(range(300, 400)))  # its events wait in the server
+            done = [progress async for progress in adapter.operate(KvVerb.FLUSH, KvTarget())]
+            assert [(progress.done, progress.total) for progress in done] == [(3, 3)]
+            assert [await event(), await event()] == [CacheCleared(), ViewCurrent()]
+            assert await ask(adapter, prompt=list(range(100))) == 0
+            assert len((await event()).hashes) == 3
+
+    @pytest.mark.parametrize(
+        "target", [KvTarget(array("i", [1])), KvTarget(cache_salt="s"), KvTarget(adapter="l")]
+    )
+    async def test_a_part_cannot_be_flushed(self, adapter, target):
+        with pytest.raises(NotSupported, match="everything or nothing"):
+            await anext(adapter.operate(KvVerb.FLUSH, target))
+
+    async def test_what_it_moves_by_itself_cannot_be_moved(self, adapter):
+        for verb, said in ((KvVerb.OFFLOAD, "host_cache_size"), (KvVerb.RESTORE, "by itself")):
+            with pytest.raises(NotSupported, match=said):
+                await anext(adapter.operate(verb, KvTarget()))
+        with pytest.raises(NotSupported, match="priorities"):
+            await adapter.pin(KvTarget(), 1.0)
+
+    async def test_without_a_reset_route_nothing_is_flushed(self, adapter_of):
+        with running_trtllm(reset_path=None) as server:
+            adapter = adapter_of(server.url)
+            with pytest.raises(NotSupported, match="restart the engine"):
+                await anext(adapter.operate(KvVerb.FLUSH, KvTarget()))
+            assert discovery.NO_RESET in adapter.findings()
+
+    async def test_events_that_somebody_else_took_are_missed(self, adapter, server):
+        await adapter.connect()
+        async with following(adapter) as event:
+            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+            server.fake.events.tell({"type": "removed", "block_hashes": []})
+            server.fake.events.flush()
+            server.fake.events.lose(1)
+            await ask(adapter, prompt=list(range(100)))
+            assert await event() == ViewLost("events 1 to 1 were lost")
+        assert EVENTS_LOST in adapter.findings()
+        assert (await adapter.load()).outdated  # so that it is told
+        await adapter.connect()
+        assert not (await adapter.load()).outdated
+
+    async def test_a_restart_begins_a_view_that_is_whole(self, adapter, server):
+        async with following(adapter) as event:
+            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+            await ask(adapter, prompt=list(range(100)))
+            await event()
+            server.fake.restart()
+            lost, current = await event(), await event()
+            assert "restarted" in lost.reason
+            assert current == ViewCurrent()
+        assert NO_HOST_TIER in adapter.findings()
+
+    async def test_another_block_size_is_seen_and_told(self, adapter_of):
+        options = {"tokens_per_block": 64, "tells_block_size": False, "prometheus": False, "host_blocks": 1}
+        with running_trtllm(**options) as server:
+            adapter = adapter_of(server.url)
+            assert (await adapter.connect()).tokens_per_block == 32
+            assert discovery.BLOCK_SIZE_UNTOLD in adapter.findings()
+            async with following(adapter) as event:
+                await event()
+                await event()
+                assert not (await adapter.load()).outdated
+                await ask(adapter, prompt=list(range(130)))
+                assert (await event()).tokens_per_block == 64
+            assert (await adapter.load()).outdated
+            assert (await adapter.connect()).tokens_per_block == 64
+            assert discovery.BLOCK_SIZE_UNTOLD not in adapter.findings()
+            async with following(adapter) as event:  # another view knows it from the start
+                await event()
+                assert not (await adapter.load()).outdated
+
+    async def test_adapters_it_does_not_tell_of_void_the_view(self, adapter):
+        await adapter.connect()
+        async with following(adapter) as event:
+            await event()
+            await event()
+            await ask(adapter, prompt=list(range(100)), lora_request=LORA)
+            await event()
+            assert await event() == ViewLost(LORA_UNTOLD.problem)
+        assert LORA_UNTOLD in adapter.findings()
+        assert (await adapter.load()).outdated
+
+    async def test_adapters_it_does_tell_of_are_kept_apart(self, adapter_of):
+        with running_trtllm(tells_lora=True) as server:
+            adapter = adapter_of(server.url)
+            async with following(adapter) as event:
+                await event()
+                await event()
+                await ask(adapter, prompt=list(range(100)), lora_request=LORA)
+                assert (await event()).adapter == "lora_id 1"
+                await ask(adapter, prompt=list(range(100)))
+                assert (await event()).adapter is None
+
+    async def test_without_events_none_are_followed(self, adapter_of):
+        routes = [
+            Route("/health", lambda _: JSONResponse({})),
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "m"}]})),
+        ]
+        with served(Starlette(routes=routes)) as url:
+            adapter = adapter_of(url)
+            with pytest.raises(NotSupported):
+                await anext(adapter.events())
+            assert discovery.NO_EVENTS in adapter.findings()
+
+
+def test_what_there_is_instead_is_said_for_all(adapter_of):
+    adapter = TensorRTLLMAdapter(EngineSpec("tensorrt_llm", "http://127.0.0.1:1", "t"))
+    for capability in set(Capability) - {Capability.CACHED_TOKENS}:
+        assert adapter.not_supported(capability).instead == module._INSTEAD[capability]
