@@ -152,7 +152,7 @@ class Flow:
     def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
         """Holds the prompt's token ids against the engine's own, where the engine was asked to tell them."""
         theirs = hold.answer.prompt_tokens() if hold.answer is not None else None
-        if theirs is None or record.prompt is None or pool.prompts is None:
+        if theirs is None or record.prompt is None or not record.prompt.whole or pool.prompts is None:
             return
         record.tokens_agree = record.prompt.token_ids == theirs
         difference = audit_tokens(pool.prompts, record.prompt, theirs)

@@ -24,7 +24,8 @@ async def look_below(pool: Pool, lease: Lease, prompt: Prompt | None, chain: Cha
     whole = _whole_tokens(engine, chain)
     if prompt is None or chain is None or whole <= placement.gpu_tokens:
         return
-    below = await engine.adapter.lookup(prompt.kv)
+    is_text = prompt.whole and not prompt.media  # tiers are asked by token ids, which say nothing of images
+    below = await engine.adapter.lookup(prompt.kv) if is_text else None
     if below is None:
         lease.placement = replace(placement, predicted_tokens=placement.gpu_tokens, firm=False)
         return

@@ -22,6 +22,7 @@ from proxy.core.view import EngineView
 from proxy.fleet import EngineState
 from proxy.forward import Outcome
 from proxy.prompt import PromptBuilder, PromptTables
+from proxy.tenants import ApiKey, Tenants
 from tests.fakes import (
     ANSWER,
     ASK,
@@ -439,6 +440,59 @@ class TestTokensThatEnginesTell:
         a.make = lambda body: Hold(body, answer=Reader())
         await client.post(CHAT, json=LONG)
         assert proxy.last.tokens_agree is None
+
+
+class TestMedia:
+    """Clients' names of images, and prompts of which only the text before an image is known."""
+
+    CAT, DOG = (
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+        for data in ("Y2F0", "ZG9n")
+    )
+
+    @staticmethod
+    def chat(*parts, **fields):
+        messages = [{"role": "system", "content": "word " * 100}, {"role": "user", "content": [*parts]}]
+        return {"model": "m", "messages": messages, **fields}
+
+    @pytest.mark.parametrize("reuse", [False, True])
+    async def test_a_uuid_that_comes_with_other_content_is_refused(self, engine, reuse):
+        async with proxy_over(engine, reuse=reuse) as proxy, client_of(proxy) as client:
+            body = json.dumps(self.chat({**self.CAT, "uuid": "u"}))
+            assert (await client.post(CHAT, content=body)).status_code == 200
+            assert engine.seen[0].body == body.encode()
+            refused = await client.post(CHAT, json=self.chat({**self.DOG, "uuid": "u"}))
+            assert is_openai_error(refused, 400, code=None, param="messages[1].content[0].uuid")
+            assert len(engine.seen) == 1
+            assert "uuid" in proxy.last.error
+            await proxy.settled()
+
+    async def test_tenants_uuids_are_their_own(self, engine):
+        keys = [ApiKey.of(name, name) for name in ("red", "blue")]
+        async with proxy_over(engine, tenants=Tenants(keys)) as proxy, client_of(proxy) as client:
+            for name, part in (("red", self.CAT), ("blue", self.DOG), ("red", {"image_url": None})):
+                sent = self.chat({**part, "uuid": "u"})
+                headers = {"authorization": f"Bearer {name}"}
+                assert (await client.post(CHAT, json=sent, headers=headers)).status_code == 200
+            red, blue, again = (seen.json["messages"][1]["content"][0]["uuid"] for seen in engine.seen)
+            assert red == again
+            assert len({red, blue, "u"}) == 3
+
+    async def test_the_text_before_an_image_is_followed_and_nothing_rests_on_it(self, engine, tokenizer_dir):
+        a = HoldingAdapter(engine)
+        async with proxy_over(a, reuse=True) as proxy, client_of(proxy) as client:
+            info = replace(INFO, tokenizer=str(tokenizer_dir))
+            proxy.fleet.pools["m"].prompts = PromptBuilder(info, tables=PromptTables())
+            tokens = array("i", [1, 2, 3])
+            a.make = lambda body: Hold(body, answer=Reader(cached=500, tokens=tokens))
+            for part in (self.CAT, self.DOG):
+                assert (await client.post(CHAT, json=self.chat(part))).status_code == 200
+                await proxy.settled()
+            assert proxy.last.prompt.whole is False
+            assert proxy.last.placement.predicted_tokens > 16
+            # The adapter is not told of it, and neither the report nor the tokens are held against it.
+            assert a.asked == [(CHAT, None)] * 2
+            assert (proxy.last.tokens_agree, proxy.fleet.engines["a"].audit.view().checked) == (None, 0)
 
 
 class TestHold:
