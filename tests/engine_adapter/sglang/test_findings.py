@@ -1,0 +1,95 @@
+import pytest
+
+from engine_adapter import EngineSpec
+from engine_adapter.sglang.findings import find, why_events_do_not_fit
+from engine_adapter.sglang.server_info import EventPublisher, ServerInfo
+
+PUBLISHER = EventPublisher("*", 5557, 5657, "", binds=True)
+WELL = {
+    "version": "0.5.23",
+    "instance": "i",
+    "model": "m",
+    "adapters": frozenset(),
+    "max_model_len": 4096,
+    "tokenizer": "t",
+    "page_size": 16,
+    "capacity_tokens": 1600,
+    "publisher": PUBLISHER,
+    "cache_report": True,
+    "hicache": True,
+}
+
+
+def spec(url="http://gpu7:30000", **fields):
+    return EngineSpec("sglang", url, "e", **fields)
+
+
+def found(described=None, *, jinja=True, tokenizes=True, **fields):
+    info = ServerInfo(**WELL | fields)
+    return find(info, described or spec(), jinja=jinja, tokenizes=tokenizes)
+
+
+def test_nothing_stands_in_the_way():
+    assert found() == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem", "remedy"),
+    [
+        ({"radix_cache": False}, "reuses no prefixes", "without --disable-radix-cache"),
+        ({"page_size": None}, "page size", ""),
+        ({"dp_ranks": 2}, "2 data-parallel ranks", "dp_rank=0 to dp_rank=1"),
+        ({"speculative": "EAGLE"}, "pairs of tokens", ""),
+        ({"version": "0.5.17"}, "do not tell cache salts", "use 0.5.18 or later"),
+        ({"version": "0.5.20", "lora": True}, "do not tell LoRA", "use 0.5.23 or later"),
+        ({"publisher": None}, "publishes no KV events", "start it with --kv-events-config"),
+        (
+            {"publisher": EventPublisher("10.0.0.9", 5557, None, "", binds=False)},
+            "tcp://10.0.0.9:5557 cannot be subscribed to",
+            '"endpoint": "tcp://*:5557"',
+        ),
+        (
+            {"publisher": EventPublisher("127.0.0.1", 5557, None, "", binds=True)},
+            "cannot be subscribed to",
+            '"endpoint": "tcp://*:5557"',
+        ),
+    ],
+)
+def test_why_events_do_not_fit(fields, problem, remedy):
+    (finding,) = found(**fields)
+    assert problem in finding.problem
+    assert remedy in finding.remedy
+    assert why_events_do_not_fit(ServerInfo(**WELL | fields), spec()) == finding
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "problem", "remedy"),
+    [
+        (
+            {"publisher": EventPublisher("*", 5557, None, "", binds=True)},
+            {},
+            "without a replay socket",
+            '"replay_endpoint": "tcp://*:5657"',
+        ),
+        ({"cache_report": False}, {}, "does not tell cached tokens", "--enable-cache-report"),
+        ({"hicache": False}, {}, "evicts is lost", "--enable-hierarchical-cache"),
+        ({}, {"tokenizes": False, "jinja": False}, "does not tokenise chats", ""),
+        ({}, {"jinja": False}, "tokenises again", ""),
+        ({"completion_template": True}, {}, "text completions", "--completion-template"),
+        ({"lacks_admin_key": True}, {}, "cannot be flushed", "--api-key"),
+        ({"disaggregation": "prefill"}, {}, "prefill half", "router"),
+    ],
+)
+def test_what_else_there_is(fields, options, problem, remedy):
+    (finding,) = found(**fields, **options)
+    assert problem in finding.problem
+    assert remedy in finding.remedy
+    assert why_events_do_not_fit(ServerInfo(**WELL | fields), spec()) is None
+
+
+def test_addresses_the_operator_gives_stand_for_the_servers_own():
+    assert found(spec(events="tcp://a:1", replay="tcp://a:2"), publisher=None) == ()
+    (finding,) = found(spec(events="tcp://a:1"))
+    assert "without a replay socket" in finding.problem
+    assert found(spec(replay="tcp://a:2"), publisher=EventPublisher("*", 5557, None, "", binds=True)) == ()
+    assert found(spec(dp_rank=1), dp_ranks=2) == ()

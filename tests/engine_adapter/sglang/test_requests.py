@@ -1,0 +1,148 @@
+import json
+
+import pytest
+
+from engine_adapter import EngineRejected, JsonBody, KvTarget
+from engine_adapter.sglang.answer import DetailsAnswer
+from engine_adapter.sglang.requests import CHAT, COMPLETIONS, hold_request, tells_cached_tokens
+from engine_adapter.sglang.server_info import ServerInfo
+from engine_adapter.types import token_array
+from tests.engine_adapter.sglang.test_findings import WELL
+
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
+IDS = token_array(range(100, 140))
+EXACT = KvTarget(IDS, exact=True)
+
+
+def held(path, fields, prompt=None, *, jinja=True, **info):
+    server = ServerInfo(**WELL | info)
+    hold = hold_request(server, path, JsonBody(json.dumps(fields).encode()), prompt, jinja=jinja)
+    return hold, json.loads(hold.body.raw)
+
+
+def test_a_request_of_which_nothing_is_known_goes_byte_for_byte():
+    body = JsonBody(b'{"model": "m",  "prompt": [1, 2]}')
+    hold = hold_request(ServerInfo(**WELL), COMPLETIONS, body, None, jinja=True)
+    assert (hold.body, hold.answer, hold.cached_tokens, hold.note) == (body, None, None, "")
+
+
+class TestTokens:
+    def test_take_the_place_of_what_they_were_made_of(self):
+        _, chat = held(CHAT, MESSAGES, EXACT)
+        assert chat == MESSAGES | {"input_ids": IDS.tolist()}
+        _, text = held(COMPLETIONS, {"prompt": "hi"}, EXACT)
+        assert text == {"prompt": IDS.tolist()}
+
+    @pytest.mark.parametrize(
+        ("path", "fields", "options"),
+        [
+            (CHAT, MESSAGES, {"jinja": False}),
+            (CHAT, MESSAGES | {"add_generation_prompt": False}, {}),
+            (COMPLETIONS, {"prompt": "hi", "echo": True}, {}),
+            (COMPLETIONS, {"prompt": [1, 2]}, {}),
+            (COMPLETIONS, {"prompt": "hi"}, {"completion_template": True}),
+            ("/v1/responses", {"input": "hi"}, {}),
+        ],
+    )
+    def test_do_not_where_more_than_the_prompt_comes_of_it(self, path, fields, options):
+        assert held(path, fields, EXACT, **options)[1] == fields
+
+    def test_do_not_where_they_are_not_known_to_be_the_engines(self):
+        for prompt in (None, KvTarget(IDS), KvTarget(exact=True)):
+            assert held(CHAT, MESSAGES, prompt)[1] == MESSAGES
+
+
+class TestNamespaces:
+    def test_an_extra_key_goes_into_the_salt(self):
+        salted = MESSAGES | {"cache_salt": "kvpin-one"}
+        _, one = held(CHAT, salted | {"extra_key": "a"})
+        _, two = held(CHAT, salted | {"extra_key": "b"})
+        _, none = held(CHAT, MESSAGES | {"extra_key": "a"})
+        assert not any("extra_key" in body for body in (one, two, none))
+        assert one["cache_salt"].startswith("kvpin-one-extra-")
+        assert len({one["cache_salt"], two["cache_salt"], none["cache_salt"], "kvpin-one"}) == 4
+
+    def test_one_for_each_prompt_of_a_batch(self):
+        _, body = held(COMPLETIONS, {"prompt": ["x", "y", "z"], "extra_key": ["a", "b", ""]})
+        first, second, third = body["cache_salt"]
+        assert (first == second, third) == (False, "")
+
+    @pytest.mark.parametrize("key", ["", None, 3, [1]])
+    def test_what_is_no_key_is_left_to_the_engine(self, key):
+        body = MESSAGES | {"extra_key": key}
+        assert held(CHAT, body)[1] == body
+
+    def test_a_salt_is_not_ignored(self):
+        with pytest.raises(EngineRejected, match="no cache_salt on /v1/messages") as caught:
+            held("/v1/messages", MESSAGES | {"cache_salt": "s"})
+        assert caught.value.status == 400
+        assert held("/v1/messages", MESSAGES)[1] == MESSAGES
+
+
+class TestAdapters:
+    NAMES = frozenset({"calm", "org:loud"})
+
+    def test_are_named_where_sglang_looks_for_them(self):
+        for path in (CHAT, COMPLETIONS):
+            fields = {"model": "calm", "prompt": "x"}
+            assert held(path, fields, adapters=self.NAMES)[1] == fields | {"lora_path": "calm"}
+        _, body = held(CHAT, {"model": "org:loud"}, adapters=self.NAMES)
+        assert body == {"model": "m:org:loud"}
+        _, body = held("/v1/messages", {"model": "calm"}, adapters=self.NAMES)
+        assert body == {"model": "m:calm"}
+
+    def test_are_not_silently_left_out(self):
+        with pytest.raises(EngineRejected, match="no LoRA adapters on /v1/responses") as caught:
+            held("/v1/responses", {"model": "calm"}, adapters=self.NAMES)
+        assert (caught.value.status, caught.value.param) == (400, "model")
+
+    @pytest.mark.parametrize("model", ["m", None, 7])
+    def test_the_model_itself(self, model):
+        assert held(CHAT, {"model": model}, adapters=self.NAMES)[1] == {"model": model}
+
+
+class TestCachedTokens:
+    def test_usage_is_asked_for_where_it_tells_them(self):
+        hold, body = held(CHAT, MESSAGES | {"stream": True})
+        assert body["stream_options"] == {"include_usage": True}
+        assert hold.answer is not None
+        assert held(CHAT, MESSAGES)[0].answer is None
+
+    def test_details_are_asked_for_where_it_does_not(self):
+        for path in (CHAT, COMPLETIONS):
+            hold, body = held(path, {"stream": True}, cache_report=False)
+            assert body == {"stream": True, "return_cached_tokens_details": True}
+            assert isinstance(hold.answer, DetailsAnswer)
+        assert held("/v1/responses", {"input": "x"}, cache_report=False)[0].answer is None
+
+    @pytest.mark.parametrize("fields", [{"version": "0.5.9"}, {"radix_cache": False}])
+    def test_nothing_is_asked_for_where_there_is_nothing(self, fields):
+        hold, body = held(CHAT, MESSAGES, cache_report=False, **fields)
+        assert (body, hold.answer) == (MESSAGES, None)
+
+    def test_whether_they_can_be_had(self):
+        old = WELL | {"version": "0.5.9"}
+        assert tells_cached_tokens(ServerInfo(**old))
+        assert not tells_cached_tokens(ServerInfo(**old | {"cache_report": False}))
+
+
+class TestForesight:
+    @pytest.mark.parametrize(
+        ("path", "fields", "info", "cached"),
+        [
+            (CHAT, MESSAGES, {}, None),
+            (CHAT, MESSAGES | {"n": 1}, {}, None),
+            (CHAT, MESSAGES | {"n": 2}, {}, 32),
+            (COMPLETIONS, {"prompt": "x", "n": 3}, {"page_size": 1}, 39),
+            (COMPLETIONS, {"prompt": "x", "n": 3}, {"page_size": None}, None),
+            (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, {}, 0),
+            (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 0}, {}, None),
+            (COMPLETIONS, {"prompt": "x"}, {"completion_template": True}, 0),
+            (COMPLETIONS, {"prompt": [1]}, {"completion_template": True}, None),
+        ],
+    )
+    def test_what_the_index_cannot_tell(self, path, fields, info, cached):
+        hold, _ = held(path, fields, EXACT, **info)
+        assert hold.cached_tokens == cached
+        assert hold.firm is (cached is None)
+        assert held(path, fields, None, **info)[0].cached_tokens is None
