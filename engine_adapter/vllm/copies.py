@@ -2,7 +2,7 @@
 
 vLLM does not merge equal blocks. What two requests compute at once is stored twice, and so is a prompt's last
 block where nothing but it has to be computed; every copy is told of when it is stored and when it is evicted.
-Reuse is told of in the same words (`kv_cache_report_mode`), as a run of held blocks from the start of a prompt.
+Reuse is told of in the same words (`kv_cache_report_mode`): a run of held blocks from the start of a prompt.
 Such a run is not counted, so that at worst too little is believed to be held.
 """
 
