@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from engine_adapter import AiohttpTransport, EngineAdapter, EngineSpec, make_adapter
+from tests.fake_engines.sglang import RunningSglang, running_sglang
 from tests.fake_engines.vllm import FakeVllm, running_vllm
 
 
@@ -47,11 +48,20 @@ def vllm_server() -> Iterator[VllmServer]:
         yield VllmServer(vllm.url, vllm.fake)
 
 
-@pytest.fixture(params=["embedded", "openai_compatible", "llama_server", "vllm"])
-async def adapter(request, embedded_engine, llama, vllm_server) -> AsyncIterator[EngineAdapter]:
+@pytest.fixture(scope="session")
+def sglang_server() -> Iterator[RunningSglang]:
+    """A fake one."""
+    with running_sglang() as running:
+        yield running
+
+
+@pytest.fixture(params=["embedded", "openai_compatible", "llama_server", "vllm", "sglang"])
+async def adapter(
+    request, embedded_engine, llama, vllm_server, sglang_server
+) -> AsyncIterator[EngineAdapter]:
     """Each kind of adapter, in front of a shared engine of its kind."""
     is_llama = request.param == "llama_server"
-    urls = {"llama_server": llama.url, "vllm": vllm_server.url}
+    urls = {"llama_server": llama.url, "vllm": vllm_server.url, "sglang": sglang_server.url}
     spec = EngineSpec(
         kind=request.param,
         url=urls.get(request.param, embedded_engine.url),

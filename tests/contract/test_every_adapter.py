@@ -161,7 +161,7 @@ async def test_stats_are_for_people(adapter):
     json.dumps(stats)
 
 
-@pytest.mark.parametrize("kind", ["embedded", "openai_compatible", "llama_server", "vllm"])
+@pytest.mark.parametrize("kind", ["embedded", "openai_compatible", "llama_server", "vllm", "sglang"])
 async def test_nobody_there_is_unavailable(adapter_of, kind):
     adapter = adapter_of(kind, "http://127.0.0.1:1")
     for call in (adapter.connect, adapter.load):
@@ -169,7 +169,7 @@ async def test_nobody_there_is_unavailable(adapter_of, kind):
             await call()
 
 
-@pytest.mark.parametrize("kind", ["embedded", "openai_compatible", "llama_server", "vllm"])
+@pytest.mark.parametrize("kind", ["embedded", "openai_compatible", "llama_server", "vllm", "sglang"])
 def test_a_bad_address_is_told_at_once(kind):
     with pytest.raises(EngineSpecError):
         make_adapter(EngineSpec(kind=kind, url="localhost:8000", id="e"))
