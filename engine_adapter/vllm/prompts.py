@@ -103,11 +103,12 @@ async def render(control: ControlClient, path: str, body: JsonBody, model: str) 
 
 def _media(features: _Features) -> tuple[MediaSpan, ...]:
     """Its items, in the order they stand in the prompt."""
-    spans = [
-        MediaSpan(identity, place.offset, place.length)
-        for modality, identities in features.mm_hashes.items()
-        for identity, place in zip(identities, features.mm_placeholders.get(modality, ()), strict=True)
-    ]
+    spans: list[MediaSpan] = []
+    for modality, identities in features.mm_hashes.items():
+        places = features.mm_placeholders.get(modality, [])
+        if len(places) != len(identities):
+            raise EngineUnavailable("it does not answer as vLLM does: items of a prompt without a place")
+        spans += map(MediaSpan, identities, (p.offset for p in places), (p.length for p in places))
     return tuple(sorted(spans, key=lambda span: span.offset))
 
 

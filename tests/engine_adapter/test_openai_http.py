@@ -122,7 +122,11 @@ async def error(request: Request) -> Response:
 
 async def echo(request: Request) -> Response:
     return JSONResponse(
-        {"body": (await request.body()).decode(), "key": request.headers.get("authorization")}
+        {
+            "body": (await request.body()).decode(),
+            "key": request.headers.get("authorization"),
+            "rank": request.headers.get("x-rank"),
+        }
     )
 
 
@@ -148,7 +152,8 @@ async def control(url):
 
 
 async def test_calls_bring_json_and_the_key(control):
-    assert await control.call("POST", "/echo", json={"a": 1}) == {"body": '{"a":1}', "key": "Bearer k"}
+    answer = await control.call("POST", "/echo", json={"a": 1}, headers={"x-rank": "1"})
+    assert answer == {"body": '{"a":1}', "key": "Bearer k", "rank": "1"}
     assert (await control.call("POST", "/echo", content=b"raw"))["body"] == "raw"
 
 

@@ -1,0 +1,209 @@
+"""What the contract suite cannot see of vLLM's adapter: restarts, ranks, LoRA, servers that can do less."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from contextlib import aclosing
+
+import pytest
+
+from engine_adapter import (
+    AiohttpTransport,
+    BlocksStored,
+    CacheCleared,
+    Capability,
+    EngineUnavailable,
+    JsonBody,
+    KvTarget,
+    KvVerb,
+    NotSupported,
+    ViewCurrent,
+    ViewLost,
+    make_adapter,
+)
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineSpec
+from tests.fake_engines.text import chat_tokens, encode
+from tests.fake_engines.vllm import running_vllm
+
+TEXT = "/v1/completions"
+
+
+@pytest.fixture
+async def adapter_of():
+    made = []
+
+    def make(server, **fields):
+        made.append(make_adapter(EngineSpec("vllm", server.url, "e", **fields)))
+        return made[-1]
+
+    yield make
+    for adapter in made:
+        await adapter.aclose()
+
+
+@pytest.fixture
+async def transport():
+    transport = AiohttpTransport()
+    yield transport
+    await transport.aclose()
+
+
+async def complete(server, tokens, *, rank=None, **fields):
+    control = ControlClient(EngineSpec("vllm", server.url, "e"))
+    headers = {} if rank is None else {"x-data-parallel-rank": str(rank)}
+    request = {"prompt": list(tokens), "max_tokens": 1} | fields
+    answer = await control.call("POST", TEXT, json=request, headers=headers)
+    await control.aclose()
+    return answer
+
+
+async def until(events, kind):
+    while not isinstance(event := await anext(events), kind):
+        pass
+    return event
+
+
+def body(**fields):
+    return JsonBody(json.dumps(fields).encode())
+
+
+async def operated(adapter, verb, target=KvTarget()):  # noqa: B008 - frozen
+    return [progress async for progress in adapter.operate(verb, target)]
+
+
+async def test_a_restarted_server_is_another(adapter_of):
+    with running_vllm() as server:
+        adapter = adapter_of(server)
+        first = await adapter.connect()
+        await adapter.load()
+        server.fake.restart()
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            await adapter.load()
+        assert (await adapter.connect()).instance != first.instance
+        await adapter.load()
+
+
+async def test_without_an_identity_a_counter_that_falls_tells(adapter_of):
+    with running_vllm(identity=False) as server:
+        adapter = adapter_of(server)
+        first = await adapter.connect()
+        await complete(server, range(100))
+        await adapter.load()
+        assert (await adapter.connect()).instance == first.instance
+        server.fake.restart()
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            await adapter.load()
+        assert (await adapter.connect()).instance != first.instance
+
+
+async def test_the_load_of_a_server(adapter_of, transport):
+    with running_vllm(num_gpu_blocks=11, block_size=16) as server:
+        adapter = adapter_of(server)
+        await adapter.connect()
+        server.core.hold(after=1)
+        running = adapter.prepare("POST", TEXT, {}, body(prompt=[5] * 33, max_tokens=2, stream=True))
+        async with await transport.send(running) as response:
+            await anext(response.chunks())
+            load = await adapter.load()
+        assert (load.running, load.waiting, load.gpu_usage) == (1, 0, 0.2)
+        server.core.release()
+
+
+async def test_adapters_are_served_under_their_own_names(adapter_of):
+    with running_vllm(adapters=("ada",)) as server:
+        adapter = adapter_of(server)
+        assert (await adapter.connect()).adapters == {"ada"}
+        async with aclosing(adapter.events()) as events:
+            await until(events, ViewCurrent)
+            await complete(server, range(40), model="ada", cache_salt="s")
+            stored = await until(events, BlocksStored)
+            assert (stored.adapter, stored.salt) == ("ada", "s")
+        assert (await adapter.tokenize(TEXT, body(model="ada", prompt="x"))).tolist() == encode("x")
+        assert (await adapter.tokenize(TEXT, body(model="an alias", prompt="x"))).tolist() == encode("x")
+
+
+async def test_each_rank_is_an_engine_of_its_own(adapter_of):
+    with running_vllm(ranks=2) as server:
+        adapters = [adapter_of(server, dp_rank=rank) for rank in (0, 1)]
+        infos = [await adapter.connect() for adapter in adapters]
+        assert infos[0].instance == infos[1].instance
+        sent = adapters[1].prepare("POST", TEXT, {"X-Data-Parallel-Rank": "0"}, body(prompt="x"))
+        assert sent.headers["x-data-parallel-rank"] == "1"
+        assert "X-Data-Parallel-Rank" not in sent.headers
+        async with aclosing(adapters[1].events()) as events:
+            await until(events, ViewCurrent)
+            await complete(server, range(40), rank=0)
+            await complete(server, range(80), rank=1)
+            assert len((await until(events, BlocksStored)).hashes) == 5
+            cleared = asyncio.create_task(until(events, CacheCleared))
+            (progress,) = await operated(adapters[0], KvVerb.FLUSH)
+            assert progress.left == {}
+            assert await cleared
+
+
+async def test_a_restart_makes_the_view_anew(adapter_of):
+    with running_vllm() as server:
+        adapter = adapter_of(server)
+        await adapter.connect()
+        async with aclosing(adapter.events()) as events:
+            await until(events, ViewCurrent)
+            server.fake.restart()
+            with pytest.raises(EngineUnavailable):
+                await until(events, BlocksStored)
+        await complete(server, range(40))
+        async with aclosing(adapter.events()) as events:
+            assert isinstance(await anext(events), ViewLost)
+            assert len((await anext(events)).hashes) == 2
+        stats = await adapter.stats()
+        assert stats["events"]["batches"] == 1
+        assert stats["prefix_cache"] == {"queried_tokens": 40, "hit_tokens": 0}
+
+
+async def test_a_server_without_render_is_asked_with_tokenize(adapter_of):
+    chat = [{"role": "user", "content": "Hi"}]
+    with running_vllm(enable_scale_out=False) as server:
+        adapter = adapter_of(server)
+        assert Capability.RENDER not in (await adapter.connect()).capabilities
+        ids = await adapter.tokenize("/v1/chat/completions", body(messages=chat))
+        assert ids == array("i", chat_tokens(chat))
+        with pytest.raises(NotSupported, match="--enable-scale-out"):
+            await adapter.render("/v1/chat/completions", body(messages=chat))
+
+
+async def test_what_a_server_is_not_set_up_for_is_told_with_its_flag(adapter_of):
+    with running_vllm(
+        kv_events=False, dev_mode=False, enable_prompt_tokens_details=False, knows_salts=False
+    ) as server:
+        adapter = adapter_of(server)
+        assert adapter.findings() == ()
+        assert (await adapter.connect()).capabilities == {Capability.TOKENIZE, Capability.RENDER}
+        assert len(adapter.findings()) == 4
+        with pytest.raises(NotSupported, match="VLLM_SERVER_DEV_MODE=1"):
+            await operated(adapter, KvVerb.FLUSH)
+        with pytest.raises(NotSupported, match="--kv-events-config"):
+            await anext(adapter.events())
+        with pytest.raises(NotSupported, match="lmcache="):
+            await operated(adapter, KvVerb.OFFLOAD)
+
+
+async def test_a_prompt_known_here_goes_as_ids_and_reads_the_same(adapter_of, transport):
+    with running_vllm() as server:
+        adapter = adapter_of(server)
+        await adapter.connect()
+        prompt = KvTarget(array("i", encode("Once upon a time")), exact=True)
+        answers = []
+        for _ in range(17):  # the first 16 are compared
+            async with adapter.hold(TEXT, body(prompt="Once upon a time", max_tokens=5), prompt) as hold:
+                sent = adapter.prepare("POST", TEXT, {}, hold.body)
+                async with await transport.send(sent) as response:
+                    raw = await response.read()
+                if hold.answer is not None:
+                    raw = hold.answer.feed(raw) + hold.answer.finish()
+                    assert hold.answer.prompt_tokens() == prompt.token_ids
+                answers.append(json.loads(raw)["choices"][0]["text"])
+        assert server.fake.seen[-2][1]["prompt"] == "Once upon a time"
+        assert server.fake.seen[-1][1]["prompt"] == prompt.token_ids.tolist()
+        assert len(set(answers)) == 1

@@ -1,0 +1,119 @@
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineSpec
+from engine_adapter.vllm.discovery import discover
+from tests.engines import served
+from tests.fake_engines.text import MODEL_DIR
+from tests.fake_engines.vllm import running_vllm
+
+
+@asynccontextmanager
+async def connected(url, **fields):
+    spec = EngineSpec("vllm", url, "e", **fields)
+    control = ControlClient(spec)
+    try:
+        yield control, spec
+    finally:
+        await control.aclose()
+
+
+async def test_what_a_server_is():
+    with running_vllm(adapters=("ada", "bo"), max_model_len=512) as server:
+        async with connected(server.url) as (control, spec):
+            facts = await discover(control, spec, None)
+    assert (facts.model, facts.adapters) == ("tiny", {"ada", "bo"})
+    assert (facts.tokenizer, facts.max_model_len, facts.version) == (str(MODEL_DIR), 512, "0.32.0")
+    assert facts.tokenizes
+    assert facts.renders
+    assert facts.resets
+    assert facts.source.topic == "kv@tiny"
+    assert (facts.trials.takes_salt, facts.trials.reports_cached) == (True, True)
+
+
+async def test_it_is_tried_out_once_a_process():
+    with running_vllm() as server:
+        async with connected(server.url) as (control, spec):
+            facts = await discover(control, spec, None)
+            tried = len(server.fake.seen)
+            assert (await discover(control, spec, facts)).trials == facts.trials
+            assert len(server.fake.seen) == tried
+            server.fake.restart()
+            await discover(control, spec, facts)
+            assert len(server.fake.seen) == 2 * tried
+
+
+async def test_trying_out_leaves_nothing_in_the_cache():
+    with running_vllm() as server:
+        async with connected(server.url) as (control, spec):
+            await discover(control, spec, None)
+        assert len(server.core.cache) == 0
+
+
+async def test_a_rank_of_several():
+    with running_vllm(ranks=3) as server:
+        async with connected(server.url, dp_rank=2) as (control, spec):
+            facts = await discover(control, spec, None)
+            assert (
+                facts.source.endpoint.rpartition(":")[2]
+                == server.fake.publishers[2].endpoint.rpartition(":")[2]
+            )
+        async with connected(server.url, dp_rank=3) as (control, spec):
+            with pytest.raises(EngineUnavailable, match=r"no data-parallel rank 3: it has \[0, 1, 2\]"):
+                await discover(control, spec, None)
+        async with connected(server.url) as (control, spec):
+            assert (await discover(control, spec, None)).source is None
+
+
+async def test_a_key_that_is_wanted():
+    with running_vllm(api_key="k") as server:
+        async with connected(server.url, api_key="k") as (control, spec):
+            assert (await discover(control, spec, None)).model == "tiny"
+        async with connected(server.url) as (control, spec):
+            with pytest.raises(EngineRejected, match="Unauthorized"):
+                await discover(control, spec, None)
+
+
+def answering(models=None, **others):
+    """Another server: what `/v1/models` and other routes answer."""
+    answers = {"/v1/models": models, **others}
+    routes = [Route(path, lambda _, answer=answer: JSONResponse(answer)) for path, answer in answers.items()]
+    return Starlette(routes=[*routes, Route("/metrics", lambda _: JSONResponse(None, 200))])
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ({"models": {"models": []}}, "/v1/models does not answer as vLLM does"),
+        ({"models": {"data": []}}, "names no model"),
+        (
+            {"models": {"data": [{"id": "m"}]}, "/kv_event_sources": {"0": {"at": "h"}}},
+            "/kv_event_sources does not answer as vLLM does",
+        ),
+    ],
+)
+async def test_another_kind_of_server(answers, why):
+    with served(answering(**answers)) as url:
+        async with connected(url) as (control, spec):
+            with pytest.raises(EngineUnavailable, match=why):
+                await discover(control, spec, None)
+
+
+async def test_the_name_the_operator_gave_and_a_server_that_says_little():
+    models = {"data": [{"id": "a"}, {"id": "b", "max_model_len": 9}, {"id": "l", "parent": "a"}]}
+    with served(answering(models, **{"/version": [], "/kv_event_sources": {}})) as url:
+        async with connected(url, model="b") as (control, spec):
+            facts = await discover(control, spec, None)
+        async with connected(url, model="alias") as (control, spec):
+            assert (await discover(control, spec, None)).model == "a"
+    assert (facts.model, facts.max_model_len, facts.adapters) == ("b", 9, {"l"})
+    assert (facts.version, facts.source, facts.names_sources) == ("", None, True)
+    assert not facts.tokenizes
+    assert not facts.renders
+    assert facts.trials.reports_cached is None

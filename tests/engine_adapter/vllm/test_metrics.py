@@ -1,0 +1,64 @@
+import pytest
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineSpec
+from engine_adapter.vllm.metrics import VllmMetrics, look, read_metrics
+from tests.fake_engines.vllm import running_vllm
+
+PAGE = b"""\
+process_start_time_seconds 1.7952503577e+09
+vllm:num_requests_running{engine="0",model_name="tiny"} 3.0
+vllm:num_requests_running{engine="1",model_name="tiny"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="tiny"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.1
+vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 847.0
+vllm:prefix_cache_queries_total{engine="1",model_name="tiny"} 3.0
+vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 384.0
+vllm:prefix_cache_queries_created{engine="0",model_name="tiny"} 1.795250395377022e+09
+vllm:prefix_cache_queries_created{engine="1",model_name="tiny"} 1.795250395377099e+09
+vllm:cache_config_info{block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="16",enable_prefix_caching="False",engine="1",num_gpu_blocks="None"} 1.0
+"""
+
+
+def test_one_rank_of_a_page():
+    assert read_metrics(PAGE, 0) == VllmMetrics(
+        ranks=(0, 1),
+        identity="1795250357.700000-1795250395.377022",
+        running=3,
+        waiting=2,
+        usage=0.5,
+        block_size=32,
+        blocks=99,
+        caching=True,
+        queries=847,
+        hits=384,
+    )
+    other = read_metrics(PAGE, 1)
+    assert (other.blocks, other.caching, other.tells_blocks, other.hits) == (None, False, False, 0)
+    assert other.identity == "1795250357.700000-1795250395.377099"
+
+
+def test_all_ranks_together():
+    both = read_metrics(PAGE)
+    assert (both.running, both.waiting, both.usage, both.queries) == (4, 2, 0.3, 850)
+
+
+def test_a_page_that_tells_nothing_of_the_engine():
+    assert read_metrics(b"process_start_time_seconds 5\n") == VllmMetrics(identity="5.000000")
+    assert read_metrics(b"") == VllmMetrics()
+    assert not VllmMetrics().tells_blocks
+    with pytest.raises(EngineUnavailable):
+        read_metrics(b"process_start_time_seconds soon\n")
+
+
+async def test_the_page_of_a_server():
+    with running_vllm(ranks=2, block_size=16, num_gpu_blocks=50) as server:
+        control = ControlClient(EngineSpec("vllm", server.url, "e"))
+        seen = await look(control, 1)
+        await control.aclose()
+    assert (seen.ranks, seen.block_size, seen.blocks, seen.usage) == ((0, 1), 16, 49, 0.0)
