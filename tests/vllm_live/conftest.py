@@ -1,0 +1,26 @@
+"""What live tests on vLLM share. Run by `scripts/test-vllm`, never by default: they take minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+_FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Puts lines into the summary at the end of the run."""
+
+    def tell(*lines: str) -> None:
+        request.config.stash.setdefault(_FIGURES, []).extend((f"{request.node.name}:", *lines, ""))
+
+    return tell
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    figures = terminalreporter.config.stash.get(_FIGURES, [])
+    if figures:
+        terminalreporter.section("figures")
+        terminalreporter.write("\n".join(figures) + "\n")

@@ -1,0 +1,25 @@
+"""Predictions hold over real vLLMs: a mixed load, evictions, a flush and a killed engine in the middle."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm_live.mixed_run import KVPIN_FLAGS, OPTIONS, MixedRun
+from tests.vllm_live.vllm_world import vllm_world
+
+pytestmark = pytest.mark.live
+
+
+async def test_predicted_is_reported(tmp_path, tell):
+    with vllm_world(tmp_path, OPTIONS, servers=2, kvpin_flags=KVPIN_FLAGS) as world:
+        report = await MixedRun(world).play(120)
+    tell(*report.lines())
+    alone, together = report.answered(alone=True), report.answered(alone=False)
+    assert len(alone) > 70
+    assert len(together) > 35
+    assert report.misses(alone=True) == []
+    # Four at a time: what one needs another may just have evicted.
+    assert len(report.misses(alone=False)) <= 1
+    assert sum(seen.reported for seen in report.answered()) > 0
+    assert {seen.stage for seen in report.seen if seen.broken} <= {"while an engine is killed"}
+    assert {seen.engine for seen in report.answered()} == {"vllm-0", "vllm-1"}
