@@ -13,13 +13,13 @@ from engine_adapter.sglang.adapter import SglangAdapter
 from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 from engine_adapter.types import EngineSpec
-from engine_adapter.vllm.adapter import VllmAdapter
+from engine_adapter.vllm.tiered import make_vllm
 
 _ADAPTERS: dict[str, Callable[[EngineSpec], EngineAdapter]] = {
     "embedded": EmbeddedAdapter,
     "openai_compatible": OpenAICompatibleAdapter,
     "llama_server": LlamaServerAdapter,
-    "vllm": VllmAdapter,
+    "vllm": make_vllm,
     "sglang": SglangAdapter,
     "tensorrt_llm": TensorRTLLMAdapter,
     "nim": NimAdapter,

@@ -1,0 +1,144 @@
+"""The routes of an LMCache node and of its coordinator.
+
+Every call raises EngineUnavailable when no answer comes, or one of another shape, and EngineRejected when it
+is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.lmcache import wire
+from engine_adapter.openai_http import ControlClient
+from engine_adapter.types import EngineSpec
+
+_Answer = TypeVar("_Answer")
+_PAGE = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose KV is meant: the engine's model as LMCache names it, its ranks, and the node beside it."""
+
+    model_name: str
+    world_size: int
+    instance_id: str
+
+
+class Node:
+    """The LMCache server beside an engine."""
+
+    def __init__(self, spec: EngineSpec, url: str) -> None:
+        """Raises EngineSpecError for an address that is none."""
+        self._control = ControlClient(replace(spec, url=url, api_key=None))
+
+    async def status(self) -> wire.Status:
+        """What it holds, and which engines are connected to it."""
+        return _read(await self._control.get("/status"), wire.Status)
+
+    async def config(self) -> wire.Config:
+        """What it was started with."""
+        return _read(await self._control.get("/config"), wire.Config)
+
+    async def check(self) -> None:
+        """Raises when it is not well."""
+        await self._control.get("/healthcheck")
+
+    async def prefetch(self, scope: Scope, token_ids: Sequence[int], salt: str) -> wire.Prefetch:
+        """Starts to bring what lies on L2 of a prompt to L1."""
+        body = _prompt(scope, token_ids, salt)
+        return _read(await self._control.call("POST", "/cache/prefetches", json=body), wire.Prefetch)
+
+    async def prefetched(self, request_id: str) -> wire.Prefetch:
+        """How far that is. Once it is over, this is told one time."""
+        return _read(await self._control.get(f"/cache/prefetches/{request_id}"), wire.Prefetch)
+
+    async def delete(self, keys: Sequence[wire.Key], tier: str) -> wire.Deleted:
+        """Drops objects from `l1`, or from `all` tiers, unless a request is using them."""
+        body = {"keys": keys, "tier": tier, "force": False}
+        deleted = _read(await self._control.call("DELETE", "/cache/objects", json=body), wire.Deleted)
+        if not deleted.ok:
+            raise EngineUnavailable(f"LMCache could not delete: {deleted.error}")
+        return deleted
+
+    async def aclose(self) -> None:
+        """Closes its connections."""
+        await self._control.aclose()
+
+
+class Coordinator:
+    """The LMCache coordinator, which knows what lies where."""
+
+    def __init__(self, spec: EngineSpec, url: str) -> None:
+        """Raises EngineSpecError for an address that is none."""
+        self.url = url
+        self._control = ControlClient(replace(spec, url=url, api_key=None))
+
+    async def check(self) -> None:
+        """Raises when it is not well."""
+        await self._control.get("/healthz")
+
+    async def instances(self) -> frozenset[str]:
+        """The nodes it knows."""
+        answer = _read(await self._control.get("/instances"), wire.Instances)
+        return frozenset(each.instance_id for each in answer.instances)
+
+    async def stats(self) -> wire.DirectoryStats:
+        """How much lies on either tier."""
+        return _read(await self._control.get("/directory/stats"), wire.DirectoryStats)
+
+    async def lookup(self, scope: Scope, token_ids: Sequence[int], salt: str) -> wire.Lookup:
+        """Where the whole chunks of a prompt lie."""
+        body = _prompt(scope, token_ids, salt)
+        return _read(await self._control.call("POST", "/directory/lookup", json=body), wire.Lookup)
+
+    async def keys(self) -> list[wire.KeyPlacements]:
+        """All objects it knows of, of every model and node."""
+        found: list[wire.KeyPlacements] = []
+        while True:
+            path = f"/directory/keys?offset={len(found)}&limit={_PAGE}"
+            page = _read(await self._control.get(path), wire.Listing)
+            found += page.keys
+            if not page.keys or len(found) >= page.total:
+                return found
+
+    async def pins(self) -> int:
+        """Objects that are pinned, whoever did it."""
+        return _read(await self._control.get("/cache/pins?limit=1"), wire.Pins).total
+
+    async def pin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
+        """Keeps the whole chunks of a prompt on L2; the number of objects."""
+        return await self._pins("POST", scope, token_ids, salt)
+
+    async def unpin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
+        """Takes back one pin of them."""
+        return await self._pins("DELETE", scope, token_ids, salt)
+
+    async def aclose(self) -> None:
+        """Closes its connections."""
+        await self._control.aclose()
+
+    async def _pins(self, method: str, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
+        body = _prompt(scope, token_ids, salt)
+        return _read(await self._control.call(method, "/cache/pins", json=body), wire.PinAnswer).affected
+
+
+def _prompt(scope: Scope, token_ids: Sequence[int], salt: str) -> dict[str, Any]:
+    return {
+        "model_name": scope.model_name,
+        "world_size": scope.world_size,
+        "token_ids": list(token_ids),
+        "cache_salt": salt,
+    }
+
+
+def _read(answer: object, kind: type[_Answer]) -> _Answer:
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"it does not answer as LMCache does: {error}") from error

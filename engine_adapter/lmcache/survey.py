@@ -1,0 +1,123 @@
+"""What the LMCache of an engine is, and what keeps kvpin from using it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine_adapter.errors import EngineError
+from engine_adapter.lmcache import wire
+from engine_adapter.lmcache.client import Coordinator, Node, Scope
+from engine_adapter.types import Capability, EngineSpec, Finding
+
+_UNUSED = "nothing is offloaded, restored or pinned there, and what it holds is not predicted"
+_CONNECTOR = (
+    'start vLLM with --kv-transfer-config \'{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",'
+    '"kv_connector_extra_config":{"lmcache.mp.host":"tcp://HOST","lmcache.mp.port":PORT}}\''
+)
+# Ends the name of a model whose context is spread over ranks.
+_SPREAD = "##"
+_REPORTING = "--coordinator-url http://HOST:PORT --coordinator-event-reporting"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node and its coordinator that can be used.
+
+    Attributes:
+        coordinator: knows what lies where.
+        scope: whose KV is meant.
+        tokens_per_chunk: what they keep at a time.
+        flush_s: how long the coordinator may take to hear of what the node does.
+        capabilities: what they add to the engine's.
+    """
+
+    coordinator: Coordinator
+    scope: Scope
+    tokens_per_chunk: int
+    flush_s: float
+    capabilities: frozenset[Capability]
+
+
+class _Unusable(Exception):
+    """What ends a survey."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        self.finding = Finding(f"{problem}: {_UNUSED}", remedy)
+
+
+async def survey(
+    spec: EngineSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
+) -> tuple[Site | None, tuple[Finding, ...]]:
+    """Asks both what they are.
+
+    Args:
+        spec: the engine's.
+        model: what the engine was started with as its model, which is what LMCache calls it.
+        node: the LMCache server beside it.
+        coordinator_at: the coordinator of an address.
+
+    Returns:
+        What can be used, None where it cannot be; and what was found wanting.
+    """
+    try:
+        return await _survey(spec, model, node, coordinator_at)
+    except _Unusable as flaw:
+        return None, (flaw.finding,)
+
+
+async def _survey(
+    spec: EngineSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
+) -> tuple[Site, tuple[Finding, ...]]:
+    try:
+        status, config = await node.status(), await node.config()
+    except EngineError as error:
+        problem = f"the LMCache server {spec.lmcache} is not there ({error})"
+        raise _Unusable(problem, "start it, or leave lmcache= out") from None
+    context = _context(spec, model, status)
+    told = config.coordinator or wire.CoordinatorConfig()
+    url = spec.lmcache_coordinator or told.url
+    if url is None or not told.event_reporting:
+        problem = f"the LMCache server {spec.lmcache} tells no coordinator what it holds"
+        raise _Unusable(problem, f"start `lmcache coordinator`, and the server with {_REPORTING}")
+    scope = Scope(context.model_name, context.world_size, config.mp.instance_id)
+    coordinator = coordinator_at(url)
+    try:
+        await _examine(spec, coordinator, scope, status.chunk_size)
+    except EngineError as error:
+        problem = f"the LMCache coordinator {url} is not there ({error})"
+        raise _Unusable(problem, "start it, or name another: lmcache_coordinator=http://HOST:PORT") from None
+    moves = frozenset({Capability.OFFLOAD, Capability.RESTORE})
+    site = Site(coordinator, scope, status.chunk_size, told.event_flush_interval, moves)
+    try:
+        await coordinator.pins()
+    except EngineError as error:
+        problem = f"the LMCache coordinator {url} takes no pins ({error})"
+        return site, (Finding(problem, "start it with its eviction controller"),)
+    return replace(site, capabilities=moves | {Capability.PIN}), ()
+
+
+def _context(spec: EngineSpec, model: str, status: wire.Status) -> wire.Context:
+    """The engine, as the node knows it."""
+    contexts = [*status.cache_context_meta.values(), *status.non_cuda_context_meta.values()]
+    for each in contexts:
+        if each.model_name.partition(_SPREAD)[0] == model:
+            if not status.storage_manager.num_l2_adapters:
+                problem = f"the LMCache server {spec.lmcache} has no L2 to offload to"
+                raise _Unusable(problem, """start it with --l2-adapter '{"type":"fs","base_path":"DIR"}'""")
+            return each
+    known = ", ".join(sorted({each.model_name for each in contexts})) or "none"
+    problem = f"no vLLM of {model!r} is connected to the LMCache server {spec.lmcache}, only: {known}"
+    raise _Unusable(problem, f"{_CONNECTOR}, naming that server's --host and --port")
+
+
+async def _examine(spec: EngineSpec, coordinator: Coordinator, scope: Scope, tokens_per_chunk: int) -> None:
+    """Raises for a coordinator that cannot be used."""
+    if scope.instance_id not in await coordinator.instances():
+        problem = f"the LMCache coordinator {coordinator.url} does not know the server {spec.lmcache}"
+        raise _Unusable(problem, f"start that with {_REPORTING}")
+    # One token short of two chunks holds one, unless chunks are larger or smaller here.
+    asked = await coordinator.lookup(scope, [0] * (2 * tokens_per_chunk - 1), "")
+    if asked.chunks != 1:
+        problem = f"the LMCache coordinator {coordinator.url} has chunks of another size than its server"
+        raise _Unusable(problem, f"start it with --chunk-size {tokens_per_chunk}")

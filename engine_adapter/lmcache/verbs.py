@@ -1,0 +1,166 @@
+"""Offload, restore and flush, in slices.
+
+vLLM writes what it computes to the node's L1, and the node at once to its L2. So to offload is to wait until
+all is on L2 and to drop it from L1; to restore is to prefetch it; to flush is to drop it from both. What vLLM
+itself holds is another matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.lmcache.chunks import Chunk, chunks_of, leading
+from engine_adapter.lmcache.client import Node
+from engine_adapter.lmcache.salts import is_under
+from engine_adapter.lmcache.survey import Site
+from engine_adapter.lmcache.wire import Key
+from engine_adapter.types import KvProgress
+
+SLICE = 64
+"""Chunks in one step of an operation."""
+_POLL_S = 0.05
+_PATIENCE_S = 30.0
+_PASSES = 4
+
+
+class KvMover:
+    """Moves KV between the tiers of a node.
+
+    Args:
+        node: the LMCache server.
+        site: what it and its coordinator are.
+        blocks_per_chunk: the engine's blocks in a chunk, in which progress is told.
+    """
+
+    def __init__(self, node: Node, site: Site, blocks_per_chunk: int) -> None:
+        self._node = node
+        self._site = site
+        self._blocks = blocks_per_chunk
+
+    async def offload(
+        self, token_ids: array[int] | None, salt: str | None
+    ) -> AsyncGenerator[KvProgress, None]:
+        """L1 → L2: of a prompt, of a salt, or with neither of everything. What a request uses stays."""
+        await self.settle()
+        deadline = _now() + _PATIENCE_S
+        while True:
+            chunks = [chunk for chunk in await self._held(token_ids, salt) if chunk.on_host]
+            waiting = [chunk for chunk in chunks if not chunk.on_disk]
+            if not waiting or _now() > deadline:
+                break
+            yield KvProgress(0, len(chunks) * self._blocks)
+            await asyncio.sleep(self._site.flush_s / 4)
+        safe = [chunk for chunk in chunks if chunk.on_disk]
+        left = {"not_on_disk": len(waiting) * self._blocks} if waiting else {}
+        async for progress in self._drop(safe, "l1", KvProgress(0, len(waiting) * self._blocks, left=left)):
+            yield progress
+
+    async def restore(self, token_ids: array[int], salt: str | None) -> AsyncGenerator[KvProgress, None]:
+        """L2 → L1, as far as the prompt lies there without a gap."""
+        held = leading(await self.look(token_ids, salt))
+        total = sum(not chunk.on_host for chunk in held)
+        done = moved = 0
+        yield KvProgress(0, total * self._blocks)
+        for start in range(0, len(held) if total else 0, SLICE):
+            below = [chunk for chunk in held[start : start + SLICE] if not chunk.on_host]
+            if below:
+                end = min(start + SLICE, len(held))
+                lost = await self._prefetch(token_ids[: end * self._site.tokens_per_chunk], salt)
+                found = max(len(below) - lost, 0)
+                done += found
+                moved += sum(chunk.bytes for chunk in below[:found])
+                left = {"not_restored": (total - done) * self._blocks} if lost else {}
+                yield KvProgress(done * self._blocks, total * self._blocks, moved, left)
+                if lost:
+                    return
+
+    async def flush(self) -> AsyncGenerator[KvProgress, None]:
+        """Drops all KV of the model from both tiers, until nothing more of it is told."""
+        before = last = KvProgress(0, 0)
+        dropped: set[tuple[Key, ...]] = set()
+        for _ in range(_PASSES):
+            await self.settle()
+            held = [chunk for chunk in await self._held(None, None) if chunk.held]
+            # The coordinator hears late, or never, of objects that were not on disk any more.
+            chunks = [chunk for chunk in held if chunk.on_host or chunk.keys not in dropped]
+            if not chunks:
+                return
+            dropped |= {chunk.keys for chunk in chunks}
+            async for progress in self._drop(chunks, "all", before):
+                yield progress
+                last = progress
+            before = KvProgress(last.done, last.done, last.bytes)
+            await asyncio.sleep(self._site.flush_s)  # until the coordinator has heard of it
+
+    async def look(self, token_ids: array[int], salt: str | None) -> list[Chunk]:
+        """The chunks of a prompt, in its order."""
+        found = await self._site.coordinator.lookup(self._site.scope, token_ids, salt or "")
+        return chunks_of(found.results, self._site.scope.instance_id)
+
+    async def settle(self) -> None:
+        """Waits until the node has written what it was given, and its coordinator has heard of it."""
+        instance, step_s = self._site.scope.instance_id, self._site.flush_s / 4
+        deadline = _now() + _PATIENCE_S
+        while True:
+            storage = (await self._node.status()).storage_manager
+            if not storage.is_storing or _now() > deadline:
+                break
+            await asyncio.sleep(step_s)
+        deadline = _now() + 2 * self._site.flush_s
+        while _now() < deadline:
+            told = (await self._site.coordinator.stats()).l1_keys_by_instance.get(instance, 0)
+            if told == storage.l1_objects:
+                return
+            await asyncio.sleep(step_s)
+
+    async def _held(self, token_ids: array[int] | None, salt: str | None) -> list[Chunk]:
+        """The chunks of a prompt; of a salt; of everything that is the model's."""
+        if token_ids is not None:
+            return await self.look(token_ids, salt)
+        model = self._site.scope.model_name
+        objects = [
+            each
+            for each in await self._site.coordinator.keys()
+            if each.key.model_name == model and (salt is None or is_under(each.key.cache_salt, salt))
+        ]
+        return chunks_of(objects, self._site.scope.instance_id)
+
+    async def _drop(
+        self, chunks: Sequence[Chunk], tier: str, before: KvProgress
+    ) -> AsyncGenerator[KvProgress, None]:
+        """Drops chunks from a tier, on top of what was done before."""
+        total = before.total + len(chunks) * self._blocks
+        done, moved, left = before.done, before.bytes, dict(before.left)
+        yield KvProgress(done, total, moved, dict(left))
+        for start in range(0, len(chunks), SLICE):
+            part = chunks[start : start + SLICE]
+            keys = [key for chunk in part for key in chunk.keys]
+            skipped = (await self._node.delete(keys, tier)).skipped
+            stayed = -(-skipped * len(part) // len(keys))
+            done += (len(part) - stayed) * self._blocks
+            moved += sum(chunk.bytes for chunk in part) * (len(part) - stayed) // len(part)
+            if stayed:
+                left["in_use"] = left.get("in_use", 0) + stayed * self._blocks
+            yield KvProgress(done, total, moved, dict(left))
+
+    async def _prefetch(self, token_ids: array[int], salt: str | None) -> int:
+        """Brings a prompt's chunks to L1; the number of objects that did not come.
+
+        Raises:
+            EngineUnavailable: it takes too long.
+        """
+        job = await self._node.prefetch(self._site.scope, token_ids, salt or "")
+        deadline = _now() + _PATIENCE_S
+        while job.status != "completed":
+            if _now() > deadline:
+                raise EngineUnavailable(f"LMCache did not end a prefetch in {_PATIENCE_S:.0f} s")
+            await asyncio.sleep(_POLL_S)
+            job = await self._node.prefetched(job.request_id)
+        return job.total_keys - job.found_keys
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

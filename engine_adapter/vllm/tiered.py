@@ -1,0 +1,186 @@
+"""vLLM with an LMCache below it: what vLLM's adapter does, and what lies below the GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
+from typing import Any
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineError, EngineSpecError, NotSupported
+from engine_adapter.hold import Hold, RequestBody
+from engine_adapter.lmcache import LmCache
+from engine_adapter.lmcache.salts import embeddings_of, salt_for, without_adapter
+from engine_adapter.types import (
+    BelowGpu,
+    BlocksRemoved,
+    BlocksStored,
+    Capability,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    Finding,
+    KvEvent,
+    KvProgress,
+    KvTarget,
+    KvVerb,
+    Pinned,
+    Tier,
+)
+from engine_adapter.vllm.adapter import VllmAdapter
+from engine_adapter.vllm.prompts import RENDERED_ROUTES
+
+_MOVES = frozenset({Capability.OFFLOAD, Capability.RESTORE, Capability.PIN})
+_GENERATES = RENDERED_ROUTES | {"/inference/v1/generate"}
+_MIXED = Finding(
+    "it takes no cache_salt: LMCache would answer requests with a LoRA adapter from the KV of others",
+    "upgrade vLLM, or serve LoRA adapters from engines without LMCache",
+)
+
+
+def make_vllm(spec: EngineSpec) -> VllmAdapter:
+    """The adapter of a vLLM server; raises EngineSpecError for an address that is none."""
+    if spec.lmcache is not None:
+        return TieredVllmAdapter(spec, LmCache(spec))
+    if spec.lmcache_coordinator is not None:
+        raise EngineSpecError(f"engine {spec.id!r}: lmcache_coordinator goes with lmcache=http://HOST:PORT")
+    return VllmAdapter(spec)
+
+
+class TieredVllmAdapter(VllmAdapter):
+    """`EngineAdapter` of vLLM over LMCache."""
+
+    def __init__(self, spec: EngineSpec, lower: LmCache) -> None:
+        super().__init__(spec)
+        self._lower = lower
+        self._adapters: frozenset[str] = frozenset()
+        self._salts = False
+
+    # --- what it is -----------------------------------------------------------------------------------
+
+    async def connect(self) -> EngineInfo:
+        """See `EngineAdapter.connect`."""
+        info = await super().connect()
+        path = self._facts.tokenizer if self._facts is not None else None
+        await self._lower.connect(path or info.model, info.tokens_per_block)
+        self._adapters = info.adapters
+        self._salts = Capability.CACHE_SALT in info.capabilities
+        return replace(
+            info,
+            capabilities=info.capabilities | self._lower.capabilities,
+            tokens_per_chunk=self._lower.tokens_per_chunk,
+        )
+
+    async def load(self) -> EngineLoad:
+        """See `EngineAdapter.load`."""
+        load, changed = await asyncio.gather(super().load(), self._lower.has_changed())
+        return replace(load, outdated=load.outdated or changed)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """See `EngineAdapter.findings`."""
+        mixed = (_MIXED,) if self._adapters and not self._salts else ()
+        return (*super().findings(), *self._lower.findings, *mixed)
+
+    def not_supported(self, capability: Capability) -> NotSupported:
+        """See `EngineAdapter.not_supported`."""
+        if capability in _MOVES and self._lower.findings:
+            instead = str(self._lower.findings[0])
+            return NotSupported(capability.value, engine=self.spec.id, instead=instead)
+        return super().not_supported(capability)
+
+    async def stats(self) -> dict[str, Any]:
+        """See `EngineAdapter.stats`."""
+        own = await super().stats()
+        try:
+            return own | {"lmcache": await self._lower.stats()}
+        except EngineError as error:
+            return own | {"lmcache": {"error": str(error)}}
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def hold(
+        self, path: str, body: RequestBody, prompt: KvTarget | None
+    ) -> AbstractAsyncContextManager[Hold]:
+        """See `EngineAdapter.hold`."""
+        if isinstance(body, JsonBody) and self._salts and path in _GENERATES:
+            salt, model = body.get("cache_salt"), body.get("model")
+            adapter = model if model in self._adapters else None
+            if salt is None or isinstance(salt, str):
+                sent = salt_for(salt, adapter, embeddings_of(body))
+                body = body if sent == salt else body.replace(cache_salt=sent)
+        return super().hold(path, body, prompt)
+
+    async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
+        """See `EngineAdapter.lookup`."""
+        return await self._lower.lookup(prompt)
+
+    # --- KV -------------------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncGenerator[KvEvent, None]:
+        """See `EngineAdapter.events`. What LMCache tells of the tiers below, through vLLM, names no salt and
+        no adapter: it could be anybody's, and is left out."""
+        async with aclosing(super().events()) as events:
+            async for event in events:
+                heard = _heard(event)
+                if heard is not None:
+                    yield heard
+
+    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+        """See `EngineAdapter.operate`. A flush is of vLLM and of what LMCache holds of its model."""
+        if verb is not KvVerb.FLUSH:
+            await self._require(Capability(verb.value))
+            async with aclosing(self._lower.operate(verb, target)) as steps:
+                async for progress in steps:
+                    yield progress
+            return
+        before = KvProgress(0, 0)
+        if self._lower.tokens_per_chunk is None:
+            flushes = [super().operate(verb, target)]
+        else:
+            # LMCache last: what vLLM held may have been on its way there.
+            flushes = [super().operate(verb, target), self._lower.operate(verb, target)]
+        for flush in flushes:
+            async with aclosing(flush) as steps:
+                async for progress in steps:
+                    now = _sum(before, progress)
+                    yield now
+            before = now
+
+    async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
+        """See `EngineAdapter.pin`."""
+        await self._require(Capability.PIN)
+        return await self._lower.pin(target, ttl_s)
+
+    async def unpin(self, pin_id: str) -> bool:
+        """See `EngineAdapter.unpin`."""
+        await self._require(Capability.PIN)
+        return await self._lower.unpin(pin_id)
+
+    async def aclose(self) -> None:
+        """See `EngineAdapter.aclose`."""
+        await self._lower.aclose()
+        await super().aclose()
+
+    async def _require(self, capability: Capability) -> None:
+        if self._facts is None:
+            await self.connect()
+        if capability not in self._lower.capabilities:
+            raise self.not_supported(capability)
+
+
+def _heard(event: KvEvent) -> KvEvent | None:
+    """An event of vLLM's as it is meant; None for one of a tier below."""
+    match event:
+        case BlocksStored(tier=Tier.GPU, salt=salt, adapter=adapter):
+            return replace(event, salt=without_adapter(salt, adapter))
+        case BlocksStored() | BlocksRemoved() if event.tier is not Tier.GPU:
+            return None
+        case _:
+            return event
+
+
+def _sum(before: KvProgress, now: KvProgress) -> KvProgress:
+    left = {name: before.left.get(name, 0) + now.left.get(name, 0) for name in [*before.left, *now.left]}
+    return KvProgress(before.done + now.done, before.total + now.total, before.bytes + now.bytes, left)

@@ -1,0 +1,175 @@
+import asyncio
+from array import array
+
+import pytest
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.lmcache import verbs
+from engine_adapter.lmcache.salts import salt_for
+from engine_adapter.lmcache.verbs import KvMover
+from engine_adapter.types import KvProgress
+from tests.engine_adapter.lmcache.conftest import PROMPT
+from tests.fake_engines.lmcache import CHUNK_BYTES
+
+LONG = array("i", range(64 * 200))  # 200 chunks: more than a slice
+
+
+@pytest.fixture
+def mover(node, site) -> KvMover:
+    """Of an engine with two blocks in a chunk."""
+    return KvMover(node, site, 2)
+
+
+async def last(steps) -> KvProgress:
+    """The result of an operation, whose progress never went back."""
+    seen = [progress async for progress in steps]
+    done = [(step.done, step.bytes) for step in seen]
+    assert done == sorted(done)
+    return seen[-1]
+
+
+async def looked_at(lmcache, times: int) -> None:
+    async with asyncio.timeout(5):
+        while lmcache.statuses < times:  # noqa: ASYNC110 - the fake runs in a thread of its own
+            await asyncio.sleep(0.001)
+
+
+class TestOffload:
+    async def test_what_lies_on_disk_leaves_memory(self, lmcache, mover):
+        lmcache.store(PROMPT)
+        assert await last(mover.offload(PROMPT, None)) == KvProgress(12, 12, 6 * CHUNK_BYTES)
+        assert lmcache.tiers(PROMPT) == ["l2"] * 6
+        assert await last(mover.offload(PROMPT, None)) == KvProgress(0, 0)
+
+    async def test_nothing_is_dropped_before_it_is_written(self, lmcache, mover):
+        lmcache.writes_through = False
+        lmcache.store(PROMPT)
+        offloading = asyncio.create_task(last(mover.offload(PROMPT, None)))
+        await looked_at(lmcache, 3)
+        assert lmcache.tiers(PROMPT) == ["l1"] * 6
+        lmcache.write_through()
+        assert (await offloading).done == 12
+        assert lmcache.tiers(PROMPT) == ["l2"] * 6
+
+    async def test_what_cannot_be_written_stays(self, lmcache, mover, monkeypatch):
+        monkeypatch.setattr(verbs, "_PATIENCE_S", 0.1)
+        lmcache.store(PROMPT[:128])
+        lmcache.writes_through = False
+        lmcache.store(PROMPT)
+        assert await last(mover.offload(PROMPT, None)) == KvProgress(
+            4, 12, 2 * CHUNK_BYTES, {"not_on_disk": 8}
+        )
+        assert lmcache.tiers(PROMPT) == ["l2"] * 2 + ["l1"] * 4
+
+    async def test_what_a_request_uses_stays(self, lmcache, mover):
+        lmcache.store(PROMPT)
+        lmcache.entries[lmcache.names(PROMPT)[1]].in_use = True
+        assert await last(mover.offload(PROMPT, None)) == KvProgress(10, 12, 5 * CHUNK_BYTES, {"in_use": 2})
+        assert lmcache.tiers(PROMPT)[:3] == ["l2", "l1+l2", "l2"]
+
+    async def test_only_that_salt(self, lmcache, mover):
+        for salt in ("", "s", salt_for("s", "ada"), "st"):
+            lmcache.store(PROMPT, salt)
+        assert (await last(mover.offload(None, "s"))).done == 24
+        assert {salt: lmcache.tiers(PROMPT, salt)[0] for salt in ("", "s", salt_for("s", "ada"), "st")} == {
+            "": "l1+l2",
+            "s": "l2",
+            salt_for("s", "ada"): "l2",
+            "st": "l1+l2",
+        }
+
+    async def test_everything_in_slices(self, lmcache, mover):
+        lmcache.store(LONG)
+        lmcache.store(PROMPT, "s")
+        steps = [progress async for progress in mover.offload(None, None)]
+        assert [step.done for step in steps] == [0, 128, 256, 384, 412]
+        assert {step.total for step in steps} == {412}
+
+
+class TestRestore:
+    async def test_brings_to_memory_what_lies_on_disk_in_slices(self, lmcache, mover):
+        lmcache.store(LONG)
+        lmcache.evict(LONG)
+        steps = [progress async for progress in mover.restore(LONG, None)]
+        assert [step.done for step in steps] == [0, 128, 256, 384, 400]
+        assert steps[-1] == KvProgress(400, 400, 200 * CHUNK_BYTES)
+        assert lmcache.tiers(LONG) == ["l1+l2"] * 200
+
+    async def test_what_lies_in_memory_is_left_alone(self, lmcache, mover):
+        lmcache.store(PROMPT)
+        assert await last(mover.restore(PROMPT, None)) == KvProgress(0, 0)
+        assert lmcache.prefetches == []
+        lmcache.evict(PROMPT[:128])
+        assert await last(mover.restore(PROMPT, None)) == KvProgress(4, 4, 2 * CHUNK_BYTES)
+
+    async def test_it_is_the_salts_own(self, lmcache, mover):
+        lmcache.store(PROMPT, "s")
+        lmcache.evict(PROMPT, salt="s")
+        assert await last(mover.restore(PROMPT, None)) == KvProgress(0, 0)
+        assert (await last(mover.restore(PROMPT, "s"))).done == 12
+
+    async def test_what_does_not_come_back_is_told(self, lmcache, mover):
+        lmcache.store(PROMPT)
+        lmcache.evict(PROMPT)
+        lmcache.lost = {name for name, _ in lmcache.names(PROMPT)[4:]}
+        assert await last(mover.restore(PROMPT, None)) == KvProgress(
+            8, 12, 4 * CHUNK_BYTES, {"not_restored": 4}
+        )
+
+    async def test_one_that_never_ends_is_given_up(self, lmcache, mover, monkeypatch):
+        monkeypatch.setattr(verbs, "_PATIENCE_S", 0.1)
+        lmcache.store(PROMPT)
+        lmcache.evict(PROMPT)
+        lmcache.polls = 1_000_000
+        with pytest.raises(EngineUnavailable, match="did not end a prefetch"):
+            await last(mover.restore(PROMPT, None))
+
+
+class TestFlush:
+    async def test_nothing_is_left_of_the_model(self, lmcache, mover):
+        lmcache.store(LONG)
+        lmcache.evict(LONG[:640])
+        lmcache.store(PROMPT, "s")
+        assert (await last(mover.flush())).done == 412
+        assert lmcache.entries == {}
+
+    async def test_what_is_told_late_goes_too(self, lmcache, mover):
+        lmcache.tells_at_once, lmcache.tells_in = False, 3
+        lmcache.store(PROMPT)
+        await last(mover.flush())
+        assert lmcache.entries == {}
+
+    async def test_what_a_request_uses_is_told(self, lmcache, mover):
+        lmcache.store(PROMPT)
+        lmcache.entries[lmcache.names(PROMPT)[1]].in_use = True
+        assert (await last(mover.flush())).left == {"in_use": 2}
+
+    async def test_what_the_coordinator_believes_in_vain_is_dropped_once(self, lmcache, mover):
+        """Files that were deleted by hand: nobody tells the coordinator."""
+        lmcache.store(PROMPT)
+        lmcache.tells_at_once = False
+        lmcache.entries.clear()
+        for entry in lmcache.told.values():
+            entry.l1 = False
+        assert await last(mover.flush()) == KvProgress(12, 12, 6 * CHUNK_BYTES)
+
+    async def test_nothing_to_flush(self, mover):
+        assert [progress async for progress in mover.flush()] == []
+
+
+class TestSettle:
+    async def test_waits_until_all_is_written_and_told(self, lmcache, mover):
+        lmcache.tells_at_once = lmcache.writes_through = False
+        lmcache.tells_in = 2
+        lmcache.store(PROMPT)
+        settling = asyncio.create_task(mover.settle())
+        await looked_at(lmcache, 3)
+        assert not settling.done()
+        lmcache.write_through()
+        await asyncio.wait_for(settling, 5)
+        assert len(lmcache.told) == 6
+
+    async def test_gives_up_on_a_coordinator_that_counts_otherwise(self, lmcache, mover):
+        lmcache.tells_at_once = False
+        lmcache.store(PROMPT)
+        await asyncio.wait_for(mover.settle(), 5)
