@@ -153,7 +153,6 @@ class SglangAdapter(SelfPlaced, Undeclared):
         load = await self._loads.read()
         info = self._info or await self._connected()
         return {
-            "findings": [str(finding) for finding in self._findings],
             "page_size": info.page_size,
             "capacity_tokens": info.capacity_tokens,
             "gpu_usage": load.gpu_usage,
