@@ -7,7 +7,7 @@ it evicts to host memory while there is room, and brings it back when a prompt n
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -81,6 +81,7 @@ class EventBuffer:
 
     def __init__(self, options: TrtllmOptions) -> None:
         self._options = options
+        self.counts: Counter[str] = Counter()
         self._next = 0
         self._step: list[dict] = []
         self._kept: deque[dict] = deque(maxlen=options.event_buffer_max_size)
@@ -133,12 +134,14 @@ class EventBuffer:
     def removed(self, hashes: tuple[int, ...]) -> None:
         for name in hashes:
             self._names.pop(name)
+        self.counts["removed"] += len(hashes)
         self.tell({"type": "removed", "block_hashes": list(hashes)})
 
     def cleared(self) -> None:
         self.removed(tuple(self._names))
 
     def moved(self, name: int, old: int, new: int) -> None:
+        self.counts["offloaded" if new else "onboarded"] += 1
         level = {"type": "event_diff", "new_value": new, "old_value": old}
         self.tell({"type": "updated", "block_hash": name, "cache_level": level, "priority": None})
 
@@ -171,7 +174,8 @@ class OffloadingCache(PageCache):
     listener: EventBuffer
 
     def __init__(self, options: TrtllmOptions, events: EventBuffer) -> None:
-        super().__init__(options.tokens_per_block, options.gpu_blocks, events)
+        super().__init__(options.tokens_per_block, options.gpu_blocks)
+        self.listener = events
         self._options = options
         self.on_host: set[int] = set()
 
@@ -183,8 +187,9 @@ class OffloadingCache(PageCache):
         reuses = read and self._options.enable_block_reuse
         if reuses:
             self._onboard(self._matched(prompt))
+        in_part = self._options.enable_partial_reuse and reuses and self._holds_last(prompt)
         running = super().begin(prompt, read=reuses)
-        if self._options.enable_partial_reuse and reuses and self._holds_last(prompt):
+        if in_part:
             running.cached_tokens = len(prompt.tokens) - 1
         whole = len(running.hashes) * self.page_size
         tail = prompt.tokens[whole : whole + self.page_size]
@@ -292,6 +297,11 @@ class FakeTrtllm:
         cache["tokensPerBlock"] = self.options.tokens_per_block
         step = {"numActiveRequests": self.core.running, "numQueuedRequests": self.core.waiting}
         self.steps.append(step | {"kvCacheStats": cache})
+
+    @property
+    def told(self) -> Counter[str]:
+        """Blocks that were `removed`, `offloaded` and `onboarded` since the process began."""
+        return self.events.counts
 
     # --- routes ---------------------------------------------------------------------------------------
 

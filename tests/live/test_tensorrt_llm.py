@@ -1,0 +1,209 @@
+"""kvpin over a fake trtllm-serve: what is predicted is what it reports, and only fields it takes go to it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from engine_adapter.tensorrt_llm import poller
+from proxy import fleet
+from proxy.core.audit import Trust
+from tests.fake_engines.tensorrt_llm import CHAT, running_trtllm
+from tests.fake_engines.text import words
+from tests.live.tensorrt_llm_world import TrtllmWorld, kvpin_over, until
+
+TEXTS = [
+    "The cache of a serving engine holds the keys and values of every token it has seen. " * 4,
+    "You are a helpful assistant who answers questions about the weather in Paris, in one sentence. " * 4,
+]
+HINTS = {"prompt_cache_key": "k", "session_id": "s", "safety_identifier": "i", "service_tier": "auto"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """What a request is about to leave behind counts until it ends, and here no longer."""
+    monkeypatch.setattr(fleet, "PENDING_LINGER_S", 0.0)
+    monkeypatch.setattr(poller, "BUSY_S", 0.01)
+    monkeypatch.setattr(poller, "IDLE_S", 0.05)
+
+
+def predicted(answer) -> int:
+    return int(answer.headers["x-kvpin-predicted-tokens"])
+
+
+class Talks:
+    """Random requests: talks that go on, texts, token ids; whole and streamed; with others' fields."""
+
+    def __init__(self, world: TrtllmWorld, seed: int, *tenants: str):
+        self.world, self.random = world, random.Random(seed)  # noqa: S311
+        self.tenants = tenants or (None,)
+        self.talks: list[tuple[str | None, list[dict]]] = []
+
+    async def some(self, count: int) -> list[tuple[int, int, bool]]:
+        """What was predicted and reported of each, and whether the prediction was firm."""
+        return [await self._one() for _ in range(count)]
+
+    async def _one(self) -> tuple[int, int, bool]:
+        # Texts have no salt at all here: they are for those who have no tenant.
+        kinds = [self._talk] * 3 + [self._text] * (self.tenants == (None,))
+        answer = await self.random.choice(kinds)()
+        assert answer.status_code == 200, answer.text
+        record = self.world.last
+        return predicted(answer), record.reported_tokens, record.placement.firm
+
+    async def _talk(self):
+        if not self.talks or self.random.random() < 0.25:
+            begin = [{"role": "system", "content": self.random.choice(TEXTS)}]
+            self.talks.append((self.random.choice(self.tenants), begin))
+        tenant, messages = self.random.choice(self.talks[-6:])
+        messages.append({"role": "user", "content": self._words(self.random.randint(1, 60))})
+        body = {"model": "tiny", "messages": messages, "max_tokens": self.random.randint(1, 40)}
+        if self.random.random() < 0.5:
+            body |= HINTS
+        if self.random.random() < 0.4:
+            return await self.world.post("chat/completions", body | {"stream": True}, tenant)
+        answer = await self.world.post("chat/completions", body, tenant)
+        messages.append(answer.json()["choices"][0]["message"])
+        return answer
+
+    async def _text(self):
+        prompt = self.random.choice(TEXTS) + self._words(self.random.randint(0, 9))
+        if self.random.random() < 0.5:
+            prompt = self.random.sample(words(), 3) + list(words()[:90])
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": self.random.random() < 0.5}
+        return await self.world.post("completions", body | HINTS)
+
+    def _words(self, count: int) -> str:
+        return " ".join(self.random.choice(TEXTS).split()[:count])
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_block", "tenants", "count"), [(32, (), 100), (16, ("one", "two"), 50), (64, (), 50)]
+)
+async def test_what_is_predicted_is_reported(tokens_per_block, tenants, count):
+    """Over evictions, blocks that go to host memory and come back, a flush, and a restart."""
+    options = {"gpu_blocks": 1800 // tokens_per_block, "host_blocks": 900 // tokens_per_block}
+    with running_trtllm(tokens_per_block=tokens_per_block, **options) as server:
+        async with kvpin_over(server, *tenants) as world:
+            talks = Talks(world, tokens_per_block, *tenants)
+            outcomes = await talks.some(count)
+            told = server.fake.told
+            assert min(told["removed"], told["offloaded"], told["onboarded"]) > 0
+            assert (await world.operate("flush", all=True))["state"] == "done"
+            assert len(server.fake.cache) == 0
+            assert (await talks.some(1))[0][:2] == (0, 0)
+            outcomes += await talks.some(count // 2)
+            server.fake.restart()
+            await until(lambda: world.engine.adapter._poller.reader.restarts == 1)
+            outcomes += await talks.some(count // 2)
+            counts = world.engine.audit.view()
+            assert (world.engine.audit.trust, world.engine.view.counts.orphaned) == (Trust.PRECISE, 0)
+    assert [(said, was) for said, was, _ in outcomes if said != was] == []
+    assert counts.exact == counts.checked == len(outcomes) + 1
+    assert all(firm for *_, firm in outcomes)
+    assert sum(was for _, was, _ in outcomes) > 20 * count
+    sent = [body for _, body in server.fake.seen]
+    assert not any(HINTS.keys() & body.keys() for body in sent)
+    # kvpin's token ids are known to be the server's own, and spare it the work.
+    assert all("prompt_token_ids" in body for path, body in server.fake.seen if path == CHAT)
+
+
+async def test_partial_reuse_makes_predictions_lower_bounds():
+    with running_trtllm(enable_partial_reuse=True, tells_partial=True) as server:
+        async with kvpin_over(server) as world:
+            body = {"model": "tiny", "prompt": list(range(100, 196)), "max_tokens": 2}
+            for was in (0, 95):
+                answer = await world.post("completions", body)
+                assert world.last.reported_tokens == was
+                assert not world.last.placement.firm
+            assert predicted(answer) == 64
+            assert world.engine.audit.view().checked == 0  # nothing is held against what may be more
+
+
+async def test_tenants_share_nothing():
+    messages = [{"role": "user", "content": TEXTS[0]}]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 2}
+    with running_trtllm() as server:
+        async with kvpin_over(server, "one", "two") as world:
+            found = []
+            for tenant in ("one", "two", "one", "two"):
+                answer = await world.post("chat/completions", body, tenant)
+                found.append((predicted(answer), world.last.reported_tokens))
+            refused = await world.post("completions", {"model": "tiny", "prompt": "x"}, "one")
+        assert found[:2] == [(0, 0)] * 2
+        assert found[2] == found[3] != (0, 0)
+        assert found[2][0] == found[2][1]
+        assert len({body["cache_salt"] for _, body in server.fake.seen}) == 2
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "cache_salt")
+        assert "send the request to /v1/chat/completions" in error["message"]
+        assert len(server.fake.seen) == 4  # it never ran
+
+
+async def test_what_it_refuses_comes_back_in_openais_shape():
+    with running_trtllm() as server:
+        async with kvpin_over(server) as world:
+            asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+            unknown = await world.post("chat/completions", asked | {"extra_key": "x"})
+            too_long = await world.post("completions", {"model": "tiny", "prompt": [5] * 2048})
+            told = await world.post("chat/completions", asked | HINTS)
+    assert unknown.status_code == too_long.status_code == 400
+    assert "extra_forbidden" in unknown.json()["error"]["message"]
+    assert "max_seq_len" in too_long.json()["error"]["message"]
+    assert told.status_code == 200
+    assert told.headers["x-kvpin-note"].endswith(", ".join(sorted(HINTS)))
+
+
+async def test_a_server_without_events_is_found_out_and_its_answers_teach():
+    with running_trtllm(event_buffer_max_size=0) as server:
+        async with kvpin_over(server) as world:
+            prompts = [list(range(at, at + 100)) for at in range(100, 100 + poller.SILENT_PROMPTS)]
+
+            async def complete(prompt):
+                answer = await world.client.post(
+                    f"{world.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 2}
+                )
+                return predicted(answer), world.last.reported_tokens
+
+            for prompt in prompts:
+                assert await complete(prompt) == (0, 0)
+            await until(lambda: world.engine.adapter._poller.doubt is not None)
+            await until(lambda: world.engine.audit.trust is Trust.APPROXIMATE)
+            assert await complete(prompts[0]) == (0, 96)
+            assert await complete(prompts[0]) == (96, 96)
+            stats = (await world.client.get(f"{world.url}/admin/v1/stats")).json()
+            (engine,) = stats["pools"][0]["engines"]
+            assert any("event_buffer_max_size: 16384" in finding for finding in engine["findings"])
+
+
+async def test_lora_requests_are_not_followed_and_mislead_nobody():
+    lora = {"lora_name": "calm", "lora_int_id": 1, "lora_path": "/calm"}
+    body = {"model": "tiny", "prompt": list(range(100, 200)), "max_tokens": 2}
+    with running_trtllm() as server:
+        async with kvpin_over(server) as world:
+            await world.post("completions", body | {"lora_request": lora})
+            await until(lambda: world.engine.adapter._poller.doubt is not None)
+            await until(lambda: world.engine.audit.trust is Trust.APPROXIMATE)
+            answer = await world.client.post(f"{world.url}/v1/completions", json=body)
+            assert (predicted(answer), world.last.reported_tokens) == (0, 0)
+            answer = await world.client.post(f"{world.url}/v1/completions", json=body)
+            assert (predicted(answer), world.last.reported_tokens) == (96, 96)
+
+
+async def test_many_requests_at_once():
+    """They share a beginning; when all are over, the view is what the engine holds."""
+    with running_trtllm(gpu_blocks=40, host_blocks=20) as server:
+        async with kvpin_over(server) as world:
+            shared = list(range(100, 300))
+            bodies = [
+                {"model": "tiny", "prompt": shared + [at] * (at % 50 + 1), "max_tokens": 3}
+                for at in range(40)
+            ]
+            answers = await asyncio.gather(
+                *(world.client.post(f"{world.url}/v1/completions", json=body) for body in bodies)
+            )
+            assert [answer.status_code for answer in answers] == [200] * 40
+            await until(world.is_settled)
+            assert (await world.client.get(f"{world.url}/health/ready")).status_code == 200
