@@ -11,6 +11,7 @@ from proxy import fleet
 from proxy.core.audit import Trust
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.text import words
+from tests.fakes import is_openai_error
 from tests.live.sglang_world import SglangWorld, kvpin_over, until
 
 TEXTS = [
@@ -152,3 +153,29 @@ async def test_a_flush_of_a_busy_server_is_told_as_such_and_the_view_stays_right
             assert predicted(answer) == world.last.reported_tokens == 64
     assert by_prompt["state"] == "failed"
     assert "flush the engine, without a prompt or a tenant" in by_prompt["error"]
+
+
+async def test_a_server_without_events_is_learned_from_its_answers():
+    body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2}
+    with running_sglang(page_size=16, kv_events=False, enable_cache_report=False) as running:
+        async with kvpin_over((running, None)) as world:
+            found = [predicted(await world.post("completions", body)) for _ in range(2)]
+            assert (found, world.last.reported_tokens) == ([0, 64], 64)
+            assert world.engine().audit.trust is Trust.APPROXIMATE
+
+
+async def test_several_answers_to_one_prompt():
+    body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2, "n": 2}
+    with running_sglang(page_size=16) as running:
+        async with kvpin_over((running, None)) as world:
+            for stream in (False, True):
+                answer = await world.post("completions", body | {"stream": stream})
+                assert predicted(answer) == world.last.reported_tokens == 64
+
+
+async def test_an_error_of_the_engine_comes_in_openais_shape():
+    with running_sglang() as running:
+        async with kvpin_over((running, None)) as world:
+            answer = await world.post("chat/completions", {"model": "tiny", "messages": []})
+    assert is_openai_error(answer, 400)
+    assert answer.json()["error"]["message"] == "Messages cannot be empty."
