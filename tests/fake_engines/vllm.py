@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from starlette.applications import Starlette
@@ -22,6 +22,7 @@ from tests.engines import served
 from tests.fake_engines.answers import Work, answer
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun
 from tests.fake_engines.core import EngineCore
+from tests.fake_engines.images import Images
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.text import MODEL_DIR, chat_tokens, encode, words
 
@@ -113,6 +114,8 @@ class FakeVllm:
 
     Attributes:
         seen: bodies of the chats and completions it served, each with the rank it went to.
+        rendered: bodies it rendered.
+        images: those it was sent.
     """
 
     def __init__(self, options: VllmOptions) -> None:
@@ -122,6 +125,8 @@ class FakeVllm:
             for rank in range(options.ranks if options.kv_events else 0)
         ]
         self.seen: list[tuple[int, dict]] = []
+        self.rendered: list[dict] = []
+        self.images = Images()
         words()  # loads the tokenizer, which takes seconds: not while a client waits
         self._begin()
         self.app = Starlette(routes=list(self._routes()))
@@ -225,7 +230,9 @@ class FakeVllm:
 
     def _render(self, path: str, read: Callable[[dict], CachePrompt]) -> Callable:
         async def render(request: Request) -> Response:
-            prompt = read(await self._body(request))
+            body = await self._body(request)
+            self.rendered.append(body)
+            prompt = read(body)
             features = None
             if prompt.media:
                 places = [{"offset": item.offset, "length": item.length} for item in prompt.media]
@@ -304,10 +311,12 @@ class FakeVllm:
         if not body.get("messages"):
             raise _RefusedError("Cannot apply chat template to an empty conversation.")
         try:
-            tokens = chat_tokens(body["messages"], body.get("tools"), **options)
+            messages, identities = self.images.take(body["messages"])
+            tokens = chat_tokens(messages, body.get("tools"), **options)
         except Exception as error:
             raise _RefusedError(str(error)) from error
-        return self._prompt(body, tokens)
+        tokens, media = self.images.lay_out(tokens, identities)
+        return replace(self._prompt(body, tokens), media=media)
 
     def _response_prompt(self, body: dict) -> CachePrompt:
         given = body.get("input")

@@ -188,6 +188,8 @@ class TestEngine:
         able, ill = (add(fleet, name, capabilities=frozenset({Capability.TOKENIZE})) for name in "bc")
         ill.state = EngineState.SUSPECT
         assert fleet.pools["m"].tokenisers() == [able.adapter]
+        able.info = replace(able.info, capabilities=frozenset({Capability.RENDER}))
+        assert (fleet.pools["m"].tokenisers(), fleet.pools["m"].renderers()) == ([], [able.adapter])
 
 
 class TestCandidates:

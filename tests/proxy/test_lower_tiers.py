@@ -87,6 +87,14 @@ async def test_no_prediction_rests_on_what_was_not_confirmed(fleet):
     assert (placement.predicted_tokens, placement.firm) == (64, False)
 
 
+@pytest.mark.parametrize("unlike_text", [{"media": True}, {"whole": False}])
+async def test_tiers_are_not_asked_for_what_is_more_than_text(fleet, unlike_text):
+    engine, pool = add(fleet, TieredAdapter("a"))
+    pool.index.store("a", Tier.GPU, pool.chain(PROMPT).hashes[:4])
+    placement, _ = await looked(pool, replace(PROMPT, **unlike_text))
+    assert (placement.predicted_tokens, placement.firm, engine.adapter.asked) == (64, False, [])
+
+
 @pytest.mark.parametrize(("on_gpu", "expected"), [(18, 320), (2, 320), (0, 320)])
 async def test_the_longer_of_both_is_reused(fleet, on_gpu, expected):
     _, pool = add(fleet, TieredAdapter("a", BelowGpu(320, 0, 320)))
