@@ -13,7 +13,7 @@ from engine_adapter.errors import EngineUnavailable, NotSupported
 from engine_adapter.hold import Hold, RequestBody, SelfPlaced
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.kv_keys import read_vllm_keys
-from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.kv_subscriber import KvEventSubscriber
 from engine_adapter.openai_http import ControlClient, prepare_request
 from engine_adapter.types import (
     Capability,
@@ -161,9 +161,11 @@ class VllmAdapter(SelfPlaced, Undeclared):
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""
-        facts = await self._able(Capability.KV_EVENTS)
+        endpoints = event_endpoints(await self._able(Capability.KV_EVENTS), self.spec)
+        if endpoints is None:
+            raise self.not_supported(Capability.KV_EVENTS)
         watch, copies = self._watch, Copies()
-        self._subscriber = KvEventSubscriber(_endpoints(facts, self.spec), read_keys=read_vllm_keys)
+        self._subscriber = KvEventSubscriber(endpoints, read_keys=read_vllm_keys)
         with watch.follower():
             async with aclosing(self._subscriber.events()) as events:
                 async for told in events:
@@ -208,13 +210,6 @@ def _capabilities(facts: Facts, spec: EngineSpec) -> frozenset[Capability]:
         Capability.FLUSH: facts.resets,
     }
     return frozenset(capability for capability, there in has.items() if there)
-
-
-def _endpoints(facts: Facts, spec: EngineSpec) -> EventEndpoints:
-    endpoints = event_endpoints(facts, spec)
-    if endpoints is None:
-        raise EngineUnavailable("it no longer tells where its events are")
-    return endpoints
 
 
 def _served_name(facts: Facts, body: JsonBody) -> str:
