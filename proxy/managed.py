@@ -149,7 +149,8 @@ class ManagedEngine:
                     restart_in_s=backoff_s,
                 )
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), backoff_s)
+                    async with asyncio.timeout(backoff_s):
+                        await self._stopping.wait()
                     return
                 backoff_s = min(2 * backoff_s, self._timing.max_backoff_s)
         finally:

@@ -93,7 +93,8 @@ class Monitor:
         """Checks a connected engine until it fails a check or turns out to be another process."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(engine.check_now.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):
+                    await engine.check_now.wait()
             # Before the check: a request that fails while it runs asks for another one.
             engine.check_now.clear()
             async with asyncio.timeout(self._timeout_s):

@@ -23,7 +23,8 @@ async def write_back(keeper: SlotKeeper) -> None:
         slot = _worth_most(keeper)
         if slot is None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(keeper.changed.wait(), POLL_S if dirty_slots(keeper) else None)
+                async with asyncio.timeout(POLL_S if dirty_slots(keeper) else None):
+                    await keeper.changed.wait()
             await asyncio.sleep(IDLE_S)
             continue
         keeper.contents.counts.write_backs += 1

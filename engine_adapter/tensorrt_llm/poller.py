@@ -149,7 +149,8 @@ class EventPoller:
 
     async def _pause(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for would lose a cancellation that comes with a wake
+                await self._wake.wait()
         except TimeoutError:
             return
         self._wake.clear()
