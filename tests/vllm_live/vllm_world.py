@@ -56,6 +56,7 @@ class VllmOptions:
         buffer_steps: event batches it keeps for those who missed them.
         model: directory of another model than the tiny one, without a LoRA adapter.
         flags: further ones, which win over those this gives.
+        environment: further variables of its environment.
     """
 
     blocks: int = 100
@@ -63,6 +64,7 @@ class VllmOptions:
     buffer_steps: int = 10_000
     model: Path | None = None
     flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ def running_vllm(
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **_ENVIRONMENT, **options.environment},
             start_new_session=True,
         )
     try:
