@@ -66,20 +66,11 @@ class SglangAdapter(SelfPlaced, Undeclared):
         self._info: ServerInfo | None = None
         self._findings: tuple[Finding, ...] = ()
         self._tells_ready = True
-        self._jinja = False
+        self._tokenizes = self._jinja = False
 
     async def connect(self) -> EngineInfo:
         """See `EngineAdapter.connect`."""
-        await self._check_ready()
-        answer, models = await self._server_info(), await self._control.get("/v1/models")
-        info = self._info = read_server_info(answer, models, api_key=self.spec.api_key)
-        if self.spec.dp_rank is not None and self.spec.dp_rank >= info.dp_ranks:
-            raise EngineUnavailable(f"it has no dp_rank {self.spec.dp_rank}, only {info.dp_ranks} rank(s)")
-        self._loads.forget()
-        tokenizes = await tokenizes_chats(self._control)
-        self._jinja = tokenizes and await uses_jinja(self._control, info)
-        self._findings = find(info, self.spec, jinja=self._jinja, tokenizes=tokenizes)
-        return self._describe(info, tokenizes=tokenizes)
+        return self._describe(await self._look())
 
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`. LoRA adapters come and go while a server runs."""
@@ -122,7 +113,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""
-        info = self._info or await self._connected()
+        info = self._info or await self._look()
         if why_events_do_not_fit(info, self.spec) is not None:
             raise self.not_supported(Capability.KV_EVENTS)
         subscriber = KvEventSubscriber(self._endpoints(info), read_keys=read_sglang_keys)
@@ -151,7 +142,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
     async def stats(self) -> dict[str, Any]:
         """See `EngineAdapter.stats`."""
         load = await self._loads.read()
-        info = self._info or await self._connected()
+        info = self._info or await self._look()
         return {
             "page_size": info.page_size,
             "capacity_tokens": info.capacity_tokens,
@@ -170,15 +161,23 @@ class SglangAdapter(SelfPlaced, Undeclared):
         else:
             yield Hold(body)
 
-    async def _connected(self) -> ServerInfo:
-        await self.connect()
-        if self._info is None:
-            raise EngineUnavailable("it is not connected")
-        return self._info
+    async def _look(self) -> ServerInfo:
+        """Asks the server what it is."""
+        self._tells_ready = True
+        await self._check_ready()
+        answer, models = await self._server_info(), await self._control.get("/v1/models")
+        info = self._info = read_server_info(answer, models, api_key=self.spec.api_key)
+        if self.spec.dp_rank is not None and self.spec.dp_rank >= info.dp_ranks:
+            raise EngineUnavailable(f"it has no dp_rank {self.spec.dp_rank}, only {info.dp_ranks} rank(s)")
+        self._loads.forget()
+        self._tokenizes = await tokenizes_chats(self._control)
+        self._jinja = self._tokenizes and await uses_jinja(self._control, info)
+        self._findings = find(info, self.spec, jinja=self._jinja, tokenizes=self._tokenizes)
+        return info
 
     async def _check_ready(self) -> None:
         """Raises EngineUnavailable while the server starts, is paused or not well. `/health` is not asked: it
-        takes a second and has the model compute a token. Servers before 0.5.20 have neither."""
+        takes a second and has the model compute a token. Servers before 0.5.20 have no `/ready`."""
         if not self._tells_ready:
             return
         try:
@@ -210,12 +209,12 @@ class SglangAdapter(SelfPlaced, Undeclared):
             raise self.not_supported(Capability.KV_EVENTS)
         return EventEndpoints(events, replay, topic)
 
-    def _describe(self, info: ServerInfo, *, tokenizes: bool) -> EngineInfo:
+    def _describe(self, info: ServerInfo) -> EngineInfo:
         capabilities = {Capability.CACHE_SALT}
         for capability, has in (
             (Capability.KV_EVENTS, why_events_do_not_fit(info, self.spec) is None),
             (Capability.CACHED_TOKENS, tells_cached_tokens(info)),
-            (Capability.TOKENIZE, tokenizes),
+            (Capability.TOKENIZE, self._tokenizes),
             (Capability.FLUSH, not info.lacks_admin_key),
         ):
             if has:
