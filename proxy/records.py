@@ -5,6 +5,7 @@ Token ids are kept, text is not. Memory is bounded by a number of records and a 
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class RequestLog:
                 continue
             if other.prompt is None or (other.model, other.prompt.salt) != (record.model, record.prompt.salt):
                 continue
-            common = common_prefix(record.prompt.token_ids, other.prompt.token_ids)
+            common = _common_tokens(record.prompt, other.prompt)
             if best is None or common >= best.common_tokens:
                 best = Divergence(
                     other.request_id,
@@ -112,3 +113,12 @@ class RequestLog:
                     tuple(other.prompt.token_ids[common : common + context]),
                 )
         return best
+
+
+def _common_tokens(one: Prompt, other: Prompt) -> int:
+    """Leading tokens that mean the same in both."""
+    common = common_prefix(one.token_ids, other.token_ids)
+    if one.extra_ids is None and other.extra_ids is None:
+        return common
+    text = array("Q", bytes(8 * common))
+    return common_prefix((one.extra_ids or text)[:common], (other.extra_ids or text)[:common])

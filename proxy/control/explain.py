@@ -60,8 +60,8 @@ def explanation(record: RequestRecord, divergence: Divergence | None, tokens_per
     placement = record.placement
     if placement is None:
         return f"it was not placed: {record.error or 'it is still being read'}"
-    if record.prompt is None:
-        return "its prompt is not known here, so nothing was predicted: reuse is off, or it is no text prompt"
+    if record.prompt is None or not record.prompt.whole:
+        return _of_the_unknown(record, placement)
     predicted, reported, total = placement.predicted_tokens, record.reported_tokens, placement.n_tokens
     engine = placement.engine
     if record.tokens_agree is False:
@@ -76,6 +76,18 @@ def explanation(record: RequestRecord, divergence: Divergence | None, tokens_per
     surplus = f", {reported - predicted} more than predicted" if reported > predicted else ", as predicted"
     reused = f"{reported} of {total} tokens were reused on {engine}{surplus}"
     return f"{reused}; {_of_the_rest(record, placement, divergence, tokens_per_block)}"
+
+
+def _of_the_unknown(record: RequestRecord, placement: Placement) -> str:
+    """What can be said of a prompt that is not known, or not all of it."""
+    if record.prompt is None:
+        return "its prompt is not known here, so nothing was predicted: reuse is off, or it is no text prompt"
+    known = (
+        f"of {placement.n_tokens} tokens before its first image, {placement.predicted_tokens} were predicted"
+    )
+    reported = record.reported_tokens
+    reused = "did not say what it reused" if reported is None else f"reused {reported}"
+    return f"it is known here only in part: {known}; {placement.engine} {reused}"
 
 
 def _of_the_rest(

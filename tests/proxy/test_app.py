@@ -1,9 +1,11 @@
+import json
+
 import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from engine_adapter import AiohttpTransport, EngineSpecError, engine_command
+from engine_adapter import AiohttpTransport, EngineSpecError, JsonBody, engine_command
 from proxy import app
 from proxy.app import Proxy, build_app, check_engines, listen, managed_engines
 from proxy.errors import BodyTooLarge
@@ -66,12 +68,17 @@ async def test_every_limit_reaches_what_it_limits():
     settings = Settings(
         reuse=True,
         retries=5,
+        trust_media_uuids=True,
         limits={"body_bytes": 1000, "request_records": 3, "prompt_table_bytes": 10},
         health={"interval_s": 0.25, "timeout_s": 0.75},
     )
     proxy = Proxy(settings, AiohttpTransport())
     try:
         assert proxy.flow.retries == 5
+        for data in ("eA==", "eQ=="):
+            part = {"image_url": f"data:;base64,{data}", "uuid": "u"}
+            body = JsonBody(json.dumps({"input": [{"content": [part]}]}).encode())
+            assert await proxy.flow.media.admit(body, None) is body
         assert (proxy.monitor._interval_s, proxy.monitor._timeout_s) == (0.25, 0.75)
         with pytest.raises(BodyTooLarge, match="more than 10 bytes"):
             proxy.tables.put(save({"t": np.zeros((2, 4), np.float32)}))

@@ -223,6 +223,13 @@ class TestCandidates:
         assert pool.candidates(None)[0].forecast is None
         assert len(asked) == 1, "nothing is foreseen of a prompt that is not known"
 
+    def test_nothing_is_foreseen_of_a_prompt_that_is_known_in_part(self, fleet):
+        engine = add(fleet, "a")
+        engine.adapter.forecast = lambda target: Forecast(7)
+        part = replace(PROMPT, whole=False)
+        (candidate,) = fleet.pools["m"].candidates(fleet.pools["m"].chain(part), part)
+        assert (candidate.forecast, candidate.complete) == (None, False)
+
     def test_free_blocks_are_never_below_none(self, fleet):
         engine = add(fleet, "a", gpu_blocks=1)
         pool = fleet.pools["m"]

@@ -1,4 +1,5 @@
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -97,3 +98,21 @@ def test_there_is_no_note_unless_the_engine_has_one():
 
 def test_prompts_do_not_show_in_logs():
     assert "1234567" not in repr(record("a", [1234567]))
+
+
+def test_other_images_part_prompts_of_the_same_tokens():
+    def with_image(name, identity, started):
+        made = record(name, range(9), started=started)
+        made.prompt = replace(
+            made.prompt, extra_ids=identity and array("Q", [0, 0, 0, identity, 0, 0, 0, 0, 0])
+        )
+        return made
+
+    cat, text, again, dog = (
+        with_image(name, identity, at)
+        for at, (name, identity) in enumerate((("cat", 1), ("text", None), ("again", 1), ("dog", 2)))
+    )
+    log = log_of(cat, text, again, dog)
+    assert log.divergence(text) == Divergence("cat", 3, tuple(range(3, 9)), tuple(range(3, 9)))
+    assert (log.divergence(again).request_id, log.divergence(again).common_tokens) == ("cat", 9)
+    assert log.divergence(dog).common_tokens == 3

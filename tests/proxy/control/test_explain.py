@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from proxy.control.explain import explain, summarize
@@ -116,6 +118,14 @@ async def test_other_tokens_explain_it_all(world, pair):
         "r", tokens(40), placement=placed("a", 40, ("a", 0.1, 0)), reported_tokens=0, tokens_agree=False
     )
     assert explain(world.control, record)["explanation"].startswith("a made other tokens of its prompt")
+
+
+async def test_a_prompt_that_is_known_in_part(world, pair):
+    record = world.record("r", tokens(40), placement=placed("a", 40, ("a", 0.1, 32)), reported_tokens=500)
+    record.prompt = replace(record.prompt, whole=False)
+    assert explain(world.control, record)["explanation"] == (
+        "it is known here only in part: of 40 tokens before its first image, 32 were predicted; a reused 500"
+    )
 
 
 async def test_the_text_of_an_adapters_request_is_shown_and_of_no_models_is_not(world, pair):

@@ -88,6 +88,17 @@ async def test_a_tenant_has_its_own_cache(tokenizer_dir):
             await route(world.control, body(prompt=IDS, tenant="carol"))
 
 
+async def test_the_uuids_of_images_are_held_to_what_they_stand_for(world, pair):
+    def chat(data):
+        part = {"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}, "uuid": "u"}
+        return body(messages=[{"role": "user", "content": [part]}], path="/v1/embeddings")
+
+    assert (await route(world.control, chat("eA==")))["rule"] == "least loaded"
+    with pytest.raises(BadRequest) as caught:
+        await route(world.control, chat("eQ=="))
+    assert caught.value.param == "messages[0].content[0].uuid"
+
+
 async def test_what_is_wrong(world, pair):
     with pytest.raises(BadRequest) as caught:
         await route(world.control, body(prompt=IDS, model=3))

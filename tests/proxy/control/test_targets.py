@@ -91,6 +91,15 @@ async def test_the_last_prompt_of_a_cache_key(world, pair):
     assert caught.value.param == "model"
 
 
+@pytest.mark.parametrize("unlike_text", [{"media": True}, {"whole": False}])
+async def test_a_prefix_that_holds_images_is_none(world, pair, unlike_text):
+    record = world.record("r1", tokens(40), prompt_cache_key="k")
+    record.prompt = replace(record.prompt, **unlike_text)
+    with pytest.raises(BadRequest, match="images") as caught:
+        await prefix_of(world.control, Target(prompt_cache_key="k"))
+    assert caught.value.param == "prompt_cache_key"
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "param"),
     [

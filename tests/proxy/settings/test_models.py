@@ -11,6 +11,7 @@ def test_defaults_bind_to_this_machine_and_leave_reuse_off():
     assert (settings.host, settings.port, settings.reuse) == ("127.0.0.1", 8000, False)
     assert settings.limits.body_bytes == 64 * 2**20
     assert settings.limits.request_records == 512
+    assert settings.trust_media_uuids is False
 
 
 def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
