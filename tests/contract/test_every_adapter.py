@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter import (
+    ENGINE_KINDS,
     Capability,
     EngineRejected,
     EngineSpecError,
@@ -129,7 +130,8 @@ async def test_cached_tokens_of_headers_that_say_nothing(adapter):
 
 
 async def test_a_stream_comes_piece_by_piece(adapter, transport):
-    request = adapter.prepare("POST", "/v1/chat/completions", {}, body(stream=True, ignore_eos=True))
+    headers = {"content-type": "application/json"}
+    request = adapter.prepare("POST", "/v1/chat/completions", headers, body(stream=True, ignore_eos=True))
     async with await transport.send(request) as response:
         data = b"".join([chunk async for chunk in response.chunks()])
     assert data.endswith(b"data: [DONE]\n\n")
@@ -161,7 +163,7 @@ async def test_stats_are_for_people(adapter):
     json.dumps(stats)
 
 
-@pytest.mark.parametrize("kind", ["embedded", "openai_compatible", "llama_server", "vllm", "sglang"])
+@pytest.mark.parametrize("kind", ENGINE_KINDS)
 async def test_nobody_there_is_unavailable(adapter_of, kind):
     adapter = adapter_of(kind, "http://127.0.0.1:1")
     for call in (adapter.connect, adapter.load):
@@ -169,7 +171,7 @@ async def test_nobody_there_is_unavailable(adapter_of, kind):
             await call()
 
 
-@pytest.mark.parametrize("kind", ["embedded", "openai_compatible", "llama_server", "vllm", "sglang"])
+@pytest.mark.parametrize("kind", ENGINE_KINDS)
 def test_a_bad_address_is_told_at_once(kind):
     with pytest.raises(EngineSpecError):
         make_adapter(EngineSpec(kind=kind, url="localhost:8000", id="e"))

@@ -287,6 +287,8 @@ class FakeVllm:
     # --- requests -------------------------------------------------------------------------------------
 
     async def _body(self, request: Request) -> dict:
+        if request.headers.get("content-type") != "application/json":
+            raise _RefusedError("Unsupported Media Type: Only 'application/json' is allowed")
         try:
             body = json.loads(await request.body())
         except ValueError as error:

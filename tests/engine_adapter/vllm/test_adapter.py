@@ -29,6 +29,7 @@ from tests.fake_engines.text import chat_tokens, encode
 from tests.fake_engines.vllm import running_vllm
 
 TEXT = "/v1/completions"
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ async def test_the_load_of_a_server(adapter_of, transport):
         adapter = adapter_of(server)
         await adapter.connect()
         server.core.hold(after=1)
-        running = adapter.prepare("POST", TEXT, {}, body(prompt=[5] * 33, max_tokens=2, stream=True))
+        running = adapter.prepare("POST", TEXT, JSON, body(prompt=[5] * 33, max_tokens=2, stream=True))
         async with await transport.send(running) as response:
             await anext(response.chunks())
             load = await adapter.load()
@@ -197,7 +198,7 @@ async def test_a_prompt_known_here_goes_as_ids_and_reads_the_same(adapter_of, tr
         answers = []
         for _ in range(17):  # the first 16 are compared
             async with adapter.hold(TEXT, body(prompt="Once upon a time", max_tokens=5), prompt) as hold:
-                sent = adapter.prepare("POST", TEXT, {}, hold.body)
+                sent = adapter.prepare("POST", TEXT, JSON, hold.body)
                 async with await transport.send(sent) as response:
                     raw = await response.read()
                 if hold.answer is not None:
