@@ -55,6 +55,17 @@ async def detect_kind(spec: EngineSpec) -> str:
         await control.aclose()
 
 
+async def detect_inside(control: ControlClient) -> str | None:
+    """The kind of the engine behind a server that is more than it, as a NIM is; None where nothing tells it.
+
+    Raises:
+        EngineUnavailable: nobody answers there.
+        EngineRejected: the server wants another key, or speaks no OpenAI.
+    """
+    models = _object_of(await control.fetch("GET", _MODELS))
+    return _BY_OWNER.get(_owner(models)) or await _by_routes(control, _MORE_ROUTES)
+
+
 async def _detect(control: ControlClient, spec: EngineSpec) -> str:
     refused: EngineRejected | None = None
     models: _Answer = {}

@@ -22,7 +22,7 @@ _ADAPTERS: dict[str, Callable[[EngineSpec], EngineAdapter]] = {
     "vllm": make_vllm,
     "sglang": SglangAdapter,
     "tensorrt_llm": TensorRTLLMAdapter,
-    "nim": NimAdapter,
+    "nim": lambda spec: NimAdapter(spec, make_adapter),
 }
 
 ENGINE_KINDS = tuple(_ADAPTERS)

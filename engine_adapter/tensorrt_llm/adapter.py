@@ -169,7 +169,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         hold = hold_openai(
             path,
             body,
-            changes=self._fields.as_token_ids(path, body, prompt),
+            changes={**self._named(path, body), **self._fields.as_token_ids(path, body, prompt)},
             drop=dropped,
             ask_usage=True,
             note=f"left out, as TensorRT-LLM does not take it: {', '.join(dropped)}" if dropped else "",
@@ -187,15 +187,10 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         await self._able(Capability.TOKENIZE)
         if path not in (CHAT, COMPLETIONS):
             raise EngineRejected(f"{path} is not rendered", status=404)
-        drop = (
-            {SALT, *self._fields.droppable(path, body)}
-            if path == COMPLETIONS
-            else self._fields.droppable(path, body)
-        )
-        answer = await self._control.call(
-            "POST", f"{path}/render", content=body.replace(**dict.fromkeys(drop)).raw
-        )
-        return _rendered(answer)
+        # Tokens have no salt, and the render route of completions would refuse it.
+        left_out = dict.fromkeys((SALT, *self._fields.droppable(path, body)))
+        sent = body.replace(**left_out, **self._named(path, body))
+        return _rendered(await self._control.call("POST", f"{path}/render", content=sent.raw))
 
     # --- KV -------------------------------------------------------------------------------------------
 
@@ -226,6 +221,12 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         if self._server is None or capability not in self._server.capabilities:
             raise self.not_supported(capability)
         return self._server
+
+    def _named(self, path: str, body: JsonBody) -> dict[str, str]:
+        """The model, where a body has to name it and does not: with one model, kvpin's clients need not."""
+        if self._server is None or path not in (CHAT, COMPLETIONS) or body.get("model") is not None:
+            return {}
+        return {"model": self._server.model}
 
     @property
     def _fields(self) -> RequestFields:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from engine_adapter import AiohttpTransport, EngineAdapter, EngineSpec, make_adapter
+from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.sglang import RunningSglang, running_sglang
+from tests.fake_engines.tensorrt_llm import RunningTrtllm, running_trtllm
 from tests.fake_engines.vllm import FakeVllm, running_vllm
 
 
@@ -55,13 +57,35 @@ def sglang_server() -> Iterator[RunningSglang]:
         yield running
 
 
-@pytest.fixture(params=["embedded", "openai_compatible", "llama_server", "vllm", "sglang"])
+@pytest.fixture(scope="session")
+def trtllm_server() -> Iterator[RunningTrtllm]:
+    """A fake one."""
+    with running_trtllm() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def nim() -> Iterator[str]:
+    """The address of a fake one, with a fake TensorRT-LLM inside."""
+    with running_trtllm() as inside, running_nim(FakeNim(tuple(inside.fake.app.routes))) as url:
+        yield url
+
+
+@pytest.fixture(
+    params=["embedded", "openai_compatible", "llama_server", "vllm", "sglang", "tensorrt_llm", "nim"]
+)
 async def adapter(
-    request, embedded_engine, llama, vllm_server, sglang_server
+    request, embedded_engine, llama, vllm_server, sglang_server, trtllm_server, nim
 ) -> AsyncIterator[EngineAdapter]:
     """Each kind of adapter, in front of a shared engine of its kind."""
     is_llama = request.param == "llama_server"
-    urls = {"llama_server": llama.url, "vllm": vllm_server.url, "sglang": sglang_server.url}
+    urls = {
+        "llama_server": llama.url,
+        "vllm": vllm_server.url,
+        "sglang": sglang_server.url,
+        "tensorrt_llm": trtllm_server.url,
+        "nim": nim,
+    }
     spec = EngineSpec(
         kind=request.param,
         url=urls.get(request.param, embedded_engine.url),

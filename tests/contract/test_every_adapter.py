@@ -66,7 +66,9 @@ async def test_load_counts_requests(adapter):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_prepared_request_is_answered(adapter, transport, path):
-    sent = body(prompt="Hello") if path == "/v1/completions" else body()
+    asked = {"prompt": "Hello"} if path == "/v1/completions" else {"messages": CHAT["messages"]}
+    asked |= {"model": (await adapter.connect()).model, "max_tokens": 3, "temperature": 0}
+    sent = JsonBody(json.dumps(asked).encode())
     headers = {"content-type": "application/json", "host": "proxy", "x-request-id": "r", "x-kvpin-x": "y"}
     request = adapter.prepare("POST", path, headers, sent)
     assert request.body == sent.raw
@@ -131,7 +133,8 @@ async def test_cached_tokens_of_headers_that_say_nothing(adapter):
 
 async def test_a_stream_comes_piece_by_piece(adapter, transport):
     headers = {"content-type": "application/json"}
-    request = adapter.prepare("POST", "/v1/chat/completions", headers, body(stream=True, ignore_eos=True))
+    sent = body(model=(await adapter.connect()).model, stream=True, ignore_eos=True)
+    request = adapter.prepare("POST", "/v1/chat/completions", headers, sent)
     async with await transport.send(request) as response:
         data = b"".join([chunk async for chunk in response.chunks()])
     assert data.endswith(b"data: [DONE]\n\n")

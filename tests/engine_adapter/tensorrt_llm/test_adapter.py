@@ -139,6 +139,15 @@ class TestRequests:
             assert (seen_path, hints.keys() & seen) == (path, set())
             assert kept.items() <= seen.items()
 
+    async def test_the_model_is_named_where_the_client_did_not(self, adapter, server):
+        await adapter.connect()
+        await ask(adapter, CHAT, messages=HELLO, model=None)
+        assert server.fake.seen[-1][1]["model"] == "tiny"
+        unnamed = JsonBody(json.dumps({"messages": HELLO}).encode())
+        assert await adapter.tokenize(CHAT, unnamed) == array("i", chat_tokens(HELLO))
+        async with adapter.hold("/v1/responses", unnamed, None) as hold:
+            assert "model" not in hold.body
+
     async def test_people_are_told_what_was_left_out(self, adapter):
         sent = body(messages=HELLO, session_id="s", prompt_cache_key="k")
         async with adapter.hold(CHAT, sent, None) as hold:

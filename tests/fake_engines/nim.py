@@ -1,0 +1,66 @@
+"""A NIM around one of the other fakes: its management routes, and all that the engine inside has.
+
+As NVIDIA's documents for NIM LLM 2.0 have it; nothing of it was seen on a real NIM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from tests.engines import served
+
+RELEASE = "2.0.0"
+
+
+@dataclass(slots=True)
+class FakeNim:
+    """One NIM.
+
+    Attributes:
+        ready: its model is loaded.
+        inside: the routes of the engine.
+        shut: those of them that it does not pass on.
+        manages: it has the routes of a NIM.
+    """
+
+    inside: tuple[BaseRoute, ...] = ()
+    ready: bool = True
+    shut: tuple[str, ...] = ()
+    manages: bool = True
+
+    @property
+    def app(self) -> Starlette:
+        passed_on = [route for route in self.inside if route.path not in self.shut]
+        return Starlette(routes=[*(self._own() if self.manages else ()), *passed_on])
+
+    def _own(self) -> Iterator[Route]:
+        health = {"object": "health-response", "message": "Service is ready."}
+        metadata = {
+            "version": RELEASE,
+            "modelInfo": [{"shortName": "tiny:1", "modelUrl": "ngc://nim/tiny:1"}],
+            "assetInfo": [],
+            "licenseInfo": {"name": "NVIDIA AI Enterprise"},
+        }
+
+        async def is_ready(_request) -> Response:
+            return JSONResponse(health, 200) if self.ready else JSONResponse({"message": "not ready"}, 503)
+
+        yield Route("/v1/health/live", lambda _: JSONResponse(health))
+        yield Route("/v1/health/ready", is_ready)
+        yield Route("/v1/metadata", lambda _: JSONResponse(metadata))
+        yield Route("/v1/version", lambda _: JSONResponse({"release": RELEASE, "api": "1.0.0"}))
+        yield Route("/v1/license", lambda _: JSONResponse({"name": "NVIDIA AI Enterprise", "content": "…"}))
+        yield Route("/v1/metrics", lambda _: PlainTextResponse(""))
+
+
+@contextmanager
+def running_nim(fake: FakeNim) -> Iterator[str]:
+    """Its address."""
+    with served(fake.app) as url:
+        yield url
