@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from proxy.cli import admin, serve
+from proxy.cli import admin, doctor, serve
 
 app = typer.Typer(
     add_completion=False,
@@ -36,6 +36,7 @@ def root(
 
 serve.register(app)
 admin.register(app)
+doctor.register(app)
 
 
 def main() -> None:

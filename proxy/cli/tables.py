@@ -181,6 +181,43 @@ def show_request(request: dict[str, Any]) -> None:
         out.print(f"request {divergence['request_id']}:  {divergence['other_text']!r}", markup=False)
 
 
+def show_examination(found: dict[str, Any]) -> None:
+    """An engine, and what keeps kvpin from using it fully."""
+    out = console()
+    table = _table("", "")
+    table.show_header = False
+    for name, text in _of_engine(found):
+        _row(table, Text(name, "bold"), text)
+    out.print(table)
+    for number, finding in enumerate(found["findings"], 1):
+        out.print(f"\n{number}. {finding['problem']}", markup=False)
+        if finding["remedy"]:
+            out.print(f"   → {finding['remedy']}", markup=False)
+    if not found["findings"]:
+        out.print("\nall is well")
+
+
+def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "engine", f"{found['kind']} {found['version']}".rstrip() + ", found out" * found["detected"]
+    yield "model", found["model"] + "".join(f", LoRA {name}" for name in found["adapters"])
+    yield "context", f"{found['max_model_len'] or 'unknown'} tokens"
+    block = found["tokens_per_block"]
+    counts = [
+        f"{blocks} on {tier}" for tier in ("gpu", "host") if (blocks := found[f"{tier}_blocks"]) is not None
+    ]
+    yield "blocks", f"{block or 'unknown'} tokens each" + "".join(f", {count}" for count in counts)
+    yield "load", f"{found['running']} running, {found['waiting']} waiting"
+    yield "can", ", ".join(found["can"])
+    for at, (name, instead) in enumerate(found["cannot"].items()):
+        yield "" if at else "cannot", f"{name}: {instead}"
+    yield "tokens", found["tokenisation"]["detail"]
+    yield "events", found["view"]["detail"]
+    probe = found["probe"]
+    if probe is not None and probe["error"] is None:
+        reused = f"{probe['reported']} of {probe['n_tokens']} tokens were reused"
+        yield "probe", f"sent twice, {reused}, {probe['predicted']} predicted"
+
+
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Any]:
     """A bar on standard error that follows an operation; nothing when that is no terminal."""

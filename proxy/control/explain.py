@@ -60,12 +60,10 @@ def explanation(record: RequestRecord, divergence: Divergence | None, tokens_per
     placement = record.placement
     if placement is None:
         return f"it was not placed: {record.error or 'it is still being read'}"
-    if record.prompt is None or not record.prompt.whole:
+    if record.prompt is None or not record.prompt.whole or record.tokens_agree is False:
         return _of_the_unknown(record, placement)
     predicted, reported, total = placement.predicted_tokens, record.reported_tokens, placement.n_tokens
     engine = placement.engine
-    if record.tokens_agree is False:
-        return f"{engine} made other tokens of its prompt than kvpin, so that no prediction for it counts"
     if reported is None:
         return f"{engine} did not report what it reused; {predicted} of {total} tokens were predicted"
     if reported < predicted:
@@ -79,7 +77,9 @@ def explanation(record: RequestRecord, divergence: Divergence | None, tokens_per
 
 
 def _of_the_unknown(record: RequestRecord, placement: Placement) -> str:
-    """What can be said of a prompt that is not known, or not all of it."""
+    """What can be said of a prompt that is not known, or not all of it, or wrongly."""
+    if record.tokens_agree is False:
+        return f"{placement.engine} made other tokens of its prompt than kvpin: no prediction for it counts"
     if record.prompt is None:
         return "its prompt is not known here, so nothing was predicted: reuse is off, or it is no text prompt"
     known = (

@@ -18,8 +18,13 @@ def is_command_line(text: str) -> bool:
     return _COMMAND_LINE.match(text) is not None
 
 
-def parse_engine_flag(text: str) -> EngineSettings:
+def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> EngineSettings:
     """Reads `KIND=URL[,name=value…]`, e.g. `vllm=http://gpu1:8000,tokenizer=Qwen/Qwen3-8B`.
+
+    Args:
+        text: what the operator wrote.
+        flag: where.
+        more: options that were given apart.
 
     Raises:
         SettingsError: saying what is wrong; option values are not repeated, one may be a key.
@@ -28,13 +33,13 @@ def parse_engine_flag(text: str) -> EngineSettings:
     kind, equals, url = head.partition("=")
     if not equals or not kind.strip() or not url.strip():
         raise SettingsError(
-            f"--engine {head!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000, "
+            f"{flag} {head!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000, "
             "or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"
         )
-    label = f"--engine {kind.strip()}=…"
+    label = f"{flag} {kind.strip()}=…".lstrip()
     if "://" not in url:
         raise SettingsError(f"{label}: the address needs a scheme: http://… or https://…")
-    values: dict[str, str] = {"kind": kind.strip(), "url": url.strip()}
+    values: dict[str, str] = {"kind": kind.strip(), "url": url.strip(), **more}
     for option in options:
         name, equals, value = option.partition("=")
         name = name.strip().replace("-", "_")

@@ -1,0 +1,95 @@
+"""`kvpin doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from proxy.cli.client import print_json
+
+if TYPE_CHECKING:
+    from engine_adapter import EngineSpec
+
+_FINDINGS, _UNUSABLE = 1, 2
+# Stands for the kind until it is found out.
+_UNKNOWN = "engine"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    engine: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="The engine's address; or KIND=URL[,name=value…], as serve's --engine takes it.",
+        ),
+    ],
+    *,
+    kind: Annotated[str | None, typer.Option(help="Its framework [found out].")] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="Its key, if it wants one.")] = None,
+    events: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Of its KV events [the engine's own word].")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR_OR_ID", help="Of its model [the engine's own word].")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Let it serve two short requests, and compare.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Examine an engine: what it is, what kvpin can do with it, and what keeps kvpin from doing more.
+
+    Exit status 0: all is well; 1: there are findings; 2: the engine cannot be examined.
+    """
+    from engine_adapter import EngineError  # noqa: PLC0415 - the other clients start quicker without
+    from proxy.doctor import examine  # noqa: PLC0415 - likewise
+    from proxy.logs import configure_logs  # noqa: PLC0415 - likewise
+    from proxy.settings import LogSettings, SettingsError  # noqa: PLC0415 - likewise
+
+    configure_logs(LogSettings(level="error"))
+    options = {"kind": kind, "api_key": api_key, "events": events, "tokenizer": tokenizer}
+    where = ""
+    try:
+        spec = _spec(engine, {name: value for name, value in options.items() if value is not None})
+        where = spec.url
+        examination = asyncio.run(examine(spec, probe=probe))
+    except (SettingsError, EngineError) as error:
+        told = str(error)
+        typer.echo(f"kvpin: {told if where in told else f'{where}: {told}'}", err=True)
+        raise typer.Exit(_UNUSABLE) from None
+    found = examination.as_json()
+    if as_json:
+        print_json(found)
+    else:
+        from proxy.cli.tables import show_examination  # noqa: PLC0415 - rich is slow to import
+
+        show_examination(found)
+    if found["findings"]:
+        raise typer.Exit(_FINDINGS)
+
+
+def _spec(text: str, options: dict[str, str]) -> EngineSpec:
+    """The engine's description; its kind is empty where it is to be found out.
+
+    Raises:
+        SettingsError: saying what is wrong.
+    """
+    from dataclasses import replace  # noqa: PLC0415 - see above
+
+    from proxy.settings import SettingsError, parse_engine_flag  # noqa: PLC0415 - see above
+
+    if "://" not in text:
+        raise SettingsError(f"{text!r} is no address: it needs http:// or https://")
+    kind = options.pop("kind", None)
+    named = "://" not in text.partition("=")[0]
+    if named and kind is not None:
+        raise SettingsError("--kind goes with a plain address, which yours is not")
+    spec = parse_engine_flag(text if named else f"{kind or _UNKNOWN}={text}", flag="", **options).spec()
+    return replace(spec, id=spec.id or "engine", kind=spec.kind if named else kind or "")

@@ -1,0 +1,60 @@
+import json
+
+import pytest
+
+from tests.fake_engines.vllm import running_vllm
+
+
+def test_an_engine_that_is_well(kvpin, embedded_engine):
+    result = kvpin("doctor", embedded_engine.url, "--probe")
+    assert result.exit_code == 0, result.output
+    for text in ("embedded", "found out", "the view is current", "sent twice, 48 of 49", "all is well"):
+        assert text in result.output
+
+
+def test_findings_come_with_what_mends_them(kvpin):
+    with running_vllm(replay_endpoint=False, adapters=("ada",)) as engine:
+        result = kvpin("doctor", f"vllm={engine.url},id=v")
+    assert result.exit_code == 1, result.output
+    assert "LoRA ada" in result.output
+    assert "found out" not in result.output
+    assert '→ give --kv-events-config a "replay_endpoint"' in result.output
+
+
+def test_as_json(kvpin, embedded_engine):
+    result = kvpin("doctor", embedded_engine.url, "--kind", "openai_compatible", "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (found["kind"], found["detected"], found["can"], found["probe"]) == (
+        "openai_compatible",
+        False,
+        [],
+        None,
+    )
+    assert set(found["findings"][0]) == {"problem", "remedy"}
+
+
+def test_options_reach_the_engine(kvpin, embedded_engine, tokenizer_dir):
+    words = ("doctor", embedded_engine.url, "--kind", "openai_compatible", "--tokenizer", str(tokenizer_dir))
+    result = kvpin(*words, "--api-key", "secret", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tokenisation"]["source"] == "local"
+    assert "secret" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["localhost:8000"], "kvpin: 'localhost:8000' is no address: it needs http:// or https://"),
+        (["http://127.0.0.1:9"], "kvpin: http://127.0.0.1:9: "),
+        (["http://127.0.0.1:9", "--kind", "x"], "unknown engine kind 'x'"),
+        (["vllm=http://127.0.0.1:9", "--kind", "vllm"], "--kind goes with a plain address"),
+        (["vllm=http://127.0.0.1:9,x=1"], "kvpin: vllm=…: unknown option 'x'"),
+        (["http://127.0.0.1:9,events=tcp://x:1", "--events", "tcp://y:1"], "option 'events' is given twice"),
+    ],
+)
+def test_what_cannot_be_examined(kvpin, words, message):
+    result = kvpin("doctor", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
