@@ -30,7 +30,8 @@ from engine_adapter import Capability, EngineInfo, EngineSpec, JsonBody, make_ad
 from engine_adapter.chat import ChatTokenizer
 from engine_adapter.types import Tier
 from proxy.core.placement import place
-from proxy.fleet import EngineState, Fleet, Pool
+from proxy.engine import EngineState
+from proxy.fleet import Fleet, Pool
 from proxy.prompt import PromptBuilder, PromptTables
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "engine_adapter" / "torch_engine" / "default_model"

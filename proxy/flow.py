@@ -28,8 +28,9 @@ from engine_adapter import (
 from proxy.calls import Call, Reply
 from proxy.core.blocks import Chain
 from proxy.core.placement import Candidate, Placement, place, place_least_loaded
+from proxy.engine import Engine, Lease
 from proxy.errors import EngineFailed, ProxyError
-from proxy.fleet import Engine, Fleet, Lease, Pool, no_engine_for
+from proxy.fleet import Fleet, Pool, no_engine_for
 from proxy.forward import REFUSALS, Forwarder, Outcome
 from proxy.ingest import Ingest
 from proxy.lower_tiers import expect_below, look_below

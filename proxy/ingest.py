@@ -14,7 +14,8 @@ import structlog
 from engine_adapter import Capability, EngineError, ViewCurrent, ViewLost
 from proxy.core.slices import slices
 from proxy.core.view import EngineView
-from proxy.fleet import Engine, Fleet, Pool
+from proxy.engine import Engine
+from proxy.fleet import Fleet, Pool
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)

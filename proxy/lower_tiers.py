@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from engine_adapter import BelowGpu, Tier
 from proxy.core.blocks import BlockHash, Chain
-from proxy.fleet import Engine, Lease, Pool
+from proxy.engine import Engine, Lease
+from proxy.fleet import Pool
 from proxy.prompt import Prompt
 
 _LOWER = (Tier.HOST, Tier.DISK)

@@ -10,7 +10,8 @@ from prometheus_client.registry import Collector
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
-from proxy.fleet import EngineState, Fleet
+from proxy.engine import EngineState
+from proxy.fleet import Fleet
 from proxy.records import RequestRecord
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)

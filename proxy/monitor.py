@@ -8,7 +8,8 @@ from contextlib import suppress
 import structlog
 
 from engine_adapter import Capability, EngineError, EngineInfo, EngineUnavailable, Finding
-from proxy.fleet import Engine, EngineState, Fleet, Pool
+from proxy.engine import Engine, EngineState
+from proxy.fleet import Fleet, Pool
 from proxy.ingest import Ingest
 from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
 from proxy.tasks import Supervisor

@@ -15,8 +15,9 @@ from starlette.types import Message
 from engine_adapter import AiohttpTransport, Capability, EngineAdapter, EngineError, EngineInfo, JsonBody
 from proxy.calls import Call, Reply
 from proxy.core.audit import Trust
+from proxy.engine import TOKENS_PER_BLOCK, EngineState
 from proxy.errors import ProxyError
-from proxy.fleet import TOKENS_PER_BLOCK, EngineState, Fleet
+from proxy.fleet import Fleet
 from proxy.flow import Flow
 from proxy.forward import Forwarder
 from proxy.ingest import Ingest, has_exact_events

@@ -19,7 +19,8 @@ from engine_adapter import AiohttpTransport, EngineInfo, EngineLoad, EngineSpec
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
-from proxy.fleet import Engine, EngineState, Fleet
+from proxy.engine import Engine, EngineState
+from proxy.fleet import Fleet
 from proxy.flow import Flow
 from proxy.forward import Forwarder
 from proxy.ingest import Ingest
@@ -277,6 +278,15 @@ class FakeAdapter(OpenAICompatibleAdapter):
         self.checked.set()
         if self.failures:
             raise self.failures.pop(0)
+
+
+def add_ready(fleet: Fleet, engine_id: str, *, model=None, **info) -> Engine:
+    """An engine of the fleet that takes requests, with changes of INFO."""
+    adapter = FakeAdapter(engine_id, model=model)
+    engine = fleet.add(adapter)
+    fleet.join(engine, replace(INFO, **info))
+    engine.state = EngineState.READY
+    return engine
 
 
 class _Server(uvicorn.Server):

@@ -27,7 +27,7 @@ from proxy.api.errors import handle_http
 from proxy.app import Proxy
 from proxy.control import Control
 from proxy.core.pins import PinBook
-from proxy.fleet import Engine, EngineState
+from proxy.engine import Engine, EngineState
 from proxy.prompt import Prompt, PromptBuilder
 from proxy.records import RequestRecord
 from proxy.settings import load_settings

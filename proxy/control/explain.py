@@ -12,8 +12,8 @@ from typing import Any
 from proxy.control.context import Control
 from proxy.control.routing import describe_cost
 from proxy.core.placement import Placement
+from proxy.engine import TOKENS_PER_BLOCK
 from proxy.errors import NoEngine, NotFound
-from proxy.fleet import TOKENS_PER_BLOCK
 from proxy.records import Divergence, RequestRecord
 
 

@@ -14,8 +14,9 @@ from engine_adapter import Capability, JsonBody, KvTarget
 from proxy.control.context import Control
 from proxy.core.audit import Trust
 from proxy.core.blocks import Chain
+from proxy.engine import Engine
 from proxy.errors import BadRequest, NoEngine, NotFound
-from proxy.fleet import Engine, Pool
+from proxy.fleet import Pool
 from proxy.prompt import Prompt
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

@@ -14,8 +14,8 @@ from proxy.control.context import Control
 from proxy.control.operations import Operation, Part, new_operation, run_parts
 from proxy.control.targets import Prefix, Target, prefix_of
 from proxy.core.placement import place
+from proxy.engine import Engine
 from proxy.errors import BadRequest, NoEngine
-from proxy.fleet import Engine
 from proxy.lower_tiers import expect_below, look_below
 
 _PATH = "/v1/completions"

@@ -12,7 +12,7 @@ import httpx
 from engine_adapter import AiohttpTransport, Capability
 from proxy.app import Proxy, build_app
 from proxy.core.audit import Trust
-from proxy.fleet import Engine, EngineState
+from proxy.engine import Engine, EngineState
 from proxy.records import RequestRecord
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.sglang import RunningSglang

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from proxy.banner import Banner
-from proxy.fleet import EngineState, Fleet
+from proxy.engine import EngineState
+from proxy.fleet import Fleet
 from tests.fakes import FakeAdapter
 
 

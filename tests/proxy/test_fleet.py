@@ -1,17 +1,16 @@
-import asyncio
 from array import array
 from dataclasses import replace
 
 import pytest
 import structlog
 
-from engine_adapter import BlocksStored, Capability, Forecast, Hold, Tier
+from engine_adapter import BlocksStored, Capability, Forecast, Tier
 from proxy.core.index import Match
-from proxy.core.placement import place, place_least_loaded
+from proxy.engine import ASSUMED_CAPACITY_TOKENS, EngineState
 from proxy.errors import Conflict, NoEngine, NotFound
-from proxy.fleet import ASSUMED_CAPACITY_TOKENS, PENDING_LINGER_S, EngineState, Fleet, Pool
+from proxy.fleet import Fleet, Pool
 from proxy.prompt import Prompt
-from tests.fakes import INFO, FakeAdapter
+from tests.fakes import INFO, FakeAdapter, add_ready
 
 PROMPT = Prompt(array("i", range(40)))
 
@@ -21,20 +20,16 @@ def fleet():
     return Fleet()
 
 
-def add(fleet, engine_id, *, model=None, **info):
-    adapter = FakeAdapter(engine_id, model=model)
-    engine = fleet.add(adapter)
-    fleet.join(engine, replace(INFO, **info))
-    engine.state = EngineState.READY
-    return engine
-
-
 class TestAdapters:
     """LoRA adapters: clients name them as models."""
 
     @pytest.fixture
     def engines(self, fleet):
-        return add(fleet, "a", adapters=frozenset({"ada"})), add(fleet, "b"), add(fleet, "n", model="n")
+        return (
+            add_ready(fleet, "a", adapters=frozenset({"ada"})),
+            add_ready(fleet, "b"),
+            add_ready(fleet, "n", model="n"),
+        )
 
     def test_one_is_found_in_the_pool_of_its_model(self, fleet, engines):
         pool = fleet.pool("ada")
@@ -74,11 +69,11 @@ class TestAdapters:
     def test_a_model_wins_over_an_adapter_of_its_name_and_that_is_told_once(self, fleet, adapter_first):
         with structlog.testing.capture_logs() as logs:
             if not adapter_first:
-                add(fleet, "n", model="x")
-            add(fleet, "a", adapters=frozenset({"x"}))
+                add_ready(fleet, "n", model="x")
+            add_ready(fleet, "a", adapters=frozenset({"x"}))
             if adapter_first:
-                add(fleet, "n", model="x")
-            add(fleet, "b", adapters=frozenset({"x"}))
+                add_ready(fleet, "n", model="x")
+            add_ready(fleet, "b", adapters=frozenset({"x"}))
         assert [(log["adapter"], log["parent"]) for log in logs] == [("x", "m")]
         assert (fleet.pool("x").model, fleet.pool("x").adapter_of("x")) == ("x", None)
         assert fleet.served() == {"m": "m", "x": "x"}
@@ -86,7 +81,7 @@ class TestAdapters:
 
 class TestPools:
     def test_engines_of_one_model_share_a_pool(self, fleet):
-        add(fleet, "a"), add(fleet, "b"), add(fleet, "c", model="alias")
+        add_ready(fleet, "a"), add_ready(fleet, "b"), add_ready(fleet, "c", model="alias")
         assert {model: list(pool.engines) for model, pool in fleet.pools.items()} == {
             "m": ["a", "b"],
             "alias": ["c"],
@@ -96,17 +91,17 @@ class TestPools:
         ("own", "pools"), [(None, 16), (64, 16), (16, 16), (8, 8), (4, 4), (2, 16), (1, 16)]
     )
     def test_blocks_are_16_tokens_or_the_engines_smaller_ones_unless_those_are_pages(self, fleet, own, pools):
-        add(fleet, "a", tokens_per_block=own)
+        add_ready(fleet, "a", tokens_per_block=own)
         assert fleet.pools["m"].tokens_per_block == pools
 
     def test_an_engine_that_comes_back_with_other_blocks_gets_another_pool(self, fleet):
-        engine = add(fleet, "a")
+        engine = add_ready(fleet, "a")
         fleet.leave(engine)
         fleet.join(engine, replace(INFO, tokens_per_block=4))
         assert fleet.pools["m"].tokens_per_block == 4
 
     def test_a_pool_outlives_an_outage_but_not_the_removal_of_its_last_engine(self, fleet):
-        engine = add(fleet, "a")
+        engine = add_ready(fleet, "a")
         pool = fleet.pools["m"]
         fleet.leave(engine)
         assert fleet.pool("m") is pool
@@ -115,13 +110,13 @@ class TestPools:
         assert fleet.pools == {}
 
     def test_an_engine_that_is_removed_while_down_takes_no_pool_along(self, fleet):
-        add(fleet, "a")
+        add_ready(fleet, "a")
         down = fleet.add(FakeAdapter("b"))
         assert fleet.remove("b") is down
         assert list(fleet.pools) == ["m"]
 
     def test_a_pool_waits_for_engines_that_are_lost_and_ends_with_the_last_of_them(self, fleet):
-        a, b = add(fleet, "a"), add(fleet, "b")
+        a, b = add_ready(fleet, "a"), add_ready(fleet, "b")
         fleet.leave(a)
         fleet.remove("b")
         assert b.id not in fleet.engines
@@ -130,13 +125,13 @@ class TestPools:
         assert fleet.pools == {}
 
     def test_one_that_comes_back_with_another_model_leaves_its_pool(self, fleet):
-        engine = add(fleet, "a")
+        engine = add_ready(fleet, "a")
         fleet.leave(engine)
         fleet.join(engine, replace(INFO, model="n"))
         assert list(fleet.pools) == ["n"]
 
     def test_ids_are_unique_and_unknown_ones_are_named(self, fleet):
-        add(fleet, "a")
+        add_ready(fleet, "a")
         with pytest.raises(Conflict) as conflict:
             fleet.add(FakeAdapter("a"))
         assert conflict.value.param == "id"
@@ -148,9 +143,9 @@ class TestPools:
             fleet.pool("m")
         with pytest.raises(NoEngine):
             fleet.pool(None)
-        add(fleet, "a")
+        add_ready(fleet, "a")
         assert fleet.pool(None).model == fleet.pool("m").model == "m"
-        add(fleet, "b", model="n")
+        add_ready(fleet, "b", model="n")
         for name in (None, "x"):
             with pytest.raises(NotFound, match="served: m, n") as missing:
                 fleet.pool(name)
@@ -158,7 +153,7 @@ class TestPools:
 
     def test_ready_means_any_is_and_none_is_starting(self, fleet):
         assert not fleet.is_ready()
-        one, two = add(fleet, "a"), add(fleet, "b")
+        one, two = add_ready(fleet, "a"), add_ready(fleet, "b")
         assert fleet.is_ready()
         two.state = EngineState.DOWN
         assert fleet.is_ready()
@@ -168,24 +163,10 @@ class TestPools:
         assert not fleet.is_ready()
 
 
-class TestEngine:
-    def test_a_failed_request_makes_a_ready_one_suspect(self, fleet):
-        engine = add(fleet, "a")
-        engine.suspect(RuntimeError("reset"))
-        assert (engine.state, engine.last_error, engine.check_now.is_set()) == ("suspect", "reset", True)
-        engine.state = EngineState.DRAINING
-        engine.suspect(RuntimeError("again"))
-        assert engine.state == "draining"
-
-    def test_can_do_what_it_declared_once_connected(self, fleet):
-        engine = fleet.add(FakeAdapter("a"))
-        assert not engine.can(Capability.PIN)
-        fleet.join(engine, replace(INFO, capabilities=frozenset({Capability.PIN})))
-        assert engine.can(Capability.PIN)
-
+class TestTokenisers:
     def test_those_that_tokenise_are_asked_while_they_are_ready(self, fleet):
-        add(fleet, "a")
-        able, ill = (add(fleet, name, capabilities=frozenset({Capability.TOKENIZE})) for name in "bc")
+        add_ready(fleet, "a")
+        able, ill = (add_ready(fleet, name, capabilities=frozenset({Capability.TOKENIZE})) for name in "bc")
         ill.state = EngineState.SUSPECT
         assert fleet.pools["m"].tokenisers() == [able.adapter]
         able.info = replace(able.info, capabilities=frozenset({Capability.RENDER}))
@@ -194,9 +175,9 @@ class TestEngine:
 
 class TestCandidates:
     def test_say_what_placement_needs(self, fleet):
-        add(fleet, "a", tokens_per_block=64, gpu_blocks=10)
-        down, gone = add(fleet, "b"), add(fleet, "c")
-        add(fleet, "d", tokens_per_block=None, gpu_blocks=None)
+        add_ready(fleet, "a", tokens_per_block=64, gpu_blocks=10)
+        down, gone = add_ready(fleet, "b"), add_ready(fleet, "c")
+        add_ready(fleet, "d", tokens_per_block=None, gpu_blocks=None)
         down.state = EngineState.DOWN
         pool = fleet.pools["m"]
         chain = pool.chain(PROMPT)
@@ -207,8 +188,8 @@ class TestCandidates:
         assert pool.candidates(None)[0].match == Match()
 
     def test_what_an_adapter_foresees_of_the_prompt_is_among_it(self, fleet):
-        engine, asked = add(fleet, "a"), []
-        add(fleet, "b")
+        engine, asked = add_ready(fleet, "a"), []
+        add_ready(fleet, "b")
 
         def forecast(target):
             asked.append(target)
@@ -224,14 +205,14 @@ class TestCandidates:
         assert len(asked) == 1, "nothing is foreseen of a prompt that is not known"
 
     def test_nothing_is_foreseen_of_a_prompt_that_is_known_in_part(self, fleet):
-        engine = add(fleet, "a")
+        engine = add_ready(fleet, "a")
         engine.adapter.forecast = lambda target: Forecast(7)
         part = replace(PROMPT, whole=False)
         (candidate,) = fleet.pools["m"].candidates(fleet.pools["m"].chain(part), part)
         assert (candidate.forecast, candidate.complete) == (None, False)
 
     def test_free_blocks_are_never_below_none(self, fleet):
-        engine = add(fleet, "a", gpu_blocks=1)
+        engine = add_ready(fleet, "a", gpu_blocks=1)
         pool = fleet.pools["m"]
         pool.index.store("a", Tier.GPU, range(9))
         assert pool.free_blocks(engine) == 0
@@ -255,100 +236,20 @@ class TestRoots:
         assert Pool("m", 16).chain(None) is None
 
 
-class TestLease:
-    def lease(self, fleet):
-        pool = fleet.pools["m"]
-        chain = pool.chain(PROMPT)
-        return pool, chain, pool.lease(place(pool.candidates(chain), chain), chain)
-
-    async def test_holds_load_and_blocks_and_leaves_what_was_learned(self, fleet):
-        engine = add(fleet, "a")
-        pool, chain, leasing = self.lease(fleet)
-        with leasing as lease:
-            assert (engine.ledger.view().in_flight, engine.ledger.view().prefill_tokens) == (1, 40)
-            assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
-            lease.succeeded = True
-        assert engine.ledger.view().in_flight == 0
-        assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
-        assert pool.index.pending("a")
-        await asyncio.sleep(PENDING_LINGER_S * 1.5)
-        assert not pool.index.pending("a")
-
-    async def test_a_hold_that_knows_better_refines_its_placement(self, fleet):
-        add(fleet, "a")
-        _, _, leasing = self.lease(fleet)
-        with leasing as lease:
-            placed = lease.placement
-            assert lease.refine(Hold(None)) is placed
-            refined = lease.refine(Hold(None, cached_tokens=5, firm=False))
-            assert (refined.predicted_tokens, refined.firm) == (5, False)
-            assert replace(refined, predicted_tokens=placed.predicted_tokens, firm=True) == placed
-            assert lease.placement is refined
-
-    async def test_that_fails_leaves_nothing(self, fleet):
-        engine = add(fleet, "a")
-        pool, _, leasing = self.lease(fleet)
-        with pytest.raises(ValueError, match="bug"), leasing:
-            raise ValueError("bug")
-        assert engine.ledger.view().in_flight == 0
-        assert len(pool.index) == 0
-        assert not pool.index.pending("a")
-
-    async def test_that_outlives_its_engine_leaves_nothing(self, fleet):
-        add(fleet, "a")
-        pool, _, leasing = self.lease(fleet)
-        with leasing as lease:
-            fleet.remove("a")
-            lease.succeeded = True
-        await asyncio.sleep(PENDING_LINGER_S * 1.2)
-        assert len(pool.index) == 0
-
-    async def test_without_a_prompt_is_load_alone(self, fleet):
-        engine = add(fleet, "a")
-        pool = fleet.pools["m"]
-        with pool.lease(place_least_loaded(pool.candidates(None)), None) as lease:
-            assert engine.ledger.view().in_flight == 1
-            lease.succeeded = True
-        assert engine.ledger.view().in_flight == 0
-
-    async def test_only_a_streams_first_byte_is_a_first_token(self, fleet):
-        engine = add(fleet, "a")
-        for streamed in (False, True):
-            _, _, leasing = self.lease(fleet)
-            with leasing as lease:
-                lease.first_byte(streamed=streamed)
-                assert lease.first_byte_s >= 0
-                assert engine.ledger.view().decoding == streamed
-
-    async def test_a_crowd_teaches_no_rate(self, fleet):
-        engine = add(fleet, "a")
-        pool = fleet.pools["m"]
-        chain = pool.chain(Prompt(array("i", range(1000))))
-        with pool.lease(place(pool.candidates(chain), chain), chain) as first:
-            with pool.lease(place(pool.candidates(chain), chain), chain) as second:
-                second.first_byte(streamed=True)
-            first.first_byte(streamed=True)
-        assert not engine.ledger._prefill_rates
-        with pool.lease(place(pool.candidates(chain), chain), chain) as alone:
-            await asyncio.sleep(0.001)
-            alone.first_byte(streamed=True)
-        assert len(engine.ledger._prefill_rates) == 1
-
-
 class TestLearning:
     async def test_forgets_what_the_capacity_cannot_hold(self, fleet):
-        engine = add(fleet, "a", gpu_blocks=3)
+        engine = add_ready(fleet, "a", gpu_blocks=3)
         pool = fleet.pools["m"]
         pool.learn(engine, (1, 2))
         pool.learn(engine, (3, 4))
         assert pool.index.held("a", Tier.GPU) == 3
 
     def test_an_unknown_capacity_is_assumed(self, fleet):
-        engine = add(fleet, "a", gpu_blocks=None)
+        engine = add_ready(fleet, "a", gpu_blocks=None)
         assert engine.learned.capacity == ASSUMED_CAPACITY_TOKENS // 16
 
     def test_a_flush_is_forgotten(self, fleet):
-        engine = add(fleet, "a")
+        engine = add_ready(fleet, "a")
         pool = fleet.pools["m"]
         pool.learn(engine, (1, 2))
         pool.index.store("a", Tier.HOST, (2,))
@@ -362,7 +263,7 @@ class TestLearning:
         assert (len(pool.index), len(engine.learned)) == (0, 0)
 
     def test_an_engine_that_left_takes_its_blocks_along(self, fleet):
-        engine, other = add(fleet, "a"), add(fleet, "b")
+        engine, other = add_ready(fleet, "a"), add_ready(fleet, "b")
         pool = fleet.pools["m"]
         pool.learn(engine, (1, 2))
         pool.learn(other, (2,))
@@ -377,7 +278,7 @@ class TestLearning:
 def test_events_and_prompts_meet_in_one_namespace(fleet):
     from proxy.core.view import EngineView
 
-    add(fleet, "a")
+    add_ready(fleet, "a")
     pool = fleet.pools["m"]
     view = EngineView("a", pool.index, pool.root_of, 16)
     view.apply(BlocksStored(Tier.GPU, None, (1, 2), PROMPT.token_ids[:32], 16, salt="s"))

@@ -19,7 +19,7 @@ from engine_adapter import (
 )
 from proxy.calls import Call, Reply
 from proxy.core.view import EngineView
-from proxy.fleet import EngineState
+from proxy.engine import EngineState
 from proxy.forward import Outcome
 from proxy.prompt import PromptBuilder, PromptTables
 from proxy.tenants import ApiKey, Tenants

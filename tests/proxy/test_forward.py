@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from engine_adapter import EngineRejected, EngineUnavailable, Hold
-from proxy.fleet import EngineState
+from proxy.engine import EngineState
 from tests.fakes import (
     ANSWER,
     ASK,

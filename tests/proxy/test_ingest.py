@@ -17,7 +17,8 @@ from engine_adapter import (
 )
 from proxy import ingest as module
 from proxy.core.audit import MIN_MISSES, Trust
-from proxy.fleet import EngineState, Fleet
+from proxy.engine import EngineState
+from proxy.fleet import Fleet
 from proxy.ingest import Ingest, has_exact_events
 from proxy.tasks import Supervisor
 from tests.fakes import INFO, FakeAdapter

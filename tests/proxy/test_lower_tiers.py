@@ -8,7 +8,8 @@ import pytest
 from engine_adapter import BelowGpu, Tier
 from proxy.core.index import Match
 from proxy.core.placement import place
-from proxy.fleet import EngineState, Fleet
+from proxy.engine import EngineState
+from proxy.fleet import Fleet
 from proxy.lower_tiers import expect_below, look_below
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter

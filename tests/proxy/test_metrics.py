@@ -5,7 +5,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine_adapter import Tier
 from proxy.core.placement import Placement
-from proxy.fleet import EngineState, Fleet
+from proxy.engine import EngineState
+from proxy.fleet import Fleet
 from proxy.metrics import Metrics
 from proxy.prompt import Prompt
 from proxy.records import RequestRecord

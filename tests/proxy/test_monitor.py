@@ -18,7 +18,8 @@ from engine_adapter import (
 )
 from proxy.core.audit import Trust
 from proxy.core.placement import Placement
-from proxy.fleet import EngineState, Fleet, Lease
+from proxy.engine import EngineState, Lease
+from proxy.fleet import Fleet
 from proxy.ingest import Ingest
 from proxy.monitor import Monitor
 from proxy.prompt import PromptTables

@@ -1,4 +1,4 @@
-from proxy.fleet import EngineState
+from proxy.engine import EngineState
 
 
 async def test_live_while_it_serves(proxy, client):

@@ -4,8 +4,8 @@ from engine_adapter import EngineSpec, EngineSpecError, KvVerb
 from proxy.control.engines import add_engine, describe_engine, drain_engine, free_id, remove_engine
 from proxy.control.kv import operate
 from proxy.control.targets import Target
+from proxy.engine import EngineState
 from proxy.errors import Conflict, NotFound
-from proxy.fleet import EngineState
 from proxy.managed import ManagedEngine
 from proxy.settings import ManagedSettings
 from tests.fakes import FakeEngine

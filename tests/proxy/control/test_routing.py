@@ -3,8 +3,8 @@ import pytest
 
 from engine_adapter import JsonBody, Tier
 from proxy.control.routing import route
+from proxy.engine import EngineState
 from proxy.errors import BadRequest, NoEngine, NotFound
-from proxy.fleet import EngineState
 from tests.kv_world import KvFake, kv_world, tokens
 
 IDS = tokens(64)

@@ -1,0 +1,152 @@
+"""One engine as the proxy sees it now, and a request's hold on it. State only, as in `fleet.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Protocol
+
+from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineUnavailable, Hold
+from proxy.core.audit import EngineAudit
+from proxy.core.learned import LearnedBlocks
+from proxy.core.load import EngineLedger
+from proxy.core.placement import Placement
+from proxy.core.view import EngineView
+
+# The block size of pools, unless an engine's own is smaller.
+TOKENS_PER_BLOCK = 16
+# What an engine that does not say its capacity is taken to hold, in tokens.
+ASSUMED_CAPACITY_TOKENS = 131_072
+# Blocks an engine is remembered to have in tiers below its GPU that its events do not tell of.
+HINTED_BLOCKS = 65_536
+
+
+class EngineState(StrEnum):
+    """Only `ready` engines get requests."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    SUSPECT = "suspect"  # a request failed on it; being checked
+    DOWN = "down"
+    DRAINING = "draining"  # finishes what it has
+
+
+class Process(Protocol):
+    """An engine's process, where kvpin runs it."""
+
+    @property
+    def starting(self) -> bool:
+        """Whether it is in its first start: not well yet, and nothing is wrong."""
+
+    def describe(self) -> dict[str, str | int | None]:
+        """Its state, pid, port, restarts and last exit code, for people."""
+
+
+class Engine:
+    """One engine: its adapter, what it said of itself, its load, its audit."""
+
+    def __init__(self, adapter: EngineAdapter) -> None:
+        self.adapter = adapter
+        self.id = adapter.spec.id
+        self.state = EngineState.CONNECTING
+        self.info: EngineInfo | None = None
+        self.ledger = EngineLedger()
+        self.audit = EngineAudit()
+        self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
+        self.below = LearnedBlocks(HINTED_BLOCKS)
+        self.view: EngineView | None = None
+        self.process: Process | None = None
+        self.last_error: str | None = None
+        self.check_now = asyncio.Event()
+        self.unanswered: set[Lease] = set()
+
+    def can(self, capability: Capability) -> bool:
+        """Whether the engine, as connected, declares the capability."""
+        return self.info is not None and capability in self.info.capabilities
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """The LoRA adapters it serves, by name."""
+        return self.info.adapters if self.info is not None else frozenset()
+
+    @property
+    def removals(self) -> int:
+        """Blocks its events took out of the view so far."""
+        return self.view.counts.removed if self.view is not None else 0
+
+    def suspect(self, error: Exception) -> None:
+        """A request failed on it: no more until the monitor has looked, which it does at once."""
+        self.last_error = str(error)
+        if self.state is EngineState.READY:
+            self.state = EngineState.SUSPECT
+        self.check_now.set()
+
+    def abandon(self) -> None:
+        """The engine is lost: requests whose answer has not begun wait no longer."""
+        for lease in self.unanswered:
+            lease.give_up()
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A request's hold on an engine, with the times it has seen."""
+
+    engine: Engine
+    placement: Placement
+    alone: bool
+    ticket: int
+    removals: int
+    started: float = field(default_factory=time.monotonic)
+    first_byte_s: float | None = None
+    succeeded: bool = False
+    _patience: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def patience(self) -> AsyncIterator[None]:
+        """Waits for the engine as long as it is not lost, until the answer has begun.
+
+        Raises:
+            EngineUnavailable: it was lost before; an engine that hangs would never say so itself.
+        """
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                self.engine.unanswered.add(self)
+                try:
+                    yield
+                finally:
+                    self.engine.unanswered.discard(self)
+        except TimeoutError:
+            if self._patience is None or not self._patience.expired():
+                raise
+            raise EngineUnavailable("the engine was lost before it answered") from None
+
+    def refine(self, hold: Hold) -> Placement:
+        """The placement with what the engine's hold knows better."""
+        if hold.cached_tokens is not None:
+            self.placement = replace(self.placement, predicted_tokens=hold.cached_tokens, firm=hold.firm)
+        return self.placement
+
+    @property
+    def evicted_since(self) -> bool:
+        """Whether the engine evicted anything since the placement."""
+        return self.engine.removals != self.removals
+
+    def give_up(self) -> None:
+        """Ends `patience`."""
+        if self._patience is not None:
+            self._patience.reschedule(0)
+
+    def first_byte(self, *, streamed: bool) -> None:
+        """The answer has begun. Only a stream's first byte is a first token and teaches the prefill rate."""
+        self.engine.unanswered.discard(self)
+        if self._patience is not None:
+            self._patience.reschedule(None)
+        self.first_byte_s = time.monotonic() - self.started
+        if streamed:
+            ledger = self.engine.ledger
+            alone = self.alone and ledger.served == self.ticket
+            ledger.first_token(self.ticket, self.first_byte_s, alone=alone)

@@ -1,0 +1,116 @@
+import asyncio
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter import Capability, Hold
+from proxy.core.index import Match
+from proxy.core.placement import place, place_least_loaded
+from proxy.engine import EngineState
+from proxy.fleet import PENDING_LINGER_S, Fleet
+from proxy.prompt import Prompt
+from tests.fakes import INFO, FakeAdapter, add_ready
+
+PROMPT = Prompt(array("i", range(40)))
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+class TestEngine:
+    def test_a_failed_request_makes_a_ready_one_suspect(self, fleet):
+        engine = add_ready(fleet, "a")
+        engine.suspect(RuntimeError("reset"))
+        assert (engine.state, engine.last_error, engine.check_now.is_set()) == ("suspect", "reset", True)
+        engine.state = EngineState.DRAINING
+        engine.suspect(RuntimeError("again"))
+        assert engine.state == "draining"
+
+    def test_can_do_what_it_declared_once_connected(self, fleet):
+        engine = fleet.add(FakeAdapter("a"))
+        assert not engine.can(Capability.PIN)
+        fleet.join(engine, replace(INFO, capabilities=frozenset({Capability.PIN})))
+        assert engine.can(Capability.PIN)
+
+
+class TestLease:
+    def lease(self, fleet):
+        pool = fleet.pools["m"]
+        chain = pool.chain(PROMPT)
+        return pool, chain, pool.lease(place(pool.candidates(chain), chain), chain)
+
+    async def test_holds_load_and_blocks_and_leaves_what_was_learned(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool, chain, leasing = self.lease(fleet)
+        with leasing as lease:
+            assert (engine.ledger.view().in_flight, engine.ledger.view().prefill_tokens) == (1, 40)
+            assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
+            lease.succeeded = True
+        assert engine.ledger.view().in_flight == 0
+        assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
+        assert pool.index.pending("a")
+        await asyncio.sleep(PENDING_LINGER_S * 1.5)
+        assert not pool.index.pending("a")
+
+    async def test_a_hold_that_knows_better_refines_its_placement(self, fleet):
+        add_ready(fleet, "a")
+        _, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            placed = lease.placement
+            assert lease.refine(Hold(None)) is placed
+            refined = lease.refine(Hold(None, cached_tokens=5, firm=False))
+            assert (refined.predicted_tokens, refined.firm) == (5, False)
+            assert replace(refined, predicted_tokens=placed.predicted_tokens, firm=True) == placed
+            assert lease.placement is refined
+
+    async def test_that_fails_leaves_nothing(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool, _, leasing = self.lease(fleet)
+        with pytest.raises(ValueError, match="bug"), leasing:
+            raise ValueError("bug")
+        assert engine.ledger.view().in_flight == 0
+        assert len(pool.index) == 0
+        assert not pool.index.pending("a")
+
+    async def test_that_outlives_its_engine_leaves_nothing(self, fleet):
+        add_ready(fleet, "a")
+        pool, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            fleet.remove("a")
+            lease.succeeded = True
+        await asyncio.sleep(PENDING_LINGER_S * 1.2)
+        assert len(pool.index) == 0
+
+    async def test_without_a_prompt_is_load_alone(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool = fleet.pools["m"]
+        with pool.lease(place_least_loaded(pool.candidates(None)), None) as lease:
+            assert engine.ledger.view().in_flight == 1
+            lease.succeeded = True
+        assert engine.ledger.view().in_flight == 0
+
+    async def test_only_a_streams_first_byte_is_a_first_token(self, fleet):
+        engine = add_ready(fleet, "a")
+        for streamed in (False, True):
+            _, _, leasing = self.lease(fleet)
+            with leasing as lease:
+                lease.first_byte(streamed=streamed)
+                assert lease.first_byte_s >= 0
+                assert engine.ledger.view().decoding == streamed
+
+    async def test_a_crowd_teaches_no_rate(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool = fleet.pools["m"]
+        chain = pool.chain(Prompt(array("i", range(1000))))
+        with pool.lease(place(pool.candidates(chain), chain), chain) as first:
+            with pool.lease(place(pool.candidates(chain), chain), chain) as second:
+                second.first_byte(streamed=True)
+            first.first_byte(streamed=True)
+        assert not engine.ledger._prefill_rates
+        with pool.lease(place(pool.candidates(chain), chain), chain) as alone:
+            await asyncio.sleep(0.001)
+            alone.first_byte(streamed=True)
+        assert len(engine.ledger._prefill_rates) == 1
