@@ -61,15 +61,15 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
     samples = read_samples(page, _NAMES)
     one = {} if rank is None else {"engine": str(rank)}
     config = samples.labels(_CONFIG, **one)
-    blocks = _number(config, "num_gpu_blocks")
+    ranks = _ranks(samples)
     return VllmMetrics(
-        ranks=_ranks(samples),
+        ranks=ranks,
         identity=_identity(samples, one),
         running=_count(samples, _RUNNING, one),
         waiting=_count(samples, _WAITING, one),
         usage=_share(samples, one),
         block_size=_number(config, "block_size"),
-        blocks=blocks - 1 if blocks else None,
+        blocks=_blocks(config, ranks, rank),
         caching=_flag(config, "enable_prefix_caching"),
         queries=_count(samples, _QUERIES, one),
         hits=_count(samples, _HITS, one),
@@ -77,8 +77,17 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
 
 
 def _ranks(samples: Samples) -> tuple[int, ...]:
-    names = {sample.labels.get("engine", "") for sample in samples.all(_RUNNING)}
+    # Counts of requests are missing where nothing has run yet and API servers share the page.
+    names = {sample.labels.get("engine", "") for sample in samples.all(_CONFIG)}
     return tuple(sorted(int(name) for name in names if name.isdecimal()))
+
+
+def _blocks(config: Mapping[str, str], ranks: tuple[int, ...], rank: int | None) -> int | None:
+    """The page tells each rank the blocks of all of them together; one of each stays empty."""
+    total, parts = _number(config, "num_gpu_blocks"), len(ranks) or 1
+    if not total:
+        return None
+    return total - parts if rank is None else total // parts - 1
 
 
 def _identity(samples: Samples, one: Mapping[str, str]) -> str | None:

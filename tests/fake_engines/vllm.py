@@ -369,7 +369,7 @@ class FakeVllm:
             "block_size": options.block_size,
             "enable_prefix_caching": options.enable_prefix_caching,
             "engine": rank,
-            "num_gpu_blocks": options.num_gpu_blocks,
+            "num_gpu_blocks": options.num_gpu_blocks * options.ranks,
         }
         yield "vllm:cache_config_info{" + ",".join(f'{k}="{v}"' for k, v in config.items()) + "} 1.0"
 

@@ -20,7 +20,7 @@ vllm:prefix_cache_queries_total{engine="1",model_name="tiny"} 3.0
 vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 384.0
 vllm:prefix_cache_queries_created{engine="0",model_name="tiny"} 1.795250395377022e+09
 vllm:prefix_cache_queries_created{engine="1",model_name="tiny"} 1.795250395377099e+09
-vllm:cache_config_info{block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="200"} 1.0
 vllm:cache_config_info{block_size="16",enable_prefix_caching="False",engine="1",num_gpu_blocks="None"} 1.0
 """
 
@@ -46,6 +46,13 @@ def test_one_rank_of_a_page():
 def test_all_ranks_together():
     both = read_metrics(PAGE)
     assert (both.running, both.waiting, both.usage, both.queries) == (4, 2, 0.3, 850)
+    assert both.blocks == 198
+
+
+def test_ranks_on_which_nothing_has_run_yet():
+    page = b"\n".join(line for line in PAGE.splitlines() if b"cache_config_info" in line)
+    seen = read_metrics(page, 0)
+    assert (seen.ranks, seen.blocks, seen.running, seen.identity) == ((0, 1), 99, 0, None)
 
 
 def test_a_page_that_tells_nothing_of_the_engine():
