@@ -1,6 +1,6 @@
 """The prefix index: which engine holds which block, on which tier.
 
-One dict maps a block hash to one int whose bits are locations: four per engine, for gpu, host, disk and
+Dicts map a block hash to one int whose bits are locations: four per engine, for gpu, host, disk and
 pending. That is the whole memory of an entry. A look-up walks the chain and counts runs of equal bits, so
 a prompt that one engine holds costs one dict look-up a block and nothing more.
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash
+from proxy.core.spread import KEY_SHIFT, Spread, spread
 
 _BITS = {Tier.GPU: 1, Tier.HOST: 2, Tier.DISK: 4}
 _PENDING = 8
@@ -47,7 +48,7 @@ class PrefixIndex:
     """What every engine of a pool holds, as far as is known. Not thread-safe; one event loop owns it."""
 
     def __init__(self) -> None:
-        self._locations: dict[BlockHash, int] = {}
+        self._locations: Spread[BlockHash, int] = spread()
         self._shifts: dict[str, int] = {}
         # Requests in flight that will leave a block on an engine, beyond the first, which its bit stands for.
         self._awaited: dict[str, dict[BlockHash, int]] = {}
@@ -55,7 +56,7 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Blocks known of any engine."""
-        return len(self._locations)
+        return sum(map(len, self._locations))
 
     def add_engine(self, engine: str) -> None:
         """Gives the engine its bits; knowing it already is fine."""
@@ -91,7 +92,8 @@ class PrefixIndex:
 
     def holds(self, engine: str, block: BlockHash) -> bool:
         """Whether any tier of the engine holds the block; pending does not count."""
-        return bool(self._locations.get(block, 0) >> self._shifts[engine] & (_ALL - _PENDING))
+        bits = self._locations[block >> KEY_SHIFT].get(block, 0)
+        return bool(bits >> self._shifts[engine] & (_ALL - _PENDING))
 
     def held(self, engine: str, tier: Tier) -> int:
         """Blocks that lie on `tier` of the engine."""
@@ -109,7 +111,9 @@ class PrefixIndex:
         if not any(held):
             return
         keep = ~(_ALL << self._shifts[engine])
-        self._locations = {h: rest for h, bits in self._locations.items() if (rest := bits & keep)}
+        self._locations = [
+            {block: rest for block, bits in each.items() if (rest := bits & keep)} for each in self._locations
+        ]
         self._awaited[engine].clear()
 
     def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
@@ -117,11 +121,12 @@ class PrefixIndex:
         bit, locations, added = _PENDING << self._shifts[engine], self._locations, 0
         awaited = self._awaited[engine]
         for block in hashes:
-            bits = locations.get(block, 0)
+            here = locations[block >> KEY_SHIFT]
+            bits = here.get(block, 0)
             if bits & bit:
                 awaited[block] = awaited.get(block, 0) + 1
             else:
-                locations[block] = bits | bit
+                here[block] = bits | bit
                 added += 1
         self._held[bit] += added
 
@@ -134,12 +139,13 @@ class PrefixIndex:
         """For each engine that holds the first block, how far its copy of the chain reaches."""
         counts: dict[str, list[int]] = {}
         alive = tuple(self._shifts.items())
-        get, at, end = self._locations.get, 0, len(hashes)
+        locations, at, end = self._locations, 0, len(hashes)
         while at < end:
-            bits = get(hashes[at], 0)
+            block = hashes[at]
+            bits = locations[block >> KEY_SHIFT].get(block, 0)
             start = at
             at += 1
-            while at < end and get(hashes[at], 0) == bits:
+            while at < end and locations[(block := hashes[at]) >> KEY_SHIFT].get(block, 0) == bits:
                 at += 1
             alive = tuple(item for item in alive if bits >> item[1] & _ALL)
             if not alive:
@@ -156,22 +162,24 @@ class PrefixIndex:
     def _set(self, bit: int, hashes: Iterable[BlockHash]) -> None:
         locations, added = self._locations, 0
         for block in hashes:
-            bits = locations.get(block, 0)
+            here = locations[block >> KEY_SHIFT]
+            bits = here.get(block, 0)
             if not bits & bit:
-                locations[block] = bits | bit
+                here[block] = bits | bit
                 added += 1
         self._held[bit] += added
 
     def _clear(self, bit: int, hashes: Iterable[BlockHash]) -> None:
         locations, removed = self._locations, 0
         for block in hashes:
-            bits = locations.get(block, 0)
+            here = locations[block >> KEY_SHIFT]
+            bits = here.get(block, 0)
             if bits & bit:
                 removed += 1
                 if bits == bit:
-                    del locations[block]
+                    del here[block]
                 else:
-                    locations[block] = bits - bit
+                    here[block] = bits - bit
         self._held[bit] -= removed
 
 

@@ -41,9 +41,14 @@ class Run:
         size: tokens of each.
         names: what the engine calls them.
         held: `TIER_BITS` of each, four bits a block.
+        is_whole: they end where pool blocks end.
+        shares: pool blocks may end inside them, which blocks that differ later have too.
     """
 
-    __slots__ = ("_base", "_extra_ids", "_hashes", "_lead", "_pool", "_tokens", "held", "names", "size")
+    __slots__ = (
+        *("_base", "_extra_ids", "_hashes", "_lead", "_pool", "_tokens"),
+        *("held", "is_whole", "names", "shares", "size"),
+    )
 
     def __init__(self, start: Point, size: int, pool: int) -> None:
         """An empty run at `start`, of blocks of `size` tokens, over pool blocks of `pool` tokens."""
@@ -54,6 +59,8 @@ class Run:
         self._base = start.base
         self._lead = len(start.tokens) if start.tokens is not None else 0
         self._hashes: list[BlockHash] = []
+        self.is_whole = not self._lead and not size % pool
+        self.shares = size != pool if self.is_whole else bool(pool % size or self._lead % size)
         self._tokens = None if self.is_whole else (start.tokens or array("i"))[:]
         self._extra_ids = start.extra_ids
 
@@ -64,11 +71,6 @@ class Run:
         run.names.append(name)
         run._hashes += hashes
         return run
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its blocks end where pool blocks end."""
-        return not self._lead and not self.size % self._pool
 
     def append(
         self, names: Sequence[Name], token_ids: TokenIds[int], extra_ids: ExtraIds[int] | None, bit: int
@@ -103,13 +105,17 @@ class Run:
         return self._hashes[start // self._pool : (start + self.size) // self._pool]
 
     def inner(self, first: int, end: int | None = None) -> list[BlockHash]:
-        """Of the blocks from `first` to before `end`: the pool blocks that end before the end of theirs.
-        Blocks that differ later may share them."""
+        """Of the blocks from `first` to before `end`: the pool blocks that end before the end of theirs."""
+        end = len(self.names) if end is None else end
         size, pool, inner = self.size, self._pool, list[BlockHash]()
-        if not pool % size and not self._lead % size:
+        if not self.shares:
             return inner
-        for at in range(first, len(self.names) if end is None else end):
-            stop = self._lead + (at + 1) * size
+        if self.is_whole:
+            each = size // pool
+            inner = self._hashes[first * each : end * each]
+            del inner[each - 1 :: each]
+            return inner
+        for stop in range(self._lead + (first + 1) * size, self._lead + (end + 1) * size, size):
             inner += self._hashes[(stop - size) // pool : (stop - 1) // pool]
         return inner
 

@@ -9,7 +9,7 @@ from engine_adapter.types import BlocksRemoved, BlocksStored, KvEvent
 
 # Well below a millisecond of work each.
 SLICE_TOKENS = 4096
-SLICE_NAMES = 512
+SLICE_NAMES = 128
 
 
 def slices(event: KvEvent) -> Iterator[KvEvent]:

@@ -22,6 +22,7 @@ from engine_adapter.types import (
 from proxy.core.blocks import BlockHash
 from proxy.core.index import PrefixIndex
 from proxy.core.runs import RUN_BLOCKS, TIER_BITS, Name, Point, Run
+from proxy.core.spread import KEY_SHIFT, Spread, place, spread
 
 # In a count of holders, one that holds a block on this tier.
 _LIMIT = 1 << 20  # holders of one entry
@@ -63,9 +64,9 @@ class EngineView:
         self._index = index
         self._root_of = root_of
         self._tokens_per_block = tokens_per_block
-        self._runs: dict[Name, Run] = {}
+        self._runs: Spread[Name, Run] = spread()
         # Entries that several blocks may share → how many do, for each tier.
-        self._holders: dict[BlockHash, int] = {}
+        self._holders: Spread[BlockHash, int] = spread()
         # Kept once the engine announces blocks by name; None before.
         self._recalled: OrderedDict[Name, Sequence[BlockHash]] | None = None
         self.counts = ViewCounts()
@@ -91,8 +92,8 @@ class EngineView:
                 self.complete = event.complete
 
     def _clear(self) -> None:
-        self._runs.clear()
-        self._holders.clear()
+        self._runs = spread()
+        self._holders = spread()
         self._recalled = None
         self._index.wipe(self._engine)
 
@@ -113,10 +114,14 @@ class EngineView:
             extra_ids = event.extra_ids[at * size : end * size] if event.extra_ids is not None else None
             first, part = len(run.names), names[at:end]
             hashes = run.append(part, event.token_ids[at * size : end * size], extra_ids, bit)
-            self._share(run.inner(first), event.tier)
-            if not self._runs.keys().isdisjoint(part):
-                self._take_over(part, run, first, event.tier)
-            self._runs.update(dict.fromkeys(part, run))
+            if run.shares:
+                self._share(run.inner(first), event.tier)
+            for name_at, name in enumerate(part, first):
+                here = self._runs[place(name)]
+                old = here.setdefault(name, run)
+                if old is not run:
+                    self._take_over(old, name, run, name_at, event.tier)
+                    here[name] = run
             self._index.store(self._engine, event.tier, hashes)
             at = end
         self.counts.stored += len(names)
@@ -128,7 +133,7 @@ class EngineView:
             return None
         if event.parent is None:
             return Run(Point(self._root_of(event.salt, event.adapter)), size, self._tokens_per_block)
-        run = self._runs.get(event.parent)
+        run = self._runs[place(event.parent)].get(event.parent)
         if run is None:
             return None
         at = run.names.index(event.parent)
@@ -136,24 +141,20 @@ class EngineView:
             return run
         return Run(run.after(at), size, self._tokens_per_block)
 
-    def _take_over(self, names: Sequence[Name], run: Run, first: int, tier: Tier) -> None:
-        """Blocks that are known already go on in `run`, with the tiers that hold them, if they are the same:
-        a name says so no more than anywhere else, their hashes do."""
-        for at, name in enumerate(names, first):
-            old = self._runs.get(name)
-            if old is None:
-                continue
-            old_at = old.names.index(name)
-            bits = old.held_at(old_at)
-            if old.hashes_of(old_at) == run.hashes_of(at):
-                if bits & TIER_BITS[tier]:  # shared twice now
-                    self._unshare(run.inner(at, at + 1), tier)
-                run.hold(at, bits)
-            else:
-                for each, bit in TIER_BITS.items():
-                    if bits & bit:
-                        self._index.remove(self._engine, each, self._ended(old, old_at, each))
-            old.release(old_at, bits)
+    def _take_over(self, old: Run, name: Name, run: Run, at: int, tier: Tier) -> None:
+        """A block that is known already goes on in `run`, with the tiers that hold it, if it is the same: its
+        name says so no more than anywhere else, its hashes do."""
+        old_at = old.names.index(name)
+        bits = old.held_at(old_at)
+        if old.hashes_of(old_at) == run.hashes_of(at):
+            if bits & TIER_BITS[tier]:  # shared twice now
+                self._unshare(run.inner(at, at + 1), tier)
+            run.hold(at, bits)
+        else:
+            for each, bit in TIER_BITS.items():
+                if bits & bit:
+                    self._index.remove(self._engine, each, self._ended(old, old_at, each))
+        old.release(old_at, bits)
 
     def _store_named(self, event: BlocksStored) -> None:
         """Blocks stored before now lie on another tier too."""
@@ -162,7 +163,7 @@ class EngineView:
         hashes: list[BlockHash] = []
         unknown = 0
         for name in event.hashes:
-            run = self._runs.get(name) or self._recall(name)
+            run = self._runs[place(name)].get(name) or self._recall(name)
             if run is None:
                 unknown += 1
                 continue
@@ -180,7 +181,8 @@ class EngineView:
     def _remove(self, event: BlocksRemoved) -> None:
         bit, hashes = TIER_BITS[event.tier], list[BlockHash]()
         for name in event.hashes:
-            run = self._runs.get(name)
+            here = self._runs[place(name)]
+            run = here.get(name)
             if run is None:
                 continue
             at = run.names.index(name)
@@ -188,7 +190,7 @@ class EngineView:
                 continue
             hashes += self._ended(run, at, event.tier)
             if run.held_at(at) == bit:
-                del self._runs[name]
+                del here[name]
                 self._bury(name, run, at)
             run.release(at, bit)
             self.counts.removed += 1
@@ -196,26 +198,29 @@ class EngineView:
 
     def _ended(self, run: Run, at: int, tier: Tier) -> Sequence[BlockHash]:
         """The entries that end when the tier no longer holds the block: those no other block shares."""
-        hashes, inner = run.hashes_of(at), run.inner(at, at + 1)
-        if not inner:
+        hashes = run.hashes_of(at)
+        if not run.shares:
             return hashes
+        inner = run.inner(at, at + 1)
         return [*self._unshare(inner, tier), *hashes[len(inner) :]]
 
     def _share(self, inner: Sequence[BlockHash], tier: Tier) -> None:
         """One more block of the tier holds these entries."""
-        holders, one = self._holders, _ONE[tier]
+        one = _ONE[tier]
         for block in inner:
-            holders[block] = holders.get(block, 0) + one
+            here = self._holders[block >> KEY_SHIFT]
+            here[block] = here.get(block, 0) + one
 
     def _unshare(self, inner: Sequence[BlockHash], tier: Tier) -> list[BlockHash]:
         """One block of the tier less does; returns the entries none of it holds now."""
-        holders, one, ended = self._holders, _ONE[tier], list[BlockHash]()
+        one, ended = _ONE[tier], list[BlockHash]()
         for block in inner:
-            left = holders[block] - one
+            here = self._holders[block >> KEY_SHIFT]
+            left = here[block] - one
             if left:
-                holders[block] = left
+                here[block] = left
             else:
-                del holders[block]
+                del here[block]
             if not left // one % _LIMIT:
                 ended.append(block)
         return ended
@@ -232,5 +237,5 @@ class EngineView:
         hashes = self._recalled.pop(name, None) if self._recalled is not None else None
         if hashes is None:
             return None
-        run = self._runs[name] = Run.of_block(name, hashes, self._tokens_per_block)
+        run = self._runs[place(name)][name] = Run.of_block(name, hashes, self._tokens_per_block)
         return run

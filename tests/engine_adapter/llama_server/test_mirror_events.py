@@ -294,7 +294,10 @@ def _indexed(events):
         view.apply(event)
     assert view.counts.orphaned == 0
     bits = {Tier.GPU: 1, Tier.HOST: 2, Tier.DISK: 4}
-    return {tier: {name for name, at in index._locations.items() if at & bits[tier]} for tier in Tier}
+    return {
+        tier: {name for here in index._locations for name, at in here.items() if at & bits[tier]}
+        for tier in Tier
+    }
 
 
 def _root_of(salt, adapter=None):
