@@ -2,7 +2,8 @@
 
     start    subscribe → snapshot, where there is one → replay what came after it → ViewCurrent
     follow   the next number: yield · a hole: replay from the last one known · a number that falls: start over
-    idle     ask the replay socket what follows the last one known, so that a lost last batch is noticed
+    idle     ask the replay socket what follows the last one known, so that a lost last batch is noticed;
+             where it answered before and no longer does, what is lost could not be noticed: start over
 
 A replay begins at the last batch known, and that batch has to come back unchanged: that is how another
 process behind the same address is told from this one. A view is complete when nothing can have been held
@@ -107,6 +108,7 @@ class KvEventSubscriber:
         read_keys: KeyReader | None = None,
         idle_check_s: float = 0.5,
         replay_timeout_s: float = 5.0,
+        idle_timeout_s: float = 3.0,
     ) -> None:
         """Follows nothing yet.
 
@@ -116,12 +118,14 @@ class KvEventSubscriber:
             read_keys: how it writes what stands beside the tokens; the embedded engine's way if None.
             idle_check_s: after so long without a message the replay socket is asked for what was missed.
             replay_timeout_s: how long an answer may pause before it counts as over.
+            idle_timeout_s: the same for one that is asked for while nothing else comes.
         """
         self._endpoints = endpoints
         self._snapshot = snapshot
         self._read_keys = read_keys
         self._idle_check_s = idle_check_s
         self._replay_timeout_s = replay_timeout_s
+        self._idle_timeout_s = idle_timeout_s
         self.counts = SubscriberCounts()
         self.replay_is_silent = False
 
@@ -154,7 +158,7 @@ class KvEventSubscriber:
             while True:
                 frames = await inbox.receive(self._idle_check_s)
                 if frames is None:
-                    async for event in self._catch_up(replay, cursor):
+                    async for event in self._check(replay, cursor):
                         yield event
                     continue
                 message = self._numbered(frames)
@@ -182,15 +186,29 @@ class KvEventSubscriber:
             if cursor.last < sequence:
                 raise _StartOverError(f"batches {first} to {sequence} are lost")
 
+    async def _check(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
+        """What was published and did not come; nothing in a view that never had a replay socket to ask."""
+        if replay is None or cursor.silent:
+            return
+        async for event in self._catch_up(replay, cursor, patience_s=self._idle_timeout_s):
+            yield event
+        if cursor.silent:
+            raise _StartOverError("the replay socket no longer answers")
+
     async def _catch_up(
-        self, replay: ReplayClient | None, cursor: _Cursor, *, until: int = -1
+        self,
+        replay: ReplayClient | None,
+        cursor: _Cursor,
+        *,
+        until: int = -1,
+        patience_s: float | None = None,
     ) -> AsyncGenerator[KvEvent, None]:
         """What the engine published after `cursor.last`, by replay, as far as it has it; `until` is known to
         exist. A ROUTER drops what its peer is too slow for, so an answer with holes is asked for again."""
         if replay is None or cursor.silent:
             return
         while True:
-            before, answer = cursor.last, _Answer(until)
+            before, answer = cursor.last, _Answer(until, patience_s or self._replay_timeout_s)
             async for event in self._replayed(replay, cursor, answer):
                 yield event
             if cursor.last is None or cursor.last >= answer.until:
@@ -206,7 +224,7 @@ class KvEventSubscriber:
         known = cursor.last if cursor.last is not None and cursor.last >= 0 else None
         await replay.ask(known or 0)
         while True:
-            frames = await replay.receive(self._replay_timeout_s)
+            frames = await replay.receive(answer.patience_s)
             if frames is None:
                 self._note_silence(cursor, answer)
                 return
@@ -269,9 +287,11 @@ class KvEventSubscriber:
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer of the replay socket: the highest number known to exist, and the batches that came."""
+    """One answer of the replay socket: the highest number known to exist, how long it may pause, and the
+    batches that came."""
 
     until: int
+    patience_s: float
     batches: int = 0
 
 

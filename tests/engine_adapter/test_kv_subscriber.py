@@ -81,10 +81,14 @@ class ScriptedEngine:
                 if sequence >= self.asked[-1] and sequence not in dropped:
                     await self.router.send_multipart((*head, sequence.to_bytes(8, "big"), data))
 
-    async def aclose(self) -> None:
+    async def fall_silent(self) -> None:
+        """Answers no more on the replay socket."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        await self.fall_silent()
         self.pub.close(linger=0)
         self.router.close(linger=0)
         self.context.term()
@@ -262,6 +266,20 @@ async def test_a_silent_replay_socket_costs_completeness_and_nothing_else():
             assert (subscriber.counts.unanswered, subscriber.counts.gaps) == (2, 1)
     finally:
         await engine.aclose()
+
+
+async def test_a_replay_socket_that_falls_silent_starts_over(engine):
+    """Whatever is lost from then on could not be noticed."""
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02, replay_timeout_s=0.2, idle_timeout_s=0.05) as view:
+        assert await view.take(3) == [ViewLost("connected"), removed(0), ViewCurrent(complete=True)]
+        await engine.fall_silent()
+        engine.record(1)  # never published
+        lost = ViewLost("the replay socket no longer answers")
+        assert await view.take(2) == [lost, ViewCurrent(complete=False)]
+        await engine.subscribed()
+        await engine.publish(2)  # this view had none to begin with, and goes on
+        assert await view.take(1) == [removed(2)]
 
 
 async def test_without_replay_a_hole_starts_over(engine):
