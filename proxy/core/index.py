@@ -11,7 +11,7 @@ new prefix gathers on one engine, and goes when the request ends; events or usag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine_adapter.types import Tier
@@ -139,14 +139,7 @@ class PrefixIndex:
         """For each engine that holds the first block, how far its copy of the chain reaches."""
         counts: dict[str, list[int]] = {}
         alive = tuple(self._shifts.items())
-        locations, at, end = self._locations, 0, len(hashes)
-        while at < end:
-            block = hashes[at]
-            bits = locations[block >> KEY_SHIFT].get(block, 0)
-            start = at
-            at += 1
-            while at < end and locations[(block := hashes[at]) >> KEY_SHIFT].get(block, 0) == bits:
-                at += 1
+        for bits, start, end in self._stretches(hashes):
             alive = tuple(item for item in alive if bits >> item[1] & _ALL)
             if not alive:
                 break
@@ -155,9 +148,23 @@ class PrefixIndex:
                 held = bits >> shift & _ALL
                 count = counts.setdefault(engine, [0, 0, 0, 0, 0])
                 if held & _ON_GPU and count[4] == start:
-                    count[4] = at
-                count[(held & -held).bit_length() - 1] += at - start
+                    count[4] = end
+                count[(held & -held).bit_length() - 1] += end - start
         return {engine: Match(*count) for engine, count in counts.items()}
+
+    def _stretches(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[int, int, int]]:
+        """Location bits, and from where to where they are the same, up to the first block nobody has."""
+        locations, last, start = self._locations, 0, 0
+        for at, block in enumerate(hashes):
+            bits = locations[block >> KEY_SHIFT].get(block, 0)
+            if bits != last:
+                if last:
+                    yield last, start, at
+                last, start = bits, at
+            if not bits:
+                return
+        if last:
+            yield last, start, len(hashes)
 
     def _set(self, bit: int, hashes: Iterable[BlockHash]) -> None:
         locations, added = self._locations, 0
