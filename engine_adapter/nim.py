@@ -68,19 +68,10 @@ class NimAdapter:
         """See `EngineAdapter.connect`."""
         await self._check_ready()
         version = await self._version()
-        kind = await detect_inside(self._control)
-        known = kind if kind in _INSIDE else None
-        findings = [] if version is not None else [NOT_A_NIM]
-        try:
-            info = await self._connect_as(known or UNKNOWN)
-            findings += [] if known is not None else [HIDDEN]
-        except EngineRejected as error:
-            if known is None:
-                raise
-            info = await self._connect_as(UNKNOWN)
-            findings.append(_shut(_INSIDE[known], error))
-        self._findings = tuple(findings)
-        return replace(info, version=f"NIM {version or ''}".strip() + (f", {info.version}" if known else ""))
+        info, finding = await self._connect_inside(await detect_inside(self._control))
+        found = (NOT_A_NIM if version is None else None, finding)
+        self._findings = tuple(finding for finding in found if finding is not None)
+        return replace(info, version=", ".join(filter(None, (f"NIM {version or ''}".strip(), info.version))))
 
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`."""
@@ -159,6 +150,15 @@ class NimAdapter:
         """See `EngineAdapter.aclose`."""
         await self._inner.aclose()
         await self._control.aclose()
+
+    async def _connect_inside(self, kind: str | None) -> tuple[EngineInfo, Finding | None]:
+        """Connects as what was found inside, or as any engine; and why no better."""
+        if kind not in _INSIDE:
+            return await self._connect_as(UNKNOWN), HIDDEN
+        try:
+            return await self._connect_as(kind), None
+        except EngineRejected as error:
+            return await self._connect_as(UNKNOWN), _shut(_INSIDE[kind], error)
 
     async def _connect_as(self, kind: str) -> EngineInfo:
         """Connects by the adapter of that kind, which is the one that is there if it was before."""

@@ -188,13 +188,9 @@ class EventReader:
             self._group = group
         if group != self._group:
             return []
-        match data:
-            case Stored():
-                return self._stored(data)
-            case Removed():
-                return self._removed(data)
-            case Updated():
-                return self._updated(data)
+        if isinstance(data, Stored):
+            return self._stored(data)
+        return self._removed(data) if isinstance(data, Removed) else self._updated(data)
 
     def _stored(self, data: Stored) -> list[KvEvent]:
         for block in data.blocks:

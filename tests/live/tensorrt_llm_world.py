@@ -11,7 +11,7 @@ import httpx
 
 from engine_adapter import AiohttpTransport, Tier
 from proxy.app import Proxy, build_app
-from proxy.fleet import Engine, EngineState
+from proxy.engine import Engine, EngineState
 from proxy.records import RequestRecord
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.tensorrt_llm import FakeTrtllm, RunningTrtllm
@@ -59,7 +59,7 @@ class TrtllmWorld:
         engine, cache = self.engine, self.fake.cache
         if engine.state is not EngineState.READY or engine.ledger.view().in_flight:
             return False
-        reader = engine.adapter._poller.reader
+        reader = getattr(engine.adapter, "_inner", engine.adapter)._poller.reader  # a NIM's, or its own
         known, held = reader.blocks(), [cache.on_gpu, len(cache.on_host)]
         is_read = reader._last == self.fake.events._next - 1
         return is_read and [known[Tier.GPU], known[Tier.HOST]] == held

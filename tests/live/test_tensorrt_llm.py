@@ -10,7 +10,8 @@ import pytest
 from engine_adapter.tensorrt_llm import poller
 from proxy import fleet
 from proxy.core.audit import Trust
-from tests.fake_engines.tensorrt_llm import CHAT, running_trtllm
+from tests.fake_engines.nim import FakeNim, running_nim
+from tests.fake_engines.tensorrt_llm import CHAT, RunningTrtllm, running_trtllm
 from tests.fake_engines.text import words
 from tests.live.tensorrt_llm_world import TrtllmWorld, kvpin_over, until
 
@@ -207,3 +208,13 @@ async def test_many_requests_at_once():
             assert [answer.status_code for answer in answers] == [200] * 40
             await until(world.is_settled)
             assert (await world.client.get(f"{world.url}/health/ready")).status_code == 200
+
+
+async def test_inside_a_nim_it_is_followed_as_well():
+    body = {"model": "tiny", "prompt": list(range(100, 200)), "max_tokens": 2}
+    with running_trtllm() as server, running_nim(FakeNim(tuple(server.fake.app.routes))) as url:
+        async with kvpin_over(RunningTrtllm(url, server.fake), kind="nim") as world:
+            for was in (0, 96):
+                answer = await world.post("completions", body)
+                assert (predicted(answer), world.last.reported_tokens) == (was, was)
+            assert world.engine.info.version == "NIM 2.0.0, TensorRT-LLM 1.4.0"

@@ -27,6 +27,7 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
+from tests.engine_adapter.tensorrt_llm.test_events import answer, created
 from tests.engines import served
 from tests.fake_engines.tensorrt_llm import running_trtllm
 from tests.fake_engines.text import chat_tokens, encode
@@ -73,9 +74,9 @@ async def ask(adapter, path=COMPLETIONS, target=None, **fields) -> int:
     """Sends a request as kvpin does; returns its cached tokens."""
     async with adapter.hold(path, body(**fields), target) as hold:
         request = adapter.prepare("POST", path, {}, hold.body)
-        answer = await post(request)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        got = await post(request)
+    assert got.status_code == 200, got.text
+    return got.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @asynccontextmanager
@@ -160,9 +161,9 @@ class TestRequests:
     async def test_a_field_that_may_change_the_answer_is_refused_by_the_server(self, adapter):
         async with adapter.hold(CHAT, body(messages=HELLO, extra_key="x"), None) as hold:
             request = adapter.prepare("POST", CHAT, {}, hold.body)
-        answer = await post(request)
-        assert answer.status_code == 400
-        assert "extra_forbidden" in answer.text
+        refused = await post(request)
+        assert refused.status_code == 400
+        assert "extra_forbidden" in refused.text
 
     async def test_token_ids_go_in_place_of_text(self, adapter, server):
         await adapter.connect()
@@ -350,6 +351,12 @@ class TestEvents:
             async with following(adapter) as event:  # another view knows it from the start
                 await event()
                 assert not (await adapter.load()).outdated
+
+    async def test_several_attention_windows_are_told_of(self, adapter):
+        adapter._poller.reader.read(answer(created(), window_size=16))
+        assert module.SEVERAL_WINDOWS not in adapter.findings()
+        adapter._poller.reader.read(answer(created(), first=1))
+        assert module.SEVERAL_WINDOWS in adapter.findings()
 
     async def test_adapters_it_does_not_tell_of_void_the_view(self, adapter):
         await adapter.connect()

@@ -179,6 +179,7 @@ class TestProcesses:
         reader.read(answer(stored(ONE), first=1))
         reader.pass_over(answer(stored(TWO), removed(1), first=2))
         reader.pass_over(b'[{"event_id": null}]')
+        reader.pass_over(answer(stored(ONE), first=900, attention_dp_rank=1))
         assert not reader.blocks()
         assert reader.read(answer(stored(TWO), first=4)) == [run((2,), range(4, 8))]
         assert reader.gaps == 0
