@@ -93,27 +93,31 @@ class Pool:
         """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is.
         With `adapter`, or a prompt that runs with one, those that serve it."""
         adapter = prompt.adapter if prompt is not None else adapter
-        whole = prompt is None or prompt.whole
-        target = prompt.kv if prompt is not None and whole else None
         matches = self.index.match(chain.hashes) if chain is not None else {}
         return [
-            Candidate(
-                engine=engine.id,
-                tokens_per_block=max(
-                    (engine.info and engine.info.tokens_per_block) or 0, self.tokens_per_block
-                ),
-                match=matches.get(engine.id, Match()),
-                load=engine.ledger.view(),
-                prefill_tok_s=engine.ledger.prefill_tok_s,
-                restore_tok_s=engine.ledger.restore_tok_s,
-                free_blocks=self.free_blocks(engine),
-                served=engine.ledger.served,
-                forecast=engine.adapter.forecast(target) if target is not None else None,
-                complete=whole and (engine.view is None or engine.view.complete),
-            )
+            self._candidate(engine, matches.get(engine.id, Match()), prompt)
             for engine in self.ready()
             if engine.id not in without and (adapter is None or adapter in engine.adapters)
         ]
+
+    def _candidate(self, engine: Engine, match: Match, prompt: Prompt | None) -> Candidate:
+        whole = prompt is None or prompt.whole
+        forecast = engine.adapter.forecast(prompt.kv) if prompt is not None else None
+        if forecast is not None and not whole:
+            # Who leases its slots reuses nothing for a prompt that it does not know.
+            match, forecast = Match(), None
+        return Candidate(
+            engine=engine.id,
+            tokens_per_block=max((engine.info and engine.info.tokens_per_block) or 0, self.tokens_per_block),
+            match=match,
+            load=engine.ledger.view(),
+            prefill_tok_s=engine.ledger.prefill_tok_s,
+            restore_tok_s=engine.ledger.restore_tok_s,
+            free_blocks=self.free_blocks(engine),
+            served=engine.ledger.served,
+            forecast=forecast,
+            complete=whole and (engine.view is None or engine.view.complete),
+        )
 
     def free_blocks(self, engine: Engine) -> int | None:
         """Blocks of the engine's GPU tier that hold nothing known, in pool blocks; None where unknown."""

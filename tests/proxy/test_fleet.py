@@ -205,11 +205,16 @@ class TestCandidates:
         assert len(asked) == 1, "nothing is foreseen of a prompt that is not known"
 
     def test_nothing_is_foreseen_of_a_prompt_that_is_known_in_part(self, fleet):
-        engine = add_ready(fleet, "a")
-        engine.adapter.forecast = lambda target: Forecast(7)
-        part = replace(PROMPT, whole=False)
-        (candidate,) = fleet.pools["m"].candidates(fleet.pools["m"].chain(part), part)
-        assert (candidate.forecast, candidate.complete) == (None, False)
+        leasing, _ = add_ready(fleet, "a"), add_ready(fleet, "b")
+        leasing.adapter.forecast = lambda target: Forecast(7)
+        pool, part = fleet.pools["m"], replace(PROMPT, whole=False)
+        chain = pool.chain(part)
+        for name in "ab":
+            pool.index.store(name, Tier.GPU, chain.hashes)
+        a, b = pool.candidates(chain, part)
+        # Who leases its slots reuses nothing for it; others do, and maybe more than that.
+        assert (a.forecast, a.match, a.complete) == (None, Match(), False)
+        assert (b.forecast, b.match, b.complete) == (None, Match(gpu=len(chain.hashes)), False)
 
     def test_free_blocks_are_never_below_none(self, fleet):
         engine = add_ready(fleet, "a", gpu_blocks=1)
