@@ -1,0 +1,44 @@
+"""An engine without any optional ability refuses each of them in its own words."""
+
+from array import array
+
+import pytest
+
+from engine_adapter import Capability, JsonBody, KvTarget, KvVerb, NotSupported, PromptTable
+from engine_adapter.undeclared import Undeclared
+
+BODY = JsonBody(b"{}")
+TARGET = KvTarget(array("i", [1]))
+TABLE = PromptTable("t", 1, 1, 1, b"")
+
+
+class Bare(Undeclared):
+    def not_supported(self, capability):
+        return NotSupported(capability.value, engine="x", instead="nothing")
+
+
+@pytest.mark.parametrize(
+    ("call", "capability"),
+    [
+        (lambda bare: bare.tokenize("/v1/completions", BODY), Capability.TOKENIZE),
+        (lambda bare: bare.render("/v1/completions", BODY), Capability.RENDER),
+        (lambda bare: anext(bare.events()), Capability.KV_EVENTS),
+        (lambda bare: anext(bare.operate(KvVerb.FLUSH, TARGET)), Capability.FLUSH),
+        (lambda bare: anext(bare.operate(KvVerb.OFFLOAD, TARGET)), Capability.OFFLOAD),
+        (lambda bare: anext(bare.operate(KvVerb.RESTORE, TARGET)), Capability.RESTORE),
+        (lambda bare: bare.pin(TARGET, 1.0), Capability.PIN),
+        (lambda bare: bare.unpin("p"), Capability.PIN),
+        (lambda bare: bare.put_prompt_table(TABLE), Capability.PROMPT_TABLES),
+        (lambda bare: bare.delete_prompt_table("t"), Capability.PROMPT_TABLES),
+    ],
+)
+async def test_what_is_not_declared_is_refused(call, capability):
+    with pytest.raises(NotSupported, match="nothing") as caught:
+        await call(Bare())
+    assert caught.value.capability == capability.value
+
+
+async def test_what_is_only_asked_has_an_empty_answer():
+    bare = Bare()
+    assert (bare.cached_tokens({"x-kv-cached-tokens": "5"}), bare.findings()) == (None, ())
+    assert await bare.stats() == {}
