@@ -25,12 +25,19 @@ _SILENT = Finding(
     "nothing answers where missed events are asked for: what it held before kvpin came is not known",
     'let kvpin\'s machine reach the "replay_endpoint" of --kv-events-config, or name it: replay=tcp://HOST:PORT',
 )
+_LMCACHE = Finding(
+    "it runs over an LMCache that kvpin was not told of: its hits are not predicted, and it takes the KV of one "
+    "LoRA adapter, and of one prompt embedding, for that of another",
+    "name its server: lmcache=http://HOST:PORT",
+)
 _OLDEST = (0, 24)
 
 
 def findings_of(facts: Facts, spec: EngineSpec, *, replay_is_silent: bool = False) -> tuple[Finding, ...]:
     """All that was found, what matters most first. `replay_is_silent`: it was asked, and did not answer."""
     found = [*_cache_findings(facts), *_event_findings(facts, spec)]
+    if facts.metrics.lmcache and spec.lmcache is None:
+        found.insert(0, _LMCACHE)
     if replay_is_silent:
         found.append(_SILENT)
     return (*found, *_route_findings(facts, spec))
@@ -83,7 +90,7 @@ def _route_findings(facts: Facts, spec: EngineSpec) -> Iterator[Finding]:
         yield Finding("it does not keep the KV of salts apart on every route", "upgrade vLLM")
     if not facts.renders:
         yield Finding(
-            "prompts of /v1/responses, /v1/messages and of chats with images are not followed",
+            "prompts of /v1/responses and of chats with images are not followed",
             "start it with --enable-scale-out",
         )
     if not facts.resets:
