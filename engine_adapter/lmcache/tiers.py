@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from itertools import takewhile
 from typing import Any
 
 from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable
-from engine_adapter.lmcache.chunks import below_gpu, leading, text_of
+from engine_adapter.lmcache.chunks import below_gpu, text_of
 from engine_adapter.lmcache.client import Coordinator, Node
 from engine_adapter.lmcache.pins import TimedPins
 from engine_adapter.lmcache.salts import salt_for
@@ -162,13 +163,9 @@ class LmCache:
         """Keeps what lies of a prompt on L2 from being evicted there."""
         site = self._usable()
         mover, salt = self._mover(site), _salt(target)
-        await mover.settle()
         text = text_of(target, site.tokens_per_chunk)
-        held = 0
-        for chunk in leading(await mover.look(text, salt)) if text else ():
-            if not chunk.on_disk:
-                break
-            held += 1
+        chunks = await mover.written(text, salt) if text else []
+        held = sum(1 for _ in takewhile(lambda chunk: chunk.on_disk, chunks))
         if not held:
             return Pinned("", 0, ttl_s)
         tokens = text[: held * site.tokens_per_chunk]

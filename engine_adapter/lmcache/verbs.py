@@ -44,18 +44,11 @@ class KvMover:
         self, token_ids: array[int] | None, salt: str | None
     ) -> AsyncGenerator[KvProgress, None]:
         """L1 → L2: of a prompt, of a salt, or with neither of everything. What a request uses stays."""
-        await self.settle()
-        deadline = _now() + _PATIENCE_S
-        while True:
-            chunks = [chunk for chunk in await self._held(token_ids, salt) if chunk.on_host]
-            waiting = [chunk for chunk in chunks if not chunk.on_disk]
-            if not waiting or _now() > deadline:
-                break
-            yield KvProgress(0, len(chunks) * self._blocks)
-            await asyncio.sleep(self._site.flush_s / 4)
+        chunks = [chunk for chunk in await self.written(token_ids, salt) if chunk.on_host]
         safe = [chunk for chunk in chunks if chunk.on_disk]
-        left = {"not_on_disk": len(waiting) * self._blocks} if waiting else {}
-        async for progress in self._drop(safe, "l1", KvProgress(0, len(waiting) * self._blocks, left=left)):
+        waiting = (len(chunks) - len(safe)) * self._blocks
+        left = {"not_on_disk": waiting} if waiting else {}
+        async for progress in self._drop(safe, "l1", KvProgress(0, waiting, left=left)):
             yield progress
 
     async def restore(self, token_ids: array[int], salt: str | None) -> AsyncGenerator[KvProgress, None]:
@@ -99,6 +92,19 @@ class KvMover:
         """The chunks of a prompt, in its order."""
         found = await self._site.coordinator.lookup(self._site.scope, token_ids, salt or "")
         return chunks_of(found.results, self._site.scope.instance_id)
+
+    async def written(self, token_ids: array[int] | None, salt: str | None) -> list[Chunk]:
+        """The chunks of a prompt, of a salt, or of everything, once they are on disk. vLLM may have computed
+        the prompt just now: what the coordinator has not heard of is waited for, though not for long."""
+        await self.settle()
+        begun = _now()
+        while True:
+            chunks = await self._held(token_ids, salt)
+            on_its_way = any(chunk.on_host and not chunk.on_disk for chunk in chunks)
+            patience_s = _PATIENCE_S if on_its_way else 2 * self._site.flush_s
+            if all(chunk.on_disk for chunk in chunks) or _now() > begun + patience_s:
+                return chunks
+            await asyncio.sleep(self._site.flush_s / 4)
 
     async def settle(self) -> None:
         """Waits until the node has written what it was given, and its coordinator has heard of it."""

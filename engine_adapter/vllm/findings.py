@@ -26,8 +26,8 @@ _SILENT = Finding(
     'let kvpin\'s machine reach the "replay_endpoint" of --kv-events-config, or name it: replay=tcp://HOST:PORT',
 )
 _LMCACHE = Finding(
-    "it runs over an LMCache that kvpin was not told of: its hits are not predicted, and it takes the KV of one "
-    "LoRA adapter, and of one prompt embedding, for that of another",
+    "it runs over an LMCache that kvpin was not told of: its hits are not predicted, and the KV of one LoRA "
+    "adapter, or of one prompt embedding, is taken for that of another",
     "name its server: lmcache=http://HOST:PORT",
 )
 _OLDEST = (0, 24)

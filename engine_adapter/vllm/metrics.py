@@ -12,7 +12,8 @@ _STARTED, _CREATED = "process_start_time_seconds", "vllm:prefix_cache_queries_cr
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _USAGE, _CONFIG = "vllm:kv_cache_usage_perc", "vllm:cache_config_info"
 _QUERIES, _HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-_NAMES = (_STARTED, _CREATED, _RUNNING, _WAITING, _USAGE, _CONFIG, _QUERIES, _HITS)
+_LMCACHE = "vllm:lmcache_mp_lookup_duration_seconds_count"
+_NAMES = (_STARTED, _CREATED, _RUNNING, _WAITING, _USAGE, _CONFIG, _QUERIES, _HITS, _LMCACHE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class VllmMetrics:
         blocks: KV can lie in; vLLM keeps one of its blocks empty.
         caching: whether it keeps prefixes; None where the page does not tell.
         queries, hits: prompt tokens looked up and found so far.
+        lmcache: it runs over LMCache.
     """
 
     ranks: tuple[int, ...] = ()
@@ -40,6 +42,7 @@ class VllmMetrics:
     caching: bool | None = None
     queries: int = 0
     hits: int = 0
+    lmcache: bool = False
 
     @property
     def tells_blocks(self) -> bool:
@@ -73,6 +76,7 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
         caching=_flag(config, "enable_prefix_caching"),
         queries=_count(samples, _QUERIES, one),
         hits=_count(samples, _HITS, one),
+        lmcache=bool(samples.all(_LMCACHE, **one)),
     )
 
 

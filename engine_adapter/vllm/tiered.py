@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineError, EngineSpecError, NotSupported
-from engine_adapter.hold import Hold, RequestBody
+from engine_adapter.hold import RequestBody
+from engine_adapter.http import OutgoingRequest
 from engine_adapter.lmcache import LmCache
 from engine_adapter.lmcache.salts import embeddings_of, salt_for, without_adapter
 from engine_adapter.types import (
@@ -100,17 +101,17 @@ class TieredVllmAdapter(VllmAdapter):
 
     # --- requests -------------------------------------------------------------------------------------
 
-    def hold(
-        self, path: str, body: RequestBody, prompt: KvTarget | None
-    ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`."""
+    def prepare(
+        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
+    ) -> OutgoingRequest:
+        """See `EngineAdapter.prepare`. Also without reuse, KV that LMCache would mix is kept apart."""
         if isinstance(body, JsonBody) and self._salts and path in _GENERATES:
             salt, model = body.get("cache_salt"), body.get("model")
             adapter = model if model in self._adapters else None
             if salt is None or isinstance(salt, str):
                 sent = salt_for(salt, adapter, embeddings_of(body))
                 body = body if sent == salt else body.replace(cache_salt=sent)
-        return super().hold(path, body, prompt)
+        return super().prepare(method, path, headers, body)
 
     async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
         """See `EngineAdapter.lookup`."""

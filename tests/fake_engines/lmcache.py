@@ -364,6 +364,10 @@ class TieredFakeVllm(FakeVllm):
         self.lmcache = lmcache
         super().__init__(options)
 
+    def metrics(self) -> str:
+        labels = f'{{engine="0",model_name="{self.options.model}"}}'
+        return f"{super().metrics()}vllm:lmcache_mp_lookup_duration_seconds_count{labels} 0.0\n"
+
     def _core(self, rank: int):
         core = super()._core(rank)
         begin = core.cache.begin

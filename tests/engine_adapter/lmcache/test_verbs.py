@@ -9,7 +9,7 @@ from engine_adapter.lmcache.salts import salt_for
 from engine_adapter.lmcache.verbs import KvMover
 from engine_adapter.types import KvProgress
 from tests.engine_adapter.lmcache.conftest import PROMPT
-from tests.fake_engines.lmcache import CHUNK_BYTES
+from tests.fake_engines.lmcache import CHUNK_BYTES, Entry
 
 LONG = array("i", range(64 * 200))  # 200 chunks: more than a slice
 
@@ -34,6 +34,12 @@ async def looked_at(lmcache, times: int) -> None:
             await asyncio.sleep(0.001)
 
 
+async def asked(lmcache, times: int) -> None:
+    async with asyncio.timeout(5):
+        while lmcache.asked < times:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0.001)
+
+
 class TestOffload:
     async def test_what_lies_on_disk_leaves_memory(self, lmcache, mover):
         lmcache.store(PROMPT)
@@ -50,6 +56,18 @@ class TestOffload:
         lmcache.write_through()
         assert (await offloading).done == 12
         assert lmcache.tiers(PROMPT) == ["l2"] * 6
+
+    async def test_what_an_engine_has_just_computed_is_waited_for(self, lmcache, mover):
+        lmcache.tells_at_once = False
+        lmcache.store(PROMPT)
+        lmcache.tell()
+        lmcache.entries.update({name: Entry(l2=True) for name in lmcache.names(LONG[:128])})
+        # The node has it, as many objects as its coordinator knows of; so it looks as if all were told.
+        lmcache.evict(PROMPT[:128])
+        offloading = asyncio.create_task(last(mover.offload(LONG[:128], None)))
+        await asked(lmcache, 2)
+        lmcache.tell()
+        assert (await offloading).done == 4
 
     async def test_what_cannot_be_written_stays(self, lmcache, mover, monkeypatch):
         monkeypatch.setattr(verbs, "_PATIENCE_S", 0.1)

@@ -43,6 +43,12 @@ def test_one_rank_of_a_page():
     assert other.identity == "1795250357.700000-1795250395.377099"
 
 
+def test_lmcache_below_it_shows():
+    line = b'vllm:lmcache_mp_lookup_duration_seconds_count{engine="1",model_name="tiny"} 0.0\n'
+    assert [read_metrics(PAGE + line, rank).lmcache for rank in (None, 0, 1)] == [True, False, True]
+    assert not read_metrics(PAGE).lmcache
+
+
 def test_all_ranks_together():
     both = read_metrics(PAGE)
     assert (both.running, both.waiting, both.usage, both.queries) == (4, 2, 0.3, 850)

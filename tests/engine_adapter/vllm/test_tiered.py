@@ -136,6 +136,12 @@ class TestWhatItIs:
         assert "takes no cache_salt" in adapter.findings()[-1].problem
         await adapter.aclose()
 
+    async def test_without_its_address_it_is_a_finding(self, vllm):
+        adapter = make_adapter(EngineSpec("vllm", vllm[0], "v"))
+        await adapter.connect()
+        assert "lmcache=http://HOST:PORT" in adapter.findings()[0].remedy
+        await adapter.aclose()
+
 
 class TestRequests:
     async def test_what_was_computed_is_found_below(self, vllm, adapter):
@@ -168,10 +174,8 @@ class TestRequests:
         salts = []
         for data in ("QQ==", "Qg==", "QQ=="):
             body = JsonBody(json.dumps({"model": "tiny", "prompt_embeds": data}).encode())
-            async with adapter.hold(COMPLETIONS, body, None) as hold:
-                salts.append(hold.body.get("cache_salt"))
+            salts.append(json.loads(adapter.prepare("POST", COMPLETIONS, {}, body).body)["cache_salt"])
         assert salts[0] == salts[2] != salts[1]
-        assert None not in salts
 
     @pytest.mark.parametrize(
         ("path", "fields"),
@@ -184,10 +188,8 @@ class TestRequests:
     async def test_other_requests_go_as_they_are(self, adapter, path, fields):
         await adapter.connect()
         body = JsonBody(json.dumps(fields).encode())
-        async with adapter.hold(path, body, None) as hold:
-            assert json.loads(hold.body.raw).get("cache_salt") == fields.get("cache_salt")
-        async with adapter.hold("/v1/models", None, None) as hold:
-            assert hold.body is None
+        assert adapter.prepare("POST", path, {}, body).body == body.raw
+        assert adapter.prepare("GET", "/v1/models", {}, None).body is None
 
 
 class TestEvents:
