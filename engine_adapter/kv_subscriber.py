@@ -25,6 +25,8 @@ from engine_adapter.zmq_inbox import Inbox, ReplayClient, replay_client, subscri
 
 _END_OF_REPLAY = 2**64 - 1
 _SEQUENCE_BYTES = 8
+# A replay socket that was silent is looked for at every so many idle checks, for so long.
+_LOOK_EVERY, _LOOK_S = 10, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class _Cursor:
         digest: hash of that batch's bytes, None where they were never seen (a snapshot stood for them).
         last_live: number of the last batch that came by subscription rather than replay.
         complete: nothing can have been held before the view began.
-        silent: the replay socket does not answer.
+        silent: the replay socket did not answer.
+        idle_checks: since then.
         told: what the view takes itself for; None before its start is over.
     """
 
@@ -75,6 +78,7 @@ class _Cursor:
     last_live: int | None = None
     complete: bool = False
     silent: bool = False
+    idle_checks: int = 0
     told: bool | None = None
 
     @property
@@ -187,13 +191,26 @@ class KvEventSubscriber:
                 raise _StartOverError(f"batches {first} to {sequence} are lost")
 
     async def _check(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
-        """What was published and did not come; nothing in a view that never had a replay socket to ask."""
-        if replay is None or cursor.silent:
+        """What was published and did not come."""
+        if cursor.silent:
+            await self._look_for_replay(cursor)
             return
         async for event in self._catch_up(replay, cursor, patience_s=self._idle_timeout_s):
             yield event
         if cursor.silent:
             raise _StartOverError("the replay socket no longer answers")
+
+    async def _look_for_replay(self, cursor: _Cursor) -> None:
+        """A view that began without its replay socket starts over once that answers. Seldom looked for, and
+        in a moment: events wait meanwhile."""
+        cursor.idle_checks += 1
+        if cursor.idle_checks % _LOOK_EVERY:
+            return
+        with replay_client(self._endpoints.replay) as replay:
+            if replay is not None:
+                await replay.ask(_END_OF_REPLAY)
+                if await replay.receive(_LOOK_S) is not None:
+                    raise _StartOverError("the replay socket answers again")
 
     async def _catch_up(
         self,

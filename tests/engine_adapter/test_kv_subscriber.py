@@ -54,7 +54,9 @@ class ScriptedEngine:
         self.topic_in_replay = True
         self.asked: list[int] = []
         self.drops: list[set[int]] = []  # numbers each of the next answers leaves out
-        self._task = asyncio.create_task(self._serve()) if replies else None
+        self._task: asyncio.Task[None] | None = None
+        if replies:
+            self.answer()
 
     @property
     def endpoints(self) -> EventEndpoints:
@@ -80,6 +82,10 @@ class ScriptedEngine:
             for sequence, data in [*self.history, (END, b"")]:
                 if sequence >= self.asked[-1] and sequence not in dropped:
                     await self.router.send_multipart((*head, sequence.to_bytes(8, "big"), data))
+
+    def answer(self) -> None:
+        """Answers on the replay socket from now on."""
+        self._task = asyncio.create_task(self._serve())
 
     async def fall_silent(self) -> None:
         """Answers no more on the replay socket."""
@@ -280,6 +286,21 @@ async def test_a_replay_socket_that_falls_silent_starts_over(engine):
         await engine.subscribed()
         await engine.publish(2)  # this view had none to begin with, and goes on
         assert await view.take(1) == [removed(2)]
+
+
+async def test_a_replay_socket_that_answers_late_is_found():
+    engine = ScriptedEngine(replies=False)
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=0.01, replay_timeout_s=0.3)
+    try:
+        async with Reader(subscriber) as view:
+            assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+            engine.record(0)
+            engine.answer()
+            found = [ViewLost("the replay socket answers again"), removed(0), ViewCurrent(complete=True)]
+            assert await view.take(3) == found
+            assert not subscriber.replay_is_silent
+    finally:
+        await engine.aclose()
 
 
 async def test_without_replay_a_hole_starts_over(engine):
