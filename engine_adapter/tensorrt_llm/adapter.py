@@ -52,7 +52,7 @@ STATS_EVERY_S = 15.0
 _INSTEAD = {
     Capability.KV_EVENTS: "what it holds is learned from its answers",
     Capability.TOKENIZE: "start it with TRTLLM_ENABLE_RENDER_ENDPOINTS=1, or set the engine's tokenizer",
-    Capability.RENDER: "prompts with images are forwarded, and not followed",
+    Capability.RENDER: "prompts with images are followed up to the first message with one",
     Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own",
     Capability.EXTRA_IDS: "its HTTP routes take no prompt tables: text alone can be warmed",
     Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
