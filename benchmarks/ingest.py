@@ -1,0 +1,387 @@
+"""What KV events cost: from the frames of an engine's event socket to the index, and what requests notice.
+
+The first tables take one core, without sockets. The last one is real ZMQ from another process: an event loop
+follows it as `kvpin serve` does while a ticker asks for every millisecond and notes how late it gets it; a
+request would wait as long. On a busy machine it is late because others run: "own" is the part of it that the
+loop's thread was at work, at most. Absolute figures are this machine's.
+
+    python benchmarks/ingest.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import multiprocessing
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import msgspec
+import zmq
+
+from engine_adapter.kv_events import EventReader
+from engine_adapter.kv_keys import read_sglang_keys, read_vllm_keys
+from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.types import KvEvent
+from proxy.core.blocks import namespace_root
+from proxy.core.index import PrefixIndex
+from proxy.core.slices import slices
+from proxy.core.view import EngineView
+
+POOL = 16
+VOCABULARY = 128_000
+TICK_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an engine tells of its blocks."""
+
+    name: str
+    block: int
+    per_event: int
+    events_per_batch: int = 1
+
+
+SHAPES = (
+    Shape("32 tokens, one block an event", 32, 1),
+    Shape("32 tokens, 16 blocks an event", 32, 16),
+    Shape("32 tokens, 256 blocks an event", 32, 256),
+    Shape("16 tokens, 64 blocks an event", 16, 64),
+    Shape("pages of 1 token, 2,048 an event", 1, 2048),
+    Shape("pages of 1 token, one an event, 64 events a batch", 1, 1, 64),
+)
+
+
+def stored(shape: Shape, seed: random.Random, blocks: int) -> Iterator[dict[str, object]]:
+    """Chains of 2,048 tokens, in vLLM's form, told in events of the shape."""
+    chained = max(2048 // shape.block, shape.per_event)
+    parent: int | None = None
+    for at in range(0, blocks, shape.per_event):
+        if at % chained == 0:
+            parent = None
+        names = [seed.getrandbits(64) for _ in range(shape.per_event)]
+        yield {
+            "type": "BlockStored",
+            "block_hashes": names,
+            "parent_block_hash": parent,
+            "token_ids": seed.choices(range(VOCABULARY), k=shape.block * shape.per_event),
+            "block_size": shape.block,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+            "extra_keys": [None] * shape.per_event,
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
+        parent = names[-1]
+
+
+def payloads(events: Iterable[dict[str, object]], per_batch: int) -> list[bytes]:
+    """Batches of so many events."""
+    batch: list[dict[str, object]] = []
+    packed = []
+    for event in events:
+        batch.append(event)
+        if len(batch) == per_batch:
+            packed.append(msgspec.msgpack.encode([0.0, batch, 0]))
+            batch = []
+    return packed
+
+
+def a_view() -> tuple[EngineView, PrefixIndex]:
+    """An empty one, of engine `e`."""
+    index = PrefixIndex()
+    index.add_engine("e")
+
+    def root_of(salt: str | None, adapter: str | None) -> int:
+        return namespace_root("m", adapter=adapter, salt=salt)
+
+    return EngineView("e", index, root_of, POOL), index
+
+
+# --- one core, without sockets ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one shape: CPU microseconds a block for each step, and bytes a block that stay."""
+
+    shape: Shape
+    decode: float
+    store: float
+    again: float
+    remove: float
+    memory: float
+
+
+def measure(shape: Shape, blocks: int, repeats: int) -> Cost:
+    """The best of some runs: other work on the machine only ever adds to one."""
+    rounds = [_one_round(shape, blocks, seed) for seed in range(repeats)]
+    decode, store, again, remove = (min(times) for times in zip(*rounds, strict=True))
+    return Cost(shape, decode, store, again, remove, _memory(shape, blocks))
+
+
+def _reader(shape: Shape) -> EventReader:
+    return EventReader(read_sglang_keys if shape.block < POOL else read_vllm_keys)
+
+
+def _batches(shape: Shape, blocks: int, seed: int) -> list[bytes]:
+    events = stored(shape, random.Random(seed), blocks)  # noqa: S311 - not for secrets
+    if shape.block < POOL:  # as SGLang has them
+        events = ({**event, "extra_keys": None} for event in events)
+    return payloads(events, shape.events_per_batch)
+
+
+def _one_round(shape: Shape, blocks: int, seed: int) -> tuple[float, float, float, float]:
+    """Microseconds a block to decode, store, store again and remove."""
+    batches, reader = _batches(shape, blocks, seed), _reader(shape)
+    view, index = a_view()
+    events: list[KvEvent] = []
+
+    def decode() -> None:
+        for payload in batches:
+            events.extend(reader.read(payload))
+
+    def apply(these: Iterable[KvEvent]) -> None:
+        for event in these:
+            for part in slices(event):
+                view.apply(part)
+
+    taken = [_micros(decode) / blocks, _micros(lambda: apply(events)) / blocks]
+    if not len(index) or reader.skipped or view.counts.stored != blocks:
+        raise SystemExit("the events did not arrive in the index")
+    taken.append(_micros(lambda: apply(events)) / blocks)
+    names = [name for event in events for name in getattr(event, "hashes", ())]
+    # vLLM tells of each eviction by itself, a chain's end first; SGLang of a node's pages together.
+    together = 1 if shape.block >= POOL else 64
+    removed = msgspec.msgpack.encode(
+        [
+            0.0,
+            [
+                {"type": "BlockRemoved", "block_hashes": names[at : at + together], "medium": "GPU"}
+                for at in range(len(names) - together, -1, -together)
+            ],
+            0,
+        ]
+    )
+    taken.append(_micros(lambda: apply(reader.read(removed))) / blocks)
+    if len(index):
+        raise SystemExit("the index is not empty")
+    return taken[0], taken[1], taken[2], taken[3]
+
+
+def _micros(work: Callable[[], None]) -> float:
+    gc.collect()
+    gc.disable()
+    begun = time.process_time_ns()
+    work()
+    taken = (time.process_time_ns() - begun) / 1000
+    gc.enable()
+    return taken
+
+
+def _memory(shape: Shape, blocks: int) -> float:
+    """Bytes that view and index keep for a block."""
+    batches, reader = _batches(shape, blocks, 0), _reader(shape)
+    view, index = a_view()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for payload in batches:
+        for event in reader.read(payload):
+            view.apply(event)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    if not len(index):
+        raise SystemExit("nothing was kept")
+    return grown / blocks
+
+
+# --- over sockets, beside requests -----------------------------------------------------------------
+
+
+def publish(shape: Shape, rate: int, seconds: float, pipe: Connection) -> None:
+    """Another process: publishes `rate` blocks a second and, once the engine is full, removes as many."""
+    context = zmq.Context()
+    pub, router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+    pub.setsockopt(zmq.SNDHWM, 100_000)
+    ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (pub, router)]
+    seed = random.Random(1)  # noqa: S311 - not for secrets
+    pipe.send(ports)
+    client, _, _ = router.recv_multipart()  # nothing was published yet
+    router.send_multipart((client, b"", b"", b"\xff" * 8, b""))
+    pub.recv()
+    per_batch = shape.per_event * shape.events_per_batch
+    made = list(stored(shape, seed, int(rate * min(seconds, 2.0))))
+    chunks = [made[at : at + shape.events_per_batch] for at in range(0, len(made), shape.events_per_batch)]
+    added = [msgspec.msgpack.encode([0.0, chunk, 0]) for chunk in chunks]
+    gone = [msgspec.msgpack.encode([0.0, [_removal(event) for event in chunk], 0]) for chunk in chunks]
+    pipe.recv()
+    begun, sequence = time.monotonic(), 0
+    for at in range(int(rate * seconds / per_batch)):
+        turn, which = divmod(at, len(chunks))
+        pause = begun + at * per_batch / rate - time.monotonic()
+        if pause > 0:
+            time.sleep(pause)
+        if turn:
+            pub.send_multipart((b"", sequence.to_bytes(8, "big"), gone[which]))
+            sequence += 1
+        pub.send_multipart((b"", sequence.to_bytes(8, "big"), added[which]))
+        sequence += 1
+    pipe.send(sequence)
+    pipe.recv()
+    context.destroy(linger=0)
+
+
+def _removal(event: dict[str, object]) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": event["block_hashes"], "medium": "GPU", "group_idx": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a ticker beside the ingest saw: lateness in milliseconds (median, 99th percentile, worst), and the
+    part of it that the loop's own work may be the reason of; CPU is this process's, a share of a core."""
+
+    shape: Shape
+    rate: int
+    late: tuple[float, float, float]
+    own: tuple[float, float, float]
+    cpu: float
+    behind_s: float
+
+
+async def measure_beside(shape: Shape, rate: int, seconds: float) -> Beside:
+    """Follows a process that publishes so many blocks a second, beside a ticker; rate 0: the ticker alone."""
+    lateness: list[tuple[float, float]] = []
+    ticking = asyncio.create_task(_tick(lateness))
+    cpu, begun = time.process_time(), time.monotonic()
+    behind = 0.0
+    if rate:
+        cpu, begun, behind = await _follow(shape, rate, seconds, lateness)
+    else:
+        await asyncio.sleep(seconds)
+    used = (time.process_time() - cpu) / (time.monotonic() - begun)
+    ticking.cancel()
+    late, own = (_spread(times) for times in zip(*lateness, strict=True))
+    return Beside(shape, rate, late, own, used, behind)
+
+
+def _spread(times: Iterable[float]) -> tuple[float, float, float]:
+    """Median, 99th percentile and maximum of seconds, in milliseconds."""
+    ordered = sorted(times)
+    return tuple(1000 * ordered[(len(ordered) - 1) * percent // 100] for percent in (50, 99, 100))  # type: ignore[return-value]
+
+
+async def _follow(
+    shape: Shape, rate: int, seconds: float, lateness: list[tuple[float, float]]
+) -> tuple[float, float, float]:
+    """CPU and wall clock when the flood began; seconds until its last batch was in, after it was sent."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=publish, args=(shape, rate, seconds, theirs)
+    )
+    process.start()
+    events_port, replay_port = await asyncio.to_thread(ours.recv)
+    endpoints = EventEndpoints(f"tcp://127.0.0.1:{events_port}", f"tcp://127.0.0.1:{replay_port}")
+    subscriber = KvEventSubscriber(endpoints, read_keys=read_vllm_keys, idle_check_s=60)
+    view, _ = a_view()
+    task = asyncio.create_task(_apply_all(subscriber, view))
+    await asyncio.sleep(3)  # the other process makes what it will send
+    ours.send("go")
+    lateness.clear()
+    cpu, begun = time.process_time(), time.monotonic()
+    total = await asyncio.to_thread(ours.recv)
+    sent = time.monotonic()
+    while subscriber.counts.batches < total:
+        await asyncio.sleep(0.005)
+        if task.done():
+            await task
+    behind = time.monotonic() - sent
+    ours.send("done")
+    task.cancel()
+    await asyncio.to_thread(process.join)
+    if subscriber.counts.gaps or view.counts.orphaned:
+        raise SystemExit(f"events were lost: {subscriber.counts}")
+    return cpu, begun, behind
+
+
+async def _apply_all(subscriber: KvEventSubscriber, view: EngineView) -> None:
+    """As `proxy/ingest.py` does."""
+    turn_ends = 0.0
+    async with aclosing(subscriber.events()) as events:
+        async for event in events:
+            for part in slices(event):
+                view.apply(part)
+                if time.monotonic() > turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + 0.001
+
+
+async def _tick(lateness: list[tuple[float, float]]) -> None:
+    while True:
+        due, cpu = time.monotonic() + TICK_S, time.thread_time()
+        await asyncio.sleep(TICK_S)
+        late = max(time.monotonic() - due, 0.0)
+        lateness.append((late, min(late, time.thread_time() - cpu)))
+
+
+# --- tables ----------------------------------------------------------------------------------------
+
+
+def print_costs(costs: list[Cost]) -> None:
+    """One row a shape."""
+    print("\nOne core, without sockets; µs a block\n")
+    print("| blocks | decode | store | in all | blocks/s | store again | remove | bytes a block |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for cost in costs:
+        whole = cost.decode + cost.store
+        print(
+            f"| {cost.shape.name} | {cost.decode:.2f} | {cost.store:.2f} | {whole:.2f} | {1e6 / whole:,.0f} "
+            f"| {cost.again:.2f} | {cost.remove:.2f} | {cost.memory:.0f} |"
+        )
+
+
+def print_beside(rows: list[Beside]) -> None:
+    """One row a flood."""
+    print("\nOver ZMQ from another process: how late a 1-ms ticker in the same event loop is\n")
+    print("| flood | blocks/s | late: p50 / p99 / worst | own: p50 / p99 / worst | CPU | behind at the end |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for row in rows:
+        name = row.shape.name if row.rate else "none"
+        late, own = (" / ".join(f"{value:.2f}" for value in times) for times in (row.late, row.own))
+        print(
+            f"| {name} | {row.rate:,} | {late} ms | {own} ms | {row.cpu:.0%} | {row.behind_s * 1000:.0f} ms |"
+        )
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=65_536, help="blocks of each shape (65,536)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs, the best of which counts (5)")
+    parser.add_argument("--rate", type=int, default=50_000, help="blocks a second of the flood (50,000)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long it lasts (10)")
+    parser.add_argument("--only", choices=("cost", "beside"), help="one half alone")
+    parser.add_argument("--uvloop", action="store_true", help="the event loop that `kvpin serve` has")
+    options = parser.parse_args()
+    if options.only != "beside":
+        print_costs([measure(shape, options.blocks, options.repeats) for shape in SHAPES])
+    if options.only != "cost":
+        floods = [(SHAPES[0], 0), (SHAPES[2], options.rate), (SHAPES[1], options.rate), (SHAPES[0], 10_000)]
+        run = asyncio.run
+        if options.uvloop:
+            import uvloop  # noqa: PLC0415 - only where it is asked for
+
+            run = uvloop.run
+        print_beside([run(measure_beside(shape, rate, options.seconds)) for shape, rate in floods])
+
+
+if __name__ == "__main__":
+    main()
