@@ -9,14 +9,15 @@ import sys
 
 import pytest
 
-from tests.vllm_live.vllm_world import ROOT, running_vllm
+from tests.vllm_live.vllm_world import ROOT, VllmOptions, running_vllm
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
 def test_vllm_keeps_the_contract(tmp_path, tell):
     command = [sys.executable, "-m", "pytest", "-q", "-k", "vllm", "tests/contract"]
-    with running_vllm(tmp_path / "vllm.log") as server:
+    options = VllmOptions(flags=("--enable-scale-out",))
+    with running_vllm(tmp_path / "vllm.log", options) as server:
         server.wait()
         environment = {**os.environ, "KVPIN_TEST_VLLM": server.url}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
