@@ -3,6 +3,8 @@
 blocks.py      prompt → chain of block hashes
 index.py       which engine holds which block, on which tier
 view.py        an engine's KV events, re-hashed into the index
+runs.py        where an engine's blocks stand in our chain    slices.py  long events in parts
+spread.py      dicts that grow in small steps
 load.py        what each engine is busy with, and how fast it is
 placement.py   the choice of engine, with its reasons
 learned.py     what engines without events probably hold
