@@ -38,6 +38,7 @@ from engine_adapter.managed import (
     managed_spec,
     prepare_managed,
 )
+from engine_adapter.openai_http import route_of
 from engine_adapter.prefixes import common_prefix
 from engine_adapter.registry import ENGINE_KINDS, make_adapter
 from engine_adapter.types import (
@@ -115,5 +116,6 @@ __all__ = [
     "read_cached_tokens",
     "read_error",
     "read_streamed_cached_tokens",
+    "route_of",
     "run_engine_cli",
 ]

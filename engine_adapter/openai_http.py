@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import msgspec
@@ -55,6 +56,15 @@ def base_url(spec: EngineSpec) -> str:
     if url.query or url.fragment:
         raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has a query or a fragment")
     return spec.url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def route_of(path: str) -> str:
+    """The route that a server will take a path for: without its query, decoded, one slash at a time. What a
+    route needs, a salt above all, must not hang on how its name was spelt."""
+    route = unquote(path.partition("?")[0])
+    while "//" in route:
+        route = route.replace("//", "/")
+    return route
 
 
 def prepare_request(

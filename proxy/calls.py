@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Send
 
-from engine_adapter import JsonBody
+from engine_adapter import JsonBody, route_of
 
 # OpenAI's SDKs hang up on reading this, before the engine has closed the stream.
 _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
@@ -34,8 +34,8 @@ class Call:
 
     @property
     def route(self) -> str:
-        """The path without its query string."""
-        return self.path.partition("?")[0]
+        """The route that engines will take the path for."""
+        return route_of(self.path)
 
     @property
     def model(self) -> str | None:

@@ -51,13 +51,15 @@ def is_under(sent: str, salt: str) -> bool:
 
 def embeddings_of(body: JsonBody) -> str | None:
     """What tells a request's prompt embeddings from others; None where it has none."""
-    if f'"{_EMBEDDINGS}"'.encode() not in body.raw:
+    # JSON may write any letter as \u00xx.
+    if f'"{_EMBEDDINGS}"'.encode() not in body.raw and b"\\u00" not in body.raw:
         return None
     value = body.get(_EMBEDDINGS)
     if value is not None:
         return hashlib.sha256(msgspec.json.encode(value)).hexdigest()
     # Elsewhere in the request, in whatever way: only the very same request is the same.
-    return None if _EMBEDDINGS in body else hashlib.sha256(body.raw).hexdigest()
+    is_there = f'"{_EMBEDDINGS}"'.encode() in msgspec.json.encode(msgspec.json.decode(body.raw))
+    return hashlib.sha256(body.raw).hexdigest() if is_there and _EMBEDDINGS not in body else None
 
 
 def _mark(kind: str, *values: str | None) -> str:

@@ -14,6 +14,7 @@ from engine_adapter.hold import RequestBody
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.lmcache import LmCache
 from engine_adapter.lmcache.salts import embeddings_of, salt_for, without_adapter
+from engine_adapter.openai_http import route_of
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,
@@ -34,7 +35,7 @@ from engine_adapter.vllm.adapter import VllmAdapter
 from engine_adapter.vllm.prompts import RENDERED_ROUTES
 
 _MOVES = frozenset({Capability.OFFLOAD, Capability.RESTORE, Capability.PIN})
-_GENERATES = RENDERED_ROUTES | {"/inference/v1/generate"}
+_GENERATES = RENDERED_ROUTES | {"/v1/chat/completions/batch", "/inference/v1/generate"}
 _MIXED = Finding(
     "it takes no cache_salt: LMCache would answer requests with a LoRA adapter from the KV of others",
     "upgrade vLLM, or serve LoRA adapters from engines without LMCache",
@@ -105,7 +106,7 @@ class TieredVllmAdapter(VllmAdapter):
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`. Also without reuse, KV that LMCache would mix is kept apart."""
-        if isinstance(body, JsonBody) and self._salts and path in _GENERATES:
+        if isinstance(body, JsonBody) and self._salts and route_of(path) in _GENERATES:
             salt, model = body.get("cache_salt"), body.get("model")
             adapter = model if model in self._adapters else None
             if salt is None or isinstance(salt, str):

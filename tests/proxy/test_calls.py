@@ -25,6 +25,11 @@ def test_the_route_has_no_query():
     assert call(path="/v1/models?limit=3").route == "/v1/models"
 
 
+@pytest.mark.parametrize("path", ["/v1/%63ompletions", "/v1//completions?a=b", "/v1%2Fcompletions"])
+def test_the_route_is_the_one_that_engines_see(path):
+    assert call(path=path).route == "/v1/completions"
+
+
 def test_keys_and_prompts_stay_out_of_logs():
     assert "secret" not in repr(call(JsonBody(b'{"prompt": "secret"}')))
 

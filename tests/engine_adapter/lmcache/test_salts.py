@@ -67,6 +67,12 @@ def test_embeddings_within_messages_are_those_of_the_very_same_request():
     assert embeddings_of(chat("QQ==")) not in (None, embeddings_of(chat("Qg==")))
 
 
+def test_embeddings_are_seen_however_they_are_written():
+    raw = body(messages=[{"content": [{"type": "prompt_embeds", "data": "QQ=="}]}]).raw
+    assert embeddings_of(JsonBody(raw.replace(b"prompt_embeds", b"prompt\\u005fembeds"))) is not None
+    assert embeddings_of(body(messages=[{"content": "\0"}])) is None
+
+
 @pytest.mark.parametrize(
     "fields", [{"prompt": 'say "prompt_embeds"'}, {"prompt": "x", "prompt_embeds": None}]
 )

@@ -169,6 +169,20 @@ class TestRequests:
                 (await client.post(COMPLETIONS, json=body)).raise_for_status()
         assert lmcache.mixed == 256
 
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/v1/completions?api-version=1",
+            "/v1/%63ompletions",
+            "/v1//completions",
+            "/v1/chat/completions/batch",
+        ],
+    )
+    async def test_so_they_are_however_the_route_is_written(self, adapter, path):
+        await adapter.connect()
+        body = JsonBody(b'{"model": "ada", "prompt": "x"}')
+        assert json.loads(adapter.prepare("POST", path, {}, body).body)["cache_salt"] == salt_for(None, "ada")
+
     async def test_embeddings_are_kept_apart(self, adapter):
         await adapter.connect()
         salts = []
