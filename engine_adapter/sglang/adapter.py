@@ -17,10 +17,10 @@ from engine_adapter.http import OutgoingRequest
 from engine_adapter.kv_keys import read_sglang_keys
 from engine_adapter.kv_sources import reachable_endpoint
 from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
-from engine_adapter.openai_http import ControlClient, prepare_request
+from engine_adapter.openai_http import ControlClient, prepare_request, route_of
 from engine_adapter.sglang.findings import find, why_events_do_not_fit
 from engine_adapter.sglang.loads import Loads
-from engine_adapter.sglang.requests import hold_request, tells_cached_tokens
+from engine_adapter.sglang.requests import hold_request, kept_apart, tells_cached_tokens
 from engine_adapter.sglang.server_info import ServerInfo, read_adapters, read_server_info
 from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
 from engine_adapter.types import (
@@ -95,7 +95,9 @@ class SglangAdapter(SelfPlaced, Undeclared):
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`."""
+        """See `EngineAdapter.prepare`. Also without reuse, namespaces and adapters are kept apart."""
+        if isinstance(body, JsonBody) and self._info is not None:
+            body = kept_apart(self._info, route_of(path), body)
         request = prepare_request(self.spec, method, path, headers, body)
         if self.spec.dp_rank is None:
             return request

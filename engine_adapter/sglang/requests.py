@@ -50,6 +50,13 @@ def hold_request(
     return hold
 
 
+def kept_apart(info: ServerInfo, path: str, body: JsonBody) -> JsonBody:
+    """A request in its namespace and with its adapter, also where nothing else of it is followed; what
+    `hold_request` made stays as it is. Raises EngineRejected as that does."""
+    changes = _salted(path, body) | _adapted(info, path, body)
+    return body.replace(**changes) if changes else body
+
+
 def tells_cached_tokens(info: ServerInfo) -> bool:
     """Whether answers to chats and completions can be made to tell them."""
     return info.cache_report or info.release >= _DETAILS_SINCE
@@ -81,7 +88,7 @@ def _folded(salt: str | None, key: str) -> str:
 def _adapted(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
     """The changes that bring the LoRA adapter that `model` names; none for the model itself."""
     name = body.get("model")
-    if not isinstance(name, str) or name not in info.adapters:
+    if not isinstance(name, str) or name not in info.adapters or body.get("lora_path") == name:
         return {}
     if path in (CHAT, COMPLETIONS) and ":" not in name:
         return {"lora_path": name}

@@ -20,7 +20,7 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupporte
 from engine_adapter.hold import Hold, RequestBody, SelfPlaced
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.openai_answer import hold_openai
-from engine_adapter.openai_http import ControlClient, prepare_request
+from engine_adapter.openai_http import ControlClient, prepare_request, route_of
 from engine_adapter.tensorrt_llm.discovery import (
     BLOCK_SIZE_UNTOLD,
     DEFAULT_TOKENS_PER_BLOCK,
@@ -179,7 +179,9 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`."""
+        """See `EngineAdapter.prepare`. Also without reuse, no salted prompt runs unsalted."""
+        if isinstance(body, JsonBody):
+            self._fields.check_salt(route_of(path), body)
         return prepare_request(self.spec, method, path, headers, body)
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:

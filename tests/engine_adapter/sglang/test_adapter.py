@@ -235,6 +235,21 @@ class TestRequests:
         async with adapter.hold(CHAT, body, None) as hold:
             assert json.loads(hold.body.raw) == {"model": "calm", "lora_path": "calm"}
 
+    async def test_without_reuse_adapters_and_salts_are_kept_to_as_well(self, start, adapter_of):
+        adapter = adapter_of(start(adapters=("calm",)))
+        await adapter.connect()
+
+        def sent(path, **fields):
+            return json.loads(adapter.prepare("POST", path, {}, JsonBody(json.dumps(fields).encode())).body)
+
+        assert sent(f"{CHAT}?a=b", model="calm") == {"model": "calm", "lora_path": "calm"}
+        assert sent("/v1/messages", model="calm") == {"model": "tiny:calm"}
+        assert set(sent(CHAT, extra_key="k")) == {"cache_salt"}
+        with pytest.raises(EngineRejected, match="takes no cache_salt"):
+            sent("/v1/messages", cache_salt="s")
+        async with adapter.hold(CHAT, JsonBody(b'{"model": "calm"}'), None) as hold:
+            assert adapter.prepare("POST", CHAT, {}, hold.body).body == hold.body.raw
+
     @pytest.mark.parametrize(
         ("options", "forwarded"),
         [({}, True), ({"jinja": False}, False), ({"version": "0.5.22"}, False)],

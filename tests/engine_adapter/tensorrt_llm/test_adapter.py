@@ -189,6 +189,9 @@ class TestRequests:
         with pytest.raises(EngineRejected, match="send the request to /v1/chat/completions") as caught:
             adapter.hold(COMPLETIONS, body(prompt="x", cache_salt="s"), None)
         assert (caught.value.status, caught.value.param) == (400, "cache_salt")
+        for path in (COMPLETIONS, f"{COMPLETIONS}?a=b", "/v1/responses"):  # nor is it without reuse
+            with pytest.raises(EngineRejected, match="takes no cache_salt"):
+                adapter.prepare("POST", path, {}, body(prompt="x", cache_salt="s"))
         assert server.fake.seen == []
 
     async def test_salts_keep_prompts_apart(self, adapter):
