@@ -27,6 +27,7 @@ from proxy.errors import BadRequest
 _KINDS = {
     "image_url": "image",
     "image_embeds": "image",
+    "image_pil": "image",
     "source": "image",
     "input_audio": "audio",
     "audio_url": "audio",
@@ -126,7 +127,7 @@ def media_fields(body: JsonBody) -> dict[str, Any]:
 def _parts(value: object, param: str) -> Iterator[MediaPart]:
     if isinstance(value, list):
         for index, each in enumerate(value):
-            if isinstance(each, dict):
+            if isinstance(each, (dict, list)):  # a batch of chats is a list of lists
                 yield from _parts(each, f"{param}[{index}]")
     elif isinstance(value, dict):
         key = next((key for key in _KINDS if key in value or value.get("type") == key), None)

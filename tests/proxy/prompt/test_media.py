@@ -159,6 +159,17 @@ class TestUuids:
         with pytest.raises(BadRequest):
             await uuids.admit(chat(disguised), None)
 
+    async def test_in_a_batch_of_chats(self):
+        messages = [chat(image(uuid="cat")).get("messages")]
+        scoped = await MediaUuids().admit(body_of(messages=messages), "salt")
+        assert scoped.get("messages")[0][1]["content"][0]["uuid"].startswith("kvpin-")
+
+    async def test_in_a_part_that_holds_no_image_at_all(self):
+        """vLLM takes these for the image that was last sent under the uuid, by anybody."""
+        for part in ({"image_pil": None}, {"type": "image_pil", "image_pil": None}, {"type": "image_pil"}):
+            scoped = await MediaUuids().admit(chat(part | {"uuid": "cat"}), "salt")
+            assert parts_of(scoped)[0]["uuid"].startswith("kvpin-")
+
     async def test_a_large_item(self):
         uuids, large = MediaUuids(), b"x" * 1_000_000
         await uuids.admit(chat(image(large, uuid="large")), None)
