@@ -59,7 +59,7 @@ class DetailsAnswer(OpenAIAnswer):
             changed = self._read_details(fields)
             if is_last and fields.get("usage", _NULL) != _NULL:
                 changed |= self._fill_usage(fields)
-            elif is_last and changed and "sglext" not in fields:
+            elif self._streams and is_last and changed and "sglext" not in fields:
                 return b""  # it was sent for the details alone
         except UNREADABLE:
             return content
