@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.engines", "tests.llama"]
 
-# The same examples in every run: what is red here is red everywhere, and coverage does not flicker. Nor does it
-# matter how busy the machine is.
+# The same examples in every run: what is red here is red everywhere, and coverage does not flicker. How busy
+# the machine is does not matter either.
 settings.register_profile(
     "same-every-time", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
