@@ -51,6 +51,14 @@ _CHATS: dict[str, dict[str, Any]] = {
         ],
         "tools": [_TOOL],
     },
+    "tool call without content": {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
+        ],
+        "tools": [_TOOL],
+    },
     "text parts": {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}

@@ -18,6 +18,7 @@ RESPONSES_PATH = "/v1/responses"
 _INT32_MAX = 2**31 - 1
 # Fields of a chat that reach the template of some engines, or change what they make of it.
 _SPECIAL = (
+    "reasoning",
     "reasoning_effort",
     "response_format",
     "tool_choice",
@@ -27,6 +28,12 @@ _SPECIAL = (
     "thinking",
     "task",
 )
+# What messages and tools hold that all engines give their templates alike: the rest some leave out, rename,
+# join in another way or write in an order of their own.
+_ROLES = ("system", "user", "assistant", "tool")
+_OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id"})
+_OF_TOOLS, _OF_FUNCTIONS = ["type", "function"], ["name", "description", "parameters"]
+_OF_CALLS, _OF_CALLED = ["id", "type", "function"], ["name", "arguments"]
 # What replaces the template of a chat or is added by it.
 _OWN_TEMPLATE = ("chat_template", "documents", "add_special_tokens")
 # What makes the prompt, or the namespace of its KV, in ways that are the engine's alone.
@@ -104,11 +111,42 @@ PromptInput = ChatInput | CompletionInput | ResponseInput
 
 def is_special(source: ChatInput, body: JsonBody) -> bool:
     """Whether engines differ on what makes the prompt of a chat: its last turn is one to continue, or it has
-    fields that some templates are given and some are not."""
+    fields that some templates are given and some are not, or that they are given in another form."""
     messages = source.messages
     last = messages[-1] if isinstance(messages, list) and messages else None
     continues = isinstance(last, dict) and last.get("role") == "assistant"
-    return continues or has_own_template(body) or any(name in body for name in _SPECIAL)
+    if continues or has_own_template(body) or any(name in body for name in _SPECIAL):
+        return True
+    usual = isinstance(messages, list) and all(map(_is_usual, messages))
+    return not usual or not _are_like(source.tools, _OF_TOOLS, _OF_FUNCTIONS)
+
+
+def _is_usual(message: object) -> bool:
+    """Whether a message is one that all engines read alike; those they do not were asked of the engine."""
+    if not isinstance(message, dict):
+        return False
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    given = {name for name, value in message.items() if value is not None and value != []}
+    is_said = isinstance(content, str) or (isinstance(content, list) and role == "user")
+    return (
+        role in _ROLES
+        and given <= _OF_MESSAGES
+        and (is_said or (content is None and bool(calls)))
+        and _are_like(calls, _OF_CALLS, _OF_CALLED)
+    )
+
+
+def _are_like(items: object, names: list[str], of_function: list[str]) -> bool:
+    """Whether tools, or calls of them, have these fields in this order; None are."""
+    if not items:
+        return True
+    return isinstance(items, list) and all(
+        isinstance(item, dict)
+        and list(item) == names
+        and isinstance(item["function"], dict)
+        and list(item["function"]) == of_function
+        for item in items
+    )
 
 
 def has_own_template(body: JsonBody) -> bool:

@@ -5,7 +5,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
-from proxy.prompt.render import ChatInput, CompletionInput, ResponseInput, read_prompt
+from proxy.prompt.render import ChatInput, CompletionInput, ResponseInput, is_special, read_prompt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -118,3 +118,53 @@ def test_what_no_engine_can_take_names_its_field(path, fields, param):
     with pytest.raises(BadRequest) as caught:
         read(path, **fields)
     assert caught.value.param == param
+
+
+HELLO = {"role": "user", "content": "hello"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+FUNCTION = {"name": "f", "description": "d", "parameters": {}}
+
+
+def special(*messages, **fields):
+    body = JsonBody(msgspec.json.encode({"messages": list(messages), **fields}))
+    return is_special(read_prompt(CHAT, body), body)
+
+
+def test_what_engines_agree_on():
+    calls = {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []}
+    answer = {"role": "tool", "tool_call_id": "c", "content": "18"}
+    assert not special(HELLO)
+    assert not special({"role": "user", "content": [{"type": "text", "text": "hello"}]})
+    assert not special(HELLO, calls, answer, tools=[{"type": "function", "function": FUNCTION}])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        HELLO | {"name": "ada"},
+        HELLO | {"role": "developer"},
+        HELLO | {"role": ["user"]},
+        HELLO | {"content": None},
+        HELLO | {"role": "assistant", "reasoning_content": "hm"},
+        HELLO | {"role": "tool", "content": [{"type": "text", "text": "a"}]},
+        HELLO | {"role": "assistant", "tool_calls": [CALL | {"index": 0}]},
+        "hello",
+    ],
+)
+def test_messages_that_engines_read_in_their_own_ways(message):
+    assert special(message, HELLO)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": FUNCTION | {"strict": True}}]},
+        {"tools": [{"type": "function", "function": dict(reversed(FUNCTION.items()))}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tools": [{"function": "f", "type": "function"}]},
+        {"tools": {"a": 1}},
+        {"reasoning": {"effort": "low"}},
+    ],
+)
+def test_fields_that_engines_read_in_their_own_ways(fields):
+    assert special(HELLO, **fields)
