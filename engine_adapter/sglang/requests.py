@@ -105,7 +105,9 @@ def _tokens(
         # SGLang's chats have no add_generation_prompt: it would render what was asked of kvpin otherwise.
         return {"input_ids": token_ids} if jinja and "add_generation_prompt" not in body else {}
     # An echo of tokens is written otherwise than the text they were made of.
-    if path == COMPLETIONS and isinstance(body.get("prompt"), str) and not body.get("echo"):
+    # Nor does it read add_special_tokens, which kvpin does.
+    is_text = isinstance(body.get("prompt"), str) and "add_special_tokens" not in body
+    if path == COMPLETIONS and is_text and not body.get("echo"):
         return {} if info.completion_template else {"prompt": token_ids}
     return {}
 

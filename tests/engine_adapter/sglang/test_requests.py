@@ -40,6 +40,7 @@ class TestTokens:
             (CHAT, MESSAGES | {"add_generation_prompt": False}, {}),
             (COMPLETIONS, {"prompt": "hi", "echo": True}, {}),
             (COMPLETIONS, {"prompt": [1, 2]}, {}),
+            (COMPLETIONS, {"prompt": "hi", "add_special_tokens": False}, {}),
             (COMPLETIONS, {"prompt": "hi"}, {"completion_template": True}),
             ("/v1/responses", {"input": "hi"}, {}),
         ],
