@@ -5,7 +5,7 @@ openai SDK: growing chats and completions of two tenants, streamed and not, some
 on a LoRA adapter; more than the caches hold. In the middle everything is flushed, and later one vLLM is ended
 with `kill -9` under traffic and started again in its place.
 
-    python benchmarks/vllm_exact.py [--requests 300] [--blocks 160] [--seed 1]
+    python benchmarks/vllm_exact.py [--requests 300] [--talks 8] [--blocks 160] [--seed 1]
 
 Installs vLLM on first use: see scripts/vllm.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from harness import ROOT
 
 sys.path.insert(0, str(ROOT))
-from tests.vllm_live.mixed_run import KVPIN_FLAGS, OPTIONS, MixedRun
+from tests.vllm_live.mixed_run import KVPIN_FLAGS, OPTIONS, TALKS, MixedRun
 from tests.vllm_live.vllm_world import vllm_world
 
 
@@ -30,6 +30,7 @@ def main() -> None:
     """Runs it and prints what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--talks", type=int, default=TALKS, help="at a time")
     parser.add_argument("--blocks", type=int, default=OPTIONS.blocks, help="of each vLLM")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -39,7 +40,9 @@ def main() -> None:
             Path(logs), replace(OPTIONS, blocks=arguments.blocks), servers=2, kvpin_flags=KVPIN_FLAGS
         ) as world,
     ):
-        report = asyncio.run(MixedRun(world, arguments.seed).play(arguments.requests))
+        report = asyncio.run(
+            MixedRun(world, seed=arguments.seed, talks=arguments.talks).play(arguments.requests)
+        )
     print(*report.lines(), sep="\n")
 
 

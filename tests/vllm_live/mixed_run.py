@@ -11,12 +11,15 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from openai import APIError, AsyncOpenAI
 
+from engine_adapter import BlocksRemoved, EngineUnavailable
+from engine_adapter.kv_keys import read_vllm_keys
+from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
 from tests.vllm_live.vllm_world import LORA, MODEL, WAIT_S, VllmOptions, VllmWorld
 
 OPTIONS = VllmOptions(blocks=160, context=1024)
@@ -24,7 +27,7 @@ KEYS = {"red": "key-of-red", "blue": "key-of-blue"}
 KVPIN_FLAGS = tuple(f"--api-key={key}" for key in KEYS.values())
 """Flags of `kvpin serve`: each key is a tenant of its own."""
 
-TALKS = 14  # at a time
+TALKS = 8  # at a time
 LONGEST = 700  # prompt tokens after which a talk gives way to a new one
 ANSWER = 16  # tokens
 SYSTEMS = (
@@ -110,9 +113,10 @@ class Seen:
 
 @dataclass(slots=True)
 class Report:
-    """What the run came to."""
+    """What the run came to: each request, and the blocks that were evicted meanwhile."""
 
     seen: list[Seen] = field(default_factory=list)
+    evicted: int = 0
 
     def answered(self, *, alone: bool | None = None) -> list[Seen]:
         """Requests that were answered; only those sent `alone`, or only the others."""
@@ -136,6 +140,7 @@ class Report:
             yield f"{label}: {exact} of {len(seen)} exact; {cached} of {prompt} tokens reused ({share:.1f}%)"
         by_stage = Counter(seen.stage for seen in self.answered())
         yield f"answered: {dict(by_stage)}; by engine: {dict(Counter(s.engine for s in self.answered()))}"
+        yield f"blocks evicted: {self.evicted}"
         yield f"kinds: {dict(Counter(seen.kind for seen in self.answered()))}"
         yield f"predicted hits that did not happen: {len(self.imagined())}"
         yield f"broken off: {[f'{s.number} {s.stage}: {s.broken}' for s in self.seen if s.broken]}"
@@ -145,9 +150,9 @@ class Report:
 class Mix:
     """Draws whose turn it is and how it is asked."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, talks: int) -> None:
         self._dice = random.Random(seed)  # noqa: S311 - not for secrets
-        self._talks = [self._new_talk() for _ in range(TALKS)]
+        self._talks = [self._new_talk() for _ in range(talks)]
 
     def turns(self, count: int) -> list[Talk]:
         """`count` different talks, each with its next question put."""
@@ -190,9 +195,9 @@ class Mix:
 class MixedRun:
     """The run: `await play(300)`."""
 
-    def __init__(self, world: VllmWorld, seed: int = 1) -> None:
+    def __init__(self, world: VllmWorld, *, seed: int = 1, talks: int = TALKS) -> None:
         self._world = world
-        self._mix = Mix(seed)
+        self._mix = Mix(seed, talks)
         self._report = Report()
         self._clients: dict[str, AsyncOpenAI] = {}
 
@@ -221,10 +226,23 @@ class MixedRun:
             self._clients[tenant] = AsyncOpenAI(
                 base_url=self._world.kvpin.base_url, api_key=key, max_retries=0, timeout=WAIT_S
             )
+        counters = [asyncio.create_task(self._count_evictions(s.event_port)) for s in self._world.servers]
         try:
             yield
         finally:
+            for counter in counters:
+                counter.cancel()
+            await asyncio.gather(*counters, return_exceptions=True)
             await asyncio.gather(*(client.close() for client in self._clients.values()))
+
+    async def _count_evictions(self, event_port: int) -> None:
+        """By the engine's own events, whichever process is behind the port."""
+        endpoints = EventEndpoints(f"tcp://127.0.0.1:{event_port}", None)
+        while True:
+            with suppress(EngineUnavailable):
+                async for event in KvEventSubscriber(endpoints, read_keys=read_vllm_keys).events():
+                    if isinstance(event, BlocksRemoved):
+                        self._report.evicted += len(event.hashes)
 
     async def _alone(self, stage: str, count: int) -> None:
         for _ in range(count):

@@ -20,6 +20,7 @@ async def test_predicted_is_reported(tmp_path, tell):
     assert report.misses(alone=True) == []
     # Four at a time: what one needs another may just have evicted.
     assert len(report.misses(alone=False)) <= 1
+    assert report.evicted > 100
     assert sum(seen.reported for seen in report.answered()) > 0
     assert {seen.stage for seen in report.seen if seen.broken} <= {"while an engine is killed"}
     assert {seen.engine for seen in report.answered()} == {"vllm-0", "vllm-1"}
