@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from engine_adapter import EngineError, JsonBody
+from engine_adapter import EngineError, JsonBody, route_of
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.calls import Call, Reply
@@ -26,6 +26,11 @@ from proxy.tenants import Tenants
 log = structlog.get_logger(__name__)
 
 MAX_REQUEST_ID = 128
+# Routes whose bodies may be files. Anywhere else a body is JSON, whatever its content type says: some engines
+# read it all the same, and nothing may reach them that was not looked at for whose KV it may use.
+FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
+# What changes an engine for everybody is no client's business.
+ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 # How long an engine may take to end a stream whose client has had all of it.
 ENGINE_END_S = 1.0
 # Errors that are answered; any other is a bug.
@@ -79,14 +84,14 @@ class DataPlane:
         if scope["method"] in ("GET", "HEAD") and path.startswith("/v1/models/"):
             return await _send(self._model(unquote(path.removeprefix("/v1/models/"))), reply)
         body_read = asyncio.Event()
-        body = await self._body(receive, headers, body_read)
+        body = await self._body(route_of(path), receive, headers, body_read)
         passed_on = passed_on_headers(headers, self.tenants)
         call = Call(request_id, scope["method"], path, passed_on, body, tenant)
         await _until_client_leaves(self.flow, call, reply, receive, body_read)
         return None
 
     async def _body(
-        self, receive: Receive, headers: Headers, body_read: asyncio.Event
+        self, route: str, receive: Receive, headers: Headers, body_read: asyncio.Event
     ) -> JsonBody | AsyncIterator[bytes] | None:
         """JSON is read and parsed; anything else (audio, files) is streamed through unread."""
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -94,7 +99,7 @@ class DataPlane:
         if length.isdigit() and int(length) > self.max_body_bytes:
             raise BodyTooLarge(f"the body has {length} bytes; the limit is {self.max_body_bytes}")
         chunks = _chunks(receive, self.max_body_bytes, body_read)
-        if kind.startswith(("multipart/", "audio/")):
+        if kind.startswith(("multipart/", "audio/")) and route.startswith(FILE_ROUTES):
             return chunks
         raw = b"".join([chunk async for chunk in chunks])
         return _parse(raw) if raw else None
@@ -177,7 +182,8 @@ def _checked_path(scope: Scope) -> str:
     # Some servers take what follows a semicolon for a parameter of the segment.
     segments = [segment.partition(";")[0] for segment in decoded.replace("\\", "/").split("/")]
     climbs = any(segment in (".", "..") for segment in segments)
-    if climbs or not path.isascii() or not decoded.startswith("/v1/"):
+    is_open = decoded.startswith("/v1/") and route_of(path).rstrip("/") not in ENGINE_ADMIN_ROUTES
+    if climbs or not path.isascii() or not is_open:
         raise NotFound(f"there is no route {decoded!r}")
     query = scope.get("query_string", b"").decode("latin-1")
     return f"{path}?{query}" if query else path

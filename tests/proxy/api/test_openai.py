@@ -260,6 +260,22 @@ class TestRefusals:
         assert not engine.seen
         assert (await client.post(CHAT, json=ASK)).status_code == 200
 
+    @pytest.mark.parametrize("kind", ["audio/wav", "multipart/form-data; boundary=b"])
+    @pytest.mark.parametrize("path", [CHAT, "/v1/chat%2fcompletions", "/v1//completions", "/v1/embeddings"])
+    async def test_a_prompt_under_a_content_type_of_files_is_read_like_any(self, engine, client, path, kind):
+        """Unread, it would reach the engine without its tenant's salt."""
+        headers = {"content-type": kind}
+        assert is_openai_error(await client.post(path, content=b"--b", headers=headers), 400, "invalid_json")
+        assert not engine.seen
+        content = json.dumps(ASK | {"cache_salt": 5}).encode()
+        assert is_openai_error(await client.post(CHAT, content=content, headers=headers), 400)
+        assert not engine.seen
+
+    @pytest.mark.parametrize("name", ["load_lora_adapter", "unload_lora_adapter/", "load%5flora_adapter"])
+    async def test_what_changes_an_engine_for_everybody(self, engine, client, name):
+        assert is_openai_error(await client.post(f"/v1/{name}", json={"lora_name": "ada"}), 404)
+        assert not engine.seen
+
     async def test_a_body_said_to_be_too_long(self, engine, client):
         assert is_openai_error(await client.post(CHAT, content=b" " * (1 << 21)), 413, "body_too_large")
 
