@@ -79,6 +79,7 @@ class Proxy:
             self.tables,
             interval_s=settings.health.interval_s,
             timeout_s=settings.health.timeout_s,
+            isolated=self.tenants.isolated,
         )
         self.metrics = Metrics(self.fleet)
         self.flow = Flow(

@@ -31,6 +31,7 @@ class Monitor:
         tables: p-tuning tables every engine must know before it gets requests.
         interval_s: time between health checks of a ready engine.
         timeout_s: how long one check may take.
+        isolated: tenants' KV is to be kept apart; engines that cannot are told of.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Monitor:
         *,
         interval_s: float,
         timeout_s: float,
+        isolated: bool = False,
     ) -> None:
         self._fleet = fleet
         self._tasks = tasks
@@ -49,6 +51,7 @@ class Monitor:
         self._tables = tables
         self._interval_s = interval_s
         self._timeout_s = timeout_s
+        self._isolated = isolated
         self._told: dict[str, tuple[Finding, ...]] = {}
 
     def watch(self, engine: Engine) -> None:
@@ -88,6 +91,9 @@ class Monitor:
         engine.last_error = None
         self._told.pop(engine.id, None)
         self._tell_findings(engine)
+        if self._isolated and not engine.can(Capability.CACHE_SALT):
+            why = str(engine.adapter.not_supported(Capability.CACHE_SALT))
+            log.warning("tenants share the KV of this engine", engine=engine.id, why=why)
         log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
 
     async def _until_lost(self, engine: Engine) -> None:

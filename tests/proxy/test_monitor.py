@@ -3,6 +3,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
+import structlog
 
 from engine_adapter import (
     Capability,
@@ -30,12 +31,18 @@ INTERVAL_S = 0.02
 
 
 class World:
-    def __init__(self, *, reuse=True, interval_s=INTERVAL_S, timeout_s=1.0):
+    def __init__(self, *, reuse=True, interval_s=INTERVAL_S, timeout_s=1.0, isolated=False):
         self.tasks, self.fleet = Supervisor(), Fleet()
         self.ingest = Ingest(self.fleet, self.tasks) if reuse else None
         self.tables = PromptTables(max_bytes=1 << 20)
         self.monitor = Monitor(
-            self.fleet, self.tasks, self.ingest, self.tables, interval_s=interval_s, timeout_s=timeout_s
+            self.fleet,
+            self.tasks,
+            self.ingest,
+            self.tables,
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+            isolated=isolated,
         )
 
     def add(self, engine_id="a", **info):
@@ -68,6 +75,19 @@ async def test_an_engine_becomes_ready_and_joins_the_pool_of_its_model(world):
     assert pool.ready() == [engine]
     assert pool.prompts is not None
     assert engine.info == INFO
+
+
+@pytest.mark.parametrize(("isolated", "salted"), [(True, False), (True, True), (False, False)])
+async def test_an_engine_that_cannot_keep_tenants_apart_is_told_of(isolated, salted):
+    world = World(isolated=isolated)
+    able = frozenset({Capability.CACHE_SALT} if salted else ())
+    with structlog.testing.capture_logs() as logs:
+        engine, _ = world.add(capabilities=able)
+        await world.state(engine, EngineState.READY)
+        await world.until(lambda: "engine is ready" in [line["event"] for line in logs])
+    told = [line for line in logs if line["event"] == "tenants share the KV of this engine"]
+    assert len(told) == (isolated and not salted)
+    await world.tasks.stop()
 
 
 async def test_one_that_is_not_there_is_tried_again(world):
