@@ -12,6 +12,7 @@ Installs vLLM on first use: see scripts/vllm.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from tests.vllm_live.vllm_world import MODEL, VllmOptions, vllm_world
 CONTEXT = 8192
 BLOCKS = 800
 TOKENS = 7900
+_CACHED = re.compile(r'"cached_tokens":\s*(\d+)')
 
 
 def first_token_s(client: httpx.Client, url: str, prompt: str | list[int]) -> tuple[float, int]:
@@ -42,8 +44,8 @@ def first_token_s(client: httpx.Client, url: str, prompt: str | list[int]) -> tu
         lines = response.iter_lines()
         next(lines)
         seconds = time.perf_counter() - started
-        usage = next(line for line in lines if '"cached_tokens"' in line)
-    return seconds, int(usage.partition('"cached_tokens":')[2].partition(",")[0])
+        reused = [int(match[1]) for line in lines if (match := _CACHED.search(line))]
+    return seconds, reused[-1]
 
 
 def main() -> None:
