@@ -16,7 +16,6 @@ from engine_adapter.types import (
     CacheCleared,
     KvEvent,
     Tier,
-    ViewCurrent,
     ViewLost,
 )
 from proxy.core.blocks import BlockHash
@@ -88,7 +87,7 @@ class EngineView:
             case ViewLost():
                 self._clear()
                 self.complete = False
-            case ViewCurrent():
+            case _:
                 self.complete = event.complete
 
     def _clear(self) -> None:

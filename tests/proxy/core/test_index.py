@@ -29,6 +29,11 @@ class TestMatch:
         index.store("a", Tier.GPU, [1, 3, 4])
         assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=1)}
 
+    def test_stops_where_only_others_go_on(self, index):
+        index.store("a", Tier.GPU, [1, 3])
+        index.store("b", Tier.GPU, [2, 3])
+        assert index.match([1, 2, 3]) == {"a": Match(gpu=1)}
+
     def test_an_engine_without_the_first_block_is_left_out(self, index):
         index.store("b", Tier.GPU, [2, 3])
         assert index.match([1, 2, 3]) == {}
@@ -76,6 +81,13 @@ class TestPending:
         assert index.match([1, 2]) == {"a": Match(pending=1)}
         index.end_pending("a", [1])
         assert (index.match([1]), len(index)) == ({}, 0)
+
+    def test_of_many_requests_the_last_to_end_counts(self, index):
+        for _ in range(4):
+            index.add_pending("a", [1, 2])
+        for left in (2, 2, 2, 0):
+            index.end_pending("a", [1, 2])
+            assert index.pending("a") == left
 
     def test_does_not_count_as_held(self, index):
         index.add_pending("a", [1])
