@@ -132,6 +132,20 @@ def test_names_are_integers_of_either_sign_or_bytes(name):
     assert (event.parent, event.hashes) == (name, (name,))
 
 
+def test_events_of_groups_that_are_not_followed_are_left_out_and_not_counted():
+    """Whatever they look like: sliding windows tell of fewer blocks than they have tokens for."""
+    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "token_ids": [1, 2, 3, 4, 5]}
+    reader = EventReader()
+    gone = [{"type": "BlockRemoved", "block_hashes": [n], "group_idx": n} for n in (0, 1)]
+    events = tuple(reader.read(wire(stored(**full), stored(**window), *gone)))
+    assert events == (
+        BlocksStored(Tier.GPU, None, (1,), token_array([7, 8]), 2),
+        BlocksRemoved(Tier.GPU, (0,)),
+    )
+    assert (reader.skipped, reader.groups.several) == (0, True)
+
+
 def test_events_are_decoded_one_at_a_time():
     events = EventReader().read(wire(stored(), {"type": "BlockMoved"}))
     assert isinstance(next(events), BlocksStored)

@@ -53,6 +53,7 @@ class ScriptedEngine:
         self.history: deque[tuple[int, bytes]] = deque()
         self.topic_in_replay = True
         self.asked: list[int] = []
+        self.odd: list[bytes] = []  # sent before the next answer
         self.drops: list[set[int]] = []  # numbers each of the next answers leaves out
         self._task: asyncio.Task[None] | None = None
         if replies:
@@ -79,6 +80,8 @@ class ScriptedEngine:
             self.asked.append(int.from_bytes(start, "big"))
             head = (identity, b"", b"kv") if self.topic_in_replay else (identity, b"")
             dropped = self.drops.pop(0) if self.drops else set()
+            while self.odd:
+                await self.router.send_multipart((identity, self.odd.pop()))
             for sequence, data in [*self.history, (END, b"")]:
                 if sequence >= self.asked[-1] and sequence not in dropped:
                     await self.router.send_multipart((*head, sequence.to_bytes(8, "big"), data))
@@ -245,6 +248,17 @@ async def test_malformed_messages_are_counted_and_skipped(engine):
         await engine.publish(1)
         assert await view.take(1) == [removed(1)]
         assert subscriber.counts.malformed == 3
+
+
+async def test_malformed_answers_are_counted_and_skipped(engine):
+    engine.record(0)
+    engine.history.append((1, b"\xc1 no msgpack"))
+    engine.record(2)
+    engine.odd = [b"alone"]
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
+    async with Reader(subscriber) as view:
+        assert await view.take(4) == [ViewLost("connected"), removed(0), removed(2), ViewCurrent()]
+        assert subscriber.counts.malformed == 2
 
 
 async def test_a_dropped_connection_is_unavailable(engine):
