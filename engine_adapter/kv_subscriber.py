@@ -25,7 +25,7 @@ from engine_adapter.zmq_inbox import Inbox, ReplayClient, replay_client, subscri
 
 _END_OF_REPLAY = 2**64 - 1
 _SEQUENCE_BYTES = 8
-# A replay socket that was silent is looked for at every so many idle checks, for so long.
+# A replay socket that was silent is asked anew at every so many idle checks, and so long waited for.
 _LOOK_EVERY, _LOOK_S = 10, 0.25
 
 
@@ -192,25 +192,28 @@ class KvEventSubscriber:
 
     async def _check(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
         """What was published and did not come."""
+        if replay is None:
+            return
         if cursor.silent:
-            await self._look_for_replay(cursor)
+            await self._look_for_replay(replay, cursor)
             return
         async for event in self._catch_up(replay, cursor, patience_s=self._idle_timeout_s):
             yield event
         if cursor.silent:
             raise _StartOverError("the replay socket no longer answers")
 
-    async def _look_for_replay(self, cursor: _Cursor) -> None:
-        """A view that began without its replay socket starts over once that answers. Seldom looked for, and
-        in a moment: events wait meanwhile."""
+    async def _look_for_replay(self, replay: ReplayClient, cursor: _Cursor) -> None:
+        """A view that began without its replay socket starts over once that answers: late, or asked anew,
+        which is seldom done and not waited for long, as events wait meanwhile."""
+        answers = await replay.receive(0) is not None
         cursor.idle_checks += 1
-        if cursor.idle_checks % _LOOK_EVERY:
-            return
-        with replay_client(self._endpoints.replay) as replay:
-            if replay is not None:
-                await replay.ask(_END_OF_REPLAY)
-                if await replay.receive(_LOOK_S) is not None:
-                    raise _StartOverError("the replay socket answers again")
+        if not answers and cursor.idle_checks % _LOOK_EVERY == 0:
+            with replay_client(self._endpoints.replay) as another:
+                if another is not None:
+                    await another.ask(_END_OF_REPLAY)
+                    answers = await another.receive(_LOOK_S) is not None
+        if answers:
+            raise _StartOverError("the replay socket answers again")
 
     async def _catch_up(
         self,

@@ -302,12 +302,15 @@ async def test_a_replay_socket_that_falls_silent_starts_over(engine):
         assert await view.take(1) == [removed(2)]
 
 
-async def test_a_replay_socket_that_answers_late_is_found():
+@pytest.mark.parametrize("forgets", [False, True], ids=["late", "asked-anew"])
+async def test_a_replay_socket_that_answers_again_is_found(forgets):
     engine = ScriptedEngine(replies=False)
     subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=0.01, replay_timeout_s=0.3)
     try:
         async with Reader(subscriber) as view:
             assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+            if forgets:
+                await asyncio.wait_for(engine.router.recv_multipart(), WAIT_S)
             engine.record(0)
             engine.answer()
             found = [ViewLost("the replay socket answers again"), removed(0), ViewCurrent(complete=True)]
