@@ -172,7 +172,7 @@ class Behind:
     def warnings(self, pattern: str = "") -> list[str]:
         """The sentences of the log that match, if they are warnings or worse."""
         lines = [line for line in self.log() if line["level"] not in ("debug", "info")]
-        sentences = [f"{line['event']}: {line.get('error', '')}" for line in lines]
+        sentences = [f"{line['event']}: {line.get('error') or line.get('finding', '')}" for line in lines]
         return [sentence for sentence in sentences if re.search(pattern, sentence)]
 
     def until_ready(self, times: int = 1) -> None:
