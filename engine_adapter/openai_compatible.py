@@ -59,7 +59,7 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
         """See `EngineAdapter.load`; such an engine does not say how busy it is, so both counts are 0."""
         if not await self._check_health():
             await self._control.get("/v1/models")
-        return EngineLoad(running=0, waiting=0)
+        return EngineLoad(running=0, waiting=0, counted=False)
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes] | None

@@ -145,6 +145,7 @@ class EngineLoad:
     Attributes:
         running: requests.
         waiting: requests.
+        counted: False where the engine does not say, and the counts mean nothing.
         gpu_usage: share of its GPU blocks in use, 0 to 1.
         outdated: what `connect` said of it no longer holds, though it is the same process: ask again.
     """
@@ -153,6 +154,7 @@ class EngineLoad:
     waiting: int
     gpu_usage: float | None = None
     outdated: bool = False
+    counted: bool = True
 
 
 # --- KV events, in the order an engine sends them ------------------------------------------------

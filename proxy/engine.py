@@ -13,8 +13,9 @@ from typing import Protocol
 from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineUnavailable, Hold
 from proxy.core.audit import EngineAudit
 from proxy.core.learned import LearnedBlocks
-from proxy.core.load import EngineLedger
+from proxy.core.load import EngineLedger, Work
 from proxy.core.placement import Placement
+from proxy.core.placer import Placer, Seat
 from proxy.core.view import EngineView
 
 # The block size of pools, unless an engine's own is smaller.
@@ -97,9 +98,10 @@ class Lease:
 
     engine: Engine
     placement: Placement
-    alone: bool
     ticket: int
     removals: int
+    placer: Placer
+    seat: Seat
     started: float = field(default_factory=time.monotonic)
     first_byte_s: float | None = None
     succeeded: bool = False
@@ -130,6 +132,10 @@ class Lease:
             self.placement = replace(self.placement, predicted_tokens=hold.cached_tokens, firm=hold.firm)
         return self.placement
 
+    def refine_work(self, work: Work) -> None:
+        """What it asks of the engine, now that more is known."""
+        self.placer.refine(self.seat, self.ticket, work)
+
     @property
     def evicted_since(self) -> bool:
         """Whether the engine evicted anything since the placement."""
@@ -147,6 +153,4 @@ class Lease:
             self._patience.reschedule(None)
         self.first_byte_s = time.monotonic() - self.started
         if streamed:
-            ledger = self.engine.ledger
-            alone = self.alone and ledger.served == self.ticket
-            ledger.first_token(self.ticket, self.first_byte_s, alone=alone)
+            self.placer.first_token(time.monotonic(), self.seat, self.ticket)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 
 import structlog
 
@@ -17,6 +18,7 @@ from proxy.core.audit import Trust
 from proxy.core.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index import Match, PrefixIndex
 from proxy.core.placement import Candidate, Placement
+from proxy.core.placer import Placer
 from proxy.engine import TOKENS_PER_BLOCK, Engine, EngineState, Lease
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.prompt import Prompt, PromptBuilder
@@ -36,10 +38,15 @@ class Pool:
         self.model = model
         self.tokens_per_block = tokens_per_block
         self.engines: dict[str, Engine] = {}
-        self.index = PrefixIndex()
+        self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
         self.away: dict[str, frozenset[str]] = {}  # engines that were lost, and the adapters they served
         self._roots: dict[tuple[str | None, str | None], BlockHash] = {}
+
+    @property
+    def index(self) -> PrefixIndex:
+        """What its engines hold."""
+        return self.placer.index
 
     def root_of(self, salt: str | None, adapter: str | None = None) -> BlockHash:
         """The namespace root of this model under a salt, with a LoRA adapter."""
@@ -93,59 +100,45 @@ class Pool:
         """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is.
         With `adapter`, or a prompt that runs with one, those that serve it."""
         adapter = prompt.adapter if prompt is not None else adapter
-        matches = self.index.match(chain.hashes) if chain is not None else {}
+        now, matches = monotonic(), self.placer.match(chain)
         return [
-            self._candidate(engine, matches.get(engine.id, Match()), prompt)
+            self._candidate(now, engine, matches.get(engine.id), prompt)
             for engine in self.ready()
             if engine.id not in without and (adapter is None or adapter in engine.adapters)
         ]
 
-    def _candidate(self, engine: Engine, match: Match, prompt: Prompt | None) -> Candidate:
+    def _candidate(self, now: float, engine: Engine, match: Match | None, prompt: Prompt | None) -> Candidate:
         whole = prompt is None or prompt.whole
         forecast = engine.adapter.forecast(prompt.kv) if prompt is not None else None
         if forecast is not None and not whole:
             # Who leases its slots reuses nothing for a prompt that it does not know.
-            match, forecast = Match(), None
-        return Candidate(
-            engine=engine.id,
-            tokens_per_block=max((engine.info and engine.info.tokens_per_block) or 0, self.tokens_per_block),
-            match=match,
-            load=engine.ledger.view(),
-            prefill_tok_s=engine.ledger.prefill_tok_s,
-            restore_tok_s=engine.ledger.restore_tok_s,
-            free_blocks=self.free_blocks(engine),
-            served=engine.ledger.served,
-            forecast=forecast,
-            complete=whole and (engine.view is None or engine.view.complete),
-        )
+            match, forecast = None, None
+        complete = whole and (engine.view is None or engine.view.complete)
+        return self.placer.candidate(now, engine.id, match, forecast=forecast, complete=complete)
 
-    def free_blocks(self, engine: Engine) -> int | None:
-        """Blocks of the engine's GPU tier that hold nothing known, in pool blocks; None where unknown."""
-        info = engine.info
-        if info is None or info.gpu_blocks is None or info.tokens_per_block is None:
-            return None
-        capacity = info.gpu_blocks * info.tokens_per_block // self.tokens_per_block
-        return max(capacity - self.index.held(engine.id, Tier.GPU), 0)
+    def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
+        """Where a request goes, of `candidates`; by load alone when its prompt is not known."""
+        return self.placer.place(monotonic(), candidates, chain)
 
     @contextmanager
-    def lease(self, placement: Placement, chain: Chain | None) -> Iterator[Lease]:
+    def lease(self, placement: Placement, chain: Chain | None, *, streams: bool = False) -> Iterator[Lease]:
         """A request's hold on the engine it was placed on: its load, and its blocks as pending."""
-        engine = self.engines[placement.engine]
-        alone = engine.ledger.view().in_flight == 0
-        restored = placement.predicted_tokens - placement.gpu_tokens
-        ticket = engine.ledger.begin(placement.uncached_tokens, restored)
-        lease = Lease(engine, placement, alone, ticket, engine.removals)
-        hashes = chain.hashes if chain is not None else ()
-        self.index.add_pending(engine.id, hashes)
+        engine, seat = self.engines[placement.engine], self.placer.seats[placement.engine]
+        ticket = self.placer.begin(monotonic(), placement, chain, streams=streams)
+        lease = Lease(engine, placement, ticket, engine.removals, self.placer, seat)
         try:
             yield lease
         finally:
-            engine.ledger.end(lease.ticket)
-            if lease.succeeded and hashes:
-                self.learn(engine, hashes)
-                asyncio.get_running_loop().call_later(PENDING_LINGER_S, self._end_pending, engine, hashes)
+            now = monotonic()
+            engine.ledger.end(now, lease.ticket)
+            if chain is None:
+                pass
+            elif lease.succeeded:
+                self.placer.served(now, seat, chain, lease.placement.uncached_tokens)
+                self.learn(engine, chain.hashes)
+                asyncio.get_running_loop().call_later(PENDING_LINGER_S, self.placer.settled, seat, chain)
             else:
-                self._end_pending(engine, hashes)
+                self.placer.settled(seat, chain)
 
     def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
         """An engine without healthy events served this chain: it holds it now."""
@@ -162,11 +155,7 @@ class Pool:
         """The engine lost its KV, or we lost sight of it."""
         engine.learned.clear()
         engine.below.clear()
-        self.index.wipe(engine.id)
-
-    def _end_pending(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
-        if engine.id in self.engines:
-            self.index.end_pending(engine.id, hashes)
+        self.placer.wipe(engine.id)
 
 
 class Fleet:
@@ -216,7 +205,13 @@ class Fleet:
         engine.info = info
         if info.gpu_blocks is not None and info.tokens_per_block is not None:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
-        pool.index.add_engine(engine.id)
+        pool.placer.add(
+            engine.id,
+            ledger=engine.ledger,
+            tokens_per_block=info.tokens_per_block,
+            gpu_blocks=info.gpu_blocks if info.tokens_per_block is not None else None,
+            host_blocks=info.host_blocks if info.tokens_per_block is not None else None,
+        )
         pool.engines[engine.id] = engine
         self._not_away(engine.id)
         self._warn_of_names()
@@ -227,7 +222,7 @@ class Fleet:
         pool = self.pool_of(engine)
         if pool is not None:
             pool.wipe(engine)
-            pool.index.remove_engine(engine.id)
+            pool.placer.remove(engine.id)
             del pool.engines[engine.id]
             pool.away[engine.id] = engine.adapters
 

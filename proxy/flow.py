@@ -27,7 +27,7 @@ from engine_adapter import (
 )
 from proxy.calls import Call, Reply
 from proxy.core.blocks import Chain
-from proxy.core.placement import Candidate, Placement, place, place_least_loaded
+from proxy.core.placement import Placement
 from proxy.engine import Engine, Lease
 from proxy.errors import EngineFailed, ProxyError
 from proxy.fleet import Fleet, Pool, no_engine_for
@@ -81,9 +81,11 @@ class Flow:
             failed: dict[str, EngineError] = {}
             while True:
                 candidates = pool.candidates(chain, prompt, adapter=adapter, without=failed)
-                placement = record.placement = _choose(candidates, chain, failed, adapter)
+                if not candidates:
+                    raise _final(failed) if failed else no_engine_for(adapter)
+                placement = record.placement = pool.place(candidates, chain)
                 record.attempts.append(placement.engine)
-                with pool.lease(placement, chain) as lease:
+                with pool.lease(placement, chain, streams=call.streams) as lease:
                     try:
                         return await self._forward(pool, call, reply, lease, record, chain)
                     except (EngineUnavailable, EngineRejected) as error:
@@ -192,15 +194,6 @@ class Flow:
         log.warning("engine failed a request", engine=engine.id, request=call.request_id, error=str(error))
         if isinstance(error, EngineUnavailable):
             engine.suspect(error)
-
-
-def _choose(
-    candidates: list[Candidate], chain: Chain | None, failed: dict[str, EngineError], adapter: str | None
-) -> Placement:
-    """Where the request goes; raises when no engine is left."""
-    if not candidates:
-        raise _final(failed) if failed else no_engine_for(adapter)
-    return place(candidates, chain) if chain is not None else place_least_loaded(candidates)
 
 
 def _final(failed: dict[str, EngineError]) -> Exception:

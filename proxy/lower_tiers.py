@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from engine_adapter import BelowGpu, Tier
 from proxy.core.blocks import BlockHash, Chain
+from proxy.core.load import Work
 from proxy.engine import Engine, Lease
 from proxy.fleet import Pool
 from proxy.prompt import Prompt
@@ -35,7 +36,9 @@ async def look_below(pool: Pool, lease: Lease, prompt: Prompt | None, chain: Cha
     # What was stored a moment ago may not be told yet: there can only be more.
     firm = placement.firm and below.host + below.disk >= whole
     lease.placement = replace(placement, predicted_tokens=cached, firm=firm)
-    engine.ledger.refine(lease.ticket, placement.n_tokens - cached, cached - placement.gpu_tokens)
+    host = min(below.host, cached) - placement.gpu_tokens
+    disk = cached - placement.gpu_tokens - max(host, 0)
+    lease.refine_work(Work(placement.n_tokens - cached, max(host, 0), max(disk, 0)))
 
 
 def expect_below(pool: Pool, engine: Engine, chain: Chain | None) -> None:

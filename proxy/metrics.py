@@ -108,7 +108,7 @@ class _FleetCollector(Collector):
         for engine in self._fleet.engines.values():
             ready.add_metric([engine.id], engine.state is EngineState.READY)
             precise.add_metric([engine.id], engine.audit.trust is Trust.PRECISE)
-            flight.add_metric([engine.id], engine.ledger.view().in_flight)
+            flight.add_metric([engine.id], engine.ledger.in_flight)
         entries = GaugeMetricFamily("kvpin_index_entries", "Blocks in the index", labels=["model"])
         for pool in self._fleet.pools.values():
             entries.add_metric([pool.model], len(pool.index))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from time import monotonic
 
 import structlog
 
@@ -108,7 +109,11 @@ class Monitor:
                 if engine.state is EngineState.SUSPECT:
                     await self._recheck(engine)
                     engine.state = EngineState.READY
-                elif (await engine.adapter.load()).outdated:
+                    continue
+                load = await engine.adapter.load()
+                if load.counted:
+                    engine.ledger.reported(monotonic(), load.running + load.waiting)
+                if load.outdated:
                     await self._recheck(engine)
 
     async def _recheck(self, engine: Engine) -> None:

@@ -368,7 +368,7 @@ class FakeProxy:
     async def settled(self) -> None:
         """Returns when no request is in flight and nothing is pending; fails when that does not come."""
         async with asyncio.timeout(5):
-            while any(e.ledger.view().in_flight for e in self.fleet.engines.values()):  # noqa: ASYNC110
+            while any(e.ledger.in_flight for e in self.fleet.engines.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             while any(p.index.pending(e) for p in self.fleet.pools.values() for e in p.engines):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)

@@ -118,7 +118,7 @@ class LlamaServerAdapter(Undeclared):
         await self._control.fetch("GET", "/health")
         session = self._session
         if session is None or session.keeper is None:
-            return EngineLoad(running=0, waiting=0)
+            return EngineLoad(running=0, waiting=0, counted=False)
         pulse, keeper = await read_pulse(self._control), session.keeper
         if pulse.instance != session.facts.instance:
             raise EngineUnavailable("the server was restarted")

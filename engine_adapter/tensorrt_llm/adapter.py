@@ -122,7 +122,8 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
             self._next_stats = time.monotonic() + STATS_EVERY_S
             self._stats = await read_stats(self._control)
         stats, outdated = self._stats, self._told not in (None, (self._tokens_per_block, self.findings()))
-        return EngineLoad(stats.running or 0, stats.waiting or 0, stats.gpu_usage, outdated)
+        counted = stats.running is not None
+        return EngineLoad(stats.running or 0, stats.waiting or 0, stats.gpu_usage, outdated, counted)
 
     def findings(self) -> tuple[Finding, ...]:
         """See `EngineAdapter.findings`; and what its events have shown since."""

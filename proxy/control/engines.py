@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from time import monotonic
 from typing import Any
 
 from engine_adapter import EngineSpec
@@ -65,7 +66,8 @@ def drain_engine(control: Control, engine_id: str, *, undo: bool) -> Engine:
 def describe_engine(control: Control, engine: Engine) -> dict[str, Any]:
     """An engine as the admin API shows it, without its key."""
     pool, info, audit = control.fleet.pool_of(engine), engine.info, engine.audit.view()
-    load = engine.ledger.view()
+    load = engine.ledger.view(monotonic())
+    seat = pool.placer.seats[engine.id] if pool is not None else None
     return {
         "id": engine.id,
         "kind": engine.adapter.spec.kind,
@@ -82,9 +84,9 @@ def describe_engine(control: Control, engine: Engine) -> dict[str, Any]:
         "why": audit.why,
         "in_flight": load.in_flight,
         "decoding": load.decoding,
-        "waiting_prompt_tokens": load.prefill_tokens,
+        "queue_s": load.queue_s,
         "served": engine.ledger.served,
-        "prefill_tok_s": engine.ledger.prefill_tok_s,
+        "prefill_tok_s": seat.rates.prefill_tok_s if seat is not None else None,
         "last_error": engine.last_error,
         "findings": [str(finding) for finding in engine.adapter.findings()],
     }

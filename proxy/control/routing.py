@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
+
+import msgspec
 
 from engine_adapter import JsonBody
 from proxy.control.context import Control
 from proxy.core.blocks import Chain
-from proxy.core.placement import Candidate, Cost, Placement, place, place_least_loaded
+from proxy.core.placement import Candidate, Cost, Placement
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet import Pool, no_engine_for
 from proxy.prompt import Prompt
@@ -37,7 +38,7 @@ async def route(control: Control, body: JsonBody) -> dict[str, Any]:
     candidates = pool.candidates(chain, prompt, adapter=adapter)
     if not candidates:
         raise no_engine_for(adapter)
-    placement = place(candidates, chain) if chain is not None else place_least_loaded(candidates)
+    placement = pool.place(candidates, chain)
     by_engine = {candidate.engine: candidate for candidate in candidates}
     return {
         "model": pool.model,
@@ -77,8 +78,8 @@ def why(control: Control, placement: Placement, chain: Chain | None) -> str:
 
 
 def describe_cost(cost: Cost) -> dict[str, Any]:
-    """A cost with its sum, as the admin API shows it."""
-    return {**asdict(cost), "total_s": cost.total_s}
+    """A cost as the admin API shows it."""
+    return msgspec.structs.asdict(cost)
 
 
 def _ms(cost: Cost) -> str:

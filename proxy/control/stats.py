@@ -84,7 +84,7 @@ def _totals(control: Control) -> dict[str, int]:
     return {
         "engines": len(engines),
         "ready": sum(engine.state is EngineState.READY for engine in engines),
-        "in_flight": sum(engine.ledger.view().in_flight for engine in engines),
+        "in_flight": sum(engine.ledger.in_flight for engine in engines),
         "served": sum(engine.ledger.served for engine in engines),
         "index_entries": sum(len(pool.index) for pool in control.fleet.pools.values()),
         "predictions_checked": sum(audit.checked for audit in audits),

@@ -13,7 +13,6 @@ from proxy.calls import Call, Reply
 from proxy.control.context import Control
 from proxy.control.operations import Operation, Part, new_operation, run_parts
 from proxy.control.targets import Prefix, Target, prefix_of
-from proxy.core.placement import place
 from proxy.engine import Engine
 from proxy.errors import BadRequest, NoEngine
 from proxy.lower_tiers import expect_below, look_below
@@ -55,7 +54,7 @@ async def warm_on(control: Control, prefix: Prefix, engine: Engine, part: Part) 
     ]
     if not candidates:
         raise NoEngine(f"engine {engine.id!r} takes no requests now")
-    placement = place(candidates, chain)
+    placement = pool.place(candidates, chain)
     part.total = len(chain.hashes)
     body = _body(prefix, engine)
     call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, {"content-type": "application/json"}, body)
@@ -95,7 +94,8 @@ def _choose(prefix: Prefix, engine_id: str | None, *, everywhere: bool) -> list[
         return list(ready.values())
     if engine_id is not None:
         return [ready[engine_id]]
-    return [ready[place(prefix.pool.candidates(prefix.chain, prefix.prompt), prefix.chain).engine]]
+    candidates = prefix.pool.candidates(prefix.chain, prefix.prompt)
+    return [ready[prefix.pool.place(candidates, prefix.chain).engine]]
 
 
 def _body(prefix: Prefix, engine: Engine) -> JsonBody:

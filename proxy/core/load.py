@@ -1,101 +1,169 @@
-"""What each engine is busy with, and how fast it is.
+"""What each engine is busy with.
 
-The proxy sees its own requests: a ledger of prompt tokens placed and not yet answered, and of streams
-being decoded. Rates are learned from first-token times, as medians, so that one slow request teaches little.
+The proxy sees its own requests: a ledger of prefills placed and not yet answered, in seconds of the engine's
+time, and of streams being decoded. An engine is taken to compute one prompt after the other, which is what
+chunked prefill comes to. First tokens correct the ledger, and what the engine says of its load does too, so
+that nothing that was lost stays on it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
-# Before anything is learned: a small model on a CPU. Only ratios between engines matter at first.
-DEFAULT_PREFILL_TOK_S = 4000.0
-DEFAULT_RESTORE_TOK_S = 40_000.0
-# A running stream takes a share of each step; until decode is measured, about this much of a prefill.
-DECODE_INTERFERENCE_S = 0.002
-# First-token times of fewer uncached tokens measure round trips, not prefill.
-MIN_SAMPLE_TOKENS = 64
-WINDOW = 32
+import msgspec
+
+# First tokens this close together come of one step of the engine, which computed several prompts at once.
+SAME_STEP_S = 0.005
+# A prefill that no first token ends is forgotten: by then the request was given up, whatever became of it.
+FORGET_S = 600.0
+# What an engine said of its load is believed for so long: a few of its health checks.
+REPORT_S = 15.0
+
+
+class LoadView(msgspec.Struct, frozen=True, gc=False):
+    """An engine's load now: requests in flight, seconds of prefill before a new one, streams decoding."""
+
+    in_flight: int = 0
+    queue_s: float = 0.0
+    decoding: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class LoadView:
-    """An engine's load now: requests in flight, prompt tokens still to compute, streams decoding."""
+class Work:
+    """What a request asks of an engine before its first token: tokens to compute, and to bring back."""
 
-    in_flight: int
-    prefill_tokens: int
+    computed: int
+    host: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An engine's time that some work took, while so many streams were decoding."""
+
+    work: Work
+    seconds: float
     decoding: int
 
 
+@dataclass(slots=True)
+class _Prefill:
+    work: Work
+    expected_s: float
+    placed: float
+    seen: bool  # its first token will be
+
+
 class EngineLedger:
-    """In-flight work and learned rates of one engine.
+    """In-flight work of one engine.
 
     Attributes:
         served: requests it was given so far.
-        prefill_tok_s: prompt tokens it computes per second.
     """
 
     def __init__(self) -> None:
-        self._prefills: dict[int, int] = {}
-        self._restores: dict[int, int] = {}
-        self._restore_rates: deque[float] = deque(maxlen=WINDOW)
-        self._decoding: set[int] = set()
-        self._prefill_rates: deque[float] = deque(maxlen=WINDOW)
         self.served = 0
-        self.prefill_tok_s = DEFAULT_PREFILL_TOK_S
+        self._prefills: dict[int, _Prefill] = {}  # in the order in which they were placed
+        self._expected_s = 0.0  # of all of them
+        self._decoding: dict[int, float] = {}  # ticket → since when
+        self._turn = 0.0  # when the engine turned to the first of the prefills, unless it came later
+        self._step: Begun | None = None
+        self._foreign, self._foreign_until = 0, 0.0
+        self._missing: frozenset[int] = frozenset()
 
     @property
-    def restore_tok_s(self) -> float:
-        """Tokens brought back from lower tiers per second; until some were, ten times the prefill rate or
-        more."""
-        if self._restore_rates:
-            return median(self._restore_rates)
-        return max(DEFAULT_RESTORE_TOK_S, 10 * self.prefill_tok_s)
+    def in_flight(self) -> int:
+        """Requests placed and not over."""
+        return len(self._prefills) + len(self._decoding)
 
-    def begin(self, uncached_tokens: int, restored_tokens: int = 0) -> int:
-        """A request was placed on the engine, which has so many of its tokens to compute, and to bring back
-        from lower tiers. Returns its ticket: the names clients give may repeat."""
+    def begin(self, now: float, expected_s: float, work: Work, *, seen: bool = True) -> int:
+        """A request was placed that is expected to take `expected_s` of the engine's time up to its first
+        token, which is `seen` when the answer is a stream. Returns its ticket."""
         self.served += 1
-        self._prefills[self.served] = uncached_tokens
-        self._restores[self.served] = restored_tokens
+        self._prefills[self.served] = _Prefill(work, expected_s, now, seen)
+        self._expected_s += expected_s
         return self.served
 
-    def refine(self, ticket: int, uncached_tokens: int, restored_tokens: int) -> None:
-        """More is known of a request that was placed than when it began."""
-        if ticket in self._prefills:
-            self._prefills[ticket] = uncached_tokens
-            self._restores[ticket] = restored_tokens
+    def refine(self, ticket: int, expected_s: float, work: Work) -> None:
+        """More is known of a request than when it was placed."""
+        prefill = self._prefills.get(ticket)
+        if prefill is not None:
+            self._expected_s += expected_s - prefill.expected_s
+            prefill.expected_s, prefill.work = expected_s, work
 
-    def first_token(self, ticket: int, seconds: float, *, alone: bool) -> None:
-        """Its answer began after `seconds`; `alone` when nothing else ran meanwhile, so that the time is
-        the prefill's own, and that of the restore before it."""
-        uncached_tokens = self._prefills.pop(ticket, None)
-        restored_tokens = self._restores.pop(ticket, 0)
-        if uncached_tokens is None:
-            return
-        self._decoding.add(ticket)
-        if not alone or seconds <= 0:
-            return
-        if restored_tokens >= MIN_SAMPLE_TOKENS:
-            # What is left of the time once the rest is computed; never next to none, by a rate that is off.
-            restore_s = max(seconds - uncached_tokens / self.prefill_tok_s, seconds / 2)
-            self._restore_rates.append(restored_tokens / restore_s)
-        elif uncached_tokens >= MIN_SAMPLE_TOKENS:
-            self._prefill_rates.append(uncached_tokens / seconds)
-            self.prefill_tok_s = median(self._prefill_rates)
+    def reprice(self, price: Callable[[Work], float]) -> None:
+        """Rates turned out to be others than when the requests in flight were placed."""
+        for prefill in self._prefills.values():
+            prefill.expected_s = price(prefill.work)
+        self._expected_s = sum(prefill.expected_s for prefill in self._prefills.values())
 
-    def end(self, ticket: int) -> None:
+    def first_token(self, now: float, ticket: int) -> Begun | None:
+        """Its answer has begun. Returns what was learned of the engine's time, if anything: of a prompt that
+        overtook others, or was not computed alone, nothing."""
+        self._settle(now)
+        is_first = next(iter(self._prefills), None) == ticket
+        prefill = self._take(ticket)
+        if prefill is None:
+            return None
+        decoding, turn = len(self._decoding), max(self._turn, prefill.placed)
+        self._decoding[ticket] = self._turn = now
+        if not is_first or now - turn < SAME_STEP_S:
+            self._step = None
+            return None
+        learned, self._step = self._step, Begun(prefill.work, now - turn, decoding)
+        if self._prefills:
+            return learned  # the next may come of the same step
+        learned, self._step = self._step, None
+        return learned
+
+    def end(self, now: float, ticket: int) -> None:
         """The request is over, in whatever way."""
-        self._prefills.pop(ticket, None)
-        self._restores.pop(ticket, None)
-        self._decoding.discard(ticket)
+        if next(iter(self._prefills), None) == ticket:
+            self._turn = now
+        self._take(ticket)
+        self._decoding.pop(ticket, None)
 
-    def view(self) -> LoadView:
+    def reported(self, now: float, requests: int) -> None:
+        """The engine says it has so many requests. Those beyond ours are others'. Ours of which it knows
+        nothing, twice in a row, were lost: one that was just placed may be on its way."""
+        missing = frozenset() if requests else frozenset((*self._prefills, *self._decoding))
+        for ticket in missing & self._missing:
+            self._take(ticket)
+            self._decoding.pop(ticket, None)
+        self._missing = missing
+        self._foreign = max(requests - self.in_flight, 0)
+        self._foreign_until = now + REPORT_S
+
+    def view(self, now: float) -> LoadView:
         """The load now."""
-        return LoadView(
-            in_flight=len(self._prefills) + len(self._decoding),
-            prefill_tokens=sum(self._prefills.values()),
-            decoding=len(self._decoding),
-        )
+        if self._prefills:
+            self._settle(now)
+        in_flight = len(self._prefills) + len(self._decoding)
+        foreign = self._foreign if now < self._foreign_until else 0
+        if not self._prefills:
+            return LoadView(in_flight + foreign, 0.0, len(self._decoding) + foreign)
+        first = next(iter(self._prefills.values()))
+        worked = now - max(self._turn, first.placed)
+        # What is late is taken to be as late again: an engine that hangs does not look idle.
+        left = abs(first.expected_s - worked)
+        queue_s = max(self._expected_s - first.expected_s, 0.0) + left
+        return LoadView(in_flight + foreign, queue_s, len(self._decoding) + foreign)
+
+    def _settle(self, now: float) -> None:
+        """Prefills that end unseen end as expected; those that never end are forgotten."""
+        while self._prefills:
+            ticket, first = next(iter(self._prefills.items()))
+            ends = max(self._turn, first.placed) + (FORGET_S if first.seen else first.expected_s)
+            if now < ends:
+                return
+            self._take(ticket)
+            self._turn = ends
+            if not first.seen:
+                self._decoding[ticket] = ends
+
+    def _take(self, ticket: int) -> _Prefill | None:
+        prefill = self._prefills.pop(ticket, None)
+        if prefill is not None:
+            self._expected_s = self._expected_s - prefill.expected_s if self._prefills else 0.0
+        return prefill

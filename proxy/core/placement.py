@@ -1,75 +1,103 @@
 """Placement: the choice of an engine, with its reasons.
 
-Cost in seconds, lowest wins: queue + restore + prefill + interference + regret. Ties go to the engine with
-the most free cache, then to the one that served least. Without reuse, the engine with the fewest requests
-in flight wins, and of those the one that served least, which alternates.
+    cost = queue + restore + interference + (prefill + lost) / (1 - utilisation)
+
+in seconds, lowest wins. The first terms are the request's own wait for its first token. Every second of
+prefill is also a second that those who come after wait for, the more of them the busier the engines are: in
+a queue of utilisation ρ, work delays others by ρ / (1 - ρ) of itself. The same holds for the prefill that
+the placement brings about later, by evicting what will be asked for again: `lost`. That is the whole rule;
+copies of a hot prefix are made when queues pay for them, and not before. Ties go to the engine with the most
+free cache, then to the one that served least.
+
+Without reuse, or where a prompt is not known, the engine with the fewest requests in flight wins, and of
+those the one that served least, which alternates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import msgspec
 
 from engine_adapter.hold import Forecast
 from proxy.core.blocks import Chain, reusable_tokens
 from proxy.core.index import Match
-from proxy.core.load import DECODE_INTERFERENCE_S, LoadView
+from proxy.core.load import LoadView, Work
+from proxy.core.rates import EngineRates
+from proxy.core.residents import Residents
 
-# Learned rates of equal engines differ by noise: costs this close are equal, else one engine would get
-# every new prompt and evict, while its neighbour stays empty.
-TIE = 1.15
-# What a prompt evicts now is only the beginning: its next turns bring about as much again, each. A shared
-# system prompt would otherwise draw every conversation to one full engine past an empty one.
-EVICTION_PRICE = 4.0
+# Nobody notices a millisecond: costs that close are equal.
+TIE_S = 0.001
+# What most engines hold of most prompts.
+NOTHING = Match()
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """What is known of one engine when a request is placed.
 
     Attributes:
         engine: its id.
         tokens_per_block: its own block size in tokens, which bounds what it can reuse.
+        rates: how fast it is.
         match: leading blocks of the chain it holds.
         load: its work in flight.
-        prefill_tok_s: prompt tokens it computes per second.
-        restore_tok_s: tokens it restores from its host tier per second.
-        free_blocks: blocks of its GPU tier that hold nothing, None where unknown.
+        room: pool blocks it can store before it evicts, None where unknown.
+        free_blocks: those of them on its GPU; None where unknown.
         served: requests it has been given so far.
+        residents: the prompts it would evict, None where nothing is known of them.
         forecast: what its own adapter foresees, where that follows the engine's cache token by token; it
             stands in place of what would follow from `match` and the rates.
         complete: False when the engine may hold blocks that nothing told of.
+        is_last: it served this session before.
     """
 
     engine: str
     tokens_per_block: int
-    match: Match
-    load: LoadView
-    prefill_tok_s: float
-    restore_tok_s: float
+    rates: EngineRates
+    match: Match = NOTHING
+    load: LoadView = LoadView()
+    room: int | None = None
     free_blocks: int | None = None
     served: int = 0
+    residents: Residents | None = None
     forecast: Forecast | None = None
     complete: bool = True
+    is_last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Why an engine would answer when: each term in seconds, and the cached tokens it would reuse."""
+class Cost(msgspec.Struct, frozen=True, gc=False):
+    """Why an engine would answer when, and at whose cost. Times in seconds.
+
+    Attributes:
+        engine: its id.
+        queue_s: prefill in flight before this one.
+        restore_s: to bring KV back from lower tiers.
+        prefill_s: to compute the rest.
+        interference_s: what streams that decode add to that.
+        congestion_s: what those that come after wait for it.
+        regret_s: what it evicts and will be asked for again costs; None where it was not looked at, because
+            the engine was the dearer one without it.
+        total_s: the sum.
+        cached_tokens: tokens of the prompt the engine would reuse.
+        host_tokens: those of them on its host tier.
+        disk_tokens: those on its disk.
+        in_flight: requests it has.
+    """
 
     engine: str
-    queue_s: float
-    restore_s: float
-    prefill_s: float
-    interference_s: float
-    regret_s: float
-    cached_tokens: int
-    in_flight: int
-
-    @property
-    def total_s(self) -> float:
-        """Expected time to the first token, and what it costs those that come after."""
-        return self.queue_s + self.restore_s + self.prefill_s + self.interference_s + self.regret_s
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    interference_s: float = 0.0
+    congestion_s: float = 0.0
+    regret_s: float | None = None
+    total_s: float = 0.0
+    cached_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +115,36 @@ class Placement:
     rule: str
     firm: bool = True
     gpu_tokens: int = 0
+    chosen: Cost = field(default=Cost(""), repr=False, compare=False)
 
     @property
     def uncached_tokens(self) -> int:
         """Prompt tokens the engine has to compute."""
         return self.n_tokens - self.predicted_tokens
+
+    @property
+    def work(self) -> Work:
+        """What it asks of the engine before the first token."""
+        return Work(self.uncached_tokens, self.chosen.host_tokens, self.chosen.disk_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a placement costs others.
+
+    Attributes:
+        now: the time, in seconds of the caller's clock.
+        strain: seconds that all wait in the end for a second of prefill, 1 / (1 - utilisation).
+        returns: seconds idle → how likely a prompt is asked for again.
+    """
+
+    now: float
+    strain: float
+    returns: Callable[[float], float]
+
+
+# Nothing else runs, and nothing comes back.
+CALM = Outlook(0.0, 1.0, lambda _idle_s: 0.0)
 
 
 def predict(chain: Chain, match: Match, tokens_per_block: int) -> int:
@@ -100,61 +153,100 @@ def predict(chain: Chain, match: Match, tokens_per_block: int) -> int:
     return min(held, reusable_tokens(chain.n_tokens, tokens_per_block))
 
 
-def cost_of(candidate: Candidate, chain: Chain) -> Cost:
-    """The terms of the cost rule for one engine."""
-    if candidate.forecast is not None:
-        return _foreseen(candidate, candidate.forecast)
-    cached = predict(chain, candidate.match, candidate.tokens_per_block)
-    uncached = chain.n_tokens - cached
-    free = candidate.free_blocks * chain.tokens_per_block if candidate.free_blocks is not None else uncached
-    below_gpu = (candidate.match.host + candidate.match.disk) * chain.tokens_per_block
+def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
+    """The terms of the cost rule for one engine, but for what is regretted."""
+    foreseen, load, rates = candidate.forecast, candidate.load, candidate.rates
+    if foreseen is not None:
+        return _foreseen(candidate, foreseen, strain)
+    cached = host = disk = 0
+    restore_s = 0.0
+    match = candidate.match
+    if match is not NOTHING:
+        cached = predict(chain, match, candidate.tokens_per_block)
+        host = min(match.host * chain.tokens_per_block, cached)
+        disk = min(match.disk * chain.tokens_per_block, cached - host)
+        restore_s = rates.restore_s(host, disk) if host or disk else 0.0
+    prefill_s = rates.prefill_s(chain.n_tokens - cached)
+    interference_s = prefill_s * rates.interference * load.decoding
+    congestion_s = prefill_s * (strain - 1)
     return Cost(
         engine=candidate.engine,
-        queue_s=candidate.load.prefill_tokens / candidate.prefill_tok_s,
-        restore_s=min(below_gpu, cached) / candidate.restore_tok_s,
-        prefill_s=uncached / candidate.prefill_tok_s,
-        interference_s=candidate.load.decoding * DECODE_INTERFERENCE_S,
-        regret_s=EVICTION_PRICE * max(uncached - free, 0) / candidate.prefill_tok_s,
+        queue_s=load.queue_s,
+        restore_s=restore_s,
+        prefill_s=prefill_s,
+        interference_s=interference_s,
+        congestion_s=congestion_s,
+        total_s=load.queue_s + restore_s + prefill_s + interference_s + congestion_s,
         cached_tokens=cached,
-        in_flight=candidate.load.in_flight,
+        host_tokens=host,
+        disk_tokens=disk,
+        in_flight=load.in_flight,
     )
 
 
-def _foreseen(candidate: Candidate, forecast: Forecast) -> Cost:
+def _foreseen(candidate: Candidate, forecast: Forecast, strain: float) -> Cost:
+    congestion_s = forecast.prefill_s * (strain - 1)
+    own_s = forecast.wait_s + forecast.restore_s + forecast.prefill_s + forecast.interference_s
     return Cost(
         engine=candidate.engine,
         queue_s=forecast.wait_s,
         restore_s=forecast.restore_s,
         prefill_s=forecast.prefill_s,
         interference_s=forecast.interference_s,
-        regret_s=forecast.regret_s,
+        congestion_s=congestion_s,
+        total_s=own_s + congestion_s,
         cached_tokens=forecast.cached_tokens,
         in_flight=candidate.load.in_flight,
     )
 
 
-def place(candidates: Sequence[Candidate], chain: Chain) -> Placement:
-    """The engine that will answer first. `candidates` is not empty."""
-    costs = tuple(cost_of(candidate, chain) for candidate in candidates)
-    cheapest = min(costs, key=lambda cost: cost.total_s)
-    ties = [
-        i
-        for i, cost in enumerate(costs)
-        if cost.total_s <= cheapest.total_s * TIE and cost.cached_tokens >= cheapest.cached_tokens
-    ]
-    best = min(
-        ties,
-        key=lambda i: (-costs[i].cached_tokens, -(candidates[i].free_blocks or 0), candidates[i].served, i),
-    )
+def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
+    """The engine that costs least. `candidates` is not empty."""
+    costs = [cost_of(candidate, chain, outlook.strain) for candidate in candidates]
+    least, looked_at = inf, list[int]()
+    for i in sorted(range(len(costs)), key=lambda i: costs[i].total_s):
+        if costs[i].total_s > least + TIE_S:
+            break  # dearer without what would be regretted
+        costs[i] = _with_regret(costs[i], candidates[i], chain, outlook)
+        least = min(least, costs[i].total_s)
+        looked_at.append(i)
+    ties = (i for i in looked_at if costs[i].total_s <= least + TIE_S)
+    best = min(ties, key=lambda i: _preference(candidates[i], i))
+    chosen = costs[best]
     return Placement(
-        engine=costs[best].engine,
-        predicted_tokens=costs[best].cached_tokens,
+        engine=chosen.engine,
+        predicted_tokens=chosen.cached_tokens,
         n_tokens=chain.n_tokens,
-        costs=costs,
+        costs=tuple(costs),
         rule="lowest cost",
         firm=_is_firm(candidates[best]),
-        gpu_tokens=_on_gpu(candidates[best], costs[best], chain),
+        gpu_tokens=_on_gpu(candidates[best], chosen, chain),
+        chosen=chosen,
     )
+
+
+def _preference(candidate: Candidate, at: int) -> tuple[bool, int, int, int]:
+    """Among equals, lowest first."""
+    return not candidate.is_last, -(candidate.free_blocks or 0), candidate.served, at
+
+
+def _with_regret(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) -> Cost:
+    regret_s = _regret_s(cost, candidate, chain, outlook)
+    return msgspec.structs.replace(cost, regret_s=regret_s, total_s=cost.total_s + regret_s)
+
+
+def _regret_s(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) -> float:
+    """What computing again costs that this placement evicts, and will be asked for."""
+    if candidate.forecast is not None:
+        return candidate.forecast.regret_s * outlook.strain
+    residents, room = candidate.residents, candidate.room
+    if residents is None or room is None:
+        return 0.0
+    evicted = (chain.n_tokens - cost.cached_tokens) // chain.tokens_per_block - room
+    if evicted <= 0:
+        return 0.0
+    lost = residents.lost(outlook.now, evicted, outlook.returns)
+    return candidate.rates.prefill_s(round(lost * chain.tokens_per_block)) * outlook.strain
 
 
 def _on_gpu(candidate: Candidate, cost: Cost, chain: Chain) -> int:
@@ -176,5 +268,5 @@ def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Pl
     For requests whose prompt is not known (reuse off, embeddings, audio). `candidates` is not empty.
     """
     best = min(range(len(candidates)), key=lambda i: (candidates[i].load.in_flight, candidates[i].served, i))
-    costs = tuple(Cost(c.engine, 0.0, 0.0, 0.0, 0.0, 0.0, 0, c.load.in_flight) for c in candidates)
-    return Placement(candidates[best].engine, 0, n_tokens, costs, "least loaded")
+    costs = tuple(Cost(c.engine, in_flight=c.load.in_flight) for c in candidates)
+    return Placement(candidates[best].engine, 0, n_tokens, costs, "least loaded", chosen=costs[best])

@@ -61,7 +61,7 @@ class SglangWorld:
     def _is_settled(self, name: str) -> bool:
         running, rank = self.fakes[name]
         engine = self.engine(name)
-        if engine.state is not EngineState.READY or engine.ledger.view().in_flight:
+        if engine.state is not EngineState.READY or engine.ledger.in_flight:
             return False
         if not engine.can(Capability.KV_EVENTS):
             return True

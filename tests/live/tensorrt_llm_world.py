@@ -57,7 +57,7 @@ class TrtllmWorld:
     def is_settled(self) -> bool:
         """Whether all that the engine has told was read, and is what it holds."""
         engine, cache = self.engine, self.fake.cache
-        if engine.state is not EngineState.READY or engine.ledger.view().in_flight:
+        if engine.state is not EngineState.READY or engine.ledger.in_flight:
             return False
         reader = getattr(engine.adapter, "_inner", engine.adapter)._poller.reader  # a NIM's, or its own
         known, held = reader.blocks(), [cache.on_gpu, len(cache.on_host)]

@@ -62,7 +62,7 @@ class World:
         if engine.state != "ready" or engine.audit.trust is not Trust.PRECISE:
             return False
         seen = (await engine.adapter.stats())["events"]["batches"]
-        return engine.ledger.view().in_flight == 0 and seen == self.vllm.publisher.published
+        return engine.ledger.in_flight == 0 and seen == self.vllm.publisher.published
 
     @property
     def last(self):

@@ -46,10 +46,10 @@ class TestLease:
         engine = add_ready(fleet, "a")
         pool, chain, leasing = self.lease(fleet)
         with leasing as lease:
-            assert (engine.ledger.view().in_flight, engine.ledger.view().prefill_tokens) == (1, 40)
+            assert (engine.ledger.in_flight, engine.ledger.view().prefill_tokens) == (1, 40)
             assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
             lease.succeeded = True
-        assert engine.ledger.view().in_flight == 0
+        assert engine.ledger.in_flight == 0
         assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
         assert pool.index.pending("a")
         await asyncio.sleep(PENDING_LINGER_S * 1.5)
@@ -71,7 +71,7 @@ class TestLease:
         pool, _, leasing = self.lease(fleet)
         with pytest.raises(ValueError, match="bug"), leasing:
             raise ValueError("bug")
-        assert engine.ledger.view().in_flight == 0
+        assert engine.ledger.in_flight == 0
         assert len(pool.index) == 0
         assert not pool.index.pending("a")
 
@@ -88,9 +88,9 @@ class TestLease:
         engine = add_ready(fleet, "a")
         pool = fleet.pools["m"]
         with pool.lease(place_least_loaded(pool.candidates(None)), None) as lease:
-            assert engine.ledger.view().in_flight == 1
+            assert engine.ledger.in_flight == 1
             lease.succeeded = True
-        assert engine.ledger.view().in_flight == 0
+        assert engine.ledger.in_flight == 0
 
     async def test_only_a_streams_first_byte_is_a_first_token(self, fleet):
         engine = add_ready(fleet, "a")

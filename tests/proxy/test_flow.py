@@ -307,7 +307,7 @@ class TestReuse:
         headers = {"x-request-id": "same"}
         asks = [asyncio.create_task(client.post(CHAT, json=ASK, headers=headers)) for _ in range(2)]
         await engine.request(1)
-        assert proxy.fleet.engines["a"].ledger.view().in_flight == 2
+        assert proxy.fleet.engines["a"].ledger.in_flight == 2
         gate.set()
         await asyncio.gather(*asks)
 

@@ -43,9 +43,9 @@ class EngineAnswer(_Answer):
     why: str
     in_flight: int
     decoding: int
-    waiting_prompt_tokens: int
+    queue_s: float
     served: int
-    prefill_tok_s: float
+    prefill_tok_s: float | None
     last_error: str | None
     findings: list[str]
 
@@ -167,16 +167,20 @@ class OperationList(_Answer):
 
 
 class CostAnswer(_Answer):
-    """What an engine would have taken, by term."""
+    """What an engine would have taken, by term. `regret_s` is null where the engine was the dearer one
+    without it."""
 
     engine: str
     queue_s: float
     restore_s: float
     prefill_s: float
     interference_s: float
-    regret_s: float
+    congestion_s: float
+    regret_s: float | None
     total_s: float
     cached_tokens: int
+    host_tokens: int
+    disk_tokens: int
     in_flight: int
 
 

@@ -102,7 +102,7 @@ def test_any_body_is_answered_and_harms_nobody(world):
             assert isinstance(error["message"], str)
             assert error["type"] == "invalid_request_error"
         assert proxy.fleet.engines["a"].state == "ready"
-        assert proxy.fleet.engines["a"].ledger.view().in_flight == 0
+        assert proxy.fleet.engines["a"].ledger.in_flight == 0
 
     check()
     for body in (ASK, STREAM):

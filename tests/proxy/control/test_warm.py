@@ -47,7 +47,7 @@ async def test_one_token_is_asked_of_the_engine_placement_picks(world, servers):
 async def test_the_index_learns_what_was_warmed_and_nothing_stays_in_flight(world, servers):
     await finished(await warm(world.control, Target(token_ids=tokens(48), engine="a")))
     assert world.matched(tokens(48)) == {"a": 3}
-    assert world.engines["a"].ledger.view().in_flight == 0
+    assert world.engines["a"].ledger.in_flight == 0
     assert world.engines["a"].ledger.served == 1
     assert world.engines["a"].audit.view().checked == 1
 
@@ -62,7 +62,7 @@ async def test_it_counts_as_load_while_it_runs(world, servers):
     servers[0].script = slow
     operation = await warm(world.control, Target(token_ids=tokens(48), engine="a"))
     await servers[0].request()
-    assert world.engines["a"].ledger.view().in_flight == 1
+    assert world.engines["a"].ledger.in_flight == 1
     gate.set()
     await finished(operation)
 

@@ -1,0 +1,168 @@
+"""How fast engines are: seconds to compute, and to bring back, so many tokens.
+
+Learned from first tokens, in medians, so that one odd request teaches little. The engines of a pool serve
+the same model, mostly on the same hardware: they learn together, as a curve of seconds over prompt lengths,
+and an engine that is clearly faster or slower has a pace of its own. Costs of equal engines are then equal,
+and not a matter of noise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from statistics import fmean, median
+
+from engine_adapter.types import Tier
+
+# Before anything is learned: a small model on a CPU. Only ratios between engines matter at first.
+DEFAULT_PREFILL_TOK_S = 4000.0
+# Memory is copied some ten times as fast as a model computes; disks are slower than memory.
+HOST_SPEEDUP = 10.0
+DISK_SPEEDUP = 3.0
+# First tokens of fewer tokens measure round trips.
+MIN_SAMPLE_TOKENS = 64
+WINDOW = 16
+# Where one figure has to stand for the curve.
+TYPICAL_TOKENS = 1024
+# An engine this far off the others' pace is another kind of hardware; less is noise.
+OWN_PACE = 1.25
+# A stream that decodes slows a prefill by less than this share of it.
+MAX_INTERFERENCE = 0.2
+_MEMO = 4096
+
+
+class PoolRates:
+    """What the engines of one pool have taught together.
+
+    Attributes:
+        interference: share that each decoding stream adds to the time of a prefill.
+        epoch: changes when the rates turn out to be quite others than before.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[tuple[int, float]]] = {}  # by octave of tokens: (tokens, seconds)
+        self._lengths: list[float] = []
+        self._seconds: list[float] = []
+        self._memo: dict[int, float] = {}
+        self._slowdowns: deque[tuple[int, float]] = deque(maxlen=4 * WINDOW)  # (streams, times as long)
+        self._restores: dict[Tier, deque[float]] = {
+            tier: deque(maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)
+        }
+        self.interference = 0.0
+        self.epoch = 0
+        self._epoch_s = self.prefill_s(TYPICAL_TOKENS)
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to compute so many prompt tokens on an engine that does nothing else; never less for more
+        tokens."""
+        seconds = self._memo.get(tokens)
+        if seconds is None:
+            if len(self._memo) >= _MEMO:
+                self._memo.clear()
+            seconds = self._memo[tokens] = self._on_curve(tokens)
+        return seconds
+
+    def restore_tok_s(self, tier: Tier) -> float:
+        """Tokens brought back from a lower tier per second."""
+        if self._restores[tier]:
+            return median(self._restores[tier])
+        if tier is Tier.DISK:
+            return self.restore_tok_s(Tier.HOST) / DISK_SPEEDUP
+        return HOST_SPEEDUP * TYPICAL_TOKENS / self.prefill_s(TYPICAL_TOKENS)
+
+    def computed(self, tokens: int, seconds: float, decoding: int) -> None:
+        """A prefill took so long while so many streams were decoding."""
+        self._slowdowns.append((decoding, seconds / self.prefill_s(tokens)))
+        self._relearn_interference()
+        octave = self._samples.setdefault(tokens.bit_length(), deque(maxlen=WINDOW))
+        octave.append((tokens, seconds / (1 + self.interference * decoding)))
+        self._relearn_curve()
+
+    def restored(self, tier: Tier, tokens: int, seconds: float) -> None:
+        """So many tokens were brought back from `tier` in that time."""
+        self._restores[tier].append(tokens / seconds)
+
+    def _on_curve(self, tokens: int) -> float:
+        """On the line through the learned points; straight from nothing to the first, and on from the last
+        in proportion."""
+        lengths, seconds = self._lengths, self._seconds
+        if not lengths:
+            return tokens / DEFAULT_PREFILL_TOK_S
+        at = bisect_left(lengths, tokens)
+        if at == len(lengths):
+            return seconds[-1] * tokens / lengths[-1]
+        left, low = (lengths[at - 1], seconds[at - 1]) if at else (0.0, 0.0)
+        return low + (seconds[at] - low) * (tokens - left) / (lengths[at] - left)
+
+    def _relearn_curve(self) -> None:
+        self._memo.clear()
+        self._lengths, self._seconds, least = [], [], 0.0
+        for octave in sorted(self._samples):
+            samples = self._samples[octave]
+            least = max(least, median(seconds for _, seconds in samples))
+            self._lengths.append(median(tokens for tokens, _ in samples))
+            self._seconds.append(least)
+        seconds = self.prefill_s(TYPICAL_TOKENS)
+        if not 1 / OWN_PACE < seconds / self._epoch_s < OWN_PACE:
+            self.epoch, self._epoch_s = self.epoch + 1, seconds
+
+    def _relearn_interference(self) -> None:
+        """How much longer a prefill takes for each stream that decodes: the slope between the busier half of
+        the samples and the other."""
+        if len(self._slowdowns) < WINDOW:
+            return
+        by_streams = sorted(self._slowdowns)
+        half = len(by_streams) // 2
+        quiet, busy = by_streams[:half], by_streams[half:]
+        apart = fmean(n for n, _ in busy) - fmean(n for n, _ in quiet)
+        if apart >= 1:
+            slower = median(times for _, times in busy) - median(times for _, times in quiet)
+            self.interference = min(max(slower / apart, 0.0), MAX_INTERFERENCE)
+
+
+class EngineRates:
+    """One engine's rates: its pool's, at its own pace.
+
+    Attributes:
+        pace: times the pool's seconds; 1.0 unless it is clearly another kind of hardware.
+    """
+
+    def __init__(self, pool: PoolRates) -> None:
+        self.pool = pool
+        self.pace = 1.0
+        self._paces: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """Prompt tokens it computes per second, in prompts of a usual length."""
+        return TYPICAL_TOKENS / self.prefill_s(TYPICAL_TOKENS)
+
+    @property
+    def interference(self) -> float:
+        """Share that each decoding stream adds to the time of a prefill."""
+        return self.pool.interference
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to compute so many prompt tokens on an otherwise idle engine."""
+        return self.pool.prefill_s(tokens) * self.pace
+
+    def restore_s(self, host_tokens: int, disk_tokens: int) -> float:
+        """Seconds to bring back so many tokens from each tier."""
+        seconds = host_tokens / self.pool.restore_tok_s(Tier.HOST) if host_tokens else 0.0
+        return seconds + disk_tokens / self.pool.restore_tok_s(Tier.DISK) if disk_tokens else seconds
+
+    def began(self, tokens: int, host_tokens: int, disk_tokens: int, seconds: float, decoding: int) -> None:
+        """A first token came after `seconds` of the engine's time, for so many tokens computed and so many
+        brought back. Times that say little are passed over."""
+        if seconds <= 0:
+            return
+        brought = host_tokens + disk_tokens
+        if brought >= MIN_SAMPLE_TOKENS:
+            tier = Tier.HOST if host_tokens >= disk_tokens else Tier.DISK
+            # What is left of the time once the rest is computed; never next to none, by a rate that is off.
+            self.pool.restored(tier, brought, max(seconds - self.prefill_s(tokens), seconds / 2))
+        elif tokens >= MIN_SAMPLE_TOKENS:
+            self.pool.computed(tokens, seconds, decoding)
+            self._paces.append(seconds / self.pool.prefill_s(tokens) / (1 + self.interference * decoding))
+            pace = median(self._paces) if len(self._paces) == WINDOW else 1.0
+            self.pace = pace if not 1 / OWN_PACE < pace < OWN_PACE else 1.0
