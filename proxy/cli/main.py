@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from proxy.cli import admin, doctor, serve
+from proxy.cli import admin, doctor, replay, serve
 
 app = typer.Typer(
     add_completion=False,
@@ -37,6 +37,7 @@ def root(
 serve.register(app)
 admin.register(app)
 doctor.register(app)
+replay.register(app)
 
 
 def main() -> None:

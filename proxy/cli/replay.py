@@ -1,0 +1,163 @@
+"""`kvpin replay`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from proxy.replay.plan import Plan
+    from proxy.replay.simulator import Outcome, Run
+    from proxy.replay.trace import Trace
+
+_UNUSABLE = 2
+_STDOUT = Path("-")
+# A table that nobody watches is not cut to some terminal's width.
+_FILE_WIDTH = 140
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("replay")(replay)
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Mooncake jsonl or kvpin's recording, plain or .gz.")],
+    *,
+    engines: Annotated[str, typer.Option(metavar="N[,N…]", help="How many engines.")] = "4",
+    gpu_tokens: Annotated[str, typer.Option(help="KV the GPU of each holds: tokens or bytes.")] = "500k",
+    host_tokens: Annotated[str, typer.Option(help="KV of its host tier, likewise; 0: none.")] = "0",
+    bytes_per_token: Annotated[
+        str | None, typer.Option(help="Bytes of KV a token takes, where sizes are in bytes: 128KiB.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="fifo: prefill alone; chunked: with decode.")] = "fifo",
+    prefill_rate: Annotated[str, typer.Option(help="Prompt tokens an engine computes a second.")] = "20k",
+    restore_rate: Annotated[str, typer.Option(help="Tokens a second from its host tier.")] = "200k",
+    context_tokens: Annotated[
+        str, typer.Option(help="Context at which attention takes half the time; 0: prefill is linear.")
+    ] = "0",
+    chunk_tokens: Annotated[str, typer.Option(help="Tokens of a step that holds prefill.")] = "2048",
+    decode_step_ms: Annotated[float, typer.Option(min=0, help="A decode step, reading the weights.")] = 15.0,
+    decode_stream_ms: Annotated[float, typer.Option(min=0, help="What each stream adds to a step.")] = 0.3,
+    load: Annotated[
+        float | None,
+        typer.Option(help="Arrivals scaled so that prompts computed in full keep engines busy so much: 0.9."),
+    ] = None,
+    speedup: Annotated[float | None, typer.Option(help="Arrivals faster than recorded [1].")] = None,
+    policies: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="all, ablations, or some: kvpin,sglang,oracle.")
+    ] = "all",
+    seeds: Annotated[str, typer.Option(metavar="N[,N…]", help="0: arrivals as recorded; others vary.")] = "0",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many lines.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes [one a CPU].")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write every run as JSON; - prints.")
+    ] = None,
+    csv_path: Annotated[Path | None, typer.Option("--csv", help="Write every run as CSV; - prints.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a PNG.")] = None,
+) -> None:
+    """Replay a trace on simulated engines: what each placement policy makes of it, and how many it takes.
+
+    Exit status 2: the trace or an option cannot be used.
+    """
+    from proxy.replay import options  # noqa: PLC0415 - the other commands start quicker without
+    from proxy.replay.trace import TraceError, read_trace  # noqa: PLC0415 - likewise
+
+    try:
+        engine = options.engine_model(
+            gpu_tokens=gpu_tokens,
+            host_tokens=host_tokens,
+            bytes_per_token=bytes_per_token,
+            model=model,
+            prefill_rate=prefill_rate,
+            restore_rate=restore_rate,
+            context_tokens=context_tokens,
+            chunk_tokens=chunk_tokens,
+            decode_step_ms=decode_step_ms,
+            decode_stream_ms=decode_stream_ms,
+        )
+        plan = options.plan(
+            engine, engines=engines, policies=policies, seeds=seeds, load=load, speedup=speedup
+        )
+        if plot_path is not None:
+            _need_matplotlib()
+        read = read_trace(trace, limit=limit)
+        outcomes = _run(read, plan.runs(read), jobs or os.cpu_count() or 1)
+        _tell(plan, read, outcomes, json_path, csv_path, plot_path)
+    except OSError as error:
+        _refuse(f"{error.filename}: cannot be written: {error.strerror}")
+    except (ValueError, TraceError) as error:
+        _refuse(str(error))
+
+
+def _run(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Outcome]:
+    """All runs, under a bar where somebody watches."""
+    from rich.console import Console  # noqa: PLC0415 - see above
+    from rich.progress import Progress  # noqa: PLC0415 - see above
+
+    from proxy.replay.batch import run_all  # noqa: PLC0415 - see above
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"{len(runs)} runs", total=len(runs) * len(trace.requests))
+        return run_all(trace, runs, jobs=jobs, progress=lambda done: progress.advance(task, done))
+
+
+def _tell(
+    plan: Plan,
+    trace: Trace,
+    outcomes: Sequence[Outcome],
+    json_path: Path | None,
+    csv_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    """The files that were asked for, and the table unless one of them is the standard output."""
+    from proxy.replay.plan import notes  # noqa: PLC0415 - see above
+    from proxy.replay.report import as_csv, as_json, rows, table  # noqa: PLC0415 - see above
+
+    each, title = rows(outcomes), plan.title(trace)
+    if json_path is not None:
+        _write(json_path, as_json(plan.settings(trace), each))
+    if csv_path is not None:
+        _write(csv_path, as_csv(each))
+    if plot_path is not None:
+        from proxy.replay.plot import draw  # noqa: PLC0415 - an extra
+
+        draw(plot_path, each, title)
+    if _STDOUT in (json_path, csv_path):
+        return
+    from rich.console import Console  # noqa: PLC0415 - see above
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    console.print(table(each, title))
+    for note in notes(trace, outcomes):
+        console.print(note)
+
+
+def _need_matplotlib() -> None:
+    """Before the work rather than after it.
+
+    Raises:
+        ValueError: where it is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'kvpin[replay]'")
+
+
+def _write(path: Path, text: str) -> None:
+    if path == _STDOUT:
+        typer.echo(text, nl=False)
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
+def _refuse(why: str) -> NoReturn:
+    typer.echo(f"kvpin: {why}", err=True)
+    raise typer.Exit(_UNUSABLE)

@@ -1,0 +1,17 @@
+"""`kvpin replay`: what a placement policy makes of a trace, and how many engines it takes.
+
+    read_trace → arrivals → simulate → report
+
+trace.py       a file of block hashes → requests
+arrivals.py    when they arrive
+cache.py       blocks of an engine: GPU and host tier
+engine.py      prefill, decode and restores of an engine, on a virtual clock
+policy.py      what a policy is    simple.py, peers.py, kvpin.py  those there are    registry.py  by name
+oracle.py      the hits there could be
+simulator.py   one run
+batch.py       many runs, over processes
+report.py      tables, JSON, CSV    plot.py  PNG
+units.py       500k, 64GiB
+
+The policy `kvpin` is the proxy's own `core.placer.Placer`.
+"""

@@ -1,0 +1,121 @@
+"""The cache of a simulated engine: blocks on the GPU, and below them a host tier of its own.
+
+As engines do it: blocks of running requests stay; of the others the least recently used goes first, and of
+one prompt its end before its beginning. What leaves the GPU goes down to the host tier, and stays there when
+it is restored.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proxy.core.blocks import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a request that starts has found, and what had to go for it.
+
+    Attributes:
+        gpu: how many leading blocks of its chain were found on the GPU.
+        host: how many on the host tier, which have to be restored.
+        evicted: blocks that left the GPU.
+        gone: blocks that left the host tier.
+    """
+
+    gpu: int
+    host: int
+    evicted: Sequence[BlockHash]
+    gone: Sequence[BlockHash]
+
+
+class TieredCache:
+    """One engine's blocks. A request takes its blocks when its prefill starts, fills them when that ends, and
+    releases them when it has finished. One prefill runs at a time."""
+
+    def __init__(self, gpu_blocks: int, host_blocks: int = 0) -> None:
+        self.gpu_blocks = gpu_blocks
+        self.host_blocks = host_blocks
+        self._idle: OrderedDict[BlockHash, None] = OrderedDict()  # least recently used first
+        self._used: dict[BlockHash, int] = {}  # running requests that use a block
+        self._private = 0  # blocks of running requests that nobody can find: being filled, tails, answers
+        self._host: OrderedDict[BlockHash, None] = OrderedDict()  # least recently used first
+
+    @property
+    def held(self) -> int:
+        """Blocks on the GPU that a request could find."""
+        return len(self._idle) + len(self._used)
+
+    @property
+    def occupied(self) -> int:
+        """Blocks of the GPU that are in use or hold something."""
+        return self.held + self._private
+
+    def match(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
+        """Leading blocks of the chain on the GPU and, where they are not, on the host tier."""
+        gpu = host = 0
+        for block in hashes:
+            if block in self._used or block in self._idle:
+                gpu += 1
+            elif block in self._host:
+                host += 1
+            else:
+                break
+        return gpu, host
+
+    def take(self, hashes: Sequence[BlockHash], blocks: int) -> Taken | None:
+        """Room for a request of `blocks` blocks that begin with `hashes`; None while there is none."""
+        gpu, host = self.match(hashes)
+        used, idle = self._used, self._idle
+        found = hashes[: gpu + host]
+        asleep = sum(block in idle for block in found)
+        fresh = blocks - gpu
+        if len(used) + asleep + self._private + fresh > self.gpu_blocks:
+            return None
+        for block in found:
+            if block in used:
+                used[block] += 1
+            elif block in idle:
+                del idle[block]
+                used[block] = 1
+        surplus = self.occupied + fresh - self.gpu_blocks
+        evicted = [idle.popitem(last=False)[0] for _ in range(surplus)]
+        self._private += fresh
+        return Taken(gpu, host, evicted, self._lower(evicted, found))
+
+    def fill(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """The prefill has ended: the chain can be found from now on. Returns what could not be before."""
+        used = self._used
+        new = [block for block in hashes if block not in used]
+        for block in new:
+            used[block] = 1
+        self._private -= len(new)
+        return new
+
+    def release(self, hashes: Sequence[BlockHash], blocks: int) -> None:
+        """The request has finished; its blocks stay until others need the room."""
+        used, idle = self._used, self._idle
+        for block in reversed(hashes):
+            users = used[block] - 1
+            if users:
+                used[block] = users
+            else:
+                del used[block]
+                idle[block] = None
+        self._private -= blocks - len(hashes)
+
+    def _lower(self, evicted: Sequence[BlockHash], found: Sequence[BlockHash]) -> list[BlockHash]:
+        """Writes evicted blocks to the host tier, and refreshes those that were found there; returns what
+        had to go from there."""
+        host = self._host
+        if not self.host_blocks:
+            return []
+        for block in evicted:
+            host[block] = None
+            host.move_to_end(block)
+        for block in reversed(found):
+            if block in host:
+                host.move_to_end(block)
+        return [host.popitem(last=False)[0] for _ in range(len(host) - self.host_blocks)]

@@ -1,0 +1,247 @@
+"""A model of one serving engine on a virtual clock.
+
+It answers prompts in the order they came, one prefill at a time, from its cache as it is when the prefill
+starts. Events are few: a restore ends, a prefill ends, a stream ends; between them all goes on at constant
+rates, so that nothing is counted per token or step.
+
+`fifo`      prefills take all of the engine, decoding nothing: what prefill alone tells of a placement.
+`chunked`   prefill and decode share steps of a bounded number of tokens, as in vLLM and SGLang: streams slow
+            a prefill, which slows them much more; their KV takes room until they end, and a prompt waits
+            while there is no room for it and its answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from typing import Protocol
+
+from engine_adapter.types import Tier
+from proxy.core.blocks import BlockHash, reusable_tokens
+from proxy.replay.cache import TieredCache
+from proxy.replay.trace import Request
+
+# Streams end at the same virtual time as others only but for rounding.
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """What an engine can do. Rates in tokens per second, times in seconds.
+
+    Attributes:
+        gpu_tokens: KV that its GPU holds.
+        host_tokens: KV that its host tier holds, 0 for none.
+        prefill_tok_s: prompt tokens it computes with nothing before them.
+        restore_tok_s: tokens it brings back from its host tier.
+        context_tokens: length of context at which attending over it takes as long as all else of a token; 0
+            for never: prefill is linear.
+        chunked: prefill and decode share steps; otherwise decode takes neither time nor room.
+        chunk_tokens: tokens of a step that holds prefill.
+        step_s: a decode step's reading of the weights, which a chunk of prefill hides.
+        stream_s: what each stream adds to a step by the reading of its KV.
+    """
+
+    gpu_tokens: int
+    host_tokens: int = 0
+    prefill_tok_s: float = 20_000.0
+    restore_tok_s: float = 200_000.0
+    context_tokens: int = 0
+    chunked: bool = False
+    chunk_tokens: int = 2048
+    step_s: float = 0.015
+    stream_s: float = 0.0003
+
+    def work(self, cached: int, n_tokens: int) -> float:
+        """What a prompt is to compute after `cached` tokens of it, in tokens with nothing before them."""
+        linear = float(n_tokens - cached)
+        if not self.context_tokens:
+            return linear
+        return linear + (n_tokens**2 - cached**2) / (2 * self.context_tokens)
+
+    def prefill_s(self, cached: int, n_tokens: int) -> float:
+        """Seconds to compute that on an engine that does nothing else."""
+        return self.work(cached, n_tokens) / self.prefill_tok_s
+
+    def blocks_of(self, request: Request) -> int:
+        """Blocks of the GPU that a request needs while it runs."""
+        tokens = request.n_tokens + (request.output_tokens if self.chunked else 0)
+        return -(-tokens // request.chain.tokens_per_block)
+
+    def fits(self, request: Request) -> bool:
+        """Whether an empty engine has room for it."""
+        return self.blocks_of(request) <= self.gpu_tokens // request.chain.tokens_per_block
+
+    def rates(self, streams: int, *, prefilling: bool) -> tuple[float, float]:
+        """Prefill and decode in tokens per second, the latter of each stream."""
+        if not prefilling:
+            return 0.0, 1 / (self.step_s + streams * self.stream_s)
+        step_s = self.chunk_tokens / self.prefill_tok_s + streams * self.stream_s
+        return max(self.chunk_tokens - streams, 1) / step_s, 1 / step_s
+
+
+class Listener(Protocol):
+    """Is told of what happens on an engine, when it happens. `engine` is its position."""
+
+    def started(self, now: float, engine: int, request: Request, gpu: int, host: int) -> None:
+        """Its prefill starts with so many cached tokens, by tier."""
+        ...
+
+    def first_token(self, now: float, engine: int, request: Request) -> None:
+        """Its prefill has ended."""
+        ...
+
+    def finished(self, now: float, engine: int, request: Request) -> None:
+        """It was answered in full."""
+        ...
+
+    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """These blocks lie on a tier now."""
+        ...
+
+    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """These blocks left a tier."""
+        ...
+
+
+class SimEngine:
+    """One engine. `submit` and `advance` are called in the order of time, `advance` at `due` at the latest.
+
+    Attributes:
+        due: when something happens next, `inf` while nothing will.
+        computed: prompt tokens computed so far.
+        evicted: blocks that left its GPU so far.
+        cache: its blocks.
+    """
+
+    def __init__(self, position: int, model: EngineModel, tokens_per_block: int, listener: Listener) -> None:
+        self._position = position
+        self._model = model
+        self._listener = listener
+        self.cache = TieredCache(model.gpu_tokens // tokens_per_block, model.host_tokens // tokens_per_block)
+        self.due = inf
+        self.computed = 0
+        self.evicted = 0
+        self._waiting: deque[Request] = deque()
+        self._current: Request | None = None
+        self._restored_at = 0.0  # when what is brought back for the current one is there
+        self._left = 0.0  # work of the current one
+        self._decoded = 0.0  # tokens that each stream would have had since the beginning
+        self._streams: list[tuple[float, int, Request]] = []  # by the value of that at which they end
+        self._last = 0.0  # up to when all of this is counted
+        self._prefill_due = inf
+        self._uncached = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that stream or are computed."""
+        return len(self._streams) + (self._current is not None)
+
+    def queue_s(self, now: float) -> float:
+        """Seconds until all prefill it was given has ended, from what its cache holds now: the truth, which a
+        router only estimates."""
+        seconds = 0.0
+        if self._current is not None:
+            rate = self._model.rates(len(self._streams), prefilling=True)[0]
+            done = rate * max(now - max(self._last, self._restored_at), 0.0)
+            seconds = max(self._restored_at - now, 0.0) + max(self._left - done, 0.0) / rate
+        for request in self._waiting:
+            chain = request.chain
+            gpu, host = self.cache.match(chain.hashes)
+            cached = min(
+                (gpu + host) * chain.tokens_per_block, reusable_tokens(chain.n_tokens, chain.tokens_per_block)
+            )
+            seconds += self._model.prefill_s(cached, chain.n_tokens)
+        return seconds
+
+    def submit(self, now: float, request: Request) -> None:
+        """A request arrives."""
+        self._waiting.append(request)
+        if self._current is None:
+            self._count(now)
+            self._start(now)
+            self._plan()
+
+    def advance(self, now: float) -> None:
+        """What is due at `now` happens."""
+        self._count(now)
+        if self._current is not None and now >= self._prefill_due:
+            self._end_prefill(now, self._current)
+        while self._streams and self._streams[0][0] <= self._decoded + _SAME:
+            self._finish(now, heappop(self._streams)[2])
+        if self._current is None:
+            self._start(now)
+        self._plan()
+
+    def _count(self, now: float) -> None:
+        """All goes on at its rate until `now`."""
+        spent, self._last = now - self._last, now
+        if spent <= 0:
+            return
+        computing = self._current is not None and self._restored_at <= now - spent
+        if not computing and not self._streams:
+            return
+        prefill, decode = self._model.rates(len(self._streams), prefilling=computing)
+        self._left -= prefill * spent
+        self._decoded += decode * spent
+
+    def _plan(self) -> None:
+        """When the next thing happens at the rates of now."""
+        self._prefill_due = self.due = inf
+        restoring = self._current is not None and self._restored_at > self._last
+        prefill, decode = self._model.rates(
+            len(self._streams), prefilling=self._current is not None and not restoring
+        )
+        if restoring:
+            self.due = self._restored_at
+        elif self._current is not None:
+            self.due = self._prefill_due = self._last + self._left / prefill
+        if self._streams:
+            self.due = min(self.due, self._last + max(self._streams[0][0] - self._decoded, 0.0) / decode)
+
+    def _start(self, now: float) -> None:
+        """The first that waits is next, if there is room for it."""
+        if not self._waiting:
+            return
+        request, model, listener = self._waiting[0], self._model, self._listener
+        chain = request.chain
+        taken = self.cache.take(chain.hashes, model.blocks_of(request))
+        if taken is None:
+            return
+        self._waiting.popleft()
+        self._current = request
+        size = chain.tokens_per_block
+        cached = min((taken.gpu + taken.host) * size, reusable_tokens(chain.n_tokens, size))
+        host = min(taken.host * size, cached)
+        self._restored_at = now + host / model.restore_tok_s
+        self._left = model.work(cached, chain.n_tokens)
+        self._uncached = chain.n_tokens - cached
+        if taken.evicted:
+            self.evicted += len(taken.evicted)
+            if model.host_tokens:
+                listener.stored(self._position, Tier.HOST, taken.evicted)
+            listener.removed(self._position, Tier.GPU, taken.evicted)
+        if taken.gone:
+            listener.removed(self._position, Tier.HOST, taken.gone)
+        listener.started(now, self._position, request, cached - host, host)
+
+    def _end_prefill(self, now: float, request: Request) -> None:
+        self._current = None
+        self.computed += self._uncached
+        new = self.cache.fill(request.chain.hashes)
+        if new:
+            self._listener.stored(self._position, Tier.GPU, new)
+        self._listener.first_token(now, self._position, request)
+        if self._model.chunked and request.output_tokens > 1:
+            # The prefill has made the first token of the answer.
+            ends = self._decoded + request.output_tokens - 1
+            heappush(self._streams, (ends, request.id, request))
+        else:
+            self._finish(now, request)
+
+    def _finish(self, now: float, request: Request) -> None:
+        self.cache.release(request.chain.hashes, self._model.blocks_of(request))
+        self._listener.finished(now, self._position, request)

@@ -1,0 +1,122 @@
+"""kvpin's own placement: the very functions the proxy runs, told what the proxy is told.
+
+An ablation leaves one term out of what candidates are compared by. The rest, ledgers and learned rates too,
+goes on as it is: the engine it chose is placed on by the full rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from engine_adapter.types import Tier
+from proxy.core.blocks import BlockHash, Chain
+from proxy.core.index import Match
+from proxy.core.placement import Candidate, Outlook, Placement, place
+from proxy.core.placer import Placer
+from proxy.replay.policy import NOTHING, Choice, EngineTruth, Fleet
+from proxy.replay.trace import Request
+
+
+def _no_queue(candidate: Candidate) -> Candidate:
+    return replace(candidate, load=replace(candidate.load, queue_s=0.0))
+
+
+def _no_restore(candidate: Candidate) -> Candidate:
+    """What lies on lower tiers counts as if it lay on the GPU."""
+    match = candidate.match
+    if not match.host and not match.disk:
+        return candidate
+    return replace(candidate, match=Match(match.gpu + match.host + match.disk, pending=match.pending))
+
+
+def _no_interference(candidate: Candidate) -> Candidate:
+    return replace(candidate, load=replace(candidate.load, decoding=0))
+
+
+def _no_lost(candidate: Candidate) -> Candidate:
+    return replace(candidate, residents=None)
+
+
+_CANDIDATES: Mapping[str, Callable[[Candidate], Candidate]] = {
+    "queue": _no_queue,
+    "restore": _no_restore,
+    "interference": _no_interference,
+    "lost": _no_lost,
+}
+# Terms that can be left out. `congestion` is the division by 1 - utilisation; `pending` what requests in
+# flight are about to leave behind.
+TERMS = (*_CANDIDATES, "congestion", "pending")
+
+
+class Kvpin:
+    """The proxy's `Placer`, on the simulator's clock."""
+
+    def __init__(self, fleet: Fleet, seed: int, *, without: str | None = None) -> None:
+        """`without` is one of `TERMS`."""
+        self._placer = Placer(fleet.tokens_per_block)
+        self._names = [f"e{at}" for at in range(fleet.engines)]
+        self._seats = [
+            self._placer.add(
+                name,
+                gpu_blocks=fleet.model.gpu_tokens // fleet.tokens_per_block,
+                host_blocks=fleet.model.host_tokens // fleet.tokens_per_block,
+            )
+            for name in self._names
+        ]
+        self._without = without
+        self._alter = _CANDIDATES.get(without or "")
+        self._tickets: dict[int, tuple[int, int]] = {}  # request → ticket, tokens computed
+        self._homes: dict[str, str] = {}  # session → the engine that served it last
+
+    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+        """The engine that costs least."""
+        placer, chain = self._placer, request.chain
+        matches = placer.match(chain)
+        home = self._homes.get(request.session) if request.session is not None else None
+        candidates = [placer.candidate(now, name, matches.get(name, NOTHING)) for name in self._names]
+        if home is not None:
+            at = self._names.index(home)
+            candidates[at] = replace(candidates[at], is_last=True)
+        placement = self._place(now, candidates, chain)
+        at = self._names.index(placement.engine)
+        ticket = placer.begin(now, placement, chain)
+        if self._without == "pending":
+            placer.settled(self._seats[at], chain)
+        self._tickets[request.id] = ticket, placement.work.computed
+        if request.session is not None:
+            self._homes[request.session] = placement.engine
+        return Choice(at, placement.predicted_tokens)
+
+    def first_token(self, now: float, engine: int, request: Request) -> None:
+        """Its answer has begun."""
+        self._placer.first_token(now, self._seats[engine], self._tickets[request.id][0])
+
+    def finished(self, now: float, engine: int, request: Request) -> None:
+        """Its answer has ended."""
+        seat = self._seats[engine]
+        ticket, computed = self._tickets.pop(request.id)
+        seat.ledger.end(now, ticket)
+        self._placer.served(now, seat, request.chain, computed)
+        if self._without != "pending":
+            self._placer.settled(seat, request.chain)
+
+    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Into the index."""
+        self._placer.index.store(self._names[engine], tier, hashes)
+
+    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Out of the index."""
+        self._placer.index.remove(self._names[engine], tier, hashes)
+
+    def _place(self, now: float, candidates: list[Candidate], chain: Chain) -> Placement:
+        """The decision; of an ablation, the full rule's word on the engine that was chosen without a term."""
+        placer = self._placer
+        if self._without == "congestion":
+            altered = place(candidates, chain, Outlook(now, 1.0, placer.demand.returns))
+        elif self._alter is not None:
+            altered = placer.place(now, [self._alter(candidate) for candidate in candidates], chain)
+        else:
+            return placer.place(now, candidates, chain)
+        return placer.place(now, [each for each in candidates if each.engine == altered.engine], chain)

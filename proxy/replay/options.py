@@ -1,0 +1,106 @@
+"""Options as people write them, read into a plan. What cannot be read is told by the name of its flag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from proxy.replay.engine import EngineModel
+from proxy.replay.plan import Plan
+from proxy.replay.registry import resolve
+from proxy.replay.units import AmountError, parse_amount, parse_count, parse_tokens
+
+MODELS = ("fifo", "chunked")
+
+
+class OptionError(ValueError):
+    """An option that cannot be used; the message says which and why."""
+
+
+def engine_model(
+    *,
+    gpu_tokens: str,
+    host_tokens: str = "0",
+    bytes_per_token: str | None = None,
+    model: str = "fifo",
+    prefill_rate: str = "20k",
+    restore_rate: str = "200k",
+    context_tokens: str = "0",
+    chunk_tokens: str = "2048",
+    decode_step_ms: float = 15.0,
+    decode_stream_ms: float = 0.3,
+) -> EngineModel:
+    """What engines can do, from the flags of these names.
+
+    Raises:
+        OptionError: saying which of them cannot be used, and why.
+    """
+    if model not in MODELS:
+        raise OptionError(f"--model {model!r}: there are {' and '.join(MODELS)}")
+    per_token = None
+    if bytes_per_token is not None:
+        per_token = _read("bytes-per-token", bytes_per_token, lambda text: parse_amount(text)[0], least=1)
+    if decode_step_ms + decode_stream_ms <= 0:
+        raise OptionError("--decode-step-ms and --decode-stream-ms: a decode step has to take some time")
+
+    def tokens(text: str) -> int:
+        return parse_tokens(text, per_token)
+
+    return EngineModel(
+        gpu_tokens=_read("gpu-tokens", gpu_tokens, tokens, least=1),
+        host_tokens=_read("host-tokens", host_tokens, tokens),
+        prefill_tok_s=_read("prefill-rate", prefill_rate, parse_count, least=1),
+        restore_tok_s=_read("restore-rate", restore_rate, parse_count, least=1),
+        context_tokens=_read("context-tokens", context_tokens, parse_count),
+        chunked=model == "chunked",
+        chunk_tokens=_read("chunk-tokens", chunk_tokens, parse_count, least=1),
+        step_s=decode_step_ms / 1000,
+        stream_s=decode_stream_ms / 1000,
+    )
+
+
+def plan(
+    model: EngineModel,
+    *,
+    engines: str = "4",
+    policies: str = "all",
+    seeds: str = "0",
+    load: float | None = None,
+    speedup: float | None = None,
+) -> Plan:
+    """What is to be run, from the flags of these names.
+
+    Raises:
+        OptionError: saying which of them cannot be used, and why.
+    """
+    if load is not None and speedup is not None:
+        raise OptionError("--load and --speedup: both say when requests arrive; give one of them")
+    for flag, value in (("load", load), ("speedup", speedup)):
+        if value is not None and value <= 0:
+            raise OptionError(f"--{flag} {value:g}: it has to be more than 0")
+    try:
+        names = resolve(policies.split(","))
+    except ValueError as error:
+        raise OptionError(f"--policies: {error}") from error
+    return Plan(
+        model=model,
+        engines=_numbers("engines", engines, least=1),
+        policies=names,
+        seeds=_numbers("seeds", seeds),
+        load=load,
+        speedup=speedup or 1.0,
+    )
+
+
+def _read(flag: str, text: str, parse: Callable[[str], int], *, least: int = 0) -> int:
+    try:
+        number = parse(text)
+    except AmountError as error:
+        raise OptionError(f"--{flag}: {error}") from error
+    if number < least:
+        raise OptionError(f"--{flag} {text}: it has to be {least:,} or more")
+    return number
+
+
+def _numbers(flag: str, text: str, *, least: int = 0) -> tuple[int, ...]:
+    """Several, each once."""
+    return tuple(dict.fromkeys(_read(flag, part, parse_count, least=least) for part in text.split(",")))

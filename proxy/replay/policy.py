@@ -1,0 +1,146 @@
+"""What a placement policy is to the simulator, and what several of them keep of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple, Protocol
+
+from engine_adapter.types import Tier
+from proxy.core.blocks import BlockHash, Chain, reusable_tokens
+from proxy.core.index import Match, PrefixIndex
+from proxy.replay.engine import EngineModel
+from proxy.replay.trace import Request
+
+NOTHING = Match()
+
+
+class Choice(NamedTuple):
+    """Where a request goes, by position, and the cached tokens it is expected to find there; None where the
+    policy expects nothing in particular."""
+
+    engine: int
+    predicted_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The engines of a run, all alike.
+
+    Attributes:
+        engines: how many.
+        model: what each of them can do.
+        tokens_per_block: of the trace.
+        common_blocks: leading blocks that all requests of the trace share.
+    """
+
+    engines: int
+    model: EngineModel
+    tokens_per_block: int
+    common_blocks: int = 0
+
+
+class EngineTruth(Protocol):
+    """What an engine itself knows. Routers do not; policies that stand for a limit may look."""
+
+    def queue_s(self, now: float) -> float:
+        """Seconds until all prefill it was given has ended."""
+        ...
+
+
+class Policy(Protocol):
+    """Chooses an engine for each request, and is told of what follows, as a router is."""
+
+    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+        """Where the request goes. The policy takes it as placed there."""
+        ...
+
+    def first_token(self, now: float, engine: int, request: Request) -> None:
+        """Its answer has begun."""
+        ...
+
+    def finished(self, now: float, engine: int, request: Request) -> None:
+        """Its answer has ended."""
+        ...
+
+    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """KV event: these blocks lie on a tier of the engine."""
+        ...
+
+    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """KV event: these blocks left a tier of the engine."""
+        ...
+
+
+class Blind:
+    """A policy that needs to be told nothing. Ties are broken at random, by the seed."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self.fleet = fleet
+        self.random = Random(seed)  # noqa: S311 - a simulation
+
+    def first_token(self, now: float, engine: int, request: Request) -> None:
+        """Nothing follows from it."""
+
+    def finished(self, now: float, engine: int, request: Request) -> None:
+        """Nothing follows from it."""
+
+    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Nothing follows from it."""
+
+    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Nothing follows from it."""
+
+    def least(self, costs: Sequence[float]) -> int:
+        """The position of the lowest cost."""
+        low = min(costs)
+        ties = [at for at, cost in enumerate(costs) if cost == low]
+        return ties[0] if len(ties) == 1 else self.random.choice(ties)
+
+
+class Counting(Blind):
+    """Counts the requests in flight of each engine."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        super().__init__(fleet, seed)
+        self.in_flight = [0] * fleet.engines
+
+    def placed(self, engine: int, predicted_tokens: int | None = None) -> Choice:
+        """The request goes there."""
+        self.in_flight[engine] += 1
+        return Choice(engine, predicted_tokens)
+
+    def finished(self, now: float, engine: int, request: Request) -> None:
+        """One less."""
+        self.in_flight[engine] -= 1
+
+
+class Seeing(Blind):
+    """Knows what every engine holds, by its KV events."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        super().__init__(fleet, seed)
+        self.index = PrefixIndex()
+        self.names = [f"e{at}" for at in range(fleet.engines)]
+        for name in self.names:
+            self.index.add_engine(name)
+
+    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Into the index."""
+        self.index.store(self.names[engine], tier, hashes)
+
+    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Out of the index."""
+        self.index.remove(self.names[engine], tier, hashes)
+
+    def matches(self, chain: Chain) -> list[Match]:
+        """What each engine holds of a prompt."""
+        found = self.index.match(chain.hashes)
+        return [found.get(name, NOTHING) for name in self.names]
+
+
+def cached_tokens(chain: Chain, match: Match) -> int:
+    """Tokens that an engine which holds so much of a chain does not compute."""
+    size = chain.tokens_per_block
+    return min(match.blocks * size, reusable_tokens(chain.n_tokens, size))

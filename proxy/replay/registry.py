@@ -1,0 +1,59 @@
+"""The policies by the names users give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from proxy.replay.kvpin import TERMS, Kvpin
+from proxy.replay.peers import DynamoLike, LlmdDefault, MinTtft, SglangCacheAware
+from proxy.replay.policy import Fleet, Policy
+from proxy.replay.simple import BoundedHash, LeastLoaded, RoundRobin, Sticky
+
+# Bounds by a cache that all engines would share; its hits alone are counted.
+ORACLE = "oracle"
+
+POLICIES: dict[str, Callable[[Fleet, int], Policy]] = {
+    "kvpin": Kvpin,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "sticky": Sticky,
+    "chwbl": BoundedHash,
+    "sglang": SglangCacheAware,
+    "llm-d": LlmdDefault,
+    "dynamo": DynamoLike,
+    "min-ttft": MinTtft,
+}
+ABLATIONS: dict[str, Callable[[Fleet, int], Policy]] = {
+    f"kvpin-no-{term}": partial(Kvpin, without=term) for term in TERMS
+}
+# What people may ask for several at once by.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "all": (*POLICIES, ORACLE),
+    "ablations": ("kvpin", *ABLATIONS),
+}
+NAMES = (*POLICIES, *ABLATIONS, ORACLE)
+
+
+class UnknownPolicy(ValueError):
+    """A name that no policy has; the message lists those there are."""
+
+
+def resolve(names: Iterable[str]) -> tuple[str, ...]:
+    """Names with groups spelled out, each once, in the order given.
+
+    Raises:
+        UnknownPolicy: for a name there is none of.
+    """
+    resolved: dict[str, None] = {}
+    for name in names:
+        if name not in GROUPS and name not in NAMES:
+            known = ", ".join((*GROUPS, *NAMES))
+            raise UnknownPolicy(f"there is no policy {name!r}; there are {known}")
+        resolved.update(dict.fromkeys(GROUPS.get(name, (name,))))
+    return tuple(resolved)
+
+
+def make(name: str, fleet: Fleet, seed: int) -> Policy:
+    """A policy by its name, other than the oracle."""
+    return {**POLICIES, **ABLATIONS}[name](fleet, seed)

@@ -1,0 +1,127 @@
+"""What came of runs: as rows, as a table for people, as JSON and CSV for others."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from proxy.replay.simulator import Outcome
+
+# Those of them that are told with how far runs are apart.
+_SPREAD = ("hit_percent", "mean_ttft_s", "p99_ttft_s")
+
+Row = Mapping[str, Any]
+_PERCENT = 100
+# What tables show: key, heading, digits.
+_COLUMNS: tuple[tuple[str, str, int], ...] = (
+    ("hit_percent", "hit %", 1),
+    ("mean_ttft_s", "mean TTFT s", 3),
+    ("p50_ttft_s", "p50", 3),
+    ("p99_ttft_s", "p99", 2),
+    ("imbalance", "busiest ÷ mean", 2),
+    ("evicted_blocks", "evicted", 0),
+    ("exact_percent", "exact %", 1),
+)
+
+
+def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """One row for each run; None where it has no such figure.
+
+    Shares of tokens are in percent, times in seconds. `imbalance` is the busiest engine's computed tokens
+    over the mean; `exact_percent` the requests whose cached tokens were predicted to the token.
+    """
+    return [_row(outcome) for outcome in outcomes]
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    run, tokens = outcome.run, outcome.prompt_tokens
+    exact = outcome.exact_share
+    return {
+        "policy": run.policy,
+        "engines": run.engines,
+        "seed": run.seed,
+        "speedup": run.speedup,
+        "requests": outcome.requests,
+        "too_long": outcome.too_long,
+        "hit_percent": _PERCENT * outcome.hit_share,
+        "gpu_hit_percent": _PERCENT * outcome.gpu_hits / tokens,
+        "host_hit_percent": _PERCENT * outcome.host_hits / tokens,
+        "mean_ttft_s": outcome.mean_ttft_s,
+        "p50_ttft_s": outcome.ttft_s(0.5),
+        "p99_ttft_s": outcome.ttft_s(0.99),
+        "imbalance": outcome.imbalance,
+        "evicted_blocks": outcome.evicted if outcome.ttfts else None,
+        "exact_percent": None if exact is None else _PERCENT * exact,
+        "off_tokens": None if exact is None else outcome.off_tokens,
+    }
+
+
+def over_seeds(each: Sequence[Row]) -> list[dict[str, Any]]:
+    """One row for each policy and number of engines: the mean of its runs, and as `spread` how far a run
+    is off that at most, by column. Fewest engines first, then the lowest mean time."""
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in each:
+        groups.setdefault((row["engines"], row["policy"]), []).append(row)
+    merged = [_merge(group) for group in groups.values()]
+    return sorted(
+        merged,
+        key=lambda row: (row["engines"], row["mean_ttft_s"] is None, row["mean_ttft_s"] or 0.0),
+    )
+
+
+def _merge(group: Sequence[Row]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"policy": group[0]["policy"], "engines": group[0]["engines"], "spread": {}}
+    for column, _, _ in _COLUMNS:
+        values = [row[column] for row in group]
+        if None in values:
+            merged[column] = None
+            continue
+        merged[column] = mean = fmean(values)
+        merged["spread"][column] = max(abs(value - mean) for value in values)
+    return merged
+
+
+def table(each: Sequence[Row], title: str) -> Table:
+    """For people: one line for each policy and number of engines, the best times first."""
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("engines", justify="right")
+    shown.add_column("policy", no_wrap=True)
+    for _, heading, _ in _COLUMNS:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    before = None
+    for row in over_seeds(each):
+        if before is not None and row["engines"] != before:
+            shown.add_section()
+        before = row["engines"]
+        cells = (_cell(row, column, digits) for column, _, digits in _COLUMNS)
+        shown.add_row(str(row["engines"]), row["policy"], *cells)
+    return shown
+
+
+def _cell(row: Row, column: str, digits: int) -> str:
+    value = row[column]
+    if value is None:
+        return "–"
+    spread = row["spread"][column] if column in _SPREAD else 0.0
+    return f"{value:,.{digits}f}" + (f" ±{spread:,.{digits}f}" if spread else "")
+
+
+def as_json(settings: Mapping[str, Any], each: Sequence[Row]) -> str:
+    """The settings and one object for each run."""
+    encoded = msgspec.json.encode({"settings": settings, "runs": each})
+    return msgspec.json.format(encoded, indent=1).decode() + "\n"
+
+
+def as_csv(each: Sequence[Row]) -> str:
+    """A line of names, and one for each run."""
+    text = StringIO()
+    lines = csv.DictWriter(text, fieldnames=list(each[0]), lineterminator="\n")
+    lines.writeheader()
+    lines.writerows(each)
+    return text.getvalue()

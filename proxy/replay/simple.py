@@ -1,0 +1,96 @@
+"""Policies that know nothing of caches, or only by affinity."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import ceil
+
+from xxhash import xxh3_64_intdigest
+
+from proxy.replay.policy import Blind, Choice, Counting, EngineTruth, Fleet
+from proxy.replay.trace import Request
+
+
+class RoundRobin(Blind):
+    """Each engine in turn."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        super().__init__(fleet, seed)
+        self._next = 0
+
+    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+        """The next one."""
+        engine, self._next = self._next, (self._next + 1) % self.fleet.engines
+        return Choice(engine)
+
+
+class LeastLoaded(Counting):
+    """The engine with the fewest requests in flight."""
+
+    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+        """The least busy one."""
+        return self.placed(self.least(self.in_flight))
+
+
+class Sticky(Counting):
+    """A session stays where its first request went, which is the engine with the fewest requests in flight.
+
+    Of traces that name no sessions, what begins alike is taken for one: see `affinity`.
+    """
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        super().__init__(fleet, seed)
+        self._homes: dict[str, int] = {}
+
+    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+        """Where the session is."""
+        key = affinity(request, self.fleet)
+        home = self._homes.get(key)
+        if home is None:
+            home = self._homes[key] = self.least(self.in_flight)
+        return self.placed(home)
+
+
+class BoundedHash(Counting):
+    """Consistent hashing with bounded loads, CHWBL: an engine owns the prompts whose beginning hashes to its
+    part of a ring, and passes on what would bring it over 1.25 times the mean of requests in flight.
+
+    Mirrokni, Thorup, Zadimoghaddam 2016. The constants are KubeAI's defaults (meanLoadFactor 125, replication
+    256); it hashes the beginning of the first user message, which all turns of a session share: `affinity`.
+    """
+
+    LOAD_FACTOR = 1.25
+    REPLICATION = 256
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        super().__init__(fleet, seed)
+        ring = sorted(
+            (xxh3_64_intdigest(f"e{engine}/{copy}".encode(), seed=seed), engine)
+            for engine in range(fleet.engines)
+            for copy in range(self.REPLICATION)
+        )
+        self._points = [point for point, _ in ring]
+        self._owners = [engine for _, engine in ring]
+
+    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+        """The first on the ring that is not over its bound."""
+        bound = ceil(self.LOAD_FACTOR * (sum(self.in_flight) + 1) / self.fleet.engines)
+        key = affinity(request, self.fleet)
+        at = bisect_left(self._points, xxh3_64_intdigest(key.encode()))
+        owners = self._owners
+        while self.in_flight[owners[at % len(owners)]] >= bound:
+            at += 1
+        return self.placed(owners[at % len(owners)])
+
+
+def affinity(request: Request, fleet: Fleet) -> str:
+    """What a conversation is told by: its session, or else the first block that not all requests share.
+
+    The latter stands for the beginning of what the user said: a router tells the system prompt by its role;
+    of hashes, only what all have in common can be told.
+    """
+    if request.session is not None:
+        return request.session
+    hashes = request.chain.hashes
+    return str(hashes[fleet.common_blocks]) if len(hashes) > fleet.common_blocks else ""

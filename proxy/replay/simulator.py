@@ -1,0 +1,209 @@
+"""A run: a trace, engines and a policy, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from engine_adapter.types import Tier
+from proxy.core.blocks import BlockHash
+from proxy.replay.arrivals import arrivals
+from proxy.replay.engine import EngineModel, SimEngine
+from proxy.replay.oracle import oracle_hits
+from proxy.replay.policy import Fleet, Policy
+from proxy.replay.registry import ORACLE, make
+from proxy.replay.trace import Request, Trace
+
+# Requests between two reports of progress.
+REPORT_EVERY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is to be simulated.
+
+    Attributes:
+        policy: its name.
+        engines: how many.
+        model: what each of them can do.
+        speedup: how much faster than recorded requests arrive.
+        seed: 0 for arrivals as recorded.
+    """
+
+    policy: str
+    engines: int
+    model: EngineModel
+    speedup: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one run. Times in seconds, of all requests served.
+
+    Attributes:
+        run: what was simulated.
+        requests: served.
+        too_long: requests that no engine has room for; they were left out.
+        prompt_tokens: of those served.
+        gpu_hits: cached tokens found on GPUs.
+        host_hits: those on host tiers.
+        ttfts: times to the first token, sorted; empty for the oracle.
+        computed: prompt tokens that each engine computed.
+        evicted: blocks that left GPUs.
+        predicted: requests whose cached tokens the policy predicted.
+        exact: those of them where it was right.
+        off_tokens: how far it was off, on average, in tokens.
+    """
+
+    run: Run
+    requests: int
+    too_long: int
+    prompt_tokens: int
+    gpu_hits: int
+    host_hits: int
+    ttfts: Sequence[float] = ()
+    computed: Sequence[int] = ()
+    evicted: int = 0
+    predicted: int = 0
+    exact: int = 0
+    off_tokens: float = 0.0
+
+    @property
+    def hit_share(self) -> float:
+        """Of the prompt tokens, those that were cached."""
+        return (self.gpu_hits + self.host_hits) / self.prompt_tokens
+
+    @property
+    def mean_ttft_s(self) -> float | None:
+        """None where no times were simulated."""
+        return sum(self.ttfts) / len(self.ttfts) if self.ttfts else None
+
+    def ttft_s(self, quantile: float) -> float | None:
+        """The time that this share of the requests had at most; None where no times were simulated."""
+        return self.ttfts[min(int(quantile * len(self.ttfts)), len(self.ttfts) - 1)] if self.ttfts else None
+
+    @property
+    def imbalance(self) -> float | None:
+        """The busiest engine's work over the mean; None where no work was simulated."""
+        total = sum(self.computed)
+        return max(self.computed) * len(self.computed) / total if total else None
+
+    @property
+    def exact_share(self) -> float | None:
+        """Of the predictions, those that held; None for a policy that makes none."""
+        return self.exact / self.predicted if self.predicted else None
+
+
+def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = None) -> Outcome:
+    """The outcome of a run; the same for the same run. `progress` is told of requests placed since last time.
+
+    Raises:
+        ValueError: when no request of the trace fits an engine.
+    """
+    served = [request for request in trace.requests if run.model.fits(request)]
+    if not served:
+        raise ValueError("no request of the trace fits an engine: give it more GPU tokens")
+    too_long = len(trace.requests) - len(served)
+    prompt_tokens = sum(request.n_tokens for request in served)
+    timed = arrivals(trace, run.speedup, run.seed)
+    timed = [each for each in timed if run.model.fits(each[1])] if too_long else timed
+    if run.policy == ORACLE:
+        hits = oracle_hits([request for _, request in timed], run.engines, run.model)
+        return Outcome(run, len(served), too_long, prompt_tokens, hits, 0)
+    fleet = Fleet(run.engines, run.model, trace.tokens_per_block, trace.common_blocks)
+    simulation = _Simulation(fleet, make(run.policy, fleet, run.seed))
+    simulation.play(timed, progress)
+    return simulation.outcome(run, too_long, prompt_tokens)
+
+
+class _Simulation:
+    """The event loop, and what engines tell on the way."""
+
+    def __init__(self, fleet: Fleet, policy: Policy) -> None:
+        self._policy = policy
+        self._engines = [
+            SimEngine(at, fleet.model, fleet.tokens_per_block, self) for at in range(fleet.engines)
+        ]
+        self._arrived: dict[int, tuple[float, int | None]] = {}  # request → when, prediction
+        self._ttfts: list[float] = []
+        self._gpu_hits = self._host_hits = 0
+        self._predicted = self._exact = self._off = 0
+
+    def play(self, timed: Sequence[tuple[float, Request]], progress: Callable[[int], None] | None) -> None:
+        """All requests, to the last token of the last one."""
+        engines, agenda = self._engines, list[tuple[float, int]]()
+        for count, (now, request) in enumerate(timed, 1):
+            self._until(now, agenda)
+            choice = self._policy.choose(now, request, engines)
+            self._arrived[request.id] = now, choice.predicted_tokens
+            engine = engines[choice.engine]
+            before = engine.due
+            engine.submit(now, request)
+            if engine.due != before:
+                heappush(agenda, (engine.due, choice.engine))
+            if progress is not None and count % REPORT_EVERY == 0:
+                progress(REPORT_EVERY)
+        self._until(inf, agenda)
+        if progress is not None:
+            progress(len(timed) % REPORT_EVERY)
+
+    def _until(self, now: float, agenda: list[tuple[float, int]]) -> None:
+        """What is due by then. Entries an engine has moved on from since are passed over."""
+        engines = self._engines
+        while agenda and agenda[0][0] <= now:
+            due, at = heappop(agenda)
+            engine = engines[at]
+            if engine.due != due:
+                continue
+            engine.advance(due)
+            if engine.due < inf:
+                heappush(agenda, (engine.due, at))
+
+    def outcome(self, run: Run, too_long: int, prompt_tokens: int) -> Outcome:
+        """What came of it."""
+        return Outcome(
+            run=run,
+            requests=len(self._ttfts),
+            too_long=too_long,
+            prompt_tokens=prompt_tokens,
+            gpu_hits=self._gpu_hits,
+            host_hits=self._host_hits,
+            ttfts=sorted(self._ttfts),
+            computed=[engine.computed for engine in self._engines],
+            evicted=sum(engine.evicted for engine in self._engines),
+            predicted=self._predicted,
+            exact=self._exact,
+            off_tokens=self._off / self._predicted if self._predicted else 0.0,
+        )
+
+    # --- told by the engines ------------------------------------------------------------------------
+
+    def started(self, now: float, engine: int, request: Request, gpu: int, host: int) -> None:
+        """Its cached tokens are known."""
+        self._gpu_hits += gpu
+        self._host_hits += host
+        predicted = self._arrived[request.id][1]
+        if predicted is not None:
+            self._predicted += 1
+            self._exact += predicted == gpu + host
+            self._off += abs(predicted - gpu - host)
+
+    def first_token(self, now: float, engine: int, request: Request) -> None:
+        """It was waited for until now."""
+        self._ttfts.append(now - self._arrived.pop(request.id)[0])
+        self._policy.first_token(now, engine, request)
+
+    def finished(self, now: float, engine: int, request: Request) -> None:
+        """Its answer has ended."""
+        self._policy.finished(now, engine, request)
+
+    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """KV events reach the policy at once."""
+        self._policy.stored(engine, tier, hashes)
+
+    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """KV events reach the policy at once."""
+        self._policy.removed(engine, tier, hashes)

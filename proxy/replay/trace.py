@@ -1,0 +1,198 @@
+"""Traces: who asked for what when, as hashes of blocks only.
+
+Read are Mooncake's jsonl (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, 512 tokens a
+block), the same with `session_id`, and kvpin's own recordings, which add `block_tokens`. Plain or gzip.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from proxy.core.blocks import BlockHash, Chain
+
+# Of lines that do not say: Mooncake's.
+BLOCK_TOKENS = 512
+_HASHES = 1 << 64
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TraceError(Exception):
+    """A trace that cannot be replayed; the message says where and why."""
+
+
+class Line(msgspec.Struct, omit_defaults=True):
+    """One request as it stands in a file.
+
+    Attributes:
+        timestamp: its arrival in milliseconds since the recording began.
+        input_length: prompt tokens.
+        output_length: tokens of the answer.
+        hash_ids: one per full block, of which each stands for the block and all before it; one more for the
+            tail that fills none may follow.
+        session_id: the conversation it belongs to, where known.
+        block_tokens: tokens of a block.
+    """
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: _Count
+    hash_ids: list[_Count]
+    session_id: str | int | None = None
+    block_tokens: Annotated[int, msgspec.Meta(ge=1)] = BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a trace.
+
+    Attributes:
+        id: its position in the trace.
+        at: arrival in seconds.
+        chain: its full blocks.
+        output_tokens: tokens of the answer.
+        session: the conversation it belongs to, None where unknown.
+    """
+
+    id: int
+    at: float
+    chain: Chain
+    output_tokens: int
+    session: str | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt tokens."""
+        return self.chain.n_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests by arrival, and what is true of all of them.
+
+    Attributes:
+        name: of the file.
+        requests: at least one.
+        tokens_per_block: the same for all of them.
+        common_blocks: leading blocks that all of them share: a system prompt of everyone.
+        rechained: its ids stood for a block alone, and were chained while it was read.
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+    tokens_per_block: int
+    common_blocks: int
+    rechained: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt tokens in all."""
+        return sum(request.n_tokens for request in self.requests)
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether it says which requests belong together."""
+        return any(request.session is not None for request in self.requests)
+
+
+def read_trace(path: Path, *, limit: int | None = None) -> Trace:
+    """The trace in a file, or its first `limit` lines.
+
+    Raises:
+        TraceError: saying what is wrong with which line.
+    """
+    lines = list(_lines(path, limit))
+    if not lines:
+        raise TraceError(f"{path}: there is no request in it")
+    sizes = {line.block_tokens for line in lines}
+    if len(sizes) > 1:
+        raise TraceError(
+            f"{path}: blocks of {' and '.join(map(str, sorted(sizes)))} tokens; replay takes one size"
+        )
+    size = sizes.pop()
+    chains = [tuple(line.hash_ids[: line.input_length // size]) for line in lines]
+    rechained = not _is_chained(chains)
+    if rechained:
+        chains = _chained(chains)
+    order = sorted(range(len(lines)), key=lambda at: lines[at].timestamp)
+    requests = tuple(
+        Request(
+            id=position,
+            at=lines[at].timestamp / 1000,
+            chain=Chain(chains[at], lines[at].input_length, size),
+            output_tokens=lines[at].output_length,
+            session=None if lines[at].session_id is None else str(lines[at].session_id),
+        )
+        for position, at in enumerate(order)
+    )
+    return Trace(path.name, requests, size, _common(chains), rechained)
+
+
+def _lines(path: Path, limit: int | None) -> Iterator[Line]:
+    decoder = msgspec.json.Decoder(Line)
+    at = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            filled = ((number, text) for number, text in enumerate(file, 1) if not text.isspace())
+            for at, text in islice(filled, limit):  # noqa: B007 - which line it was, should it be bad
+                yield _checked(decoder.decode(text))
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: is not whole: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise TraceError(f"{path}, line {at}: {error}") from error
+
+
+def _checked(line: Line) -> Line:
+    """Raises ValueError for a line that contradicts itself."""
+    full = line.input_length // line.block_tokens
+    if len(line.hash_ids) < full:
+        raise ValueError(
+            f"{len(line.hash_ids)} hash_ids for {full} full blocks of {line.block_tokens} tokens"
+        )
+    if line.hash_ids and max(line.hash_ids) >= _HASHES:
+        raise ValueError("a hash id has more than 64 bits")
+    return line
+
+
+def _is_chained(chains: Iterable[tuple[BlockHash, ...]]) -> bool:
+    """Whether each id follows one other id only."""
+    parents: dict[BlockHash, BlockHash] = {}
+    for chain in chains:
+        parent = -1
+        for block in chain:
+            if parents.setdefault(block, parent) != parent:
+                return False
+            parent = block
+    return True
+
+
+def _chained(chains: Iterable[tuple[BlockHash, ...]]) -> list[tuple[BlockHash, ...]]:
+    """The same with a new id for each block after each prefix."""
+    ids: dict[tuple[BlockHash, BlockHash], BlockHash] = {}
+    chained = []
+    for chain in chains:
+        parent, here = -1, []
+        for block in chain:
+            parent = ids.setdefault((parent, block), len(ids))
+            here.append(parent)
+        chained.append(tuple(here))
+    return chained
+
+
+def _common(chains: Iterable[tuple[BlockHash, ...]]) -> int:
+    """Leading blocks that all share. Of ids that are chained one look at each chain is enough."""
+    chains = list(chains)
+    common = min(map(len, chains))
+    while common and any(chain[common - 1] != chains[0][common - 1] for chain in chains):
+        common -= 1
+    return common
