@@ -62,7 +62,7 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
-from engine_adapter.usage import read_cached_tokens, read_streamed_cached_tokens
+from engine_adapter.usage import read_answer_usage, read_streamed_usage
 
 __all__ = [
     "ENGINE_KINDS",
@@ -113,9 +113,9 @@ __all__ = [
     "managed_command",
     "managed_spec",
     "prepare_managed",
-    "read_cached_tokens",
+    "read_answer_usage",
     "read_error",
-    "read_streamed_cached_tokens",
+    "read_streamed_usage",
     "route_of",
     "run_engine_cli",
 ]

@@ -16,7 +16,7 @@ import msgspec
 from engine_adapter.body import JsonBody
 from engine_adapter.hold import AnswerReader, Hold
 from engine_adapter.types import TokenIds
-from engine_adapter.usage import UNREADABLE, USAGE_KEY, read_cached_tokens, read_usage
+from engine_adapter.usage import UNREADABLE, USAGE_KEY, read_answer_usage, read_usage
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
 # The ends of an event. Both occur; no engine ends lines with a bare carriage return.
@@ -94,7 +94,7 @@ class OpenAIAnswer:
     def feed(self, chunk: bytes) -> bytes:
         """See `AnswerReader.feed`."""
         if not self._streams:
-            self._cached = read_cached_tokens(chunk)
+            self._cached = read_answer_usage(chunk).cached_tokens
             return self._pass_json(chunk) if self._reads_tokens else chunk
         if not self._held and chunk.endswith(_ENDS):
             return self._pass_events(chunk)
@@ -138,7 +138,7 @@ class OpenAIAnswer:
         answer, choices = read
         usage = bytes(answer.get("usage", _NULL))
         if usage.startswith(b"{"):
-            cached = read_usage(usage)
+            cached = read_usage(usage).cached_tokens
             self._cached = cached if cached is not None else self._cached
             if self._hides_usage and not choices:
                 return b""

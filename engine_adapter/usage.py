@@ -1,10 +1,23 @@
-"""The reused prompt tokens that an answer reports: the one place that knows where they stand."""
+"""What an answer's usage says: the one place that knows where it stands."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import msgspec
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of an answer; None where it does not say.
+
+    Attributes:
+        cached_tokens: reused prompt tokens.
+        output_tokens: tokens of the answer itself.
+    """
+
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
 
 
 class _Details(msgspec.Struct):
@@ -17,18 +30,15 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Reused prompt tokens, None where it does not say."""
-        details = self.prompt_tokens_details or self.input_tokens_details
-        return details.cached_tokens if details is not None else self.cache_read_input_tokens
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
+NOTHING = Usage()
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -37,29 +47,45 @@ USAGE_KEY = b'"usage"'
 _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
 
-def read_cached_tokens(content: bytes) -> int | None:
-    """Reused prompt tokens by the usage of a JSON answer; None where it does not say."""
+def read_answer_usage(content: bytes) -> Usage:
+    """What a JSON answer says."""
     try:
-        usage = _decode_answer(content).usage
+        return _read(_decode_answer(content).usage)
     except UNREADABLE:
-        return None
-    return usage.cached_tokens if usage is not None else None
+        return NOTHING
 
 
-def read_usage(usage: bytes) -> int | None:
-    """Reused prompt tokens by a usage object itself."""
+def read_usage(usage: bytes) -> Usage:
+    """What a usage object itself says."""
     try:
-        return _decode_usage(usage).cached_tokens
+        return _read(_decode_usage(usage))
     except UNREADABLE:
-        return None
+        return NOTHING
 
 
-def read_streamed_cached_tokens(part: bytes) -> int | None:
-    """The same from a part of an event stream: by the last usage in it that says so."""
+def read_streamed_usage(part: bytes) -> Usage:
+    """What a part of an event stream says, each by the last usage in it that does."""
+    cached = output = None
+    for usage in _backwards(part):
+        cached = usage.cached_tokens if cached is None else cached
+        output = usage.output_tokens if output is None else output
+        if cached is not None and output is not None:
+            break
+    return Usage(cached, output)
+
+
+def _backwards(part: bytes) -> Iterator[Usage]:
     at = len(part)
     while (at := part.rfind(USAGE_KEY, 0, at)) >= 0:
         usage = _USAGE.match(part, at)
-        cached = read_usage(usage[1]) if usage is not None else None
-        if cached is not None:
-            return cached
-    return None
+        if usage is not None:
+            yield read_usage(usage[1])
+
+
+def _read(usage: _Usage | None) -> Usage:
+    if usage is None:
+        return NOTHING
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
+    output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+    return Usage(cached, output)

@@ -11,6 +11,8 @@ from engine_adapter import JsonBody, route_of
 
 # OpenAI's SDKs hang up on reading this, before the engine has closed the stream.
 _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
+# The blank line after an event of a stream. Both occur.
+_EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,14 @@ class Reply:
     Attributes:
         started: status and headers were sent.
         complete: the client has all it waits for; that it leaves now is no cancellation.
+        events: of a stream, that the client was sent.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
         self.complete = False
+        self.events = 0
 
     async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         """Sends status and headers. Values are text as aiohttp reads it: stray bytes are surrogates."""
@@ -73,6 +77,7 @@ class Reply:
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
         self.complete = chunk.endswith(_STREAM_END)
+        self.events += chunk.count(_EVENT_END) + chunk.count(_EVENT_END_CR)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self, chunk: bytes = b"") -> None:

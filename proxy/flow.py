@@ -75,6 +75,7 @@ class Flow:
         try:
             call = await self._admit(call)
             pool = self.fleet.pool(call.model)
+            record.served_as = pool.model
             adapter = pool.adapter_of(call.model)
             prompt = record.prompt = await self._tokenise(pool, call, adapter)
             chain = pool.chain(prompt)
@@ -102,7 +103,7 @@ class Flow:
             record.status, record.error = CLIENT_LEFT, "the client left"
             raise
         finally:
-            record.duration_s = time.monotonic() - started
+            record.duration_s, record.events = time.monotonic() - started, reply.events
             self.requests.add(record)
             self.observe(record)
 
@@ -234,5 +235,5 @@ def _headers(call: Call, placement: Placement, hold: Hold) -> dict[str, str]:
 
 def _note_outcome(record: RequestRecord, outcome: Outcome) -> None:
     record.status = outcome.status
-    record.reported_tokens = outcome.cached_tokens
+    record.reported_tokens, record.output_tokens = outcome.cached_tokens, outcome.output_tokens
     record.error = outcome.error

@@ -22,9 +22,9 @@ from engine_adapter import (
     Hold,
     IncomingResponse,
     Transport,
-    read_cached_tokens,
+    read_answer_usage,
     read_error,
-    read_streamed_cached_tokens,
+    read_streamed_usage,
 )
 from proxy.calls import Call, Reply
 
@@ -55,11 +55,13 @@ _TAIL_BYTES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a forwarded request: the status sent, and the cached tokens the engine reported."""
+    """What came of a forwarded request: the status sent, and what the engine reported: cached tokens of the
+    prompt, tokens of the answer."""
 
     status: int
     cached_tokens: int | None = None
     error: str | None = None
+    output_tokens: int | None = None
 
 
 class Forwarder:
@@ -116,7 +118,8 @@ async def _answer_json(
 ) -> Outcome:
     content = await response.read()
     on_first_byte()
-    reported = cached if cached is not None else read_cached_tokens(content)
+    usage = read_answer_usage(content)
+    reported = cached if cached is not None else usage.cached_tokens
     if reader is not None:
         kept = reader.feed(content)
         if not reader.assembles:
@@ -124,7 +127,7 @@ async def _answer_json(
             reported = reader.cached_tokens() if reported is None else reported
     await reply.start(response.status, [*headers, *_cached_header(reported)])
     await reply.finish(content)
-    return Outcome(response.status, reported)
+    return Outcome(response.status, reported, output_tokens=usage.output_tokens)
 
 
 async def _answer_assembled(
@@ -144,7 +147,7 @@ async def _answer_assembled(
     kept.append(("content-type", "application/json"))
     await reply.start(response.status, [*kept, *_cached_header(reported)])
     await reply.finish(content)
-    return Outcome(response.status, reported)
+    return Outcome(response.status, reported, output_tokens=read_answer_usage(content).output_tokens)
 
 
 async def _answer_stream(
@@ -155,18 +158,15 @@ async def _answer_stream(
     reader: AnswerReader | None,
     on_first_byte: Callable[[], None],
 ) -> Outcome:
-    chunks = response.chunks() if reader is None else _watched(response.chunks(), reader)
+    tail = bytearray()
+    chunks = _watched(response.chunks(), reader, tail)
     # Nothing is sent before the engine's first byte: until then the request can go elsewhere.
     first = await anext(chunks, b"")
     on_first_byte()
     await reply.start(response.status, [*headers, *_cached_header(cached)])
     await reply.write(first)
-    tail = bytearray(first)
     try:
         async for chunk in chunks:
-            tail += chunk
-            if len(tail) > 2 * _TAIL_BYTES:
-                del tail[:-_TAIL_BYTES]
             await reply.write(chunk)
     except EngineUnavailable as error:
         if not reply.complete:
@@ -180,16 +180,23 @@ async def _answer_stream(
             await reply.write(rest)
         cached = reader.cached_tokens()
     await reply.finish()
+    usage = read_streamed_usage(bytes(tail))
     if cached is None:
         # A message tells it at its start, anything else at its end.
-        at_end = read_streamed_cached_tokens(bytes(tail))
-        cached = at_end if at_end is not None else read_streamed_cached_tokens(first)
-    return Outcome(response.status, cached)
+        cached = usage.cached_tokens
+        cached = cached if cached is not None else read_streamed_usage(first).cached_tokens
+    return Outcome(response.status, cached, output_tokens=usage.output_tokens)
 
 
-async def _watched(chunks: AsyncIterator[bytes], reader: AnswerReader) -> AsyncIterator[bytes]:
+async def _watched(
+    chunks: AsyncIterator[bytes], reader: AnswerReader | None, tail: bytearray
+) -> AsyncIterator[bytes]:
+    """What the client gets of a stream; what the engine sent last is kept in `tail`."""
     async for chunk in chunks:
-        kept = reader.feed(chunk)
+        tail += chunk
+        if len(tail) > 2 * _TAIL_BYTES:
+            del tail[:-_TAIL_BYTES]
+        kept = chunk if reader is None else reader.feed(chunk)
         if kept:
             yield kept
 

@@ -19,8 +19,15 @@ MAX_TOKENS = 8_000_000
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, filled in as it goes on. Times in seconds; `started` in Unix time. `tokens_agree` is
-    whether its engine made the same tokens of it, None where it did not tell."""
+    """One request, filled in as it goes on. Times in seconds; `started` in Unix time.
+
+    Attributes:
+        model: as its client named it.
+        served_as: the model of the engines that were to serve it.
+        tokens_agree: whether its engine made the same tokens of the prompt, None where it did not tell.
+        output_tokens: of the answer, None where the engine did not tell.
+        events: of the answer's stream, as far as the client got it.
+    """
 
     request_id: str
     started: float
@@ -29,11 +36,14 @@ class RequestRecord:
     tenant: str | None
     stream: bool
     prompt_cache_key: str | None = None
+    served_as: str | None = None
     prompt: Prompt | None = field(default=None, repr=False)
     placement: Placement | None = None
     attempts: list[str] = field(default_factory=list)
     status: int | None = None
     reported_tokens: int | None = None
+    output_tokens: int | None = None
+    events: int = 0
     tokens_agree: bool | None = None
     first_byte_s: float | None = None
     duration_s: float | None = None

@@ -60,6 +60,12 @@ class TestReply:
         assert sent == [{"type": "http.response.body", "body": last, "more_body": True}]
         assert reply.complete is complete
 
+    @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+    async def test_the_events_of_a_stream_are_counted(self, reply, end):
+        await reply.write(b'data: {"text": "a\\n\\n"}' + end)
+        await reply.write(b": note" + end + b"data: [DONE]" + end)
+        assert reply.events == 3
+
     async def test_the_end_of_the_body_completes_it(self, reply, sent):
         await reply.finish(b"{}")
         assert sent == [{"type": "http.response.body", "body": b"{}"}]

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from engine_adapter import EngineRejected, EngineUnavailable, Hold
+from engine_adapter.openai_answer import OpenAIAnswer
 from proxy.engine import EngineState
 from tests.fakes import (
     ANSWER,
@@ -79,6 +80,10 @@ class TestPassingOn:
         response = await client.post(CHAT, json=ASK)
         assert response.headers["x-kvpin-cached-tokens"] == "32"
         assert proxy.last.reported_tokens == 32
+
+    async def test_tokens_of_the_answer_are_read_from_usage(self, proxy, client):
+        await client.post(CHAT, json=ASK)
+        assert (proxy.last.output_tokens, proxy.last.events) == (2, 0)
 
     async def test_any_v1_route_and_method_passes(self, engine, client):
         for method, path in [("GET", "/v1/files?after=a%20b&x=%2F"), ("DELETE", "/v1/responses/r%2F1")]:
@@ -161,7 +166,7 @@ class TestStreaming:
     async def test_usage_is_read_from_the_end_of_the_stream(self, engine, proxy, client):
         usage = {
             "choices": [],
-            "usage": {"prompt_tokens": 50, "prompt_tokens_details": {"cached_tokens": 48}},
+            "usage": {"completion_tokens": 50, "prompt_tokens_details": {"cached_tokens": 48}},
         }
         tail = event(usage) + DONE
 
@@ -177,7 +182,7 @@ class TestStreaming:
         engine.script = script
         response = await client.post(CHAT, json=STREAM)
         assert response.content.endswith(tail)
-        assert proxy.last.reported_tokens == 48
+        assert (proxy.last.reported_tokens, proxy.last.output_tokens) == (48, 50)
 
     async def test_a_header_tells_cached_tokens_before_the_stream(self, engine, proxy, client):
         async def script(exchange):
@@ -330,6 +335,22 @@ class TestReaders:
         engine.script = script
         await client.post(CHAT, json=STREAM)
         assert proxy.last.reported_tokens == 48
+
+    async def test_usage_that_a_reader_holds_back_is_read_all_the_same(self, engine):
+        def make(body):
+            reader = OpenAIAnswer(streams=True, hides_usage=True, reads_tokens=False, hides_tokens=False)
+            return Hold(body, answer=reader)
+
+        async def script(exchange):
+            said = {"choices": [], "usage": {"completion_tokens": 9}}
+            await exchange.stream(event({"choices": [{"delta": {"content": "x"}}]}), event(said), DONE)
+
+        engine.script = script
+        async with proxy_over(HoldingAdapter(engine, make), reuse=True) as proxy, client_of(proxy) as client:
+            response = await client.post(CHAT, json=STREAM)
+            assert b"usage" not in response.content
+            assert (proxy.last.output_tokens, proxy.last.events) == (9, 2)
+            await proxy.settled()
 
     async def test_a_json_answer_is_shown_whole(self, reader, proxy, client):
         reader.assembles = True  # and needs no assembling: it is no stream
@@ -540,4 +561,4 @@ class TestUsageOfEveryRoute:
 
         engine.script = script
         await client.post("/v1/messages", json={"model": "m", "messages": [], "stream": True})
-        assert proxy.last.reported_tokens == 7
+        assert (proxy.last.reported_tokens, proxy.last.output_tokens) == (7, 50)
