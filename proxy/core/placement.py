@@ -83,7 +83,12 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         cached_tokens: tokens of the prompt the engine would reuse.
         host_tokens: those of them on its host tier.
         disk_tokens: those on its disk.
+        pending_tokens: those that requests in flight are yet to leave behind.
         in_flight: requests it has.
+        free_blocks: blocks on its GPU that hold nothing; None where unknown. This and the next two decide
+            where costs do not.
+        served: requests it has been given so far.
+        is_last: it served this session before.
     """
 
     engine: str
@@ -97,7 +102,11 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int = 0
     host_tokens: int = 0
     disk_tokens: int = 0
+    pending_tokens: int = 0
     in_flight: int = 0
+    free_blocks: int | None = None
+    served: int = 0
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,7 @@ class Placement:
 
     `firm` is False when the prediction rests on what requests in flight have yet to leave behind, or the
     engine may hold more than is known. `gpu_tokens` are those of the prediction that need no lower tier.
+    `strain` is what a second of prefill counted, `Outlook.strain`.
     """
 
     engine: str
@@ -115,6 +125,7 @@ class Placement:
     rule: str
     firm: bool = True
     gpu_tokens: int = 0
+    strain: float = 1.0
     chosen: Cost = field(default=Cost(""), repr=False, compare=False)
 
     @property
@@ -158,13 +169,14 @@ def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
     foreseen, load, rates = candidate.forecast, candidate.load, candidate.rates
     if foreseen is not None:
         return _foreseen(candidate, foreseen, strain)
-    cached = host = disk = 0
+    cached = host = disk = pending = 0
     restore_s = 0.0
     match = candidate.match
     if match is not NOTHING:
         cached = predict(chain, match, candidate.tokens_per_block)
         host = min(match.host * chain.tokens_per_block, cached)
         disk = min(match.disk * chain.tokens_per_block, cached - host)
+        pending = min(match.pending * chain.tokens_per_block, cached - host - disk)
         restore_s = rates.restore_s(host, disk) if host or disk else 0.0
     prefill_s = rates.prefill_s(chain.n_tokens - cached)
     interference_s = prefill_s * rates.interference * load.decoding
@@ -180,7 +192,11 @@ def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
         cached_tokens=cached,
         host_tokens=host,
         disk_tokens=disk,
+        pending_tokens=pending,
         in_flight=load.in_flight,
+        free_blocks=candidate.free_blocks,
+        served=candidate.served,
+        is_last=candidate.is_last,
     )
 
 
@@ -197,6 +213,9 @@ def _foreseen(candidate: Candidate, forecast: Forecast, strain: float) -> Cost:
         total_s=own_s + congestion_s,
         cached_tokens=forecast.cached_tokens,
         in_flight=candidate.load.in_flight,
+        free_blocks=candidate.free_blocks,
+        served=candidate.served,
+        is_last=candidate.is_last,
     )
 
 
@@ -221,6 +240,7 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
         rule="lowest cost",
         firm=_is_firm(candidates[best]),
         gpu_tokens=_on_gpu(candidates[best], chosen, chain),
+        strain=outlook.strain,
         chosen=chosen,
     )
 
@@ -268,5 +288,5 @@ def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Pl
     For requests whose prompt is not known (reuse off, embeddings, audio). `candidates` is not empty.
     """
     best = min(range(len(candidates)), key=lambda i: (candidates[i].load.in_flight, candidates[i].served, i))
-    costs = tuple(Cost(c.engine, in_flight=c.load.in_flight) for c in candidates)
+    costs = tuple(Cost(c.engine, in_flight=c.load.in_flight, served=c.served) for c in candidates)
     return Placement(candidates[best].engine, 0, n_tokens, costs, "least loaded", chosen=costs[best])
