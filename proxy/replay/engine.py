@@ -215,7 +215,7 @@ class SimEngine:
         self._current = request
         size = chain.tokens_per_block
         cached = min((taken.gpu + taken.host) * size, reusable_tokens(chain.n_tokens, size))
-        host = min(taken.host * size, cached)
+        host = max(cached - taken.gpu * size, 0)
         self._restored_at = now + host / model.restore_tok_s
         self._left = model.work(cached, chain.n_tokens)
         self._uncached = chain.n_tokens - cached

@@ -37,6 +37,7 @@ def draw(path: Path, each: Sequence[Mapping[str, Any]], title: str) -> None:
         axes.set_xticks(range(len(counts)), [str(count) for count in counts])
         axes.set_xlabel("engines")
         axes.set_title(label)
-    times.set_yscale("log")
+    if any(row["mean_ttft_s"] for row in merged):
+        times.set_yscale("log")
     figure.legend(loc="outside right center")
     figure.savefig(path, format="png")

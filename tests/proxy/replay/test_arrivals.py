@@ -1,0 +1,42 @@
+import pytest
+
+from proxy.replay.arrivals import JITTER_S, arrivals, speedup_for_load
+from tests.proxy.replay.making import ask, model_of, trace_of
+
+
+def test_a_load_is_what_computing_everything_would_take():
+    trace = trace_of(ask((1, 2), tail=0, at=5.0), ask((1, 2), tail=0, at=25.0))
+    # 0.4 s of work for 20 s: two engines are busy for half of the time when it takes 0.4 s.
+    assert speedup_for_load(trace, model_of(), 2, 0.5) == pytest.approx(50)
+    assert speedup_for_load(trace, model_of(context_tokens=100), 2, 0.5) == pytest.approx(25)
+
+
+def test_what_arrives_at_once_makes_no_load():
+    with pytest.raises(ValueError, match="all requests arrive at once"):
+        speedup_for_load(trace_of(ask((1,)), ask((2,))), model_of(), 1, 0.9)
+
+
+def test_seed_0_is_the_trace_as_it_is():
+    trace = trace_of(ask((1,), at=10.0), ask((2,), at=14.0), ask((3,), at=14.0))
+    timed = arrivals(trace, 2.0, 0)
+    assert [(at, request.id) for at, request in timed] == [(0.0, 0), (2.0, 1), (2.0, 2)]
+
+
+def test_other_seeds_move_arrivals_a_little():
+    trace = trace_of(*(ask((1,), at=n / 2) for n in range(200)))
+    one, two = arrivals(trace, 1.0, 1), arrivals(trace, 1.0, 2)
+    assert one == arrivals(trace, 1.0, 1) != two
+    assert [at for at, _ in one] == sorted(at for at, _ in one)
+    moves = [at - request.at for at, request in one]
+    assert all(-JITTER_S <= move <= JITTER_S for move in moves)
+    assert min(moves) < -JITTER_S / 2 < JITTER_S / 2 < max(moves)
+    assert [request.id for _, request in one] != list(range(200))
+    assert one[0][0] >= 0
+
+
+def test_the_turns_of_a_session_stay_in_order():
+    trace = trace_of(*(ask((1,), at=n / 4, session=str(n % 3)) for n in range(60)))
+    for seed in range(1, 5):
+        for session in "012":
+            turns = [request.id for _, request in arrivals(trace, 1.0, seed) if request.session == session]
+            assert turns == sorted(turns)

@@ -1,0 +1,109 @@
+import pytest
+
+from engine_adapter.types import Tier
+from proxy.replay.kvpin import TERMS, Kvpin
+from tests.proxy.replay.making import ask, fleet_of
+
+
+def choose(policy, *requests, now=0.0):
+    return [policy.choose(now, request, ()) for request in requests]
+
+
+def answered(policy, request, now=0.0):
+    """The request served without a wait; returns where."""
+    choice = choose(policy, request, now=now)[0]
+    policy.stored(choice.engine, Tier.GPU, request.chain.hashes)
+    policy.first_token(now + 0.3, choice.engine, request)
+    policy.finished(now + 0.3, choice.engine, request)
+    return choice.engine
+
+
+def test_it_goes_where_the_prompt_is_and_says_what_it_finds():
+    policy = Kvpin(fleet_of(), 0)
+    home = answered(policy, ask((1, 2, 3)))
+    assert choose(policy, ask((1, 2, 3, 4), name=1), now=1.0) == [(home, 300)]
+
+
+def queue(policy):
+    """Engine 0 has one block of the prompt, and a long prompt to compute."""
+    policy.stored(0, Tier.GPU, [1])
+    policy.stored(0, Tier.GPU, [91])
+    assert choose(policy, ask([*range(91, 97)], name=90))[0].engine == 0
+
+
+def restore(policy):
+    """Engine 0 has three blocks of the prompt in host memory, engine 1 on its GPU."""
+    policy.stored(0, Tier.HOST, [1, 2, 3])
+    policy.stored(1, Tier.GPU, [1, 2, 3])
+
+
+def interference(policy):
+    """Engine 0 has one block of the prompt, and six streams which slow it by a fifth each."""
+    policy.stored(0, Tier.GPU, [1])
+    for name in range(90, 96):
+        choose(policy, ask((1,), tail=1, name=name))
+        policy.first_token(0.0, 0, ask((1,), name=name))
+    policy._placer.rates.interference = 0.2
+
+
+def lost(policy):
+    """Engine 0 has one block of the prompt, and no room left but by evicting what is often asked for."""
+    policy.stored(0, Tier.GPU, [1])
+    prompt = ask([1, *range(91, 100)], tail=0)
+    assert answered(policy, prompt) == 0
+    policy._placer.demand._returns = [1.0] * len(policy._placer.demand._returns)
+
+
+def congestion(policy):
+    """Engine 0 has half of the prompt, and a little more to compute before it than that saves."""
+    policy.stored(0, Tier.GPU, [1, 2])
+    assert choose(policy, ask([1, 2, *range(93, 98)], tail=0, name=90))[0].engine == 0
+    policy._placer.demand.utilisation = lambda *_: 0.9
+
+
+def pending(policy):
+    """Engine 0 is about to have half of the prompt, which it began to compute a moment ago."""
+    assert choose(policy, ask([1, 2, 3, 4], tail=0, name=90))[0].engine == 0
+
+
+# With the rule in full the prompt goes to engine 1, but for the last two terms, which draw it to engine 0.
+@pytest.mark.parametrize(
+    ("scene", "in_full"),
+    [(queue, 1), (restore, 1), (interference, 1), (lost, 1), (congestion, 0), (pending, 0)],
+)
+def test_each_term_decides_and_can_be_left_out(scene, in_full):
+    term, prompt = scene.__name__, ask([1, 2, 3, 4], tail=0, name=1)
+    homes = {}
+    for without in (None, term):
+        policy = Kvpin(fleet_of(), 0, without=without)
+        scene(policy)
+        homes[without] = choose(policy, prompt, now=0.05)[0].engine
+    assert homes == {None: in_full, term: 1 - in_full}
+    assert term in TERMS
+
+
+def test_an_ablation_keeps_its_books_by_the_full_rule():
+    policy = Kvpin(fleet_of(), 0, without="restore")
+    policy.stored(0, Tier.HOST, [1, 2, 3])
+    (choice,) = choose(policy, ask((1, 2, 3)))
+    assert choice == (0, 300)
+    (prefill,) = policy._seats[0].ledger._prefills.values()
+    assert prefill.work.host == 300
+
+
+def test_everything_it_takes_it_gives_back():
+    policy = Kvpin(fleet_of(), 0)
+    for name in range(5):
+        answered(policy, ask((1, 2, name), name=name), now=float(name))
+    placer = policy._placer
+    assert [placer.index.pending(name) for name in ("e0", "e1")] == [0, 0]
+    assert [seat.ledger.in_flight for seat in placer.seats.values()] == [0, 0]
+    assert not policy._tickets
+
+
+def test_events_reach_its_index():
+    policy = Kvpin(fleet_of(), 0)
+    policy.stored(0, Tier.HOST, [1, 2])
+    policy.stored(0, Tier.GPU, [1])
+    policy.removed(0, Tier.HOST, [2])
+    assert choose(policy, ask((1, 2))) == [(0, 100)]

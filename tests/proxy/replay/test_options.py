@@ -1,0 +1,77 @@
+import pytest
+
+from proxy.replay.engine import EngineModel
+from proxy.replay.options import OptionError, engine_model, plan
+from proxy.replay.registry import POLICIES
+
+
+def test_what_is_not_said_is_what_the_model_says():
+    assert engine_model(gpu_tokens="500k") == EngineModel(500_000)
+
+
+def test_all_of_an_engine():
+    assert engine_model(
+        gpu_tokens="40GiB",
+        host_tokens="2M",
+        bytes_per_token="128KiB",
+        model="chunked",
+        prefill_rate="8k",
+        restore_rate="90k",
+        context_tokens="64k",
+        chunk_tokens="8192",
+        decode_step_ms=20,
+        decode_stream_ms=0.5,
+    ) == EngineModel(
+        327_680,
+        2_000_000,
+        8000,
+        90_000,
+        64_000,
+        chunked=True,
+        chunk_tokens=8192,
+        step_s=0.02,
+        stream_s=0.0005,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_tokens": "x"}, "--gpu-tokens: 'x' is no amount"),
+        ({"gpu_tokens": "0"}, "--gpu-tokens 0: it has to be 1 or more"),
+        ({"host_tokens": "1GiB"}, "--host-tokens: '1GiB' is an amount of bytes: say --bytes-per-token"),
+        ({"bytes_per_token": "0"}, "--bytes-per-token 0: it has to be 1 or more"),
+        ({"model": "lifo"}, "--model 'lifo': there are fifo and chunked"),
+        ({"prefill_rate": "2MB"}, "--prefill-rate: '2MB' is an amount of bytes"),
+        ({"decode_step_ms": 0.0, "decode_stream_ms": 0.0}, "a decode step has to take some time"),
+    ],
+)
+def test_engines_that_cannot_be(options, message):
+    with pytest.raises(OptionError) as told:
+        engine_model(**{"gpu_tokens": "1k", **options})
+    assert message in str(told.value)
+
+
+def test_a_plan():
+    model = EngineModel(1000)
+    made = plan(model, engines="4,8,4", policies="all", seeds="0,1", load=0.9)
+    assert (made.engines, made.seeds, made.load, made.speedup) == ((4, 8), (0, 1), 0.9, 1.0)
+    assert made.policies == (*POLICIES, "oracle")
+    assert plan(model, speedup=2.0).speedup == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"load": 0.9, "speedup": 2.0}, "give one of them"),
+        ({"load": 0.0}, "--load 0: it has to be more than 0"),
+        ({"speedup": -1.0}, "--speedup -1: it has to be more than 0"),
+        ({"policies": "kvpin,best"}, "--policies: there is no policy 'best'"),
+        ({"engines": "4,0"}, "--engines 0: it has to be 1 or more"),
+        ({"seeds": "a"}, "--seeds: 'a' is no amount"),
+    ],
+)
+def test_plans_that_cannot_be(options, message):
+    with pytest.raises(OptionError) as told:
+        plan(EngineModel(1000), **options)
+    assert message in str(told.value)

@@ -1,0 +1,57 @@
+import pytest
+
+from proxy.replay.batch import run_all
+from proxy.replay.plan import Plan, notes
+from proxy.replay.simulator import Run
+from tests.proxy.replay.making import ask, model_of, trace_of
+
+TRACE = trace_of(ask((1, 2), tail=0), ask((1, 2), tail=0, at=20.0))
+
+
+def test_every_policy_with_every_seed_on_every_number_of_engines():
+    model = model_of()
+    plan = Plan(model, (1, 2), ("kvpin", "sticky"), (0, 5), speedup=3.0)
+    assert plan.runs(TRACE) == [
+        Run(policy, engines, model, 3.0, seed)
+        for engines in (1, 2)
+        for seed in (0, 5)
+        for policy in ("kvpin", "sticky")
+    ]
+
+
+def test_a_load_is_one_for_each_number_of_engines():
+    plan = Plan(model_of(), (1, 2), ("kvpin",), load=0.5)
+    assert [run.speedup for run in plan.runs(TRACE)] == pytest.approx([25, 50])
+
+
+def test_titles_and_settings():
+    plan = Plan(model_of(10, 20, chunked=True), (1,), ("kvpin",), load=0.9)
+    assert plan.title(TRACE) == (
+        "made: 2 requests, load 0.9; each engine 1,000 tokens on the GPU and 2,000 in host memory, "
+        "chunked prefill with decode"
+    )
+    assert Plan(model_of(), (1,), ("kvpin",), speedup=2.0).title(TRACE) == (
+        "made: 2 requests, 2x as recorded; each engine 1,000 tokens on the GPU, prefill alone"
+    )
+    settings = plan.settings(TRACE)
+    assert (settings["prompt_tokens"], settings["load"], settings["model"]["gpu_tokens"]) == (400, 0.9, 1000)
+
+
+def test_notes_say_what_figures_do_not():
+    trace = trace_of(ask((1, 2)), ask((1, 2, 3, 4)))
+    plan = Plan(model_of(4), (1,), ("sticky", "kvpin"))
+    told = notes(trace, run_all(trace, plan.runs(trace)))
+    assert told == [
+        "1 requests are longer than an engine has room for, and were left out",
+        "the trace names no sessions: sticky go by the first block that not all requests share",
+    ]
+    sessions = trace_of(ask((1,), session="s"))
+    assert notes(sessions, run_all(sessions, plan.runs(sessions))) == []
+
+
+def test_a_trace_that_was_chained_is_told():
+    from dataclasses import replace
+
+    trace = replace(TRACE, rechained=True)
+    outcomes = run_all(trace, Plan(model_of(), (1,), ("kvpin",)).runs(trace))
+    assert "blocks were chained here" in notes(trace, outcomes)[0]

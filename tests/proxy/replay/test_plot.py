@@ -1,0 +1,20 @@
+from proxy.replay.batch import run_all
+from proxy.replay.plot import draw
+from proxy.replay.report import rows
+from proxy.replay.simulator import Run
+from tests.proxy.replay.making import ask, model_of, trace_of
+
+
+def test_a_picture(tmp_path):
+    trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(10)))
+    runs = [Run(name, n, model_of(5)) for n in (1, 2) for name in ("kvpin", "sticky", "oracle")]
+    draw(tmp_path / "p.png", rows(run_all(trace, runs)), "a title")
+    picture = (tmp_path / "p.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n")
+    assert int.from_bytes(picture[16:20], "big") > 1000
+
+
+def test_bounds_alone_have_no_times(tmp_path):
+    trace = trace_of(ask((1,)))
+    draw(tmp_path / "p.png", rows(run_all(trace, [Run("oracle", 1, model_of(5))])), "hits")
+    assert (tmp_path / "p.png").stat().st_size > 1000

@@ -1,0 +1,36 @@
+from engine_adapter.types import Tier
+from proxy.core.index import Match
+from proxy.replay.policy import Blind, Choice, Counting, Seeing, cached_tokens
+from tests.proxy.replay.making import ask, fleet_of
+
+
+def test_ties_are_broken_by_the_seed():
+    def draws(seed):
+        policy = Blind(fleet_of(4), seed)
+        return [policy.least([1, 0, 0, 0]) for _ in range(20)]
+
+    assert draws(1) == draws(1) != draws(2)
+    assert set(draws(1)) == {1, 2, 3}
+    assert Blind(fleet_of(4), 0).least([3, 2, 1, 2]) == 2
+
+
+def test_requests_in_flight_are_counted():
+    policy = Counting(fleet_of(2), 0)
+    assert policy.placed(1, 200) == Choice(1, 200)
+    policy.placed(1)
+    policy.first_token(0.0, 1, ask((1,)))
+    policy.finished(0.0, 1, ask((1,)))
+    assert policy.in_flight == [0, 1]
+
+
+def test_events_reach_the_index():
+    policy = Seeing(fleet_of(2), 0)
+    policy.stored(1, Tier.GPU, [1, 2])
+    policy.stored(1, Tier.HOST, [3])
+    policy.removed(1, Tier.GPU, [2])
+    assert policy.matches(ask((1, 2, 3)).chain) == [Match(), Match(gpu=1)]
+
+
+def test_cached_tokens_leave_one_to_compute():
+    assert cached_tokens(ask((1, 2), tail=1).chain, Match(gpu=1, host=1)) == 200
+    assert cached_tokens(ask((1, 2), tail=0).chain, Match(gpu=2)) == 100

@@ -1,0 +1,73 @@
+import csv
+import json
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from proxy.replay.batch import run_all
+from proxy.replay.report import as_csv, as_json, over_seeds, rows, table
+from proxy.replay.simulator import Run
+from tests.proxy.replay.making import ask, model_of, trace_of
+
+
+@pytest.fixture(scope="module")
+def each():
+    trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(30)))
+    runs = [
+        Run(name, n, model_of(5), 1.0, seed)
+        for n in (2, 1)
+        for seed in (0, 1)
+        for name in ("kvpin", "oracle")
+    ]
+    return rows(run_all(trace, runs))
+
+
+def test_rows(each):
+    first, oracle = each[:2]
+    assert (first["policy"], first["engines"], first["seed"], first["requests"]) == ("kvpin", 2, 0, 30)
+    assert first["hit_percent"] == pytest.approx(first["gpu_hit_percent"] + first["host_hit_percent"])
+    assert 0 < first["p50_ttft_s"] <= first["mean_ttft_s"] * 2 <= first["p99_ttft_s"] * 4
+    assert first["exact_percent"] > 50
+    missing = {name for name, value in oracle.items() if value is None}
+    assert missing == {
+        *(
+            "mean_ttft_s",
+            "p50_ttft_s",
+            "p99_ttft_s",
+            "imbalance",
+            "evicted_blocks",
+            "exact_percent",
+            "off_tokens",
+        )
+    }
+
+
+def test_seeds_are_merged_and_the_quickest_come_first(each):
+    merged = over_seeds(each)
+    assert [(row["engines"], row["policy"]) for row in merged] == [
+        *((1, "kvpin"), (1, "oracle"), (2, "kvpin"), (2, "oracle"))
+    ]
+    one, other = (row["mean_ttft_s"] for row in each if row["engines"] == 2 and row["policy"] == "kvpin")
+    assert merged[2]["mean_ttft_s"] == pytest.approx((one + other) / 2)
+    assert merged[2]["spread"]["mean_ttft_s"] == pytest.approx(abs(one - other) / 2)
+
+
+def test_the_table_shows_them(each):
+    console = Console(width=140, file=StringIO())
+    console.print(table(each, "a title"))
+    shown = console.file.getvalue()
+    assert "a title" in shown
+    lines = [line for line in shown.splitlines() if "kvpin" in line or "oracle" in line]
+    assert len(lines) == 4
+    assert "±" in lines[0]
+    assert lines[1].count("–") == 6
+
+
+def test_json_and_csv_hold_every_run(each):
+    document = json.loads(as_json({"trace": "t"}, each))
+    assert document == {"settings": {"trace": "t"}, "runs": each}
+    read = list(csv.DictReader(StringIO(as_csv(each))))
+    assert len(read) == len(each)
+    assert read[1]["mean_ttft_s"] == ""
+    assert float(read[0]["mean_ttft_s"]) == each[0]["mean_ttft_s"]

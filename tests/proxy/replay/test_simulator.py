@@ -1,0 +1,103 @@
+from dataclasses import replace
+
+import pytest
+
+from proxy.replay.arrivals import speedup_for_load
+from proxy.replay.engine import EngineModel
+from proxy.replay.registry import NAMES, ORACLE, POLICIES
+from proxy.replay.simulator import Outcome, Run, simulate
+from proxy.replay.trace import read_trace
+from tests.proxy.replay.making import TRACES, ask, model_of, trace_of
+
+
+@pytest.fixture(scope="module")
+def agents():
+    return read_trace(TRACES / "agents.jsonl.gz")
+
+
+def busy(trace, policy, *, seed=0, engines=4, **options):
+    model = EngineModel(150_000, **options)
+    return simulate(trace, Run(policy, engines, model, speedup_for_load(trace, model, engines, 0.9), seed))
+
+
+def test_times_hits_and_work_of_a_little_trace():
+    trace = trace_of(
+        ask((1, 2)),  # engine 0: 0.25 s
+        ask((7,)),  # engine 1: 0.15 s
+        ask((1, 2, 3)),  # engine 0, after the first: 200 tokens are cached, 0.25 + 0.15 s
+        ask((1, 2, 3), at=1.0),  # engine 1: nothing of it there, 0.35 s, and 7 has to go
+    )
+    outcome = simulate(trace, Run("round-robin", 2, model_of(4)))
+    assert outcome.ttfts == pytest.approx([0.15, 0.25, 0.35, 0.40])
+    assert (outcome.requests, outcome.prompt_tokens, outcome.gpu_hits) == (4, 1100, 200)
+    assert (outcome.computed, outcome.evicted) == ([400, 500], 1)
+    assert outcome.hit_share == pytest.approx(2 / 11)
+    assert outcome.mean_ttft_s == pytest.approx(0.2875)
+    assert (outcome.ttft_s(0.5), outcome.ttft_s(0.99)) == pytest.approx((0.35, 0.40))
+    assert (outcome.imbalance, outcome.exact_share) == (pytest.approx(10 / 9), None)
+
+
+def test_predictions_are_held_against_what_is_found():
+    # When the last one is placed, the one before it waits, and is to evict block 2.
+    trace = trace_of(ask((1, 2)), ask((1,), at=1.0), ask((7, 8), at=1.01), ask((1, 2), at=1.02))
+    outcome = simulate(trace, Run("min-ttft", 1, model_of(4)))
+    assert (outcome.predicted, outcome.exact, outcome.exact_share) == (4, 3, 0.75)
+    assert (outcome.gpu_hits, outcome.off_tokens) == (200, 25)
+
+
+def test_what_fits_no_engine_is_left_out_and_counted():
+    trace = trace_of(ask((1, 2, 3, 4)), ask((1,)), ask((2,), at=1.0))
+    outcome = simulate(trace, Run("kvpin", 2, model_of(4)))
+    assert (outcome.requests, outcome.too_long, outcome.prompt_tokens) == (2, 1, 300)
+    with pytest.raises(ValueError, match="no request of the trace fits an engine"):
+        simulate(trace, Run("kvpin", 2, model_of(1)))
+
+
+@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("options", [{}, {"host_tokens": 300_000, "chunked": True}])
+def test_every_policy_serves_every_request_and_wastes_none(agents, policy, options):
+    outcome = busy(agents, policy, **options)
+    assert outcome.requests == 200
+    if policy == ORACLE:
+        assert (outcome.ttfts, outcome.mean_ttft_s, outcome.ttft_s(0.5), outcome.imbalance) == (
+            (),
+            None,
+            None,
+            None,
+        )
+        return
+    assert len(outcome.ttfts) == 200
+    hits = outcome.gpu_hits + outcome.host_hits
+    assert sum(outcome.computed) + hits == outcome.prompt_tokens
+    assert (outcome.host_hits > 0) == bool(options)
+    assert hits <= agents.n_tokens
+    assert outcome.predicted == (
+        0 if policy in {"round-robin", "least-loaded", "sticky", "chwbl", "sglang"} else 200
+    )
+
+
+def test_the_same_run_has_the_same_outcome_and_another_seed_another(agents):
+    for policy in ("kvpin", "least-loaded", "chwbl", "sglang"):
+        one, two, three = (busy(agents, policy, seed=seed) for seed in (1, 1, 2))
+        assert one == two
+        assert one.ttfts != three.ttfts
+
+
+def test_no_policy_finds_more_than_the_oracle(agents):
+    bound = busy(agents, ORACLE).hit_share
+    shares = {policy: busy(agents, policy).hit_share for policy in POLICIES}
+    assert max(shares.values()) <= bound
+    assert shares["round-robin"] < shares["kvpin"]
+
+
+def test_progress_tells_of_every_request(agents):
+    told = []
+    requests = [replace(request, id=n) for n, request in enumerate(agents.requests * 3)]
+    run = Run("round-robin", 2, EngineModel(500_000))
+    simulate(replace(agents, requests=tuple(requests)), run, told.append)
+    assert told == [256, 256, 88]
+
+
+def test_nothing_to_divide_by():
+    outcome = Outcome(Run("kvpin", 1, model_of()), 0, 0, 1, 0, 0)
+    assert (outcome.imbalance, outcome.exact_share, outcome.mean_ttft_s) == (None, None, None)

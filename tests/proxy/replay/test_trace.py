@@ -1,0 +1,119 @@
+import gzip
+import json
+
+import pytest
+
+from proxy.replay.trace import Line, TraceError, read_trace
+from tests.proxy.replay.making import TRACES
+
+LINE = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6, 7]}
+
+
+def write(path, *lines):
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_a_request_is_its_full_blocks(tmp_path):
+    trace = read_trace(write(tmp_path / "t.jsonl", LINE))
+    (request,) = trace.requests
+    assert (request.at, request.chain.hashes, request.n_tokens, request.output_tokens) == (
+        1.5,
+        (5, 6),
+        1100,
+        7,
+    )
+    assert (trace.name, trace.tokens_per_block, trace.n_tokens, trace.has_sessions) == (
+        "t.jsonl",
+        512,
+        1100,
+        False,
+    )
+
+
+def test_a_recording_of_kvpin(tmp_path):
+    line = {**LINE, "hash_ids": [2**64 - 1], "input_length": 17, "block_tokens": 16, "session_id": 3}
+    trace = read_trace(write(tmp_path / "t.jsonl", line))
+    assert trace.requests[0].chain.hashes == (2**64 - 1,)
+    assert (trace.tokens_per_block, trace.requests[0].session, trace.has_sessions) == (16, "3", True)
+
+
+def test_the_excerpts():
+    conversation, agents = (read_trace(TRACES / f"{name}.jsonl.gz") for name in ("conversation", "agents"))
+    assert (len(conversation.requests), conversation.has_sessions, conversation.common_blocks) == (
+        300,
+        False,
+        1,
+    )
+    assert (len(agents.requests), agents.has_sessions, agents.rechained) == (200, True, False)
+    assert agents.common_blocks > 1
+
+
+def test_requests_are_in_the_order_of_their_arrival(tmp_path):
+    lines = [{**LINE, "timestamp": at, "output_length": at} for at in (30, 10, 20, 10)]
+    requests = read_trace(write(tmp_path / "t.jsonl", *lines)).requests
+    assert [(request.id, request.output_tokens) for request in requests] == [
+        (0, 10),
+        (1, 10),
+        (2, 20),
+        (3, 30),
+    ]
+
+
+def test_the_first_lines_and_empty_ones(tmp_path):
+    path = write(tmp_path / "t.jsonl", LINE, "", LINE, "nonsense")
+    assert len(read_trace(path, limit=2).requests) == 2
+
+
+def test_ids_that_are_not_chained_are_chained(tmp_path):
+    lines = [{**LINE, "hash_ids": ids} for ids in ([1, 2], [3, 2], [1, 2])]
+    trace = read_trace(write(tmp_path / "t.jsonl", *lines))
+    first, second, third = (request.chain.hashes for request in trace.requests)
+    assert trace.rechained
+    assert first == third
+    assert not set(first) & set(second)
+
+
+def test_what_all_requests_share(tmp_path):
+    lines = [{**LINE, "hash_ids": ids} for ids in ([1, 2], [1, 3], [1, 2])]
+    assert read_trace(write(tmp_path / "t.jsonl", *lines)).common_blocks == 1
+    assert read_trace(write(tmp_path / "u.jsonl", lines[0])).common_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([LINE, "{"], "t.jsonl, line 2: Input data was truncated"),
+        (
+            [LINE, "", {**LINE, "input_length": "x"}],
+            "line 3: Expected `int`, got `str` - at `$.input_length`",
+        ),
+        ([{**LINE, "timestamp": -1}], "line 1: Expected `float` >= 0"),
+        ([{**LINE, "hash_ids": [-1, 2]}], "line 1: Expected `int` >= 0"),
+        ([{**LINE, "hash_ids": [2**64, 2]}], "line 1: "),
+        ([{**LINE, "hash_ids": [1]}], "line 1: 1 hash_ids for 2 full blocks of 512 tokens"),
+        ([{"timestamp": 1}], "line 1: Object missing required field `input_length`"),
+        ([LINE, {**LINE, "block_tokens": 16, "hash_ids": list(range(68))}], "blocks of 16 and 512 tokens"),
+        ([""], "there is no request in it"),
+    ],
+)
+def test_a_bad_trace_is_told_by_its_line(tmp_path, lines, message):
+    with pytest.raises(TraceError) as told:
+        read_trace(write(tmp_path / "t.jsonl", *lines))
+    assert message in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(TraceError, match="cannot be read: No such file"):
+        read_trace(tmp_path / "none")
+    whole = gzip.compress(json.dumps(LINE).encode() * 100)
+    for name, content in (("cut", whole[:-20]), ("plain", b"{}"), ("broken", whole[:15] + b"x" * 40)):
+        (tmp_path / f"{name}.gz").write_bytes(content)
+        with pytest.raises(TraceError, match=rf"{name}\.gz"):
+            read_trace(tmp_path / f"{name}.gz")
+
+
+def test_a_line_as_kvpin_writes_it():
+    line = Line(1.5, 17, 3, [9], block_tokens=16)
+    assert line == Line(1.5, 17, 3, [9], None, 16)
