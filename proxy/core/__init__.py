@@ -2,6 +2,7 @@
 
 blocks.py      prompt → chain of block hashes
 index.py       which engine holds which block, on which tier
+locations.py   where blocks lie                               segments.py  stretches of chains, held together
 view.py        an engine's KV events, re-hashed into the index
 runs.py        where an engine's blocks stand in our chain    slices.py  long events in parts
 spread.py      dicts that grow in small steps

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from struct import Struct, iter_unpack
 
 from xxhash import xxh3_64_intdigest
 
@@ -53,20 +54,16 @@ def extend(
         extra_ids: uint64 per token, or None when all are 0 (which hashes the same).
         tokens_per_block: block size in tokens.
     """
-    step = 4 * tokens_per_block
-    tokens = token_ids.tobytes()
-    end = len(tokens) - step + 1
-    hashes = []
+    step, blocks = 4 * tokens_per_block, len(token_ids) // tokens_per_block
+    pack = Struct(f"<Q{step}s").pack
+    tokens = iter_unpack(f"{step}s", token_ids.tobytes()[: step * blocks])
     if extra_ids is None:
-        for at in range(0, end, step):
-            parent = xxh3_64_intdigest(parent.to_bytes(8, "little") + tokens[at : at + step])
-            hashes.append(parent)
-        return tuple(hashes)
-    extras, text = extra_ids.tobytes(), bytes(2 * step)
-    for at in range(0, end, step):
-        block = parent.to_bytes(8, "little") + tokens[at : at + step]
-        extra = extras[2 * at : 2 * (at + step)]
-        parent = xxh3_64_intdigest(block if extra == text else block + extra)
+        return tuple([parent := xxh3_64_intdigest(pack(parent, block)) for (block,) in tokens])
+    extras = iter_unpack(f"{2 * step}s", extra_ids.tobytes()[: 2 * step * blocks])
+    text, hashes = bytes(2 * step), list[BlockHash]()
+    for (block,), (extra,) in zip(tokens, extras, strict=True):
+        content = pack(parent, block)
+        parent = xxh3_64_intdigest(content if extra == text else content + extra)
         hashes.append(parent)
     return tuple(hashes)
 

@@ -1,8 +1,8 @@
 """The prefix index: which engine holds which block, on which tier.
 
-Dicts map a block hash to one int whose bits are locations: four per engine, for gpu, host, disk and
-pending. That is the whole memory of an entry. A look-up walks the chain and counts runs of equal bits, so
-a prompt that one engine holds costs one dict look-up a block and nothing more.
+Each block has an int whose bits are locations, four per engine, for gpu, host, disk and pending, which
+`locations.py` keeps. A look-up reads how far equal bits reach along the chain, and then what they mean, once
+for all engines that have the same of it.
 
 Pending marks what a request in flight is about to leave behind: it counts as held, so that a burst of one
 new prefix gathers on one engine, and goes when the request ends; events or usage have confirmed it by then.
@@ -11,18 +11,22 @@ new prefix gathers on one engine, and goes when the request ends; events or usag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash
-from proxy.core.spread import KEY_SHIFT, Spread, spread
+from proxy.core.locations import Locations
 
 _BITS = {Tier.GPU: 1, Tier.HOST: 2, Tier.DISK: 4}
 _PENDING = 8
-_WIDTH = 4
+_WIDTH = 4  # bits of an engine: one hexadecimal digit
 _ALL = 15
+_STORED = _ALL - _PENDING
 _ON_GPU = _BITS[Tier.GPU] | _PENDING
+# Of each digit: which of gpu, host, disk and pending is the fastest (the lowest bit), and whether that is or
+# will be on the GPU.
+_READ = {f"{held:x}": ((held & -held).bit_length() - 1, held & _ON_GPU > 0) for held in range(1, _ALL + 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,52 +52,59 @@ class PrefixIndex:
     """What every engine of a pool holds, as far as is known. Not thread-safe; one event loop owns it."""
 
     def __init__(self) -> None:
-        self._locations: Spread[BlockHash, int] = spread()
+        self._locations = Locations()
         self._shifts: dict[str, int] = {}
-        # Requests in flight that will leave a block on an engine, beyond the first, which its bit stands for.
-        self._awaited: dict[str, dict[BlockHash, int]] = {}
+        self._slots: list[str] = []  # the engine of each four bits, "" for none
+        self._each = 0  # the lowest bit of each of them
+        self._flights: dict[str, _InFlight] = {}
         self._held: Counter[int] = Counter()  # location bit → blocks
 
     def __len__(self) -> int:
         """Blocks known of any engine."""
-        return sum(map(len, self._locations))
+        return len(self._locations)
 
     def add_engine(self, engine: str) -> None:
         """Gives the engine its bits; knowing it already is fine."""
-        if engine not in self._shifts:
-            taken = set(self._shifts.values())
-            self._shifts[engine] = next(
-                s for s in range(0, _WIDTH * (len(taken) + 1), _WIDTH) if s not in taken
-            )
-            self._awaited[engine] = {}
+        if engine in self._shifts:
+            return
+        if "" not in self._slots:
+            self._slots.append("")
+            self._each = self._each << _WIDTH | 1
+        slot = self._slots.index("")
+        self._slots[slot] = engine
+        self._shifts[engine] = _WIDTH * slot
+        self._flights[engine] = _InFlight()
 
     def remove_engine(self, engine: str) -> None:
         """Forgets the engine and all it held."""
         self.wipe(engine)
-        self._shifts.pop(engine, None)
-        self._awaited.pop(engine, None)
+        if engine in self._shifts:
+            self._slots[self._shifts.pop(engine) // _WIDTH] = ""
+            del self._flights[engine]
 
-    def store(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
-        """These blocks now lie on `tier` of the engine."""
-        self._set(_BITS[tier] << self._shifts[engine], hashes)
+    def store(
+        self, engine: str, tier: Tier, hashes: Iterable[BlockHash], after: BlockHash | None = None
+    ) -> None:
+        """These consecutive blocks of one chain now lie on `tier` of the engine; `after` is the block before
+        them, where it is known."""
+        bit = _BITS[tier] << self._shifts[engine]
+        self._held[bit] += self._locations.mark(bit, tuple(hashes), after)
 
     def remove(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
-        """These blocks left `tier` of the engine; unknown ones are fine."""
-        self._clear(_BITS[tier] << self._shifts[engine], hashes)
+        """These blocks, of whatever chains, left `tier` of the engine; unknown ones are fine."""
+        self._clear(_BITS[tier] << self._shifts[engine], tuple(hashes))
 
     def drop(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """The engine was told to forget these blocks: no tier holds them, and none is expected."""
         hashes = tuple(hashes)
-        for bit in (*_BITS.values(), _PENDING):
-            self._clear(bit << self._shifts[engine], hashes)
-        awaited = self._awaited[engine]
+        self._clear(_ALL << self._shifts[engine], hashes)
+        awaited = self._flights[engine].awaited
         for block in awaited and hashes:
             awaited.pop(block, None)
 
     def holds(self, engine: str, block: BlockHash) -> bool:
         """Whether any tier of the engine holds the block; pending does not count."""
-        bits = self._locations[block >> KEY_SHIFT].get(block, 0)
-        return bool(bits >> self._shifts[engine] & (_ALL - _PENDING))
+        return bool(self._locations.get(block) >> self._shifts[engine] & _STORED)
 
     def held(self, engine: str, tier: Tier) -> int:
         """Blocks that lie on `tier` of the engine."""
@@ -107,98 +118,115 @@ class PrefixIndex:
         """Forgets what the engine held. One pass over the index; for restarts and resyncs, not requests."""
         if engine not in self._shifts:
             return
-        held = [self._held.pop(bit << self._shifts[engine], 0) for bit in (*_BITS.values(), _PENDING)]
-        if not any(held):
-            return
-        keep = ~(_ALL << self._shifts[engine])
-        self._locations = [
-            {block: rest for block, bits in each.items() if (rest := bits & keep)} for each in self._locations
-        ]
-        self._awaited[engine].clear()
+        shift = self._shifts[engine]
+        if sum(self._held.pop(bit << shift, 0) for bit in (*_BITS.values(), _PENDING)):
+            self._locations.clear_all(_ALL << shift)
+        self._flights[engine] = _InFlight()
 
     def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
-        """A request placed on the engine will leave these blocks there."""
-        bit, locations, added = _PENDING << self._shifts[engine], self._locations, 0
-        awaited = self._awaited[engine]
-        for block in hashes:
-            here = locations[block >> KEY_SHIFT]
-            bits = here.get(block, 0)
-            if bits & bit:
-                awaited[block] = awaited.get(block, 0) + 1
-            else:
-                here[block] = bits | bit
-                added += 1
-        self._held[bit] += added
+        """A request placed on the engine will leave this chain there. Pending is all of it from the first
+        block on that no tier of the engine holds."""
+        chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
+        if chain:
+            start = self._stored(chain, shift)
+            flight.starts.setdefault(chain[-1], []).append(start)
+            bit = _PENDING << shift
+            self._held[bit] += self._locations.mark(bit, chain[start:], None, flight.awaited)
 
     def end_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
-        """That request has ended, whatever came of it."""
-        awaited = self._awaited[engine]
-        self._clear(_PENDING << self._shifts[engine], hashes if not awaited else _last_of(awaited, hashes))
+        """That request has ended, whatever came of it. Of several for the same chain, those that added least
+        end first; one that a wipe has ended is unknown, which is fine."""
+        chain, flight = tuple(hashes), self._flights[engine]
+        starts = flight.starts.get(chain[-1]) if chain else None
+        if not starts:
+            return
+        start = max(starts)
+        starts.remove(start)
+        if not starts:
+            del flight.starts[chain[-1]]
+        self._clear(_PENDING << self._shifts[engine], flight.last_of(chain[start:]))
+
+    def _stored(self, chain: Sequence[BlockHash], shift: int) -> int:
+        """Leading blocks of the chain that a tier of the engine holds."""
+        stored = 0
+        for mask, blocks in self._locations.stretches(chain):
+            if not mask >> shift & _STORED:
+                break
+            stored += blocks
+        return stored
+
+    def _clear(self, bits: int, blocks: tuple[BlockHash, ...]) -> None:
+        self._held.subtract(self._locations.clear(bits, blocks))
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
-        """For each engine that holds the first block, how far its copy of the chain reaches."""
-        counts: dict[str, list[int]] = {}
-        alive = tuple(self._shifts.items())
-        for bits, start, end in self._stretches(hashes):
-            alive = tuple(item for item in alive if bits >> item[1] & _ALL)
+        """For each engine that holds the first block of a chain, how far its copy of the chain reaches."""
+        masks, ends = self._reach(hashes)
+        # Each digit is an engine, each column what it has of the chain from stretch to stretch.
+        digits = [f"{mask:0{len(self._slots)}x}"[::-1] for mask in masks]
+        columns = tuple(zip(*digits, strict=True))
+        told = {column: _match_of(column, ends) for column in set(columns) if column[0] != "0"}
+        found = zip(self._slots, map(told.get, columns), strict=bool(digits))
+        return {engine: match for engine, match in found if match is not None}
+
+    def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
+        """Location bits, and up to where they are the same, of the engines that have all before; up to the
+        first block that none of them has."""
+        masks, ends, at = list[int](), list[int](), 0
+        last, alive = 0, -1
+        for mask, blocks in self._locations.stretches(chain):
+            at += blocks
+            here = mask & alive
+            if here == last:
+                ends[-1] = at
+                continue
+            alive = ((here | here >> 1 | here >> 2 | here >> 3) & self._each) * _ALL
             if not alive:
                 break
-            for engine, shift in alive:
-                # The lowest bit set is the fastest tier; isolating it indexes gpu, host, disk, pending.
-                held = bits >> shift & _ALL
-                count = counts.setdefault(engine, [0, 0, 0, 0, 0])
-                if held & _ON_GPU and count[4] == start:
-                    count[4] = end
-                count[(held & -held).bit_length() - 1] += end - start
-        return {engine: Match(*count) for engine, count in counts.items()}
-
-    def _stretches(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[int, int, int]]:
-        """Location bits, and from where to where they are the same, up to the first block nobody has."""
-        locations, last, start = self._locations, 0, 0
-        for at, block in enumerate(hashes):
-            bits = locations[block >> KEY_SHIFT].get(block, 0)
-            if bits != last:
-                if last:
-                    yield last, start, at
-                last, start = bits, at
-            if not bits:
-                return
-        if last:
-            yield last, start, len(hashes)
-
-    def _set(self, bit: int, hashes: Iterable[BlockHash]) -> None:
-        locations, added = self._locations, 0
-        for block in hashes:
-            here = locations[block >> KEY_SHIFT]
-            bits = here.get(block, 0)
-            if not bits & bit:
-                here[block] = bits | bit
-                added += 1
-        self._held[bit] += added
-
-    def _clear(self, bit: int, hashes: Iterable[BlockHash]) -> None:
-        locations, removed = self._locations, 0
-        for block in hashes:
-            here = locations[block >> KEY_SHIFT]
-            bits = here.get(block, 0)
-            if bits & bit:
-                removed += 1
-                if bits == bit:
-                    del here[block]
-                else:
-                    here[block] = bits - bit
-        self._held[bit] -= removed
+            last = here
+            masks.append(here)
+            ends.append(at)
+        return masks, ends
 
 
-def _last_of(awaited: dict[BlockHash, int], hashes: Iterable[BlockHash]) -> list[BlockHash]:
-    """Counts each block down by one request; those that no other request waits for."""
-    last = []
-    for block in hashes:
-        others = awaited.get(block, 0)
-        if others > 1:
-            awaited[block] = others - 1
-        elif others:
-            del awaited[block]
-        else:
-            last.append(block)
-    return last
+def _match_of(column: tuple[str, ...], ends: list[int]) -> Match:
+    """What an engine has of a chain, from its digit in each stretch and where these end."""
+    counts, lead, start = [0, 0, 0, 0], 0, 0
+    for digit, end in zip(column, ends, strict=True):
+        if digit == "0":
+            break
+        fastest, on_gpu = _READ[digit]
+        counts[fastest] += end - start
+        if on_gpu and lead == start:
+            lead = end
+        start = end
+    gpu, host, disk, pending = counts
+    return Match(gpu, host, disk, pending, lead)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """What requests in flight are about to leave on one engine.
+
+    Attributes:
+        starts: by the last block of a chain, from where on each request for it is pending.
+        awaited: requests that will leave a block, beyond the first, which its location bit stands for.
+    """
+
+    starts: dict[BlockHash, list[int]] = field(default_factory=dict)
+    awaited: Counter[BlockHash] = field(default_factory=Counter)
+
+    def last_of(self, blocks: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
+        """Counts each block down by one request; those that no other request waits for."""
+        awaited = self.awaited
+        if awaited.keys().isdisjoint(blocks):
+            return blocks
+        last = []
+        for block in blocks:
+            others = awaited.get(block, 0)
+            if others > 1:
+                awaited[block] = others - 1
+            elif others:
+                del awaited[block]
+            else:
+                last.append(block)
+        return tuple(last)

@@ -72,14 +72,18 @@ class Run:
         run._hashes += hashes
         return run
 
+    @property
+    def last(self) -> BlockHash:
+        """The last pool block, or the one before the first."""
+        return self._hashes[-1] if self._hashes else self._base
+
     def append(
         self, names: Sequence[Name], token_ids: TokenIds[int], extra_ids: ExtraIds[int] | None, bit: int
     ) -> tuple[BlockHash, ...]:
         """More blocks, held by the tier of `bit`; returns the hashes of the pool blocks that end in them."""
         if self._tokens is not None:
             token_ids, extra_ids = self._join(token_ids, extra_ids)
-        base = self._hashes[-1] if self._hashes else self._base
-        hashes = extend(base, token_ids, extra_ids, self._pool)
+        hashes = extend(self.last, token_ids, extra_ids, self._pool)
         self._hashes += hashes
         self.held |= bit * _ONES[len(names)] << _BITS * len(self.names)
         self.names += names

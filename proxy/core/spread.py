@@ -21,9 +21,9 @@ _MASK = (1 << _BITS) - 1
 Spread = list[dict[K, V]]
 
 
-def spread() -> Spread[K, V]:
-    """Empty ones."""
-    return [{} for _ in range(1 << _BITS)]
+def spread(bits: int = _BITS) -> Spread[K, V]:
+    """Empty ones, as many as `bits` of a hash tell apart."""
+    return [{} for _ in range(1 << bits)]
 
 
 def place(key: Hashable) -> int:

@@ -111,7 +111,7 @@ class EngineView:
                 run = Run(run.after(RUN_BLOCKS - 1), size, self._tokens_per_block)
             end = min(at + RUN_BLOCKS - len(run.names), len(names))
             extra_ids = event.extra_ids[at * size : end * size] if event.extra_ids is not None else None
-            first, part = len(run.names), names[at:end]
+            first, part, after = len(run.names), names[at:end], run.last
             hashes = run.append(part, event.token_ids[at * size : end * size], extra_ids, bit)
             if run.shares:
                 self._share(run.inner(first), event.tier)
@@ -121,7 +121,7 @@ class EngineView:
                 if old is not run:
                     self._take_over(old, name, run, name_at, event.tier)
                     here[name] = run
-            self._index.store(self._engine, event.tier, hashes)
+            self._index.store(self._engine, event.tier, hashes, after)
             at = end
         self.counts.stored += len(names)
 
@@ -159,7 +159,6 @@ class EngineView:
         """Blocks stored before now lie on another tier too."""
         if self._recalled is None:
             self._recalled = OrderedDict()
-        hashes: list[BlockHash] = []
         unknown = 0
         for name in event.hashes:
             run = self._runs[place(name)].get(name) or self._recall(name)
@@ -170,8 +169,7 @@ class EngineView:
             if not run.held_at(at) & TIER_BITS[event.tier]:
                 run.hold(at, TIER_BITS[event.tier])
                 self._share(run.inner(at, at + 1), event.tier)
-                hashes += run.hashes_of(at)
-        self._index.store(self._engine, event.tier, hashes)
+                self._index.store(self._engine, event.tier, run.hashes_of(at))
         self.counts.stored += len(event.hashes) - unknown
         self.counts.orphaned += unknown > 0
 

@@ -294,10 +294,9 @@ def _indexed(events):
         view.apply(event)
     assert view.counts.orphaned == 0
     bits = {Tier.GPU: 1, Tier.HOST: 2, Tier.DISK: 4}
-    return {
-        tier: {name for here in index._locations for name, at in here.items() if at & bits[tier]}
-        for tier in Tier
-    }
+    locations = index._locations
+    where = {block: locations.get(block) for part in locations._parts for block in part}
+    return {tier: {block for block, at in where.items() if at & bits[tier]} for tier in Tier}
 
 
 def _root_of(salt, adapter=None):

@@ -1,5 +1,6 @@
 from array import array
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import settings
@@ -7,8 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine_adapter.types import Tier
+from proxy.core import locations
 from proxy.core.blocks import extend, namespace_root
 from proxy.core.index import Match, PrefixIndex
+
+ROOT = namespace_root("m")
+DEPTH = 5
+# Every chain of five blocks, of two kinds of token.
+CHAINS = [extend(ROOT, array("i", tokens), None, 1) for tokens in product((0, 1), repeat=DEPTH)]
+BLOCKS = sorted({block for chain in CHAINS for block in chain})
 
 
 @pytest.fixture
@@ -162,37 +170,55 @@ class IndexMachine(RuleBasedStateMachine):
     ENGINES = ("a", "b", "c")
     engines = st.sampled_from(ENGINES)
     tiers = st.sampled_from(list(Tier))
-    blocks = st.lists(st.integers(0, 9), max_size=6)
+    chains = st.sampled_from(CHAINS)
+    places = st.integers(0, DEPTH)
 
     def __init__(self):
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(locations, "SEGMENT_BLOCKS", 3)
         self.index = PrefixIndex()
         self.held = {engine: {tier: set() for tier in Tier} for engine in self.ENGINES}
-        self.pending = {engine: Counter() for engine in self.ENGINES}
+        self.in_flight = {engine: [] for engine in self.ENGINES}
         for engine in self.ENGINES:
             self.index.add_engine(engine)
 
-    @rule(engine=engines, tier=tiers, blocks=blocks)
-    def store(self, engine, tier, blocks):
-        self.index.store(engine, tier, blocks)
-        self.held[engine][tier] |= set(blocks)
+    def teardown(self):
+        self.patch.undo()
 
-    @rule(engine=engines, tier=tiers, blocks=blocks)
+    @rule(engine=engines, tier=tiers, chain=chains, start=places, end=places)
+    def store(self, engine, tier, chain, start, end):
+        self.index.store(engine, tier, chain[start:end], chain[start - 1] if start else None)
+        self.held[engine][tier] |= set(chain[start:end])
+
+    @rule(engine=engines, tier=tiers, blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
     def remove(self, engine, tier, blocks):
         self.index.remove(engine, tier, blocks)
         self.held[engine][tier] -= set(blocks)
 
-    @rule(engine=engines, blocks=blocks)
-    def add_pending(self, engine, blocks):
-        self.index.add_pending(engine, iter(blocks))
-        self.pending[engine].update(blocks)
+    @rule(engine=engines, tier=tiers, chain=chains, end=places)
+    def evict(self, engine, tier, chain, end):
+        self.remove(engine, tier, chain[end:][::-1])
 
-    @rule(engine=engines, blocks=blocks)
-    def end_pending(self, engine, blocks):
-        self.index.end_pending(engine, blocks)
-        for block in blocks:
-            if self.pending[engine][block] > 0:
-                self.pending[engine][block] -= 1
+    @rule(engine=engines, chain=chains, end=places)
+    def add_pending(self, engine, chain, end):
+        chain = chain[:end]
+        self.index.add_pending(engine, iter(chain))
+        start = next((at for at, block in enumerate(chain) if not self.is_stored(engine, block)), len(chain))
+        self.in_flight[engine].append((chain, start))
+
+    @rule(engine=engines, at=st.integers(0, 5))
+    def end_pending(self, engine, at):
+        if self.in_flight[engine]:
+            chain, _ = self.in_flight[engine][at % len(self.in_flight[engine])]
+            self.index.end_pending(engine, chain)
+            starts = [start for other, start in self.in_flight[engine] if other == chain]
+            self.in_flight[engine].remove((chain, max(starts)))
+
+    @rule(engine=engines, chain=chains)
+    def end_what_never_began(self, engine, chain):
+        if chain not in [known for known, _ in self.in_flight[engine]]:
+            self.index.end_pending(engine, chain)
 
     @rule(engine=engines)
     def wipe(self, engine):
@@ -207,27 +233,36 @@ class IndexMachine(RuleBasedStateMachine):
 
     def _forget(self, engine):
         self.held[engine] = {tier: set() for tier in Tier}
-        self.pending[engine] = Counter()
+        self.in_flight[engine] = []
+
+    def is_stored(self, engine, block):
+        return any(block in self.held[engine][tier] for tier in Tier)
+
+    def pending(self, engine):
+        return {block for chain, start in self.in_flight[engine] for block in chain[start:]}
 
     def where(self, engine, block):
         for tier in Tier:
             if block in self.held[engine][tier]:
                 return tier.value
-        return "pending" if self.pending[engine][block] > 0 else None
+        return "pending" if block in self.pending(engine) else None
 
-    @rule(hashes=blocks)
-    def match(self, hashes):
-        expected = {}
+    @rule(chain=chains, end=places)
+    def match(self, chain, end):
+        found = self.index.match(chain[:end])
+        expected, leads = {}, {}
         for engine in self.ENGINES:
-            counts = Counter()
-            for block in hashes:
-                place = self.where(engine, block)
-                if place is None:
-                    break
-                counts[place] += 1
-            if counts:
-                expected[engine] = Match(**counts)
-        assert self.index.match(hashes) == expected
+            places = [self.where(engine, block) for block in chain[:end]]
+            places = places[: places.index(None)] if None in places else places
+            if places:
+                expected[engine] = Match(**Counter(places))
+                pending = self.pending(engine)
+                is_fast = [
+                    place == "gpu" or block in pending for place, block in zip(places, chain, strict=False)
+                ]
+                leads[engine] = is_fast.index(False) if False in is_fast else len(places)
+        assert found == expected
+        assert {engine: match.lead for engine, match in found.items()} == leads
 
     @invariant()
     def counts_agree(self):
@@ -236,17 +271,15 @@ class IndexMachine(RuleBasedStateMachine):
             for tier in Tier:
                 assert self.index.held(engine, tier) == len(self.held[engine][tier])
                 known |= self.held[engine][tier]
-            pending = {block for block, n in self.pending[engine].items() if n > 0}
+            pending = self.pending(engine)
             assert self.index.pending(engine) == len(pending)
             known |= pending
-            for block in range(10):
-                held = any(block in self.held[engine][tier] for tier in Tier)
-                assert self.index.holds(engine, block) is held
+            assert all(self.index.holds(engine, block) is self.is_stored(engine, block) for block in BLOCKS)
         assert len(self.index) == len(known)
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestIndexMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
 def test_dropped_blocks_are_no_longer_awaited():

@@ -30,3 +30,7 @@ def test_hashes_of_64_bits_are_spread_by_themselves():
 
 def test_small_numbers_have_a_place_too():
     assert {place(n) for n in range(-5, 1000)} <= set(range(len(spread())))
+
+
+def test_there_are_as_many_as_bits_tell_apart():
+    assert (len(spread()), len(spread(12))) == (256, 4096)

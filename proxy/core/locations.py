@@ -1,0 +1,169 @@
+"""Where blocks lie: location bits for each, kept by segments of chains.
+
+Dicts map a block hash to the segment the block is in. A chain goes from segment to segment, so what is known
+of a prompt is read, and written, in a few steps for every 64 blocks, however many locations there are. Blocks
+without location are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from proxy.core import segments
+from proxy.core.blocks import BlockHash
+from proxy.core.segments import SEGMENT_BLOCKS, Segment
+from proxy.core.spread import Spread, spread
+
+# Of 10 million blocks, each of 4,096 dicts has 2,400: when it grows that takes 0.1 ms. Dicts of less than
+# 32,768 places also take half the memory to find them.
+_PART_BITS = 12
+_PART = 64 - _PART_BITS
+# Segments are in sets by their address, whose last four bits are 0.
+_SETS = 256
+
+
+class Locations:
+    """Location bits of blocks. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._parts: Spread[BlockHash, Segment] = spread(_PART_BITS)
+        self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
+
+    def __len__(self) -> int:
+        """Blocks that lie anywhere."""
+        return sum(map(len, self._parts))
+
+    def get(self, block: BlockHash) -> int:
+        """The block's location bits."""
+        segment = self._parts[block >> _PART].get(block)
+        if segment is None:
+            return 0
+        if len(segment.masks) == 1:
+            return segment.masks[0]
+        at = segments.position(segment, block)
+        return segments.runs(segment, at, at + 1)[0][0]
+
+    def stretches(self, chain: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
+        """Location bits of leading blocks of a chain, and how many blocks in a row have them; up to the first
+        block that lies nowhere."""
+        parts, at, end = self._parts, 0, len(chain)
+        while at < end:
+            block = chain[at]
+            segment = parts[block >> _PART].get(block)
+            if segment is None:
+                return
+            start = segments.position(segment, block)
+            blocks = segments.agreed(segment, start, chain, at)
+            for mask, begin, stop in segments.runs(segment, start, start + blocks):
+                yield mask, stop - begin
+            at += blocks
+
+    def mark(
+        self,
+        bit: int,
+        chain: tuple[BlockHash, ...],
+        after: BlockHash | None = None,
+        again: Counter[BlockHash] | None = None,
+    ) -> int:
+        """Sets a location bit of consecutive blocks of one chain, of which `after` is the block before them.
+        Returns how many had it not; those that had are counted in `again`."""
+        parts, added, at = self._parts, 0, 0
+        while at < len(chain):
+            block = chain[at]
+            segment = parts[block >> _PART].get(block)
+            if segment is None:
+                blocks = self._insert(chain, at, bit, chain[at - 1] if at else after)
+                added += blocks
+            else:
+                start = segments.position(segment, block)
+                blocks = segments.equal(segment, start, chain, at)
+                had = 0
+                for mask, begin, end in segments.runs(segment, start, start + blocks):
+                    if mask & bit:
+                        had += end - begin
+                        if again is not None:
+                            again.update(segment.hashes[begin:end])
+                if had < blocks:
+                    segments.change(segment, start, start + blocks, on=bit)
+                    added += blocks - had
+            at += blocks
+        return added
+
+    def clear(self, bits: int, blocks: tuple[BlockHash, ...]) -> Counter[int]:
+        """Clears location bits of blocks, of whatever chains. Returns for each bit how many had it."""
+        parts, lost, at = self._parts, Counter[int](), 0
+        while at < len(blocks):
+            block = blocks[at]
+            segment = parts[block >> _PART].get(block)
+            if segment is None:
+                at += 1
+                continue
+            start = segments.position(segment, block)
+            same = segments.equal(segment, start, blocks, at)
+            self._take(segment, start, start + same, bits, lost)
+            at += same
+        return lost
+
+    def clear_all(self, bits: int) -> None:
+        """Clears location bits of every block."""
+        lost = Counter[int]()
+        for each in self._segments:
+            for segment in [s for s in each if any(mask & bits for mask in s.masks)]:
+                self._take(segment, 0, len(segment.hashes), bits, lost)
+
+    def _insert(self, chain: tuple[BlockHash, ...], at: int, mask: int, after: BlockHash | None) -> int:
+        """Puts unknown blocks of the chain from `at` on into one segment; returns how many."""
+        parts, segment = self._parts, self._open(after, mask)
+        if segment is None:
+            segment = segments.new((), mask)
+            self._set_of(segment).add(segment)
+        fresh = chain[at : at + SEGMENT_BLOCKS - len(segment.hashes)]
+        for n, block in enumerate(fresh):
+            if parts[block >> _PART].setdefault(block, segment) is not segment:
+                fresh = fresh[:n]
+                break
+        segments.extend(segment, fresh)
+        return len(fresh)
+
+    def _open(self, after: BlockHash | None, mask: int) -> Segment | None:
+        """The segment that ends in the block `after`, if more that lies at `mask` can go on there."""
+        segment = self._parts[after >> _PART].get(after) if after is not None else None
+        if segment is None or segment.hashes[-1] != after or segment.masks[-1] != mask:
+            return None
+        return segment if len(segment.hashes) < SEGMENT_BLOCKS else None
+
+    def _take(self, segment: Segment, start: int, end: int, bits: int, lost: Counter[int]) -> None:
+        """Clears location bits of blocks of a segment; those that lie nowhere leave it."""
+        any_lost = 0
+        for mask, begin, stop in segments.runs(segment, start, end):
+            gone = mask & bits
+            any_lost |= gone
+            while gone:
+                bit = gone & -gone
+                lost[bit] += stop - begin
+                gone -= bit
+        if any_lost:
+            segments.change(segment, start, end, off=bits)
+            if 0 in segment.masks:
+                self._bury(segment)
+
+    def _bury(self, segment: Segment) -> None:
+        """Takes out the blocks of the segment that lie nowhere; what is left beyond them moves to others."""
+        parts = self._parts
+        for mask, start, end in segments.runs(segment, 0, len(segment.hashes)):
+            if not mask:
+                for block in segment.hashes[start:end]:
+                    del parts[block >> _PART][block]
+        pieces = segments.living(segment)
+        if not pieces:
+            self._set_of(segment).remove(segment)
+            return
+        segment.hashes, segment.masks, segment.ends = pieces[0].hashes, pieces[0].masks, pieces[0].ends
+        for piece in pieces[1:]:
+            self._set_of(piece).add(piece)
+            for block in piece.hashes:
+                parts[block >> _PART][block] = piece
+
+    def _set_of(self, segment: Segment) -> set[Segment]:
+        return self._segments[id(segment) // 16 % _SETS]

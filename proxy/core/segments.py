@@ -1,0 +1,123 @@
+"""Stretches of chains that engines hold together: what the index is made of.
+
+A segment is up to SEGMENT_BLOCKS consecutive blocks of one chain, with where they lie as runs of equal masks.
+Since a hash covers all blocks before its own, two chains that agree in one block agree in all before it: a
+segment is compared with a chain by its last block, whatever lies between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+import msgspec
+
+from proxy.core.blocks import BlockHash
+
+# A look-up takes as many steps as a chain has segments; a block that goes from the middle copies one.
+SEGMENT_BLOCKS = 64
+# Of segments that lie in the same places throughout: shared by all of that length.
+_WHOLE = tuple((n,) for n in range(SEGMENT_BLOCKS + 1))
+
+
+class Segment(msgspec.Struct, gc=False, eq=False):
+    """Consecutive blocks of one chain. No part of reference cycles, so the garbage collector leaves it alone.
+
+    Attributes:
+        hashes: the blocks.
+        masks: the location bits of each run of blocks that have the same.
+        ends: how many blocks there are up to the end of each run.
+    """
+
+    hashes: tuple[BlockHash, ...]
+    masks: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+def new(hashes: tuple[BlockHash, ...], mask: int) -> Segment:
+    """A segment whose blocks all have the location bits `mask`."""
+    return Segment(hashes, (mask,), _WHOLE[len(hashes)])
+
+
+def extend(segment: Segment, hashes: tuple[BlockHash, ...]) -> None:
+    """More blocks, that lie where the last one does."""
+    segment.hashes += hashes
+    segment.ends = (*segment.ends[:-1], len(segment.hashes))
+
+
+def position(segment: Segment, block: BlockHash) -> int:
+    """Where in the segment the block is. It must be there."""
+    mine = segment.hashes
+    if mine[0] == block:
+        return 0
+    return len(mine) - 1 if mine[-1] == block else mine.index(block)
+
+
+def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) -> int:
+    """How many blocks of the chain from `at` on are those of the segment from `start` on, one at least."""
+    mine = segment.hashes
+    blocks = min(len(mine) - start, len(chain) - at)
+    if mine[start + blocks - 1] == chain[at + blocks - 1]:
+        return blocks
+    same, other = 0, blocks - 1
+    while other - same > 1:
+        middle = (same + other) // 2
+        if mine[start + middle] == chain[at + middle]:
+            same = middle
+        else:
+            other = middle
+    return other
+
+
+def equal(segment: Segment, start: int, blocks: tuple[BlockHash, ...], at: int) -> int:
+    """As `agreed`, of blocks that need not be a chain."""
+    mine = segment.hashes
+    most = min(len(mine) - start, len(blocks) - at)
+    if mine[start : start + most] == blocks[at : at + most]:
+        return most
+    return next(n for n in range(1, most) if mine[start + n] != blocks[at + n])
+
+
+def runs(segment: Segment, start: int, end: int) -> Sequence[tuple[int, int, int]]:
+    """The runs between two places of the segment: location bits, from where, to where."""
+    masks, ends = segment.masks, segment.ends
+    if len(masks) == 1:
+        return ((masks[0], start, end),)
+    first, last = bisect_right(ends, start), bisect_left(ends, end)
+    inner = ends[first:last]
+    return tuple(zip(masks[first : last + 1], (start, *inner), (*inner, end), strict=True))
+
+
+def change(segment: Segment, start: int, end: int, on: int = 0, off: int = 0) -> None:
+    """Sets the location bits `on` and clears `off` of the blocks between two places."""
+    masks, ends, at = list[int](), list[int](), 0
+    if start == 0 and end == len(segment.hashes) and len(segment.masks) == 1:
+        segment.masks = ((segment.masks[0] | on) & ~off,)
+        return
+    for mask, stop in zip(segment.masks, segment.ends, strict=True):
+        for upto, bits in ((min(stop, start), mask), (min(stop, end), (mask | on) & ~off), (stop, mask)):
+            if upto <= at:
+                continue
+            if masks and masks[-1] == bits:
+                ends[-1] = upto
+            else:
+                masks.append(bits)
+                ends.append(upto)
+            at = upto
+    segment.masks = tuple(masks)
+    segment.ends = tuple(ends) if len(ends) > 1 else _WHOLE[at]
+
+
+def living(segment: Segment) -> list[Segment]:
+    """The blocks that lie anywhere, as segments: what is between those that lie nowhere."""
+    pieces, hole = list[Segment](), True
+    for mask, start, end in runs(segment, 0, len(segment.hashes)):
+        if mask and hole:
+            pieces.append(new(segment.hashes[start:end], mask))
+        elif mask:
+            piece = pieces[-1]
+            piece.hashes += segment.hashes[start:end]
+            piece.masks += (mask,)
+            piece.ends += (len(piece.hashes),)
+        hole = not mask
+    return pieces

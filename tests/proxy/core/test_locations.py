@@ -1,0 +1,145 @@
+from array import array
+from collections import Counter
+from itertools import product
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from proxy.core import locations
+from proxy.core.blocks import extend, namespace_root
+from proxy.core.locations import Locations
+from proxy.core.segments import SEGMENT_BLOCKS
+
+ROOT = namespace_root("m")
+LONG = extend(ROOT, array("i", range(1000)), None, 4)
+DEPTH = 6
+# Every chain of six blocks, of two kinds of token.
+CHAINS = [extend(ROOT, array("i", tokens), None, 1) for tokens in product((0, 1), repeat=DEPTH)]
+BLOCKS = sorted({block for chain in CHAINS for block in chain})
+
+
+def segments_of(where):
+    """All of them, each once."""
+    return {id(segment): segment for part in where._parts for segment in part.values()}.values()
+
+
+def check(where):
+    """Every block is in the segment that the dicts say it is in, once, and lies somewhere."""
+    kept = [segment for each in where._segments for segment in each]
+    assert {id(segment) for segment in kept} == {id(segment) for segment in segments_of(where)}
+    assert sum(len(segment.hashes) for segment in kept) == len(where)
+    for segment in kept:
+        assert len(segment.hashes) == segment.ends[-1] <= locations.SEGMENT_BLOCKS
+        assert list(segment.ends) == sorted(set(segment.ends))
+        assert len(segment.masks) == len(segment.ends)
+        assert 0 not in segment.masks
+        assert all(where._parts[block >> locations._PART][block] is segment for block in segment.hashes)
+
+
+class LocationsMachine(RuleBasedStateMachine):
+    """Against a dict of blocks. Segments are of three blocks at most, so that chains have several."""
+
+    bits = st.sampled_from([1, 2, 4])
+    chains = st.sampled_from(CHAINS)
+    places = st.integers(0, DEPTH)
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(locations, "SEGMENT_BLOCKS", 3)
+        self.where, self.masks = Locations(), Counter()
+
+    def teardown(self):
+        self.patch.undo()
+
+    @rule(bit=bits, chain=chains, start=places, end=places, told=st.booleans())
+    def mark(self, bit, chain, start, end, told):
+        blocks = chain[start:end]
+        again = Counter()
+        added = self.where.mark(bit, blocks, chain[start - 1] if start and told else None, again)
+        had = {block for block in blocks if self.masks[block] & bit}
+        assert (added, again) == (len(blocks) - len(had), Counter(had))
+        for block in blocks:
+            self.masks[block] |= bit
+
+    @rule(bits=st.sampled_from([1, 2, 4, 3, 7]), blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
+    def clear_any(self, bits, blocks):
+        self.clear(bits, blocks)
+
+    @rule(bits=st.sampled_from([1, 2, 4, 3, 7]), chain=chains, start=places, end=places, back=st.booleans())
+    def clear_part(self, bits, chain, start, end, back):
+        self.clear(bits, chain[start:end][:: -1 if back else 1])
+
+    def clear(self, bits, blocks):
+        lost = Counter()
+        for block in blocks:
+            lost.update(bit for bit in (1, 2, 4) if self.masks[block] & bit & bits)
+            self.masks[block] &= ~bits
+        assert self.where.clear(bits, tuple(blocks)) == lost
+
+    @rule(bits=st.sampled_from([1, 6]))
+    def clear_all(self, bits):
+        self.where.clear_all(bits)
+        self.masks = Counter({block: mask & ~bits for block, mask in self.masks.items()})
+
+    @invariant()
+    def blocks_lie_where_they_should(self):
+        check(self.where)
+        assert len(self.where) == sum(mask > 0 for mask in self.masks.values())
+        assert all(self.where.get(block) == self.masks[block] for block in BLOCKS)
+
+    @rule(chain=chains, end=places)
+    def read(self, chain, end):
+        masks = [self.masks[block] for block in chain[:end]]
+        known = masks.index(0) if 0 in masks else end
+        read = [mask for mask, blocks in self.where.stretches(chain[:end]) for _ in range(blocks)]
+        assert read == masks[:known]
+
+
+TestLocationsMachine = LocationsMachine.TestCase
+TestLocationsMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+@pytest.fixture
+def where():
+    return Locations()
+
+
+def test_a_chain_is_read_in_few_steps(where):
+    where.mark(1, LONG)
+    assert len(segments_of(where)) == len(list(where.stretches(LONG))) == -(-len(LONG) // SEGMENT_BLOCKS)
+
+
+def test_blocks_that_come_one_by_one_are_kept_together(where):
+    for at, block in enumerate(LONG):
+        where.mark(1, (block,), LONG[at - 1] if at else ROOT)
+    assert len(segments_of(where)) == -(-len(LONG) // SEGMENT_BLOCKS)
+    check(where)
+
+
+def test_blocks_that_go_one_by_one_from_the_end_leave_no_pieces(where):
+    where.mark(1, LONG)
+    for block in reversed(LONG):
+        where.clear(1, (block,))
+        check(where)
+        assert len(segments_of(where)) <= -(-len(where) // SEGMENT_BLOCKS)
+    assert len(where) == 0
+
+
+def test_what_goes_from_the_middle_parts_a_segment(where):
+    where.mark(1, LONG[:9])
+    where.clear(1, LONG[3:5])
+    check(where)
+    assert {segment.hashes for segment in segments_of(where)} == {LONG[:3], LONG[5:9]}
+    assert list(where.stretches(LONG)) == [(1, 3)]
+    where.mark(1, LONG[3:5])
+    assert sum(blocks for _, blocks in where.stretches(LONG)) == 9
+
+
+def test_a_segment_goes_on_only_where_its_end_lies(where):
+    where.mark(1, LONG[:3])
+    where.mark(2, LONG[3:5], LONG[2])
+    where.mark(1, LONG[5:6], LONG[3])
+    assert {segment.hashes for segment in segments_of(where)} == {LONG[:3], LONG[3:5], LONG[5:6]}
