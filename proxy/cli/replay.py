@@ -84,8 +84,7 @@ def replay(
         plan = options.plan(
             engine, engines=engines, policies=policies, seeds=seeds, load=load, speedup=speedup
         )
-        if plot_path is not None:
-            _need_matplotlib()
+        _check_outputs(json_path, csv_path, plot_path)
         read = read_trace(trace, limit=limit)
         outcomes = _run(read, plan.runs(read), jobs or os.cpu_count() or 1)
         _tell(plan, read, outcomes, json_path, csv_path, plot_path)
@@ -141,13 +140,16 @@ def _tell(
         console.print(note)
 
 
-def _need_matplotlib() -> None:
+def _check_outputs(json_path: Path | None, csv_path: Path | None, plot_path: Path | None) -> None:
     """Before the work rather than after it.
 
     Raises:
-        ValueError: where it is not installed.
+        ValueError: for what could not be written.
     """
-    if find_spec("matplotlib") is None:
+    for path in (json_path, csv_path, plot_path):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{path}: cannot be written: there is no folder {path.parent}")
+    if plot_path is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'kvpin[replay]'")
 
 

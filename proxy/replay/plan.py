@@ -85,7 +85,7 @@ def notes(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
     by_affinity = {"sticky", "chwbl"} & {outcome.run.policy for outcome in outcomes}
     if by_affinity and not trace.has_sessions:
         told.append(
-            f"the trace names no sessions: {' and '.join(sorted(by_affinity))} go by the first block that "
-            "not all requests share"
+            f"the trace names no sessions: for {' and '.join(sorted(by_affinity))}, the first block that not "
+            "all requests share stands for one"
         )
     return told

@@ -54,7 +54,7 @@ def test_everything_that_can_be_said(kvpin, tmp_path):
     words += [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
     result = kvpin("replay", CONVERSATION, *words)
     assert result.exit_code == 0, result.output
-    assert "chwbl go by the first block that not all requests share" in result.stdout
+    assert "for chwbl, the first block that not all requests share stands for one" in result.stdout
     document = json.loads(paths["json"].read_text())
     assert document["settings"]["model"]["gpu_tokens"] == 163_840
     assert [(run["policy"], run["seed"], run["requests"]) for run in document["runs"]] == [
@@ -79,7 +79,7 @@ def test_the_same_words_say_the_same(kvpin):
         "--load",
         "0.9",
         "--policies",
-        "all",
+        "kvpin,sglang,oracle",
         "--seeds",
         "3",
         "--jobs",
@@ -98,7 +98,10 @@ def test_the_same_words_say_the_same(kvpin):
         ([AGENTS, "--gpu-tokens", "1k"], "no request of the trace fits an engine: give it more GPU tokens"),
         ([AGENTS, "--policies", "best"], "--policies: there is no policy 'best'"),
         ([AGENTS, "--limit", "1", "--load", "1"], "all requests arrive at once"),
-        ([AGENTS, "--limit", "1", "--csv", "/nowhere/x"], "/nowhere/x: cannot be written: No such file"),
+        (
+            [AGENTS, "--limit", "1", "--csv", "/nowhere/x"],
+            "/nowhere/x: cannot be written: there is no folder /nowhere",
+        ),
     ],
 )
 def test_what_cannot_be_replayed(kvpin, words, message):
@@ -106,6 +109,11 @@ def test_what_cannot_be_replayed(kvpin, words, message):
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_written(kvpin, tmp_path):
+    result = kvpin("replay", AGENTS, "--limit", "1", "--policies", "kvpin", "--csv", str(tmp_path))
+    assert (result.exit_code, result.stderr) == (2, f"kvpin: {tmp_path}: cannot be written: Is a directory\n")
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_work(kvpin, monkeypatch, tmp_path):

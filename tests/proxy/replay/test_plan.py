@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from proxy.replay.batch import run_all
@@ -43,15 +45,13 @@ def test_notes_say_what_figures_do_not():
     told = notes(trace, run_all(trace, plan.runs(trace)))
     assert told == [
         "1 requests are longer than an engine has room for, and were left out",
-        "the trace names no sessions: sticky go by the first block that not all requests share",
+        "the trace names no sessions: for sticky, the first block that not all requests share stands for one",
     ]
     sessions = trace_of(ask((1,), session="s"))
     assert notes(sessions, run_all(sessions, plan.runs(sessions))) == []
 
 
 def test_a_trace_that_was_chained_is_told():
-    from dataclasses import replace
-
     trace = replace(TRACE, rechained=True)
     outcomes = run_all(trace, Plan(model_of(), (1,), ("kvpin",)).runs(trace))
     assert "blocks were chained here" in notes(trace, outcomes)[0]

@@ -1,0 +1,178 @@
+"""Placement policies on real traces, simulated: hits and times to the first token, cell by cell.
+
+Two traces, 4, 8 and 16 engines of 0.5M tokens, GPU only and with a host tier of four times that, at loads of
+0.6, 0.9 and 1.1 of the engines' compute if nothing were cached; then kvpin with each term of its rule left
+out. Prints markdown. The traces are Mooncake's conversation trace and the agentic one, by these names in DIR.
+
+    python benchmarks/placement_sim.py DIR [--loads 0.9] [--seeds 0,1,2] [--jobs 1] [--only peers|ablations]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from proxy.replay.batch import run_all
+from proxy.replay.engine import EngineModel
+from proxy.replay.plan import Plan
+from proxy.replay.registry import ORACLE, resolve
+from proxy.replay.report import over_seeds, rows
+from proxy.replay.trace import Trace, TraceError, read_trace
+
+TRACES = {
+    "conversation": "mooncake_conversation_trace.jsonl.gz",
+    "agentic": "kvct_openloop_512.jsonl.gz",
+}
+ENGINES = (4, 8, 16)
+GPU_TOKENS = 500_000
+TIERS = {"GPU only": 0, "host tier": 4 * GPU_TOKENS}
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One trace, one kind of engine, one load: the rows of every policy and number of engines."""
+
+    trace: str
+    tier: str
+    load: float
+    rows: dict[tuple[str, int], Row]  # by policy and engines
+
+    @property
+    def policies(self) -> list[str]:
+        """In the order they were asked for."""
+        return list(dict.fromkeys(policy for policy, _ in self.rows))
+
+    def best(self, figure: str, engines: int, *, lowest: bool, without: Sequence[str] = (ORACLE,)) -> float:
+        """The best value of a figure among the policies."""
+        values = [
+            row[figure]
+            for (policy, count), row in self.rows.items()
+            if count == engines and policy not in without and row[figure] is not None
+        ]
+        return min(values) if lowest else max(values)
+
+
+def play(
+    traces: dict[str, Trace],
+    loads: Sequence[float],
+    policies: str,
+    seeds: Sequence[int],
+    args: argparse.Namespace,
+) -> Iterator[Block]:
+    """Runs everything."""
+    for load in loads:
+        for name, trace in traces.items():
+            for tier, host_tokens in TIERS.items():
+                model = EngineModel(GPU_TOKENS, host_tokens, chunked=args.model == "chunked")
+                plan = Plan(model, ENGINES, resolve(policies.split(",")), seeds, load=load)
+                began = time.monotonic()
+                outcomes = run_all(trace, plan.runs(trace), jobs=args.jobs)
+                merged = {(row["policy"], row["engines"]): row for row in over_seeds(rows(outcomes))}
+                asked = {(p, n): merged[p, n] for p in plan.policies for n in ENGINES}
+                print(
+                    f"{name}, {tier}, {load:g}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True
+                )
+                yield Block(name, tier, load, asked)
+
+
+def cell(block: Block, policy: str, engines: int) -> str:
+    """Hits, mean and p99, the best of each in bold."""
+    row = block.rows[policy, engines]
+    parts = []
+    for figure, digits, lowest in (
+        ("hit_percent", 1, False),
+        ("mean_ttft_s", 3, True),
+        ("p99_ttft_s", 2, True),
+    ):
+        value = row[figure]
+        if value is None:
+            continue
+        spread = row["spread"][figure]
+        text = f"{value:.{digits}f}" + (f"±{spread:.{digits}f}" if figure == "mean_ttft_s" and spread else "")
+        is_best = policy != ORACLE and value == block.best(figure, engines, lowest=lowest)
+        parts.append(f"**{text}**" if is_best else text)
+    return " / ".join(parts)
+
+
+def show_peers(block: Block) -> None:
+    """One table of all policies."""
+    print(f"\n{block.trace}, {block.tier}, load {block.load:g}: hit % / mean TTFT s / p99 s\n")
+    print("| policy | " + " | ".join(f"N={engines}" for engines in ENGINES) + " |")
+    print("|---|" + "---|" * len(ENGINES))
+    for policy in block.policies:
+        print(f"| {policy} | " + " | ".join(cell(block, policy, engines) for engines in ENGINES) + " |")
+
+
+def show_goals(blocks: Sequence[Block]) -> None:
+    """Our times and hits beside the best of the others, figure by figure."""
+    print("\nkvpin ÷ the best of the others (below 1 is better for times); hits: points behind the best\n")
+    print("| cell | mean TTFT | p99 | hits |")
+    print("|---|---:|---:|---:|")
+    others = ("kvpin", ORACLE)
+    for block in blocks:
+        for engines in ENGINES:
+            own = block.rows["kvpin", engines]
+            mean, p99 = (
+                own[figure] / block.best(figure, engines, lowest=True, without=others)
+                for figure in ("mean_ttft_s", "p99_ttft_s")
+            )
+            behind = block.best("hit_percent", engines, lowest=False, without=others) - own["hit_percent"]
+            where = f"{block.trace} N={engines}, {block.tier}, {block.load:g}"
+            print(f"| {where} | {mean:.2f} | {p99:.2f} | {behind:+.1f} |")
+
+
+def show_ablations(blocks: Sequence[Block]) -> None:
+    """Mean times of kvpin without a term, over those of kvpin."""
+    cells = [(block, engines) for block in blocks for engines in ENGINES]
+    print("\nmean TTFT without a term ÷ with all of them\n")
+    names = (f"{b.trace[:5]} {n}{' host' if TIERS[b.tier] else ''} {b.load:g}" for b, n in cells)
+    print("| left out | " + " | ".join(names) + " |")
+    print("|---|" + "---:|" * len(cells))
+    for policy in blocks[0].policies[1:]:
+        ratios = (
+            block.rows[policy, engines]["mean_ttft_s"] / block.rows["kvpin", engines]["mean_ttft_s"]
+            for block, engines in cells
+        )
+        print(
+            f"| {policy.removeprefix('kvpin-no-')} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |"
+        )
+
+
+def main() -> None:
+    """Reads the traces, runs and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--loads", default="0.6,0.9,1.1")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--model", choices=("fifo", "chunked"), default="fifo")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--only", choices=("peers", "ablations"))
+    args = parser.parse_args()
+    loads = [float(load) for load in args.loads.split(",")]
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    try:
+        traces = {name: read_trace(args.folder / file, limit=args.limit) for name, file in TRACES.items()}
+    except TraceError as error:
+        sys.exit(f"{error}\nDIR has to hold {' and '.join(TRACES.values())}")
+    if args.only != "ablations":
+        blocks = []
+        for block in play(traces, loads, "all", seeds, args):
+            show_peers(block)
+            blocks.append(block)
+        show_goals(blocks)
+    if args.only != "peers":
+        show_ablations(list(play(traces, loads, "ablations", seeds, args)))
+
+
+if __name__ == "__main__":
+    main()
