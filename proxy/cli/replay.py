@@ -135,9 +135,10 @@ def _tell(
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
-    console.print(table(each, title))
+    console.print(title, soft_wrap=True)
+    console.print(table(each))
     for note in notes(trace, outcomes):
-        console.print(note)
+        console.print(note, soft_wrap=True)
 
 
 def _check_outputs(json_path: Path | None, csv_path: Path | None, plot_path: Path | None) -> None:

@@ -87,9 +87,9 @@ def _merge(group: Sequence[Row]) -> dict[str, Any]:
     return merged
 
 
-def table(each: Sequence[Row], title: str) -> Table:
+def table(each: Sequence[Row]) -> Table:
     """For people: one line for each policy and number of engines, the best times first."""
-    shown = Table(title=title, title_justify="left")
+    shown = Table()
     shown.add_column("engines", justify="right")
     shown.add_column("policy", no_wrap=True)
     for _, heading, _ in _COLUMNS:
