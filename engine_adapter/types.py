@@ -6,6 +6,7 @@ comparing a prompt are single C calls over its bytes.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -251,6 +252,21 @@ class RenderedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """How long a client wants what its request leaves in a cache to be kept there, where that can be.
+
+    Attributes:
+        priority: 0 for no longer than anything else; of what is kept, the lowest goes first.
+        ttl_s: seconds from the end of the answer, after which it is as anything else.
+        owner: whose it is, None where all is one client's. What an engine can keep is shared out by owner.
+    """
+
+    priority: int = 0
+    ttl_s: float = math.inf
+    owner: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KvTarget:
     """What a KV operation acts on.
 
@@ -264,6 +280,7 @@ class KvTarget:
         adapter: the LoRA adapter it runs with.
         exact: the token ids are known to be those the engine would make of the request, so that they can
             stand in its place.
+        retention: how long the request of this prompt wants it kept; None where it is no request's.
     """
 
     token_ids: TokenIds[int] | None = None
@@ -271,6 +288,7 @@ class KvTarget:
     cache_salt: str | None = None
     adapter: str | None = None
     exact: bool = False
+    retention: Retention | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -12,7 +12,7 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
-from engine_adapter.hold import SelfPlaced
+from engine_adapter.hold import Hold, RequestBody, SelfPlaced
 from engine_adapter.http import OutgoingRequest
 from engine_adapter.kv_events import Snapshot, decode_snapshot
 from engine_adapter.kv_keys import MalformedEvents
@@ -39,6 +39,7 @@ Answer = TypeVar("Answer")
 _PROMPT_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _CAPABILITIES = frozenset(Capability) - {Capability.RENDER}
 _WITHOUT_HOST_TIER = _CAPABILITIES - {Capability.OFFLOAD, Capability.RESTORE}
+_KEEPING = ("priority", "keep_s", "keep_for")
 CACHED_TOKENS_HEADER = "x-kv-cached-tokens"
 """Sent with the response's headers: how many prompt tokens came from cache."""
 
@@ -125,8 +126,25 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             raise EngineUnavailable("the engine was restarted")
         return EngineLoad(running=load.running, waiting=load.waiting)
 
+    def hold(
+        self, path: str, body: RequestBody, prompt: KvTarget | None
+    ) -> AbstractAsyncContextManager[Hold]:
+        """See `EngineAdapter.hold`: the engine is told what to keep, and for whom."""
+        if path not in _PROMPT_ROUTES or not isinstance(body, JsonBody):
+            return nullcontext(Hold(body))
+        retention = prompt.retention if prompt is not None else None
+        changes: dict[str, Any] = {}
+        if retention is not None and retention.priority > 0:
+            asked = body.get("priority")
+            priority = max(asked, retention.priority) if isinstance(asked, int) else retention.priority
+            changes = {"priority": priority, "keep_s": retention.ttl_s}
+        if changes or any(name in body for name in _KEEPING):
+            # Not the client's to say: another's share would be its own.
+            changes["keep_for"] = retention.owner if retention is not None else None
+        return nullcontext(Hold(body.replace(**changes) if changes else body))
+
     def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes] | None
+        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`."""
         return prepare_request(self.spec, method, path, headers, body)

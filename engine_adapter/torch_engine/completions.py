@@ -30,6 +30,7 @@ from engine_adapter.torch_engine.protocol import (
     CompletionRequest,
     PromptRequest,
     parse,
+    retention_of,
     salt_of,
     sampling_of,
 )
@@ -37,7 +38,6 @@ from engine_adapter.torch_engine.requests import Finished, GenerationRequest, To
 from engine_adapter.torch_engine.service import EngineService
 
 _log = logging.getLogger("kvpin.engine")
-_MIN_PRIORITY, _MAX_PRIORITY = -1000, 1000
 
 
 class CompletionRoute:
@@ -82,9 +82,7 @@ async def _prepare(service: EngineService, metrics: EngineMetrics, request: Prom
     default = service.model.default_max_tokens if isinstance(request, ChatRequest) else None
     sampling = sampling_of(request, default_max_tokens=default)
     salt = salt_of(request.cache_salt)
-    priority = request.priority or 0
-    if not _MIN_PRIORITY <= priority <= _MAX_PRIORITY:
-        raise ApiError(f"priority is from {_MIN_PRIORITY} to {_MAX_PRIORITY}", param="priority")
+    retention = retention_of(request)
     prompt = await service.prompt(request)
     is_chat = isinstance(request, ChatRequest)
     service.check_length(request, len(prompt.token_ids))
@@ -105,7 +103,7 @@ async def _prepare(service: EngineService, metrics: EngineMetrics, request: Prom
         extra_ids=prompt.embeddings.extra_ids,
         embeddings=prompt.embeddings.tensors,
         cache_salt=salt,
-        priority=priority,
+        retention=retention,
     )
     return Answer(service, metrics, generation, writer, request)
 

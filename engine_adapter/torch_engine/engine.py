@@ -235,7 +235,7 @@ class Engine:
         self._calls.discard(future)
         if not future.set_running_or_notify_cancel():
             return
-        self._cache.expire_pins(time.monotonic())
+        self._cache.expire(time.monotonic())
         try:
             result = fn(self._cache)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
@@ -250,7 +250,7 @@ class Engine:
     def _step(self) -> None:
         """Runs the next tokens of the requests in flight."""
         began = time.perf_counter()
-        self._cache.expire_pins(time.monotonic())
+        self._cache.expire(time.monotonic())
         items = self._scheduler.plan()
         if not items:
             self._refuse_first()

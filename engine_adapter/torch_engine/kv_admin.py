@@ -102,11 +102,12 @@ class KvAdmin:
         if target.token_ids is not None:
             self._tree.touch(nodes)
         going = [node for node in nodes if node.tier is Tier.HOST]
-        going.sort(key=lambda node: node.value, reverse=True)
+        going.sort(key=lambda node: self._tree.worth(Tier.GPU, node), reverse=True)
         batch = going[:max_blocks]
         if batch:
             self._tree.make_room(
-                min(len(batch), self._tree.gpu.free + self._tree.idle), below=batch[-1].value
+                min(len(batch), self._tree.gpu.free + self._tree.idle),
+                below=self._tree.worth(Tier.GPU, batch[-1]),
             )
         moving = batch[: self._tree.gpu.free]
         self._tree.restore(moving)
@@ -173,6 +174,7 @@ class KvAdmin:
                 "cached": in_host,
                 "bytes": in_host * self._block_bytes,
             },
+            "kept_blocks": len(tree.kept),
             "pinned_blocks": self._pinned,
             "pins": [
                 {"pin_id": pin_id, "blocks": len(pin.nodes), "expires_in_s": max(0.0, pin.expires - now)}

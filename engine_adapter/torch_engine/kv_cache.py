@@ -12,7 +12,7 @@ from typing import Any
 from engine_adapter.torch_engine.kv_admin import KvAdmin, SliceResult, block_key, block_keys
 from engine_adapter.torch_engine.kv_node import Node
 from engine_adapter.torch_engine.kv_tree import BlockCopier, KvTree
-from engine_adapter.types import BlocksStored, ExtraIds, KvEvent, KvTarget, Pinned, Tier, TokenIds
+from engine_adapter.types import BlocksStored, ExtraIds, KvEvent, KvTarget, Pinned, Retention, Tier, TokenIds
 
 __all__ = ["BlockCopier", "KvCache", "KvSequence", "SliceResult"]
 
@@ -25,17 +25,22 @@ class KvSequence:
         computed: tokens whose KV lies in `blocks`.
         blocks: GPU slots in order, all that are reserved; the first `len(path)` are the tree's.
         path: the full blocks in the tree that the sequence holds.
+        retention: how long these are to be kept once it has ended; None for no longer than others.
     """
 
-    __slots__ = ("blocks", "computed", "extra_ids", "path", "priority", "root", "salt", "tokens")
+    __slots__ = ("blocks", "computed", "extra_ids", "path", "retention", "root", "salt", "tokens")
 
     def __init__(
-        self, tokens: TokenIds[int], extra_ids: ExtraIds[int] | None, salt: str | None, priority: int = 0
+        self,
+        tokens: TokenIds[int],
+        extra_ids: ExtraIds[int] | None,
+        salt: str | None,
+        retention: Retention | None = None,
     ) -> None:
         self.tokens: array[int] = array("i", tokens)
         self.extra_ids: array[int] | None = None if extra_ids is None else array("Q", extra_ids)
         self.salt = salt
-        self.priority = priority
+        self.retention = retention
         self.root: Node | None = None
         self.path: list[Node] = []
         self.blocks: array[int] = array("i")
@@ -74,6 +79,7 @@ class KvCache:
             gpu_blocks=gpu_blocks, host_blocks=host_blocks, tokens_per_block=tokens_per_block, copier=copier
         )
         self._admin = KvAdmin(self.tree, block_bytes)
+        self._now = 0.0
 
     # --- sequences -------------------------------------------------------------------------------
 
@@ -98,7 +104,7 @@ class KvCache:
             return False
         self.tree.make_room(needed)
         self.tree.restore(on_host)
-        self.tree.touch(path, sequence.priority)
+        self.tree.touch(path)
         sequence.root, sequence.path = root, path
         sequence.blocks = array("i", [node.slot for node in path]) + self.tree.gpu.take_many(fresh)
         sequence.computed = len(path) * self.tokens_per_block
@@ -140,18 +146,22 @@ class KvCache:
         sequence.computed += count
         while (index := len(sequence.path)) < sequence.computed // self.tokens_per_block:
             node = self.tree.insert(sequence.tip, self.key_of(sequence, index), sequence.blocks[index])
-            node.priority = max(node.priority, sequence.priority)
             sequence.blocks[index] = node.slot
             sequence.path.append(node)
 
     def end(self, sequence: KvSequence) -> None:
-        """Frees what the sequence holds: full blocks stay cached, others are free. Twice is fine."""
+        """Frees what the sequence holds: full blocks stay cached, others are free. Twice is fine.
+
+        Those it wants kept are kept from the time of the last `expire` on.
+        """
         root = sequence.root
         if root is None:
             return
         for slot in sequence.blocks[len(sequence.path) :]:
             self.tree.gpu.give(slot)
         self.tree.touch(sequence.path)
+        if sequence.retention is not None and sequence.retention.priority > 0:
+            self.tree.kept.keep(sequence.path, sequence.retention, self._now)
         for node in reversed(sequence.path):
             self.tree.release(node)
         self.tree.release_root(root)
@@ -181,8 +191,8 @@ class KvCache:
     # --- operations ------------------------------------------------------------------------------
 
     def stats(self, now: float) -> dict[str, Any]:
-        """`tokens_per_block`, `block_bytes`, `gpu`, `host`, `pinned_blocks`, `pins`, `blocks` as in
-        `GET /kv/stats` of docs/engines/embedded.md. `now` is `time.monotonic()`."""
+        """`tokens_per_block`, `block_bytes`, `gpu`, `host`, `kept_blocks`, `pinned_blocks`, `pins`, `blocks`
+        as in `GET /kv/stats` of docs/engines/embedded.md. `now` is `time.monotonic()`."""
         self._admin.expire_pins(now)
         return self._admin.stats(now)
 
@@ -207,9 +217,11 @@ class KvCache:
         """Ends a pin; False when there is none of that id."""
         return self._admin.unpin(pin_id)
 
-    def expire_pins(self, now: float) -> None:
-        """Ends the pins whose time is over."""
+    def expire(self, now: float) -> None:
+        """Ends the pins, and what was kept, whose time is over. `now` is `time.monotonic()`."""
+        self._now = now
         self._admin.expire_pins(now)
+        self.tree.kept.expire(now)
 
     @property
     def pinned_blocks(self) -> int:

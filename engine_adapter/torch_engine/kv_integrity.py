@@ -18,6 +18,7 @@ def violations(cache: KvCache, sequences: Iterable[KvSequence]) -> list[str]:
         *_slots(cache, running, nodes),
         *_references(cache, running, nodes),
         *_leaves(cache, nodes),
+        *_kept(cache, nodes),
         *_sequences(cache, running),
         *_roots(cache, running),
     ]
@@ -76,6 +77,22 @@ def _leaves(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
         missing = {node for node in nodes if node.tier is tier and node.evictable} - cache.tree.leaves(tier)
         if missing:
             yield f"{tier}: {len(missing)} evictable blocks are not queued"
+
+
+def _kept(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
+    """What is kept is known, bounded, in order of eviction, and ends no earlier than what hangs below it."""
+    kept = cache.tree.kept
+    if {node for node in nodes if node.priority > 0} != kept.nodes():
+        yield "the book of kept blocks is not that of the tree"
+    if len(kept) > kept.limit or len(kept) != sum(kept.by_owner().values()):
+        yield f"{len(kept)} blocks are kept of at most {kept.limit}, by owner: {kept.by_owner()}"
+    for node in nodes:
+        parent = node.parent
+        if parent is not None and parent.parent is not None:
+            if node.priority > parent.priority or node.kept_until > parent.kept_until:
+                yield f"{node.name:x} is kept longer than its parent"
+            if node.idle and parent.idle and node.recency >= parent.recency:
+                yield f"{node.name:x} was used after its parent"
 
 
 def _sequences(cache: KvCache, running: list[KvSequence]) -> Iterator[str]:

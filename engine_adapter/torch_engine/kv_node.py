@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
+from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
 from engine_adapter.types import Tier
 
+NEVER = -math.inf
 GONE = -1
 """Slot of a node that no longer holds a block, and of a root, which never does."""
 
@@ -31,12 +34,15 @@ class Node:
         slot: where it lies in the pool of `tier`, or GONE.
         refs: running sequences whose prompt or output goes through it; then it lies on the GPU tier.
         pins: pins that protect it. Refs and pins of a child are also held by its parent.
+        priority: above 0 while it is kept (see `kv_kept.py`); a parent's is never below its child's.
+        kept_until: when that ends.
     """
 
     __slots__ = (
         "children",
         "depth",
         "gpu_children",
+        "kept_until",
         "key",
         "last_used",
         "name",
@@ -60,6 +66,7 @@ class Node:
         self.pins = 0
         self.depth: int = parent.depth + 1 if parent else 0
         self.priority: int = 0
+        self.kept_until: float = NEVER
         self.last_used: int = parent.last_used if parent else 0
 
     @property
@@ -76,8 +83,14 @@ class Node:
 
     @property
     def value(self) -> Value:
-        """See `Value`."""
+        """What it is worth where leaving means that it is lost; see `Value`."""
         return Value(self.priority, self.last_used, -self.depth)
+
+    @property
+    def recency(self) -> Value:
+        """What it is worth where it only moves down a tier: that it is to be kept says nothing of how soon
+        it is needed."""
+        return Value(0, self.last_used, -self.depth)
 
     def tokens(self, tokens_per_block: int) -> bytes:
         """The token ids, as int32 bytes."""
@@ -86,6 +99,16 @@ class Node:
     def extra_ids(self, tokens_per_block: int) -> bytes:
         """The extra ids, as uint64 bytes; empty when all are 0."""
         return self.key[4 * tokens_per_block :]
+
+
+def by_value(node: Node) -> Value:
+    """See `Node.value`."""
+    return node.value
+
+
+def by_recency(node: Node) -> Value:
+    """See `Node.recency`."""
+    return node.recency
 
 
 class BlockPool:
@@ -126,9 +149,11 @@ class LeafQueue:
     hold are skipped when they surface, and swept when they are the greater part.
     """
 
-    __slots__ = ("_heap", "_limit", "_serial", "_tier")
+    __slots__ = ("_heap", "_limit", "_serial", "_tier", "worth")
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, worth: Callable[[Node], Value] = by_value) -> None:
+        """`worth` says what a node is worth on this tier."""
+        self.worth = worth
         self._tier = tier
         self._heap: list[tuple[Value, int, Node]] = []
         self._serial = count()
@@ -136,7 +161,7 @@ class LeafQueue:
 
     def push(self, node: Node) -> None:
         """Makes an evictable node known."""
-        heapq.heappush(self._heap, (node.value, next(self._serial), node))
+        heapq.heappush(self._heap, (self.worth(node), next(self._serial), node))
         if len(self._heap) > self._limit:
             self._sweep()
 
@@ -157,9 +182,9 @@ class LeafQueue:
         return {node for value, _, node in self._heap if self._holds(value, node)}
 
     def _holds(self, value: Value, node: Node) -> bool:
-        return node.tier is self._tier and node.evictable and node.value == value
+        return node.tier is self._tier and node.evictable and self.worth(node) == value
 
     def _sweep(self) -> None:
-        self._heap = [(node.value, next(self._serial), node) for node in self.nodes()]
+        self._heap = [(self.worth(node), next(self._serial), node) for node in self.nodes()]
         heapq.heapify(self._heap)
         self._limit = 2 * len(self._heap) + 64

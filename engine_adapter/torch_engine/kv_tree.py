@@ -10,7 +10,16 @@ from typing import Protocol
 import xxhash
 
 from engine_adapter.torch_engine.kv_journal import Journal
-from engine_adapter.torch_engine.kv_node import GONE, BlockPool, LeafQueue, Node, Value
+from engine_adapter.torch_engine.kv_kept import KeptBlocks
+from engine_adapter.torch_engine.kv_node import (
+    GONE,
+    BlockPool,
+    LeafQueue,
+    Node,
+    Value,
+    by_recency,
+    by_value,
+)
 from engine_adapter.types import Tier
 
 
@@ -48,6 +57,7 @@ class KvTree:
 
     Attributes:
         idle: GPU blocks that could be evicted, now or once the leaves below them are.
+        kept: blocks that requests asked to keep.
     """
 
     def __init__(
@@ -63,7 +73,12 @@ class KvTree:
         self._salts: dict[Node, str | None] = {}
         self._names: set[int] = set()
         self._copier = copier
-        self._leaves = {tier: LeafQueue(tier) for tier in (Tier.GPU, Tier.HOST)}
+        # With a host tier, what the GPU evicts is not lost: what is to be kept is kept there.
+        self._leaves = {
+            Tier.GPU: LeafQueue(Tier.GPU, by_recency if host_blocks else by_value),
+            Tier.HOST: LeafQueue(Tier.HOST),
+        }
+        self.kept = KeptBlocks(host_blocks or gpu_blocks, self._offer)
         self._tick = 0
 
     # --- finding ---------------------------------------------------------------------------------
@@ -86,6 +101,10 @@ class KvTree:
             node = stack.pop()
             yield node
             stack.extend(reversed(node.children.values()))
+
+    def worth(self, tier: Tier, node: Node) -> Value:
+        """What a block is worth on a tier."""
+        return self._leaves[tier].worth(node)
 
     def leaves(self, tier: Tier) -> set[Node]:
         """The blocks of a tier that could be evicted right now."""
@@ -129,13 +148,11 @@ class KvTree:
         node.pins -= 1
         self._enter_idle(node)
 
-    def touch(self, chain: Iterable[Node], priority: int | None = None) -> None:
-        """Marks a chain, from the root down, as used now; raises its priority if that is lower."""
+    def touch(self, chain: Iterable[Node]) -> None:
+        """Marks a chain, from the root down, as used now."""
         self._tick += 1
         for node in chain:
             node.last_used = self._tick
-            if priority is not None and priority > node.priority:
-                node.priority = priority
             self._offer(node)
 
     def _leave_idle(self, node: Node) -> None:
@@ -282,6 +299,7 @@ class KvTree:
             else:
                 self.host.give(node.slot)
             node.slot = GONE
+            self.kept.forget(node)
             self._names.discard(node.name)
             parent = node.parent
             if parent is not None:

@@ -17,12 +17,13 @@ import msgspec
 from engine_adapter.extra_ids import UINT64_MAX
 from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.requests import SamplingParams
-from engine_adapter.types import KvTarget, TokenIds, extra_array
+from engine_adapter.types import KvTarget, Retention, TokenIds, extra_array
 
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 4
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_SLICE = 65_536
+_MAX_PRIORITY = 1000
 _INT64 = 2**63
 
 
@@ -57,6 +58,8 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    keep_s: float | None = None
+    keep_for: str | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     prompt_table: str | None = None
@@ -266,6 +269,22 @@ def salt_of(salt: str | None) -> str | None:
     if salt == "":
         raise ApiError("cache_salt is empty; leave it out to share KV without a salt", param="cache_salt")
     return salt
+
+
+def retention_of(request: PromptRequest) -> Retention | None:
+    """How long a request wants its blocks kept, None for no longer than others; raises ApiError (400).
+
+    `priority` alone keeps them for as long as there is room; `keep_s` alone has priority 1.
+    """
+    priority = (0 if request.keep_s is None else 1) if request.priority is None else request.priority
+    _need(
+        -_MAX_PRIORITY <= priority <= _MAX_PRIORITY,
+        "priority",
+        f"is from {-_MAX_PRIORITY} to {_MAX_PRIORITY}",
+    )
+    ttl_s = math.inf if request.keep_s is None else request.keep_s
+    _need(ttl_s > 0, "keep_s", "is a positive number of seconds")
+    return Retention(priority, ttl_s, request.keep_for) if priority > 0 else None
 
 
 def target_of(request: SliceRequest | PinRequest) -> KvTarget:

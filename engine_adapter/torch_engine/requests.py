@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from engine_adapter.errors import EngineError
-from engine_adapter.types import ExtraIds, TokenIds
+from engine_adapter.types import ExtraIds, Retention, TokenIds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ class GenerationRequest:
         extra_ids: one per token, 0 for text; None when all is text.
         embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
         cache_salt: KV is shared only under the same salt.
-        priority: blocks of a higher priority are evicted later.
+        retention: how long its blocks are to be kept; None for no longer than others.
     """
 
     request_id: str
@@ -79,7 +79,7 @@ class GenerationRequest:
     extra_ids: ExtraIds[int] | None = None
     embeddings: Mapping[int, Tensor] = field(default_factory=dict, repr=False)
     cache_salt: str | None = None
-    priority: int = 0
+    retention: Retention | None = None
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):

@@ -39,7 +39,9 @@ class Active:
         self.request = request
         self.on_output = on_output
         self.sampler = sampler
-        self.sequence = KvSequence(request.token_ids, request.extra_ids, request.cache_salt, request.priority)
+        self.sequence = KvSequence(
+            request.token_ids, request.extra_ids, request.cache_salt, request.retention
+        )
         self.ends = ends
         self.limit = limit
         self.generated = 0

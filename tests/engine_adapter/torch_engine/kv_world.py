@@ -6,7 +6,7 @@ from array import array
 
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
 from engine_adapter.torch_engine.kv_integrity import violations
-from engine_adapter.types import BlocksRemoved, BlocksStored, KvTarget, Tier
+from engine_adapter.types import BlocksRemoved, BlocksStored, KvTarget, Retention, Tier
 
 SIZE = 4
 
@@ -71,9 +71,9 @@ class World:
         self.view = View()
         self.running = []
 
-    def sequence(self, tokens, extra_ids=None, salt=None, priority=0):
+    def sequence(self, tokens, extra_ids=None, salt=None, **keep):
         extras = None if extra_ids is None else array("Q", extra_ids)
-        return KvSequence(array("i", tokens), extras, salt, priority)
+        return KvSequence(array("i", tokens), extras, salt, Retention(**keep) if keep else None)
 
     def begin(self, sequence, spare=0):
         if not self.cache.begin(sequence, spare=spare):

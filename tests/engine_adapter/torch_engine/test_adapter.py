@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from engine_adapter import Capability, EngineSpec
+from engine_adapter import Capability, EngineSpec, JsonBody, KvTarget
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
+from engine_adapter.types import Retention
+
+CHAT = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
@@ -38,4 +42,46 @@ def test_it_needs_no_torch():
 async def test_without_a_host_tier_it_says_how_to_get_one():
     adapter = EmbeddedAdapter(EngineSpec("embedded", "http://127.0.0.1:1", "e"))
     assert "start it with --host-cache-bytes" in str(adapter.not_supported(Capability.OFFLOAD))
+    await adapter.aclose()
+
+
+@pytest.mark.parametrize(
+    ("asked", "retention", "sent"),
+    [
+        ({}, None, {}),
+        ({}, Retention(owner="acme"), {}),
+        ({}, Retention(1, 60.0, "acme"), {"priority": 1, "keep_s": 60.0, "keep_for": "acme"}),
+        ({}, Retention(1, 60.0), {"priority": 1, "keep_s": 60.0}),
+        (
+            {"priority": 7},
+            Retention(1, 60.0, "acme"),
+            {"priority": 7, "keep_s": 60.0, "keep_for": "acme"},
+        ),
+        (
+            {"priority": "high"},
+            Retention(1, 60.0, "acme"),
+            {"priority": 1, "keep_s": 60.0, "keep_for": "acme"},
+        ),
+        ({"priority": 7}, Retention(owner="acme"), {"priority": 7, "keep_for": "acme"}),
+        ({"keep_s": 5, "keep_for": "other"}, Retention(owner="acme"), {"keep_s": 5, "keep_for": "acme"}),
+        ({"keep_for": "other"}, None, {}),
+    ],
+)
+async def test_the_engine_is_told_what_to_keep_and_for_whom(asked, retention, sent):
+    adapter = EmbeddedAdapter(EngineSpec(kind="embedded", url="http://h:1", id="e"))
+    body = JsonBody(json.dumps({"messages": [], **asked}).encode())
+    prompt = KvTarget(retention=retention) if retention is not None else None
+    async with adapter.hold(CHAT, body, prompt) as hold:
+        assert json.loads(hold.body.raw) == {"messages": [], **sent}
+        assert sent or asked or hold.body is body
+    await adapter.aclose()
+
+
+async def test_what_has_no_prompt_goes_on_as_it_is():
+    adapter = EmbeddedAdapter(EngineSpec(kind="embedded", url="http://h:1", id="e"))
+    body = JsonBody(b'{"priority": 1}')
+    async with adapter.hold("/v1/embeddings", body, None) as hold:
+        assert hold.body is body
+    async with adapter.hold(CHAT, None, None) as hold:
+        assert hold.body is None
     await adapter.aclose()

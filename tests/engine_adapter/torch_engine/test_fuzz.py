@@ -49,6 +49,8 @@ KNOWN = [
     "response_format",
     "cache_salt",
     "priority",
+    "keep_s",
+    "keep_for",
     "return_token_ids",
     "add_special_tokens",
     "prompt_table",

@@ -133,7 +133,7 @@ def test_a_pin_protects_until_it_ends():
     stats = world.cache.stats(101.0)
     assert stats["pins"] == [{"pin_id": pinned.pin_id, "blocks": 2, "expires_in_s": 4.0}]
     assert stats["gpu"] == {"total": 4, "free": 1, "cached": 3, "active": 0}
-    world.cache.expire_pins(104.9)
+    world.cache.expire(104.9)
     assert world.cache.pinned_blocks == 2
     assert world.cache.stats(105.0)["pins"] == []
     world.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from pathlib import Path
@@ -20,6 +21,13 @@ from kv_world import SIZE, World
 
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=18)
 SALTS = st.sampled_from([None, None, "a", "b"])
+KEEPS = st.just({}) | st.fixed_dictionaries(
+    {
+        "priority": st.sampled_from([0, 1, 5]),
+        "ttl_s": st.sampled_from([1.0, 5.0, math.inf]),
+        "owner": st.sampled_from([None, "x", "y"]),
+    }
+)
 SPARSE = st.sampled_from([None, None, 1, 2])
 
 
@@ -39,11 +47,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.pins = []
         self.now = 0.0
 
-    @rule(
-        tokens=PROMPTS, extra=SPARSE, salt=SALTS, priority=st.sampled_from([0, 0, 5]), spare=st.integers(0, 2)
-    )
-    def begin(self, tokens, extra, salt, priority, spare):
-        sequence = self.world.sequence(tokens, extras_of(tokens, extra), salt, priority)
+    @rule(tokens=PROMPTS, extra=SPARSE, salt=SALTS, keep=KEEPS, spare=st.integers(0, 2))
+    def begin(self, tokens, extra, salt, keep, spare):
+        sequence = self.world.sequence(tokens, extras_of(tokens, extra), salt, **keep)
         if self.world.begin(sequence, spare):
             assert sequence.computed <= (len(tokens) - 1) // SIZE * SIZE
 
@@ -89,7 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 4.0]))
     def expire(self, seconds):
         self.now += seconds
-        self.world.cache.expire_pins(self.now)
+        self.world.cache.expire(self.now)
 
     @rule(
         verb=st.sampled_from(["flush", "offload", "restore"]),
@@ -144,6 +150,9 @@ def broken(change):
         lambda world, sequence: setattr(world.cache.tree, "idle", 3),
         lambda world, sequence: setattr(sequence.path[1], "name", sequence.path[0].name),
         lambda world, sequence: setattr(sequence, "computed", 99),
+        lambda world, sequence: setattr(sequence.path[0], "priority", 1),
+        lambda world, sequence: setattr(sequence.path[1], "kept_until", 9.0),
+        lambda world, sequence: setattr(world.cache.tree.kept, "limit", -1),
     ],
 )
 def test_a_broken_cache_is_found_out(change):

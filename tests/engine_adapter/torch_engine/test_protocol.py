@@ -14,6 +14,7 @@ from engine_adapter.torch_engine.protocol import (
     parse,
     parse_tokenize,
     prompt_of,
+    retention_of,
     salt_of,
     sampling_of,
     slice_size_of,
@@ -22,7 +23,7 @@ from engine_adapter.torch_engine.protocol import (
     ttl_of,
 )
 from engine_adapter.torch_engine.requests import SamplingParams
-from engine_adapter.types import extra_array, token_array
+from engine_adapter.types import Retention, extra_array, token_array
 
 
 def chat(**fields):
@@ -242,3 +243,29 @@ def test_the_index_of_a_bad_id_is_named():
     with pytest.raises(ApiError) as caught:
         token_ids_of([0, -(2**31) - 1], "tokens")
     assert caught.value.param == "tokens[1]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "retention"),
+    [
+        ({}, None),
+        ({"priority": 0, "keep_s": 60}, None),
+        ({"priority": -5}, None),
+        ({"keep_for": "acme"}, None),
+        ({"priority": 3}, Retention(3)),
+        ({"keep_s": 60}, Retention(1, 60.0)),
+        ({"priority": 2, "keep_s": 0.5, "keep_for": "acme"}, Retention(2, 0.5, "acme")),
+    ],
+)
+def test_what_is_to_be_kept(fields, retention):
+    assert retention_of(chat(**fields)) == retention
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"priority": 1001}, "priority"), ({"priority": -1001}, "priority"), ({"keep_s": 0}, "keep_s")],
+)
+def test_what_cannot_be_kept(fields, param):
+    with pytest.raises(ApiError) as raised:
+        retention_of(chat(**fields))
+    assert raised.value.param == param
