@@ -1,0 +1,273 @@
+"""A vLLM without a model, with a cache of real size and with a clock: what `routers.py` puts routers before.
+
+HTTP routes, metrics, answers and KV events are those of the tests' fake vLLM. Here they get the time a GPU
+would take: prompts are computed one after the other at a fixed rate, what is cached is looked up when that
+begins and stored when it ends, and tokens come at a fixed pace, each request's by itself.
+
+    python benchmarks/mock_engine.py --port 8001 [--kv-tokens 100000] [--prefill-rate 10000] [--token-ms 15]
+
+`GET /mock` tells what it did since `POST /mock/restart`, which makes it a new process to those who watch it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import sys
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+from harness import ROOT
+from router_work import BLOCK_TOKENS, MODEL, answer_ids, tokenizer, words
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from xxhash import xxh3_64_intdigest
+
+sys.path.insert(0, str(ROOT))
+from tests.fake_engines.cache import CachePrompt, PageCache, RunningPrompt
+from tests.fake_engines.core import EngineCore, Generation
+from tests.fake_engines.vllm import FakeVllm, VllmOptions
+
+CHAT = "/v1/chat/completions"
+# Who asks for one of these gets the fake's own, slower answer.
+RARE_FIELDS = ("return_token_ids", "vllm_xargs", "cache_salt", "tools")
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How fast the engine is.
+
+    Attributes:
+        prefill_rate: tokens a second that it computes, one prompt after the other.
+        token_s: from one token of an answer to the next.
+    """
+
+    prefill_rate: float
+    token_s: float
+
+
+@dataclass(slots=True)
+class Record:
+    """What an engine did.
+
+    Attributes:
+        requests: that began to run.
+        busy_s: spent on computing prompts.
+        first_token_s: of each request, from its arrival.
+        cpu_s: of the process, when the record began.
+    """
+
+    requests: int = 0
+    busy_s: float = 0.0
+    first_token_s: list[float] = field(default_factory=list)
+    cpu_s: float = field(default_factory=time.process_time)
+
+
+class QuickCache(PageCache):
+    """The fake's cache with a quicker hash, and a look-up that stores nothing yet."""
+
+    def hash_of(self, prompt: CachePrompt, at: int, parent: int | None) -> int:
+        """See `PageCache.hash_of`."""
+        start, end = at * self.page_size, (at + 1) * self.page_size
+        before = repr(prompt.namespace).encode() if parent is None else parent.to_bytes(8, "little")
+        return xxh3_64_intdigest(before + array("i", prompt.tokens[start:end]).tobytes())
+
+    def look_up(self, prompt: CachePrompt, *, read: bool) -> RunningPrompt:
+        """A request that holds the pages it found."""
+        matched = self._matched(prompt) if read else []
+        self.queries += len(prompt.tokens)
+        self.hits += len(matched) * self.page_size
+        running = RunningPrompt(self, prompt, len(matched) * self.page_size, list(prompt.tokens))
+        for page in matched:
+            running.hold(page)
+        return running
+
+
+class TimedCore(EngineCore):
+    """Requests that take their time: one queue of prompts, first come, first served."""
+
+    def __init__(self, cache: QuickCache, clock: Clock, end_of_step: Callable[[], None]) -> None:
+        super().__init__(cache, end_of_step=end_of_step)
+        self.record = Record()
+        self._quick = cache
+        self._clock = clock
+        self._prefills = asyncio.Lock()
+        self._free_at = 0.0
+
+    @asynccontextmanager
+    async def generate(
+        self, prompt: CachePrompt, max_tokens: int, *, read: bool = True
+    ) -> AsyncIterator[Generation]:
+        """See `EngineCore.generate`. Returns once the first token is there."""
+        arrived = time.monotonic()
+        self.waiting += 1
+        try:
+            await self._prefills.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        running = None
+        try:
+            try:
+                running = self._quick.look_up(prompt, read=read)
+                await self._compute(len(prompt.tokens) - running.cached_tokens, arrived)
+                running.store(len(prompt.tokens))
+                self.end_of_step()
+            finally:
+                self._prefills.release()
+            self.record.first_token_s.append(time.monotonic() - arrived)
+            output = self._output(prompt, max_tokens, running)
+            yield Generation(running.cached_tokens, len(prompt.tokens), output, running)
+        finally:
+            if running is not None:
+                running.close()
+            self.running -= 1
+
+    async def _compute(self, tokens: int, arrived: float) -> None:
+        """The time for so many tokens, from when the prompt before was done; late timers do not add up."""
+        seconds = tokens / self._clock.prefill_rate
+        self._free_at = max(self._free_at, arrived) + seconds
+        self.record.requests += 1
+        self.record.busy_s += seconds
+        await _until(self._free_at)
+
+    async def _output(
+        self, prompt: CachePrompt, max_tokens: int, running: RunningPrompt
+    ) -> AsyncIterator[int]:
+        began = time.monotonic()
+        for at, token in enumerate(answer_ids(prompt.tokens, max_tokens)):
+            await _until(began + at * self._clock.token_s)
+            running.append(token)
+            self.end_of_step()
+            yield token
+
+
+class MockVllm(FakeVllm):
+    """The fake with a clock."""
+
+    def __init__(self, options: VllmOptions, clock: Clock) -> None:
+        self._clock = clock
+        super().__init__(options)
+        self.app.router.routes += [
+            Route("/mock", self._told),
+            Route("/mock/restart", self._restarted, methods=["POST"]),
+        ]
+
+    def usage(self, generation: Generation, count: int) -> dict:
+        """What an answer of `count` tokens reports."""
+        return self._usage(generation.prompt_tokens, count, generation.cached_tokens)
+
+    def _core(self, rank: int) -> TimedCore:
+        plain = super()._core(rank)
+        cache = QuickCache(plain.cache.page_size, plain.cache.capacity, plain.cache.listener)
+        return TimedCore(cache, self._clock, plain.end_of_step)
+
+    def _chat_prompt(self, body: dict) -> CachePrompt:
+        if not body.get("messages") or any(name in body for name in RARE_FIELDS):
+            return super()._chat_prompt(body)
+        return self._prompt(body, tokenizer().chat(body["messages"]).token_ids)
+
+    def _serve(self, path: str, read: Callable[[dict], CachePrompt]) -> Callable:
+        thorough = super()._serve(path, read)
+
+        async def serve(request: Request) -> Response | QuickStream:
+            body = await self._body(request)
+            is_rare = not body.get("stream") or any(name in body for name in RARE_FIELDS)
+            if path != CHAT or is_rare:
+                return await thorough(request)
+            limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+            return QuickStream(self, read(body), limit)
+
+        return serve
+
+    async def _told(self, _: Request) -> Response:
+        record = self.cores[0].record
+        return JSONResponse(
+            {
+                "requests": record.requests,
+                "busy_s": record.busy_s,
+                "cpu_s": time.process_time() - record.cpu_s,
+                "first_token_s": record.first_token_s,
+            }
+        )
+
+    async def _restarted(self, _: Request) -> Response:
+        self.restart()
+        return Response()
+
+
+class QuickStream:
+    """An answer as an event stream: what `answers.event_stream` sends, for less of a busy machine's time."""
+
+    def __init__(self, engine: MockVllm, prompt: CachePrompt, max_tokens: int) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+        """Serves the request."""
+        core, prompt = self._engine.cores[0], self._prompt
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        async with core.generate(prompt, self._max_tokens) as generation:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await _send(send, _chunk({"role": "assistant", "content": ""}))
+            count = 0
+            async for token in generation.output:
+                count += 1
+                finish = "length" if count == self._max_tokens else None
+                await _send(send, _chunk({"content": words()[token]}, finish))
+            await _send(send, _event(choices=[], usage=self._engine.usage(generation, count)))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def _send(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _chunk(delta: dict, finish: str | None = None) -> bytes:
+    return _event(choices=[{"index": 0, "delta": delta, "finish_reason": finish}])
+
+
+def _event(**fields: object) -> bytes:
+    head = {"id": "cmpl-1", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
+    return b"data: " + json.dumps(head | fields, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _until(moment: float) -> None:
+    seconds = moment - time.monotonic()
+    if seconds > 0:
+        await asyncio.sleep(seconds)
+
+
+def main() -> None:
+    """Serves one engine until it is ended."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--kv-tokens", type=int, default=100_000)
+    parser.add_argument("--prefill-rate", type=float, default=10_000, help="tokens a second")
+    parser.add_argument("--token-ms", type=float, default=15, help="from token to token")
+    arguments = parser.parse_args()
+    options = VllmOptions(
+        model=MODEL,
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks=arguments.kv_tokens // BLOCK_TOKENS + 1,
+        max_model_len=32_768,
+    )
+    engine = MockVllm(options, Clock(arguments.prefill_rate, arguments.token_ms / 1000))
+    words()  # not while a client waits
+    gc.collect()
+    gc.freeze()  # what was loaded need not be looked through again and again
+    # Routers try out other protocols on it, which is worth no warning.
+    uvicorn.run(engine.app, port=arguments.port, log_level="critical", access_log=False)
+
+
+if __name__ == "__main__":
+    main()

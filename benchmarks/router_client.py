@@ -1,0 +1,129 @@
+"""Sends a workload at its times, whatever comes back, and times the first token of each answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+from router_work import Question, text_of
+
+CHAT = "/v1/chat/completions"
+# An answer that takes longer has failed.
+TIMEOUT_S = 120
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one request.
+
+    Attributes:
+        sent_late_s: how long after its time it was sent.
+        first_token_s: from then to the first text; None without any.
+        prompt_tokens, cached_tokens: as the engine reported them.
+        error: what went wrong, "" for nothing.
+        engine, predicted: what kvpin says of it: where it went, and the tokens it would find there.
+    """
+
+    sent_late_s: float = 0.0
+    first_token_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+    engine: str = ""
+    predicted: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    prompt_tokens_details: dict[str, int | None] | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+async def play(urls: Sequence[str], work: Sequence[Question], session_header: str | None) -> list[Answer]:
+    """Plays the workload; request n goes to the address n modulo their number.
+
+    Args:
+        urls: one of a router, or those of engines.
+        work: by arrival.
+        session_header: where the session is told; None to keep it back.
+    """
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False
+    ) as client:
+        start = time.monotonic() + 0.5
+        tasks = []
+        for number, question in enumerate(work):
+            headers = {"content-type": "application/json"}
+            if session_header is not None:
+                headers[session_header] = question.session
+            await asyncio.sleep(max(0.0, start + question.at - time.monotonic()))
+            url = f"{urls[number % len(urls)]}{CHAT}"
+            tasks.append(asyncio.create_task(_ask(client, url, headers, question, start + question.at)))
+        return await asyncio.gather(*tasks)
+
+
+async def _ask(
+    client: aiohttp.ClientSession, url: str, headers: dict[str, str], question: Question, due: float
+) -> Answer:
+    answer = Answer()
+    body = question.body
+    sent = time.monotonic()
+    answer.sent_late_s = sent - due
+    try:
+        async with client.post(url, data=body, headers=headers) as response:
+            if response.status != 200:
+                said = (await response.read())[:200]
+                answer.error = f"status {response.status}: {said.decode(errors='replace')}"
+                return answer
+            answer.engine = response.headers.get("x-kvpin-engine", "")
+            predicted = response.headers.get("x-kvpin-predicted-tokens")
+            answer.predicted = None if predicted is None else int(predicted)
+            text = await _read(response, answer, sent)
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+        return answer
+    if text != text_of(question.answer):
+        answer.error = f"answered with {len(text)} characters other than the engine's"
+    return answer
+
+
+async def _read(response: aiohttp.ClientResponse, answer: Answer, sent: float) -> str:
+    """The whole text."""
+    text: list[str] = []
+    rest = b""
+    async for piece in response.content.iter_any():
+        *events, rest = (rest + piece).split(b"\n\n")
+        for raw in events:
+            data = raw.removeprefix(b"data:").strip()
+            if not data or data == b"[DONE]":
+                continue
+            event = _EVENT.decode(data)
+            if event.choices and event.choices[0].delta.content:
+                if answer.first_token_s is None:
+                    answer.first_token_s = time.monotonic() - sent
+                text.append(event.choices[0].delta.content)
+            if event.usage is not None:
+                answer.prompt_tokens = event.usage.prompt_tokens
+                details = event.usage.prompt_tokens_details or {}
+                answer.cached_tokens = details.get("cached_tokens") or 0
+    return "".join(text)

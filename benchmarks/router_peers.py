@@ -1,0 +1,194 @@
+"""The routers that are compared: how each is installed, and started before some engines.
+
+Peers are real releases, each in a virtual environment of its own under `~/.cache/kvpin/routers`, made on
+first use. Their flags are their own defaults unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import CACHE, ROOT, free_port, wait_ready
+from router_work import BLOCK_TOKENS, MODEL
+
+READY_S = 60
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class RouterUnavailableError(Exception):
+    """A router that cannot be installed or started; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One that the routers share.
+
+    Attributes:
+        url: its address.
+        events: where it publishes its KV events.
+    """
+
+    url: str
+    events: str
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """One way to route.
+
+    Attributes:
+        title: for tables.
+        release: what pip installs; None for what needs no installation.
+        flags: of its command line, before the addresses.
+        session_header: where it is told the session of a request; None where it is not told.
+    """
+
+    title: str
+    release: str | None
+    flags: tuple[str, ...] = ()
+    session_header: str | None = None
+
+
+_SGLANG, _VLLM = "sglang-router==0.3.2", "vllm-router==0.1.17"
+_VLLM_SESSION = "x-session-id"
+# Half and an eighth of the defaults' worth of difference in load, before it gives up the cache.
+_TUNED = ("--balance-abs-threshold", "8", "--balance-rel-threshold", "1.2", "--cache-threshold", "0.5")
+
+DIRECT, KVPIN = "direct", "kvpin"
+ROUTERS = {
+    DIRECT: Router("no router, engines in turn", None),
+    "sglang-turn": Router("sglang-router round robin", _SGLANG, ("--policy", "round_robin")),
+    "sglang-cache": Router("sglang-router cache_aware", _SGLANG, ("--policy", "cache_aware")),
+    "sglang-tuned": Router("sglang-router cache_aware, tuned", _SGLANG, ("--policy", "cache_aware", *_TUNED)),
+    "sglang-session": Router(
+        "sglang-router manual, session header", _SGLANG, ("--policy", "manual"), "x-smg-routing-key"
+    ),
+    "vllm-turn": Router("vllm-router round robin", _VLLM, ("--policy", "round_robin")),
+    "vllm-cache": Router("vllm-router cache_aware", _VLLM, ("--policy", "cache_aware")),
+    "vllm-kv": Router("vllm-router kv_aware", _VLLM, ("--policy", "kv_aware")),
+    "vllm-hash": Router("vllm-router consistent_hash", _VLLM, ("--policy", "consistent_hash")),
+    "vllm-hash-session": Router(
+        "vllm-router consistent_hash, session header", _VLLM, ("--policy", "consistent_hash"), _VLLM_SESSION
+    ),
+    "vllm-sticky-session": Router(
+        "vllm-router sticky_least_loaded, session header",
+        _VLLM,
+        ("--policy", "sticky_least_loaded"),
+        _VLLM_SESSION,
+    ),
+    "kvpin-off": Router("kvpin without reuse (least loaded)", None),
+    KVPIN: Router("kvpin", None),
+}  # fmt: skip
+
+
+def install(release: str) -> Path:
+    """The virtual environment of a release, made if it is not there.
+
+    Raises:
+        RouterUnavailableError: pip's last words.
+    """
+    home = CACHE / "routers" / release.replace("==", "-")
+    done = home / "installed"
+    if done.exists():
+        return home
+    print(f"installing {release} in {home}", file=sys.stderr)
+    for command in (
+        [sys.executable, "-m", "venv", "--clear", home],
+        [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-input", release],
+    ):
+        ran = subprocess.run(command, check=False, capture_output=True, text=True)
+        if ran.returncode:
+            raise RouterUnavailableError(f"{release} cannot be installed: {_last_line(ran.stderr)}")
+    done.touch()
+    return home
+
+
+@contextmanager
+def running(router: str, engines: Sequence[Engine], log: Path) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Starts a router before the engines and ends it; yields its address and a look at its CPU seconds.
+
+    Raises:
+        RouterUnavailableError: it is not ready in time; the message has the end of its log.
+    """
+    port = free_port()
+    command, environment, health = _command(router, engines, port)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        try:
+            wait_ready(f"{url}{health}", process, READY_S)
+        except (RuntimeError, TimeoutError) as error:
+            said = _last_line(log.read_text(errors="replace"))
+            raise RouterUnavailableError(f"{router} did not start: {error}; it said: {said}") from error
+        yield url, lambda: cpu_s(process.pid)
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that leads a session of its own, and those it started."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, how)
+            process.wait(10)
+        except ProcessLookupError:
+            process.wait()
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def cpu_s(group: int) -> float:
+    """CPU seconds that the processes of a group have used."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / _TICKS
+
+
+def _command(
+    router: str, engines: Sequence[Engine], port: int
+) -> tuple[list[str | Path], dict[str, str], str]:
+    """Command line, environment, and the route that answers once it is ready."""
+    known = ROUTERS[router]
+    if known.release is None:
+        command: list[str | Path] = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port)]
+        for engine in engines:
+            command += ["--engine", f"vllm={engine.url}"]
+        return command, {"ENABLE_KV_CACHE_REUSE": str(int(router == KVPIN))}, "/health/ready"
+    home = install(known.release)
+    is_sglang = known.release == _SGLANG
+    start = ["-m", "sglang_router.launch_router"] if is_sglang else ["-m", "vllm_router.launch_router"]
+    command = [home / "bin" / "python", *start, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(free_port()), "--log-level", "warn" if is_sglang else "warning"]
+    command += ["--worker-urls", *(engine.url for engine in engines), *known.flags]
+    if router == "vllm-kv":
+        command += ["--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_TOKENS)]
+        for engine in engines:
+            command += ["--kv-event-source", f"{engine.url}={engine.events}"]
+    return command, {}, "/health"
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "nothing"

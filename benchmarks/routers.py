@@ -1,0 +1,164 @@
+"""kvpin beside other routers, live, before the same engines and under the same requests.
+
+Four mock vLLMs (`mock_engine.py`: caches and clocks of real size, KV events, metrics) serve each router in
+turn, each time as new processes to it. Peers are real releases, installed on first use (`router_peers.py`).
+Requests come at times that the seed alone decides, whatever the router does (`router_work.py`).
+
+    python benchmarks/routers.py [--workload a,b,c] [--routers kvpin,sglang-cache,…] [--seed 1] [--rounds 1]
+                                 [--json PATH] [--trace PATH]
+
+With `--trace`, each workload is also written as a trace for `kvpin replay`, its name added to the file's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import msgspec
+from harness import ROOT, free_port, wait_ready
+from rich.console import Console
+from router_client import play
+from router_peers import DIRECT, ROUTERS, Engine, RouterUnavailableError, end, running
+from router_result import EngineRecord, Reading, Result, summarise, table
+from router_work import MIXES, Mix, Question, make_warm_up, make_work, write_trace
+
+ENGINES = 4
+# For the events of the warm-up to arrive, and those who look at engines to look once.
+SETTLE_S = 2.0
+
+
+def main() -> None:
+    """Runs what was asked for, prints a table for each workload and says what could not be measured."""
+    arguments = _arguments()
+    results: list[Result] = []
+    missing: dict[str, str] = {}
+    for name in arguments.workload:
+        mix = MIXES[name]
+        mix = replace(mix, requests_per_s=arguments.rate or mix.requests_per_s)
+        seeds = range(arguments.seed, arguments.seed + arguments.rounds)
+        works = {seed: make_work(mix, seed) for seed in seeds}
+        if arguments.trace is not None:
+            path = arguments.trace.with_stem(f"{arguments.trace.stem}-{name}")
+            write_trace(works[arguments.seed], path)
+            print(f"the trace of ({name}) with seed {arguments.seed} is in {path}", file=sys.stderr)
+        with engines(mix, arguments.prefill_rate, arguments.token_ms) as served:
+            for seed, work in works.items():
+                for router in arguments.routers:
+                    try:
+                        results.append(run(name, router, seed, work, served))
+                        print(results[-1].line(), file=sys.stderr)
+                    except RouterUnavailableError as error:
+                        missing[router] = str(error)
+                        print(f"({name}) {router}: not measured: {error}", file=sys.stderr)
+    _report(arguments, results, missing)
+
+
+def run(workload: str, router: str, seed: int, work: Sequence[Question], served: Sequence[Engine]) -> Result:
+    """Plays a workload through a router, before engines that have forgotten everything.
+
+    Raises:
+        RouterUnavailableError: it cannot be installed or started.
+    """
+    for engine in served:
+        httpx.post(f"{engine.url}/mock/restart").raise_for_status()
+    with ExitStack() as stack:
+        urls, used = [engine.url for engine in served], _nothing
+        if router != DIRECT:
+            logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            url, used = stack.enter_context(running(router, served, logs / "router.log"))
+            urls = [url]
+        header = ROUTERS[router].session_header
+        asyncio.run(play(urls, make_warm_up(), header))
+        time.sleep(SETTLE_S)
+        before = Reading.now([_told(engine) for engine in served], used())
+        answers = asyncio.run(play(urls, work, header))
+        after = Reading.now([_told(engine) for engine in served], used())
+    return summarise(workload, router, seed, work[-1].at, answers, (before, after))
+
+
+@contextmanager
+def engines(mix: Mix, prefill_rate: float, token_ms: float) -> Iterator[list[Engine]]:
+    """Starts the engines of a workload; ends them."""
+    with ExitStack() as stack:
+        started = []
+        for _ in range(ENGINES):
+            port = free_port()
+            command = [sys.executable, ROOT / "benchmarks" / "mock_engine.py", "--port", str(port)]
+            command += ["--kv-tokens", str(mix.kv_tokens), "--prefill-rate", str(prefill_rate)]
+            command += ["--token-ms", str(token_ms)]
+            process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+            stack.callback(end, process)
+            started.append((f"http://127.0.0.1:{port}", process))
+        for url, process in started:
+            wait_ready(f"{url}/health", process, 120)
+        yield [Engine(url, _events_of(url)) for url, _ in started]
+
+
+def _events_of(url: str) -> str:
+    source = httpx.get(f"{url}/kv_event_sources").raise_for_status().json()["0"]
+    return source["endpoint"].replace("*", "127.0.0.1")
+
+
+def _told(engine: Engine) -> EngineRecord:
+    return msgspec.json.decode(httpx.get(f"{engine.url}/mock").raise_for_status().content, type=EngineRecord)
+
+
+def _nothing() -> float:
+    return 0.0
+
+
+def _report(arguments: argparse.Namespace, results: list[Result], missing: dict[str, str]) -> None:
+    console = Console(width=170)
+    for name in arguments.workload:
+        mix = MIXES[name]
+        title = f"({name}) {mix.title}; {ENGINES} engines × {mix.kv_tokens:,} tokens"
+        console.print(table(title, [result for result in results if result.workload == name]))
+    for router, why in missing.items():
+        console.print(f"not measured: {ROUTERS[router].title}: {why}")
+    if arguments.json is not None:
+        arguments.json.write_bytes(
+            msgspec.json.format(msgspec.json.encode({"results": results, "not_measured": missing}))
+        )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", type=_names(MIXES), default=list(MIXES), help="of " + ",".join(MIXES))
+    parser.add_argument(
+        "--routers", type=_names(ROUTERS), default=list(ROUTERS), help="of " + ",".join(ROUTERS)
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="with seeds from --seed on")
+    parser.add_argument(
+        "--rate", type=float, default=None, help="requests a second, in place of the workload's"
+    )
+    parser.add_argument("--prefill-rate", type=float, default=10_000, help="tokens a second of an engine")
+    parser.add_argument("--token-ms", type=float, default=15, help="from token to token")
+    parser.add_argument("--json", type=Path, default=None, help="all figures")
+    parser.add_argument("--trace", type=Path, default=None, help="the workloads for kvpin replay")
+    return parser.parse_args()
+
+
+def _names(known: dict[str, object]):  # noqa: ANN202 - argparse's
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return names
+
+    return read
+
+
+if __name__ == "__main__":
+    main()
