@@ -15,7 +15,7 @@ from proxy.core.audit import EngineAudit
 from proxy.core.learned import LearnedBlocks
 from proxy.core.load import EngineLedger, Work
 from proxy.core.placement import Placement
-from proxy.core.placer import Placer, Seat
+from proxy.core.placer import Placer, Ticket
 from proxy.core.view import EngineView
 
 # The block size of pools, unless an engine's own is smaller.
@@ -98,10 +98,9 @@ class Lease:
 
     engine: Engine
     placement: Placement
-    ticket: int
-    removals: int
     placer: Placer
-    seat: Seat
+    ticket: Ticket
+    removals: int
     started: float = field(default_factory=time.monotonic)
     first_byte_s: float | None = None
     succeeded: bool = False
@@ -134,7 +133,7 @@ class Lease:
 
     def refine_work(self, work: Work) -> None:
         """What it asks of the engine, now that more is known."""
-        self.placer.refine(self.seat, self.ticket, work)
+        self.placer.refine(self.ticket, work)
 
     @property
     def evicted_since(self) -> bool:
@@ -153,4 +152,4 @@ class Lease:
             self._patience.reschedule(None)
         self.first_byte_s = time.monotonic() - self.started
         if streamed:
-            self.placer.first_token(time.monotonic(), self.seat, self.ticket)
+            self.placer.first_token(time.monotonic(), self.ticket)

@@ -16,7 +16,7 @@ import structlog
 from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
 from proxy.core.audit import Trust
 from proxy.core.blocks import BlockHash, Chain, chain, namespace_root
-from proxy.core.index import Match, PrefixIndex
+from proxy.core.index import PrefixIndex
 from proxy.core.placement import Candidate, Placement
 from proxy.core.placer import Placer
 from proxy.engine import TOKENS_PER_BLOCK, Engine, EngineState, Lease
@@ -100,21 +100,21 @@ class Pool:
         """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is.
         With `adapter`, or a prompt that runs with one, those that serve it."""
         adapter = prompt.adapter if prompt is not None else adapter
-        now, matches = monotonic(), self.placer.match(chain)
-        return [
-            self._candidate(now, engine, matches.get(engine.id), prompt)
-            for engine in self.ready()
-            if engine.id not in without and (adapter is None or adapter in engine.adapters)
-        ]
-
-    def _candidate(self, now: float, engine: Engine, match: Match | None, prompt: Prompt | None) -> Candidate:
-        whole = prompt is None or prompt.whole
-        forecast = engine.adapter.forecast(prompt.kv) if prompt is not None else None
-        if forecast is not None and not whole:
-            # Who leases its slots reuses nothing for a prompt that it does not know.
-            match, forecast = None, None
-        complete = whole and (engine.view is None or engine.view.complete)
-        return self.placer.candidate(now, engine.id, match, forecast=forecast, complete=complete)
+        target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
+        now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
+        for engine in self.ready():
+            if engine.id in without or (adapter is not None and adapter not in engine.adapters):
+                continue
+            match = matches.get(engine.id)
+            forecast = engine.adapter.forecast(target) if target is not None else None
+            if forecast is not None and not whole:
+                # Who leases its slots reuses nothing for a prompt that it does not know.
+                match = forecast = None
+            complete = whole and (engine.view is None or engine.view.complete)
+            candidates.append(
+                self.placer.candidate(now, engine.id, match, forecast=forecast, complete=complete)
+            )
+        return candidates
 
     def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
         """Where a request goes, of `candidates`; by load alone when its prompt is not known."""
@@ -123,22 +123,19 @@ class Pool:
     @contextmanager
     def lease(self, placement: Placement, chain: Chain | None, *, streams: bool = False) -> Iterator[Lease]:
         """A request's hold on the engine it was placed on: its load, and its blocks as pending."""
-        engine, seat = self.engines[placement.engine], self.placer.seats[placement.engine]
-        ticket = self.placer.begin(monotonic(), placement, chain, streams=streams)
-        lease = Lease(engine, placement, ticket, engine.removals, self.placer, seat)
+        engine, placer = self.engines[placement.engine], self.placer
+        ticket = placer.begin(monotonic(), placement, chain, streams=streams)
+        lease = Lease(engine, placement, placer, ticket, engine.removals)
         try:
             yield lease
         finally:
-            now = monotonic()
-            engine.ledger.end(now, lease.ticket)
-            if chain is None:
-                pass
-            elif lease.succeeded:
-                self.placer.served(now, seat, chain, lease.placement.uncached_tokens)
+            computed = lease.placement.uncached_tokens if lease.succeeded else None
+            placer.end(monotonic(), ticket, computed)
+            if lease.succeeded and chain is not None:
                 self.learn(engine, chain.hashes)
-                asyncio.get_running_loop().call_later(PENDING_LINGER_S, self.placer.settled, seat, chain)
+                asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, ticket)
             else:
-                self.placer.settled(seat, chain)
+                placer.settled(ticket)
 
     def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
         """An engine without healthy events served this chain: it holds it now."""
@@ -207,7 +204,7 @@ class Fleet:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
         pool.placer.add(
             engine.id,
-            ledger=engine.ledger,
+            engine.ledger,
             tokens_per_block=info.tokens_per_block,
             gpu_blocks=info.gpu_blocks if info.tokens_per_block is not None else None,
             host_blocks=info.host_blocks if info.tokens_per_block is not None else None,

@@ -98,7 +98,7 @@ def _of_the_rest(
     common = divergence.common_tokens if divergence is not None else 0
     elsewhere = max(placement.costs, key=lambda cost: cost.cached_tokens)
     if elsewhere.cached_tokens > reused:
-        chosen = next(cost for cost in placement.costs if cost.engine == placement.engine)
+        chosen = placement.chosen
         return (
             f"{elsewhere.engine} held {elsewhere.cached_tokens}, but it was placed elsewhere because "
             f"{chosen.engine} was to cost less, {chosen.total_s * 1000:.1f} ms against "

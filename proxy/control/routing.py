@@ -57,7 +57,7 @@ async def route(control: Control, body: JsonBody) -> dict[str, Any]:
 
 def why(control: Control, placement: Placement, chain: Chain | None) -> str:
     """The decision in one sentence."""
-    chosen = next(cost for cost in placement.costs if cost.engine == placement.engine)
+    chosen = placement.chosen
     if control.flow.ingest is None:
         return f"reuse is off: {chosen.engine} has the fewest requests in flight ({chosen.in_flight})"
     if chain is None:

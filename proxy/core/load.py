@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-# First tokens this close together come of one step of the engine, which computed several prompts at once.
-SAME_STEP_S = 0.005
 # A prefill that no first token ends is forgotten: by then the request was given up, whatever became of it.
 FORGET_S = 600.0
 # What an engine said of its load is believed for so long: a few of its health checks.
 REPORT_S = 15.0
+# Prompts measured together. Engines mix them in their steps: of so many, what they have begun of the next
+# hardly counts.
+MANY = 8
 
 
 class LoadView(msgspec.Struct, frozen=True, gc=False):
@@ -27,6 +28,9 @@ class LoadView(msgspec.Struct, frozen=True, gc=False):
     in_flight: int = 0
     queue_s: float = 0.0
     decoding: int = 0
+
+
+IDLE = LoadView()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,18 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """An engine's time that some work took, while so many streams were decoding."""
+class Sample:
+    """What a prompt took of an engine, on average of several that kept it busy one after the other.
+
+    Attributes:
+        work: what it asked for.
+        seconds: of the engine's time.
+        decoding: streams that were decoded meanwhile.
+    """
 
     work: Work
     seconds: float
-    decoding: int
+    decoding: float
 
 
 @dataclass(slots=True)
@@ -53,6 +63,30 @@ class _Prefill:
     expected_s: float
     placed: float
     seen: bool  # its first token will be
+
+
+@dataclass(slots=True)
+class _Spell:
+    """Prefills that ended since the engine turned to the first of them, with no gap between them."""
+
+    since: float
+    prompts: int = 0
+    computed: int = 0
+    host: int = 0
+    disk: int = 0
+    decoding: int = 0
+
+    def add(self, work: Work, decoding: int) -> None:
+        self.prompts += 1
+        self.computed += work.computed
+        self.host += work.host
+        self.disk += work.disk
+        self.decoding += decoding
+
+    def sample(self, now: float) -> Sample:
+        n = self.prompts
+        work = Work(round(self.computed / n), round(self.host / n), round(self.disk / n))
+        return Sample(work, (now - self.since) / n, self.decoding / n)
 
 
 class EngineLedger:
@@ -66,11 +100,11 @@ class EngineLedger:
         self.served = 0
         self._prefills: dict[int, _Prefill] = {}  # in the order in which they were placed
         self._expected_s = 0.0  # of all of them
-        self._decoding: dict[int, float] = {}  # ticket → since when
-        self._turn = 0.0  # when the engine turned to the first of the prefills, unless it came later
-        self._step: Begun | None = None
+        self._decoding = set[int]()
+        self._turn = 0.0  # when the engine turned to the first of the prefills
+        self._spell: _Spell | None = None  # None while the engine does what is not seen to end
         self._foreign, self._foreign_until = 0, 0.0
-        self._missing: frozenset[int] = frozenset()
+        self._missing = frozenset[int]()
 
     @property
     def in_flight(self) -> int:
@@ -80,6 +114,10 @@ class EngineLedger:
     def begin(self, now: float, expected_s: float, work: Work, *, seen: bool = True) -> int:
         """A request was placed that is expected to take `expected_s` of the engine's time up to its first
         token, which is `seen` when the answer is a stream. Returns its ticket."""
+        if not self._prefills:
+            self._turn, self._spell = now, _Spell(now)
+        if not seen:
+            self._spell = None
         self.served += 1
         self._prefills[self.served] = _Prefill(work, expected_s, now, seen)
         self._expected_s += expected_s
@@ -98,69 +136,92 @@ class EngineLedger:
             prefill.expected_s = price(prefill.work)
         self._expected_s = sum(prefill.expected_s for prefill in self._prefills.values())
 
-    def first_token(self, now: float, ticket: int) -> Begun | None:
-        """Its answer has begun. Returns what was learned of the engine's time, if anything: of a prompt that
-        overtook others, or was not computed alone, nothing."""
+    def first_token(self, now: float, ticket: int) -> Sample | None:
+        """Its answer has begun. Returns what was learned of the engine's time, if anything."""
         self._settle(now)
-        is_first = next(iter(self._prefills), None) == ticket
         prefill = self._take(ticket)
         if prefill is None:
             return None
-        decoding, turn = len(self._decoding), max(self._turn, prefill.placed)
-        self._decoding[ticket] = self._turn = now
-        if not is_first or now - turn < SAME_STEP_S:
-            self._step = None
+        self._turn, spell, decoding = now, self._spell, len(self._decoding)
+        self._decoding.add(ticket)
+        if spell is None or self._others(now):
+            clear = not self._others(now) and all(prefill.seen for prefill in self._prefills.values())
+            self._spell = _Spell(now) if clear else None
             return None
-        learned, self._step = self._step, Begun(prefill.work, now - turn, decoding)
-        if self._prefills:
-            return learned  # the next may come of the same step
-        learned, self._step = self._step, None
-        return learned
+        spell.add(prefill.work, decoding)
+        if self._prefills and spell.prompts < MANY:
+            return None
+        self._spell = _Spell(now)
+        return spell.sample(now)
 
     def end(self, now: float, ticket: int) -> None:
         """The request is over, in whatever way."""
         if next(iter(self._prefills), None) == ticket:
             self._turn = now
-        self._take(ticket)
-        self._decoding.pop(ticket, None)
+        self._drop(ticket)
 
     def reported(self, now: float, requests: int) -> None:
         """The engine says it has so many requests. Those beyond ours are others'. Ours of which it knows
         nothing, twice in a row, were lost: one that was just placed may be on its way."""
         missing = frozenset() if requests else frozenset((*self._prefills, *self._decoding))
         for ticket in missing & self._missing:
-            self._take(ticket)
-            self._decoding.pop(ticket, None)
+            self.end(now, ticket)
         self._missing = missing
         self._foreign = max(requests - self.in_flight, 0)
         self._foreign_until = now + REPORT_S
 
     def view(self, now: float) -> LoadView:
         """The load now."""
-        if self._prefills:
-            self._settle(now)
-        in_flight = len(self._prefills) + len(self._decoding)
-        foreign = self._foreign if now < self._foreign_until else 0
-        if not self._prefills:
-            return LoadView(in_flight + foreign, 0.0, len(self._decoding) + foreign)
-        first = next(iter(self._prefills.values()))
-        worked = now - max(self._turn, first.placed)
-        # What is late is taken to be as late again: an engine that hangs does not look idle.
-        left = abs(first.expected_s - worked)
-        queue_s = max(self._expected_s - first.expected_s, 0.0) + left
-        return LoadView(in_flight + foreign, queue_s, len(self._decoding) + foreign)
+        first = self._settle(now) if self._prefills else None
+        streams = len(self._decoding)
+        if self._foreign:
+            streams += self._others(now)
+        if first is None:
+            return LoadView(streams, 0.0, streams) if streams else IDLE
+        queue_s = self._expected_s - first.expected_s + self._left_s(now, first)
+        return LoadView(len(self._prefills) + streams, queue_s, streams)
 
-    def _settle(self, now: float) -> None:
-        """Prefills that end unseen end as expected; those that never end are forgotten."""
+    def remaining(self, now: float, ticket: int) -> tuple[float, float] | None:
+        """Seconds until its first token: what the engine does before it, and what is left of itself; None
+        once it has begun, or is over."""
+        first, before = self._settle(now), 0.0
+        for each, prefill in self._prefills.items():
+            own = self._left_s(now, prefill) if prefill is first else prefill.expected_s
+            if each == ticket:
+                return before, own
+            before += own
+        return None
+
+    def _others(self, now: float) -> int:
+        """Requests the engine has of others."""
+        return self._foreign if now < self._foreign_until else 0
+
+    def _left_s(self, now: float, first: _Prefill) -> float:
+        """Of the prefill the engine is at. What is late is taken to be as late again: an engine that hangs
+        does not look idle."""
+        return abs(self._turn + first.expected_s - now)
+
+    def _settle(self, now: float) -> _Prefill | None:
+        """Prefills that end unseen end as expected; those that never end are forgotten. Returns the one that
+        the engine is at."""
         while self._prefills:
-            ticket, first = next(iter(self._prefills.items()))
-            ends = max(self._turn, first.placed) + (FORGET_S if first.seen else first.expected_s)
+            ticket = next(iter(self._prefills))
+            first = self._prefills[ticket]
+            ends = self._turn + (FORGET_S if first.seen else first.expected_s)
             if now < ends:
-                return
-            self._take(ticket)
-            self._turn = ends
+                return first
+            self._drop(ticket)
+            following = next(iter(self._prefills.values()), first)
+            self._turn = max(ends, following.placed)
             if not first.seen:
-                self._decoding[ticket] = ends
+                self._decoding.add(ticket)
+        return None
+
+    def _drop(self, ticket: int) -> None:
+        """The request is over, or taken to be; what the engine did of a prefill is not known."""
+        self._decoding.discard(ticket)
+        if self._take(ticket) is not None:
+            self._spell = None
 
     def _take(self, ticket: int) -> _Prefill | None:
         prefill = self._prefills.pop(ticket, None)

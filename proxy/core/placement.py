@@ -6,17 +6,16 @@ in seconds, lowest wins. The first terms are the request's own wait for its firs
 prefill is also a second that those who come after wait for, the more of them the busier the engines are: in
 a queue of utilisation ρ, work delays others by ρ / (1 - ρ) of itself. The same holds for the prefill that
 the placement brings about later, by evicting what will be asked for again: `lost`. That is the whole rule;
-copies of a hot prefix are made when queues pay for them, and not before. Ties go to the engine with the most
-free cache, then to the one that served least.
+copies of a hot prefix are made when queues pay for them, and not before. Ties go to the engine that served
+the session before, then to the one with the most free cache, then to the one whose last turn is longest ago.
 
-Without reuse, or where a prompt is not known, the engine with the fewest requests in flight wins, and of
-those the one that served least, which alternates.
+Without reuse, or where a prompt is not known, the engine with the fewest requests in flight wins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 import msgspec
@@ -24,12 +23,14 @@ import msgspec
 from engine_adapter.hold import Forecast
 from proxy.core.blocks import Chain, reusable_tokens
 from proxy.core.index import Match
-from proxy.core.load import LoadView, Work
+from proxy.core.load import IDLE, LoadView, Work
 from proxy.core.rates import EngineRates
 from proxy.core.residents import Residents
 
 # Nobody notices a millisecond: costs that close are equal.
 TIE_S = 0.001
+# Of so many that would cost least one loses little: what the others would lose is not looked at.
+MAX_LOOKS = 16
 # What most engines hold of most prompts.
 NOTHING = Match()
 
@@ -45,7 +46,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         load: its work in flight.
         room: pool blocks it can store before it evicts, None where unknown.
         free_blocks: those of them on its GPU; None where unknown.
-        served: requests it has been given so far.
+        turn: the number of the placement that it was last chosen in, 0 for none.
         residents: the prompts it would evict, None where nothing is known of them.
         forecast: what its own adapter foresees, where that follows the engine's cache token by token; it
             stands in place of what would follow from `match` and the rates.
@@ -57,10 +58,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     tokens_per_block: int
     rates: EngineRates
     match: Match = NOTHING
-    load: LoadView = LoadView()
+    load: LoadView = IDLE
     room: int | None = None
     free_blocks: int | None = None
-    served: int = 0
+    turn: int = 0
     residents: Residents | None = None
     forecast: Forecast | None = None
     complete: bool = True
@@ -78,7 +79,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         interference_s: what streams that decode add to that.
         congestion_s: what those that come after wait for it.
         regret_s: what it evicts and will be asked for again costs; None where it was not looked at, because
-            the engine was the dearer one without it.
+            the engine is dearer than others without it.
         total_s: the sum.
         cached_tokens: tokens of the prompt the engine would reuse.
         host_tokens: those of them on its host tier.
@@ -87,7 +88,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         in_flight: requests it has.
         free_blocks: blocks on its GPU that hold nothing; None where unknown. This and the next two decide
             where costs do not.
-        served: requests it has been given so far.
+        turn: the number of the placement that it was last chosen in, 0 for none.
         is_last: it served this session before.
     """
 
@@ -105,7 +106,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     pending_tokens: int = 0
     in_flight: int = 0
     free_blocks: int | None = None
-    served: int = 0
+    turn: int = 0
     is_last: bool = False
 
 
@@ -126,7 +127,11 @@ class Placement:
     firm: bool = True
     gpu_tokens: int = 0
     strain: float = 1.0
-    chosen: Cost = field(default=Cost(""), repr=False, compare=False)
+
+    @property
+    def chosen(self) -> Cost:
+        """The terms of the engine that was chosen."""
+        return next(cost for cost in self.costs if cost.engine == self.engine)
 
     @property
     def uncached_tokens(self) -> int:
@@ -136,7 +141,8 @@ class Placement:
     @property
     def work(self) -> Work:
         """What it asks of the engine before the first token."""
-        return Work(self.uncached_tokens, self.chosen.host_tokens, self.chosen.disk_tokens)
+        chosen = self.chosen
+        return Work(self.uncached_tokens, chosen.host_tokens, chosen.disk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,25 +184,26 @@ def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
         disk = min(match.disk * chain.tokens_per_block, cached - host)
         pending = min(match.pending * chain.tokens_per_block, cached - host - disk)
         restore_s = rates.restore_s(host, disk) if host or disk else 0.0
-    prefill_s = rates.prefill_s(chain.n_tokens - cached)
-    interference_s = prefill_s * rates.interference * load.decoding
+    queue_s, prefill_s = load.queue_s, rates.prefill_s(chain.n_tokens - cached)
+    interference_s = prefill_s * rates.pool.interference * load.decoding
     congestion_s = prefill_s * (strain - 1)
     return Cost(
-        engine=candidate.engine,
-        queue_s=load.queue_s,
-        restore_s=restore_s,
-        prefill_s=prefill_s,
-        interference_s=interference_s,
-        congestion_s=congestion_s,
-        total_s=load.queue_s + restore_s + prefill_s + interference_s + congestion_s,
-        cached_tokens=cached,
-        host_tokens=host,
-        disk_tokens=disk,
-        pending_tokens=pending,
-        in_flight=load.in_flight,
-        free_blocks=candidate.free_blocks,
-        served=candidate.served,
-        is_last=candidate.is_last,
+        candidate.engine,
+        queue_s,
+        restore_s,
+        prefill_s,
+        interference_s,
+        congestion_s,
+        None,
+        queue_s + restore_s + prefill_s + interference_s + congestion_s,
+        cached,
+        host,
+        disk,
+        pending,
+        load.in_flight,
+        candidate.free_blocks,
+        candidate.turn,
+        candidate.is_last,
     )
 
 
@@ -214,40 +221,43 @@ def _foreseen(candidate: Candidate, forecast: Forecast, strain: float) -> Cost:
         cached_tokens=forecast.cached_tokens,
         in_flight=candidate.load.in_flight,
         free_blocks=candidate.free_blocks,
-        served=candidate.served,
+        turn=candidate.turn,
         is_last=candidate.is_last,
     )
 
 
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
     """The engine that costs least. `candidates` is not empty."""
-    costs = [cost_of(candidate, chain, outlook.strain) for candidate in candidates]
+    strain = outlook.strain
+    costs = [cost_of(candidate, chain, strain) for candidate in candidates]
+    order = [(cost.total_s, cost.turn, at) for at, cost in enumerate(costs)]
+    order.sort()
     least, looked_at = inf, list[int]()
-    for i in sorted(range(len(costs)), key=lambda i: costs[i].total_s):
-        if costs[i].total_s > least + TIE_S:
+    for total_s, _, at in order[:MAX_LOOKS]:
+        if total_s > least + TIE_S:
             break  # dearer without what would be regretted
-        costs[i] = _with_regret(costs[i], candidates[i], chain, outlook)
-        least = min(least, costs[i].total_s)
-        looked_at.append(i)
-    ties = (i for i in looked_at if costs[i].total_s <= least + TIE_S)
-    best = min(ties, key=lambda i: _preference(candidates[i], i))
-    chosen = costs[best]
+        costs[at] = _with_regret(costs[at], candidates[at], chain, outlook)
+        least = min(least, costs[at].total_s)
+        looked_at.append(at)
+    best = min(
+        (at for at in looked_at if costs[at].total_s <= least + TIE_S),
+        key=lambda at: _among_equals(costs[at], at),
+    )
     return Placement(
-        engine=chosen.engine,
-        predicted_tokens=chosen.cached_tokens,
+        engine=costs[best].engine,
+        predicted_tokens=costs[best].cached_tokens,
         n_tokens=chain.n_tokens,
         costs=tuple(costs),
         rule="lowest cost",
         firm=_is_firm(candidates[best]),
-        gpu_tokens=_on_gpu(candidates[best], chosen, chain),
-        strain=outlook.strain,
-        chosen=chosen,
+        gpu_tokens=_on_gpu(candidates[best], costs[best], chain),
+        strain=strain,
     )
 
 
-def _preference(candidate: Candidate, at: int) -> tuple[bool, int, int, int]:
-    """Among equals, lowest first."""
-    return not candidate.is_last, -(candidate.free_blocks or 0), candidate.served, at
+def _among_equals(cost: Cost, at: int) -> tuple[bool, int, int, int]:
+    """What ties go by, lowest first."""
+    return not cost.is_last, -(cost.free_blocks or 0), cost.turn, at
 
 
 def _with_regret(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) -> Cost:
@@ -287,6 +297,8 @@ def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Pl
 
     For requests whose prompt is not known (reuse off, embeddings, audio). `candidates` is not empty.
     """
-    best = min(range(len(candidates)), key=lambda i: (candidates[i].load.in_flight, candidates[i].served, i))
-    costs = tuple(Cost(c.engine, in_flight=c.load.in_flight, served=c.served) for c in candidates)
-    return Placement(candidates[best].engine, 0, n_tokens, costs, "least loaded", chosen=costs[best])
+    costs = tuple(
+        Cost(c.engine, in_flight=c.load.in_flight, turn=c.turn, is_last=c.is_last) for c in candidates
+    )
+    best = min(costs, key=lambda cost: (cost.in_flight, not cost.is_last, cost.turn))
+    return Placement(best.engine, 0, n_tokens, costs, "least loaded")

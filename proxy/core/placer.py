@@ -2,7 +2,7 @@
 
 The proxy runs it live, `kvpin replay` on a clock of its own.
 
-    candidate → place → begin → first_token → served → settled
+    match → candidate → place → begin → first_token → end → settled
 
 Pure: the time is an argument, and what engines hold is told through the index.
 """
@@ -23,7 +23,7 @@ from proxy.core.rates import EngineRates, PoolRates
 from proxy.core.residents import Residents
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Seat:
     """An engine's place in a pool.
 
@@ -35,6 +35,7 @@ class Seat:
         tokens_per_block: its own block size, or the pool's where that is larger.
         gpu_blocks: what its GPU holds, in blocks of the pool; None where unknown.
         host_blocks: likewise of its host tier; 0 where it has none.
+        turn: the number of the placement that it was last chosen in, 0 for none.
         epoch: of the rates that its ledger is in.
     """
 
@@ -45,11 +46,17 @@ class Seat:
     tokens_per_block: int
     gpu_blocks: int | None
     host_blocks: int
+    turn: int = 0
     epoch: int = 0
 
-    def price(self, work: Work) -> float:
-        """Seconds of the engine's time that some work takes."""
-        return self.rates.prefill_s(work.computed) + self.rates.restore_s(work.host, work.disk)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ticket:
+    """A request on its engine: its number in the ledger there; its prompt, None where that is not known."""
+
+    seat: Seat
+    number: int
+    chain: Chain | None
 
 
 class Placer:
@@ -61,32 +68,32 @@ class Placer:
         self.demand = Demand()
         self.rates = PoolRates()
         self.seats: dict[str, Seat] = {}
+        self._turn = 0
 
     # --- engines -----------------------------------------------------------------------------------
 
     def add(
         self,
         engine: str,
-        *,
         ledger: EngineLedger | None = None,
+        *,
         tokens_per_block: int | None = None,
         gpu_blocks: int | None = None,
         host_blocks: int | None = None,
-    ) -> Seat:
-        """Takes an engine in, or what is new of one that is known. Capacities are in blocks of its own."""
+    ) -> None:
+        """Takes an engine in. Capacities are in blocks of its own."""
+        self.remove(engine)
         self.index.add_engine(engine)
-        own = tokens_per_block or self.tokens_per_block
-        known = self.seats.get(engine)
-        seat = self.seats[engine] = Seat(
+        own, pools = tokens_per_block or self.tokens_per_block, self.tokens_per_block
+        self.seats[engine] = Seat(
             engine=engine,
-            ledger=ledger or (known.ledger if known else EngineLedger()),
-            rates=known.rates if known else EngineRates(self.rates),
-            residents=known.residents if known else Residents(lambda block: self.index.holds(engine, block)),
-            tokens_per_block=max(own, self.tokens_per_block),
-            gpu_blocks=gpu_blocks * own // self.tokens_per_block if gpu_blocks is not None else None,
-            host_blocks=(host_blocks or 0) * own // self.tokens_per_block,
+            ledger=ledger or EngineLedger(),
+            rates=EngineRates(self.rates),
+            residents=Residents(lambda block: self.index.holds(engine, block)),
+            tokens_per_block=max(own, pools),
+            gpu_blocks=gpu_blocks * own // pools if gpu_blocks is not None else None,
+            host_blocks=(host_blocks or 0) * own // pools,
         )
-        return seat
 
     def remove(self, engine: str) -> None:
         """The engine is gone, and all it held."""
@@ -94,18 +101,11 @@ class Placer:
         self.seats.pop(engine, None)
 
     def wipe(self, engine: str) -> None:
-        """The engine, which has a seat, lost its KV, or sight of it was lost."""
+        """The engine lost its KV, or sight of it was lost."""
         self.index.wipe(engine)
         self.seats[engine].residents.clear()
 
-    def free_blocks(self, engine: str) -> int | None:
-        """Blocks of the engine's GPU tier that hold nothing known, nor soon will; None where unknown."""
-        capacity = self.seats[engine].gpu_blocks
-        if capacity is None:
-            return None
-        return max(capacity - self.index.held(engine, Tier.GPU) - self.index.pending(engine), 0)
-
-    # --- requests ----------------------------------------------------------------------------------
+    # --- placement ---------------------------------------------------------------------------------
 
     def match(self, chain: Chain | None) -> dict[str, Match]:
         """What each engine holds of a prompt."""
@@ -124,57 +124,67 @@ class Placer:
         seat = self.seats[engine]
         if seat.epoch != self.rates.epoch:
             seat.epoch = self.rates.epoch
-            seat.ledger.reprice(seat.price)
-        free = self.free_blocks(engine)
-        room = free
-        if free is not None and seat.host_blocks:
-            room = free + max(seat.host_blocks - self.index.held(engine, Tier.HOST), 0)
+            seat.ledger.reprice(seat.rates.price)
+        free = room = None
+        if seat.gpu_blocks is not None:
+            index = self.index
+            free = room = seat.gpu_blocks - index.held(engine, Tier.GPU) - index.pending(engine)
+            if free < 0:  # blocks that pend may be held already, or never fit
+                free = room = 0
+            if seat.host_blocks:
+                room += max(seat.host_blocks - index.held(engine, Tier.HOST), 0)
         return Candidate(
-            engine=engine,
-            tokens_per_block=seat.tokens_per_block,
-            rates=seat.rates,
-            match=match or NOTHING,
-            load=seat.ledger.view(now),
-            room=room,
-            free_blocks=free,
-            served=seat.ledger.served,
-            residents=seat.residents,
-            forecast=forecast,
-            complete=complete,
+            engine,
+            seat.tokens_per_block,
+            seat.rates,
+            match or NOTHING,
+            seat.ledger.view(now),
+            room,
+            free,
+            seat.turn,
+            seat.residents,
+            forecast,
+            complete,
         )
 
     def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
         """Where a request goes; by load alone when its prompt is not known. Changes nothing."""
         if chain is None:
             return place_least_loaded(candidates)
-        tokens_s = sum(candidate.rates.prefill_tok_s for candidate in candidates)
-        utilisation = self.demand.utilisation(now, tokens_s)
+        typical_engines = sum(1 / candidate.rates.pace for candidate in candidates)
+        utilisation = self.demand.utilisation(now, self.rates.prefill_tok_s * typical_engines)
         return place(candidates, chain, Outlook(now, 1 / (1 - utilisation), self.demand.returns))
 
-    def begin(self, now: float, placement: Placement, chain: Chain | None, *, streams: bool = True) -> int:
-        """The request goes to its engine. Returns its ticket there."""
+    # --- requests ----------------------------------------------------------------------------------
+
+    def begin(self, now: float, placement: Placement, chain: Chain | None, *, streams: bool = True) -> Ticket:
+        """The request goes to its engine; its first token will be seen when it `streams`."""
         seat, work = self.seats[placement.engine], placement.work
+        self._turn += 1
+        seat.turn = self._turn
         if chain is not None:
             self.demand.asked(now, chain, work.computed)
             self.index.add_pending(placement.engine, chain.hashes)
-        return seat.ledger.begin(now, seat.price(work), work, seen=streams)
+        return Ticket(seat, seat.ledger.begin(now, seat.rates.price(work), work, seen=streams), chain)
 
-    def refine(self, seat: Seat, ticket: int, work: Work) -> None:
+    def refine(self, ticket: Ticket, work: Work) -> None:
         """More is known of what a request asks of its engine."""
-        seat.ledger.refine(ticket, seat.price(work), work)
+        ticket.seat.ledger.refine(ticket.number, ticket.seat.rates.price(work), work)
 
-    def first_token(self, now: float, seat: Seat, ticket: int) -> None:
+    def first_token(self, now: float, ticket: Ticket) -> None:
         """Its answer has begun."""
-        begun = seat.ledger.first_token(now, ticket)
-        if begun is not None:
-            work = begun.work
-            seat.rates.began(work.computed, work.host, work.disk, begun.seconds, begun.decoding)
+        sample = ticket.seat.ledger.first_token(now, ticket.number)
+        if sample is not None:
+            ticket.seat.rates.learn(sample)
 
-    def served(self, now: float, seat: Seat, chain: Chain, computed: int) -> None:
-        """It was answered: the engine holds the prompt now, `computed` tokens of which are new there."""
-        seat.residents.use(now, chain.hashes, computed // self.tokens_per_block)
+    def end(self, now: float, ticket: Ticket, computed: int | None) -> None:
+        """It is over. `computed` tokens of its prompt are new on the engine; None when it failed."""
+        ticket.seat.ledger.end(now, ticket.number)
+        if ticket.chain is not None and computed is not None:
+            ticket.seat.residents.use(now, ticket.chain.hashes, computed // self.tokens_per_block)
 
-    def settled(self, seat: Seat, chain: Chain) -> None:
-        """Events have told what the request left behind, or will not: nothing of it is pending any longer."""
-        if seat.engine in self.seats:
+    def settled(self, ticket: Ticket) -> None:
+        """Events have told what it left behind, or will not: nothing of it is pending any longer."""
+        seat, chain = ticket.seat, ticket.chain
+        if chain is not None and self.seats.get(seat.engine) is seat:
             self.index.end_pending(seat.engine, chain.hashes)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from itertools import accumulate
 from statistics import fmean, median
 
 from engine_adapter.types import Tier
+from proxy.core.load import Sample, Work
 
 # Before anything is learned: a small model on a CPU. Only ratios between engines matter at first.
 DEFAULT_PREFILL_TOK_S = 4000.0
@@ -21,6 +23,7 @@ HOST_SPEEDUP = 10.0
 DISK_SPEEDUP = 3.0
 # First tokens of fewer tokens measure round trips.
 MIN_SAMPLE_TOKENS = 64
+# Samples whose median counts.
 WINDOW = 16
 # Where one figure has to stand for the curve.
 TYPICAL_TOKENS = 1024
@@ -35,22 +38,24 @@ class PoolRates:
     """What the engines of one pool have taught together.
 
     Attributes:
+        prefill_tok_s: prompt tokens computed per second, in prompts of a usual length.
         interference: share that each decoding stream adds to the time of a prefill.
         epoch: changes when the rates turn out to be quite others than before.
     """
 
     def __init__(self) -> None:
-        self._samples: dict[int, deque[tuple[int, float]]] = {}  # by octave of tokens: (tokens, seconds)
-        self._lengths: list[float] = []
-        self._seconds: list[float] = []
-        self._memo: dict[int, float] = {}
-        self._slowdowns: deque[tuple[int, float]] = deque(maxlen=4 * WINDOW)  # (streams, times as long)
-        self._restores: dict[Tier, deque[float]] = {
-            tier: deque(maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)
-        }
+        self.prefill_tok_s = DEFAULT_PREFILL_TOK_S
         self.interference = 0.0
         self.epoch = 0
-        self._epoch_s = self.prefill_s(TYPICAL_TOKENS)
+        self._epoch_tok_s = self.prefill_tok_s
+        self._samples: dict[int, deque[tuple[int, float]]] = {}  # octave of tokens → (tokens, seconds)
+        self._points: dict[int, tuple[float, float]] = {}  # octave → medians of those
+        self._lengths: list[float] = []  # the curve: tokens, and
+        self._seconds: list[float] = []  # seconds that they take
+        self._memo: dict[int, float] = {}
+        self._slowdowns = deque[tuple[float, float]](maxlen=4 * WINDOW)  # (streams, times as long)
+        self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
+        self._restore_tok_s: dict[Tier, float] = {}
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds to compute so many prompt tokens on an engine that does nothing else; never less for more
@@ -64,23 +69,27 @@ class PoolRates:
 
     def restore_tok_s(self, tier: Tier) -> float:
         """Tokens brought back from a lower tier per second."""
-        if self._restores[tier]:
-            return median(self._restores[tier])
+        learned = self._restore_tok_s.get(tier)
+        if learned is not None:
+            return learned
         if tier is Tier.DISK:
             return self.restore_tok_s(Tier.HOST) / DISK_SPEEDUP
-        return HOST_SPEEDUP * TYPICAL_TOKENS / self.prefill_s(TYPICAL_TOKENS)
+        return HOST_SPEEDUP * self.prefill_tok_s
 
-    def computed(self, tokens: int, seconds: float, decoding: int) -> None:
+    def computed(self, tokens: int, seconds: float, decoding: float) -> None:
         """A prefill took so long while so many streams were decoding."""
         self._slowdowns.append((decoding, seconds / self.prefill_s(tokens)))
         self._relearn_interference()
-        octave = self._samples.setdefault(tokens.bit_length(), deque(maxlen=WINDOW))
-        octave.append((tokens, seconds / (1 + self.interference * decoding)))
-        self._relearn_curve()
+        octave = tokens.bit_length()
+        samples = self._samples.setdefault(octave, deque(maxlen=WINDOW))
+        samples.append((tokens, seconds / (1 + self.interference * decoding)))
+        self._points[octave] = median(n for n, _ in samples), median(s for _, s in samples)
+        self._redraw()
 
     def restored(self, tier: Tier, tokens: int, seconds: float) -> None:
         """So many tokens were brought back from `tier` in that time."""
         self._restores[tier].append(tokens / seconds)
+        self._restore_tok_s[tier] = median(self._restores[tier])
 
     def _on_curve(self, tokens: int) -> float:
         """On the line through the learned points; straight from nothing to the first, and on from the last
@@ -94,17 +103,15 @@ class PoolRates:
         left, low = (lengths[at - 1], seconds[at - 1]) if at else (0.0, 0.0)
         return low + (seconds[at] - low) * (tokens - left) / (lengths[at] - left)
 
-    def _relearn_curve(self) -> None:
+    def _redraw(self) -> None:
+        """The curve, which never falls."""
+        points = [self._points[octave] for octave in sorted(self._points)]
+        self._lengths = [tokens for tokens, _ in points]
+        self._seconds = list(accumulate((seconds for _, seconds in points), max))
         self._memo.clear()
-        self._lengths, self._seconds, least = [], [], 0.0
-        for octave in sorted(self._samples):
-            samples = self._samples[octave]
-            least = max(least, median(seconds for _, seconds in samples))
-            self._lengths.append(median(tokens for tokens, _ in samples))
-            self._seconds.append(least)
-        seconds = self.prefill_s(TYPICAL_TOKENS)
-        if not 1 / OWN_PACE < seconds / self._epoch_s < OWN_PACE:
-            self.epoch, self._epoch_s = self.epoch + 1, seconds
+        self.prefill_tok_s = TYPICAL_TOKENS / self.prefill_s(TYPICAL_TOKENS)
+        if not 1 / OWN_PACE < self.prefill_tok_s / self._epoch_tok_s < OWN_PACE:
+            self.epoch, self._epoch_tok_s = self.epoch + 1, self.prefill_tok_s
 
     def _relearn_interference(self) -> None:
         """How much longer a prefill takes for each stream that decodes: the slope between the busier half of
@@ -124,23 +131,19 @@ class EngineRates:
     """One engine's rates: its pool's, at its own pace.
 
     Attributes:
+        pool: what it shares with the others.
         pace: times the pool's seconds; 1.0 unless it is clearly another kind of hardware.
     """
 
     def __init__(self, pool: PoolRates) -> None:
         self.pool = pool
         self.pace = 1.0
-        self._paces: deque[float] = deque(maxlen=WINDOW)
+        self._paces = deque[float](maxlen=WINDOW)
 
     @property
     def prefill_tok_s(self) -> float:
         """Prompt tokens it computes per second, in prompts of a usual length."""
-        return TYPICAL_TOKENS / self.prefill_s(TYPICAL_TOKENS)
-
-    @property
-    def interference(self) -> float:
-        """Share that each decoding stream adds to the time of a prefill."""
-        return self.pool.interference
+        return self.pool.prefill_tok_s / self.pace
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds to compute so many prompt tokens on an otherwise idle engine."""
@@ -148,21 +151,25 @@ class EngineRates:
 
     def restore_s(self, host_tokens: int, disk_tokens: int) -> float:
         """Seconds to bring back so many tokens from each tier."""
-        seconds = host_tokens / self.pool.restore_tok_s(Tier.HOST) if host_tokens else 0.0
-        return seconds + disk_tokens / self.pool.restore_tok_s(Tier.DISK) if disk_tokens else seconds
+        host_s = host_tokens / self.pool.restore_tok_s(Tier.HOST)
+        return host_s + disk_tokens / self.pool.restore_tok_s(Tier.DISK)
 
-    def began(self, tokens: int, host_tokens: int, disk_tokens: int, seconds: float, decoding: int) -> None:
-        """A first token came after `seconds` of the engine's time, for so many tokens computed and so many
-        brought back. Times that say little are passed over."""
-        if seconds <= 0:
-            return
-        brought = host_tokens + disk_tokens
-        if brought >= MIN_SAMPLE_TOKENS:
-            tier = Tier.HOST if host_tokens >= disk_tokens else Tier.DISK
-            # What is left of the time once the rest is computed; never next to none, by a rate that is off.
-            self.pool.restored(tier, brought, max(seconds - self.prefill_s(tokens), seconds / 2))
-        elif tokens >= MIN_SAMPLE_TOKENS:
-            self.pool.computed(tokens, seconds, decoding)
-            self._paces.append(seconds / self.pool.prefill_s(tokens) / (1 + self.interference * decoding))
+    def price(self, work: Work) -> float:
+        """Seconds of the engine's time that some work takes."""
+        return self.prefill_s(work.computed) + self.restore_s(work.host, work.disk)
+
+    def learn(self, sample: Sample) -> None:
+        """A sample of the engine's time. Those that say little are passed over."""
+        work, pool = sample.work, self.pool
+        computing_s = sample.seconds - self.restore_s(work.host, work.disk)
+        restoring_s = sample.seconds - self.prefill_s(work.computed)
+        brought = work.host + work.disk
+        # What most of the time went on is learned; the rest of it is known well enough.
+        if brought >= MIN_SAMPLE_TOKENS and restoring_s > sample.seconds / 2:
+            pool.restored(Tier.HOST if work.host >= work.disk else Tier.DISK, brought, restoring_s)
+        elif work.computed >= MIN_SAMPLE_TOKENS and computing_s > sample.seconds / 2:
+            pool.computed(work.computed, computing_s / self.pace, sample.decoding)
+            alone_s = computing_s / (1 + pool.interference * sample.decoding)
+            self._paces.append(alone_s / pool.prefill_s(work.computed))
             pace = median(self._paces) if len(self._paces) == WINDOW else 1.0
             self.pace = pace if not 1 / OWN_PACE < pace < OWN_PACE else 1.0

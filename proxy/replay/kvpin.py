@@ -14,7 +14,7 @@ from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash, Chain
 from proxy.core.index import Match
 from proxy.core.placement import Candidate, Outlook, Placement, place
-from proxy.core.placer import Placer
+from proxy.core.placer import Placer, Ticket
 from proxy.replay.policy import NOTHING, Choice, EngineTruth, Fleet
 from proxy.replay.trace import Request
 
@@ -57,17 +57,15 @@ class Kvpin:
         """`without` is one of `TERMS`."""
         self._placer = Placer(fleet.tokens_per_block)
         self._names = [f"e{at}" for at in range(fleet.engines)]
-        self._seats = [
+        for name in self._names:
             self._placer.add(
                 name,
                 gpu_blocks=fleet.model.gpu_tokens // fleet.tokens_per_block,
                 host_blocks=fleet.model.host_tokens // fleet.tokens_per_block,
             )
-            for name in self._names
-        ]
         self._without = without
         self._alter = _CANDIDATES.get(without or "")
-        self._tickets: dict[int, tuple[int, int]] = {}  # request → ticket, tokens computed
+        self._tickets: dict[int, tuple[Ticket, int]] = {}  # request → ticket, tokens computed
         self._homes: dict[str, str] = {}  # session → the engine that served it last
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
@@ -83,7 +81,7 @@ class Kvpin:
         at = self._names.index(placement.engine)
         ticket = placer.begin(now, placement, chain)
         if self._without == "pending":
-            placer.settled(self._seats[at], chain)
+            placer.settled(ticket)
         self._tickets[request.id] = ticket, placement.work.computed
         if request.session is not None:
             self._homes[request.session] = placement.engine
@@ -91,16 +89,14 @@ class Kvpin:
 
     def first_token(self, now: float, engine: int, request: Request) -> None:
         """Its answer has begun."""
-        self._placer.first_token(now, self._seats[engine], self._tickets[request.id][0])
+        self._placer.first_token(now, self._tickets[request.id][0])
 
     def finished(self, now: float, engine: int, request: Request) -> None:
         """Its answer has ended."""
-        seat = self._seats[engine]
         ticket, computed = self._tickets.pop(request.id)
-        seat.ledger.end(now, ticket)
-        self._placer.served(now, seat, request.chain, computed)
+        self._placer.end(now, ticket, computed)
         if self._without != "pending":
-            self._placer.settled(seat, request.chain)
+            self._placer.settled(ticket)
 
     def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """Into the index."""

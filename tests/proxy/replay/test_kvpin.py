@@ -87,7 +87,7 @@ def test_an_ablation_keeps_its_books_by_the_full_rule():
     policy.stored(0, Tier.HOST, [1, 2, 3])
     (choice,) = choose(policy, ask((1, 2, 3)))
     assert choice == (0, 300)
-    (prefill,) = policy._seats[0].ledger._prefills.values()
+    (prefill,) = policy._placer.seats["e0"].ledger._prefills.values()
     assert prefill.work.host == 300
 
 
