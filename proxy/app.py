@@ -51,8 +51,9 @@ from proxy.managed import ManagedEngine
 from proxy.metrics import Metrics
 from proxy.monitor import Monitor
 from proxy.prompt import MediaUuids, PromptTables
-from proxy.records import RequestLog
-from proxy.settings import EngineSettings, ManagedSettings, Settings
+from proxy.recorder import Recorder
+from proxy.records import RequestLog, RequestRecord
+from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from proxy.tasks import Supervisor
 from proxy.tenants import ApiKey, Tenants
 
@@ -82,6 +83,11 @@ class Proxy:
             isolated=self.tenants.isolated,
         )
         self.metrics = Metrics(self.fleet)
+        self.recorder = (
+            Recorder(settings.record_traffic, int(settings.record_traffic_bytes))
+            if settings.record_traffic is not None
+            else None
+        )
         self.flow = Flow(
             fleet=self.fleet,
             forwarder=Forwarder(transport),
@@ -90,12 +96,20 @@ class Proxy:
             media=MediaUuids(trusted=settings.trust_media_uuids),
             requests=RequestLog(settings.limits.request_records),
             retries=settings.retries,
-            observe=self.metrics.observe,
+            observe=self.observe,
         )
         self.managed: list[ManagedEngine] = []
 
+    def observe(self, record: RequestRecord) -> None:
+        """A request is over."""
+        self.metrics.observe(record)
+        if self.recorder is not None:
+            self.recorder.observe(record)
+
     def start(self) -> None:
         """Starts managed engines and looks after all of them."""
+        if self.recorder is not None:
+            self.tasks.start("recorder", self.recorder.run())
         for external in self.settings.engines:
             self.monitor.watch(self.fleet.add(make_adapter(external.spec())))
         for managed in managed_engines(self.settings):
@@ -113,6 +127,8 @@ class Proxy:
         # While managed engines still run: an adapter may have KV to save.
         await asyncio.gather(*(engine.adapter.aclose() for engine in self.fleet.engines.values()))
         await self.tasks.stop()
+        if self.recorder is not None:
+            await self.recorder.aclose()
         for process in self.managed:
             await process.stop()
         await self.transport.aclose()
@@ -217,7 +233,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _run(settings: Settings, listener: socket.socket) -> int:
-    proxy = Proxy(settings, AiohttpTransport())
+    transport = AiohttpTransport()
+    try:
+        proxy = Proxy(settings, transport)
+    except SettingsError as error:
+        await transport.aclose()
+        sys.stderr.write(f"kvpin: {error}\n")
+        return 2
     host, port = listener.getsockname()[:2]
     banner = Banner(proxy.fleet, host, port, reuse=settings.reuse)
     banner.print_addresses()

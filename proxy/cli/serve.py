@@ -52,6 +52,10 @@ def serve(
         bool | None,
         typer.Option("--reuse/--no-reuse", help="Route by KV cache; or ENABLE_KV_CACHE_REUSE=1 [off]."),
     ] = None,
+    record_traffic: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Record requests for `kvpin replay`: hashes only, no text."),
+    ] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, json or pretty [auto].")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [info].")] = None,
 ) -> None:
@@ -70,6 +74,7 @@ def serve(
         "port": port,
         "admin_key": admin_key,
         "reuse": reuse,
+        "record_traffic": record_traffic,
         "logs": {name: value for name, value in logs.items() if value is not None} or None,
     }
     try:

@@ -6,6 +6,7 @@ import hashlib
 import shlex
 from collections.abc import Iterable
 from itertools import count
+from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -245,6 +246,8 @@ class Settings(BaseSettings):
         admin_key: key of the admin API; with none, it answers to this machine alone.
         limits: bounds on memory.
         logs: log lines.
+        record_traffic: file that requests are recorded in, as hashes, for `kvpin replay`.
+        record_traffic_bytes: the recording ends before it is longer.
         trust_media_uuids: clients' uuids of images, audio and video are believed; by default one that comes
             with other content than before is an error.
         retries: other engines tried before the first byte of an answer.
@@ -265,6 +268,8 @@ class Settings(BaseSettings):
     admin_key: Secret | None = None
     limits: LimitSettings = LimitSettings()
     logs: LogSettings = LogSettings()
+    record_traffic: Path | None = None
+    record_traffic_bytes: Size = ByteSize(2**30)
     trust_media_uuids: bool = False
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     health: HealthSettings = HealthSettings()
@@ -286,6 +291,18 @@ class Settings(BaseSettings):
             raise ValueError("api_keys has one key twice")
         if self.admin_key and self.admin_key.get_secret_value() in keys:
             raise ValueError("admin_key must differ from every key in api_keys")
+        return self
+
+    @model_validator(mode="after")
+    def _check_recording(self) -> Self:
+        if self.record_traffic is None:
+            return self
+        if self.record_traffic.suffix == ".gz":
+            raise ValueError(
+                "record_traffic is written as plain lines: name a file without .gz, and gzip it afterwards"
+            )
+        if not self.reuse:
+            raise ValueError("record_traffic needs reuse: without it kvpin does not read prompts")
         return self
 
 

@@ -1,4 +1,5 @@
 import json
+from array import array
 
 import httpx
 import numpy as np
@@ -9,6 +10,7 @@ from engine_adapter import AiohttpTransport, EngineSpecError, JsonBody, engine_c
 from proxy import app
 from proxy.app import Proxy, build_app, check_engines, listen, managed_engines
 from proxy.errors import BodyTooLarge
+from proxy.prompt import Prompt
 from proxy.records import RequestRecord
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from scripts.make_gguf import gguf_path
@@ -113,3 +115,37 @@ async def test_running_answers_get_the_time_the_operator_gives(monkeypatch):
         assert await app._run(Settings(graceful_shutdown_s=7), listener) == 1  # it never began
     await transport.aclose()
     assert seen == [7]
+
+
+async def test_every_request_is_counted_and_recorded(tmp_path):
+    path = tmp_path / "traffic.jsonl"
+    proxy = Proxy(Settings(reuse=True, record_traffic=path, record_traffic_bytes=1000), AiohttpTransport())
+    try:
+        for number in range(3):
+            prompt = Prompt(array("i", range(700)))
+            proxy.flow.observe(RequestRecord(str(number), 0.0, "/v1/x", "m", None, False, prompt=prompt))
+        assert b"kvpin_requests_total" in proxy.metrics.render()
+    finally:
+        await proxy.stop()
+    assert [len(json.loads(line)["hash_ids"]) for line in path.read_text().splitlines()] == [10] * 3
+
+
+async def test_a_recording_ends_before_it_is_too_long(tmp_path):
+    path = tmp_path / "traffic.jsonl"
+    proxy = Proxy(Settings(reuse=True, record_traffic=path, record_traffic_bytes=100), AiohttpTransport())
+    try:
+        proxy.flow.observe(
+            RequestRecord("r", 0.0, "/v1/x", "m", None, False, prompt=Prompt(array("i", range(700))))
+        )
+    finally:
+        await proxy.stop()
+    assert path.stat().st_size == 0
+
+
+async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path, capfd):
+    settings = Settings(reuse=True, record_traffic=tmp_path / "none" / "traffic.jsonl")
+    with listen("127.0.0.1", 0) as listener:
+        assert await app._run(settings, listener) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("kvpin: record_traffic: ")
+    assert said.endswith("cannot be written: No such file or directory\n")

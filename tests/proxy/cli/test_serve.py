@@ -42,7 +42,7 @@ def test_flags_become_settings(kvpin, served, tmp_path):
     words = ["serve", "--config", str(config), "--port", "9", "--reuse", "--admin-key", "a"]
     words += ["--engine", "vllm=http://g:1", "--engine", "nim=http://h:2,id=n"]
     words += ["--managed", "embedded: --kv-blocks 64", "--api-key", "k1", "--api-key", "k2"]
-    result = kvpin(*words, "--log-format", "json")
+    result = kvpin(*words, "--log-format", "json", "--record-traffic", "t.jsonl")
     assert result.exit_code == 0, result.output
     (settings,) = served
     assert (settings.port, settings.retries, settings.reuse) == (9, 1, True)
@@ -51,6 +51,7 @@ def test_flags_become_settings(kvpin, served, tmp_path):
     assert [entry.key.get_secret_value() for entry in settings.api_keys] == ["k1", "k2"]
     assert len({entry.tenant_id for entry in settings.api_keys}) == 2
     assert settings.admin_key.get_secret_value() == "a"
+    assert settings.record_traffic == Path("t.jsonl")
     assert (settings.logs.format, settings.logs.level) == ("json", "error")
 
 

@@ -87,3 +87,14 @@ def test_no_secret_shows():
 def test_values_that_cannot_be_used(values, message):
     with pytest.raises(ValidationError, match=message):
         Settings(**values)
+
+
+def test_a_recording_needs_prompts_that_are_read():
+    with pytest.raises(ValidationError, match="record_traffic needs reuse"):
+        Settings(record_traffic="t.jsonl")
+    assert Settings(record_traffic="t.jsonl", reuse=True).record_traffic_bytes == 2**30
+
+
+def test_a_recording_is_not_compressed():
+    with pytest.raises(ValidationError, match=r"name a file without \.gz"):
+        Settings(record_traffic="t.jsonl.gz", reuse=True)
