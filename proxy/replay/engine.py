@@ -24,9 +24,6 @@ from proxy.core.blocks import BlockHash, reusable_tokens
 from proxy.replay.cache import TieredCache
 from proxy.replay.trace import Request
 
-# Streams end at the same virtual time as others only but for rounding.
-_SAME = 1e-9
-
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
@@ -132,7 +129,7 @@ class SimEngine:
         self._decoded = 0.0  # tokens that each stream would have had since the beginning
         self._streams: list[tuple[float, int, Request]] = []  # by the value of that at which they end
         self._last = 0.0  # up to when all of this is counted
-        self._prefill_due = inf
+        self._prefill_due = self._stream_due = inf
         self._uncached = 0
 
     @property
@@ -168,39 +165,39 @@ class SimEngine:
     def advance(self, now: float) -> None:
         """What is due at `now` happens."""
         self._count(now)
+        if self._streams and now >= self._stream_due:
+            # Whatever rounding made of it: it was due now.
+            self._decoded = max(self._decoded, self._streams[0][0])
+        while self._streams and self._streams[0][0] <= self._decoded:
+            self._finish(now, heappop(self._streams)[2])
         if self._current is not None and now >= self._prefill_due:
             self._end_prefill(now, self._current)
-        while self._streams and self._streams[0][0] <= self._decoded + _SAME:
-            self._finish(now, heappop(self._streams)[2])
         if self._current is None:
             self._start(now)
         self._plan()
 
     def _count(self, now: float) -> None:
         """All goes on at its rate until `now`."""
-        spent, self._last = now - self._last, now
-        if spent <= 0:
-            return
-        computing = self._current is not None and self._restored_at <= now - spent
-        if not computing and not self._streams:
+        since, self._last = self._last, now
+        computing = self._current is not None and self._restored_at <= since
+        if now <= since or not (computing or self._streams):
             return
         prefill, decode = self._model.rates(len(self._streams), prefilling=computing)
-        self._left -= prefill * spent
-        self._decoded += decode * spent
+        self._left -= prefill * (now - since)
+        self._decoded += decode * (now - since)
 
     def _plan(self) -> None:
         """When the next thing happens at the rates of now."""
-        self._prefill_due = self.due = inf
+        self._prefill_due = self._stream_due = inf
         restoring = self._current is not None and self._restored_at > self._last
         prefill, decode = self._model.rates(
             len(self._streams), prefilling=self._current is not None and not restoring
         )
-        if restoring:
-            self.due = self._restored_at
-        elif self._current is not None:
-            self.due = self._prefill_due = self._last + self._left / prefill
+        if self._current is not None and not restoring:
+            self._prefill_due = self._last + max(self._left, 0.0) / prefill
         if self._streams:
-            self.due = min(self.due, self._last + max(self._streams[0][0] - self._decoded, 0.0) / decode)
+            self._stream_due = self._last + max(self._streams[0][0] - self._decoded, 0.0) / decode
+        self.due = min(self._restored_at if restoring else inf, self._prefill_due, self._stream_due)
 
     def _start(self, now: float) -> None:
         """The first that waits is next, if there is room for it."""

@@ -206,3 +206,11 @@ def test_without_answers_both_models_agree(requests, blocks, host):
     silent = [replace(request, output_tokens=1) for request in requests]
     fifo, chunked = (play(model_of(blocks, host, chunked=kind), *silent)[1].lines for kind in (False, True))
     assert fifo == chunked
+
+
+def test_late_in_a_long_trace_rounding_stops_nothing():
+    # A month in, a step is shorter than what can be told apart.
+    late = 3e6
+    model = model_of(chunked=True, chunk_tokens=100, step_s=1e-10, stream_s=0.0)
+    _, diary = play(model, *(ask((n,), at=late, tail=1 + n, output=2 + n, name=n) for n in range(5)))
+    assert sorted(line[2] for line in diary.of("finished")) == list(range(5))
