@@ -28,6 +28,7 @@ from engine_adapter import (
 from proxy.calls import Call, Reply
 from proxy.core.blocks import Chain
 from proxy.core.placement import Placement
+from proxy.core.retention import retention_of
 from proxy.engine import Engine, Lease
 from proxy.errors import EngineFailed, ProxyError
 from proxy.fleet import Fleet, Pool, no_engine_for
@@ -175,8 +176,10 @@ class Flow:
         body = self._body_for(engine, pool, call)
         if self.ingest is None:
             return nullcontext(Hold(body))
-        target = prompt.kv if prompt is not None and prompt.whole else None
-        return engine.adapter.hold(call.route, body, target)
+        if prompt is None or not prompt.whole or not isinstance(call.body, JsonBody):
+            return engine.adapter.hold(call.route, body, None)
+        retention = retention_of(call.body, call.tenant)
+        return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=retention))
 
     def _body_for(self, engine: Engine, pool: Pool, call: Call) -> RequestBody:
         """The client's body; changed only where the tenant's salt or the engine's model name must stand. A

@@ -628,6 +628,12 @@ class TestHold:
         proxy.fleet.engines["a"].abandon()
         assert (await asked).headers["x-kvpin-engine"] == "b"
 
+    @pytest.mark.parametrize(("asked", "priority"), [({"prompt_cache_retention": "24h"}, 1), ({}, 0)])
+    async def test_the_engine_is_told_how_long_to_keep_it(self, a, b, client, asked, priority):
+        await client.post(self.PROMPT, json={**self.BODY, **asked})
+        (_, prompt) = (a.asked + b.asked)[0]
+        assert prompt.retention.priority == priority
+
     async def test_without_reuse_nothing_is_held(self, a, engine, b):
         a.make = b.make = lambda body: Hold(body.replace(id_slot=3), cached_tokens=1, note="held")
         async with proxy_over(a, b) as proxy, client_of(proxy) as client:

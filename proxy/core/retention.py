@@ -1,0 +1,86 @@
+"""How long a request wants its KV kept: what OpenAI's and Anthropic's clients say of it, as one thing.
+
+    OpenAI      prompt_cache_options.ttl "30m" · prompt_cache_retention "24h"; "in_memory" asks for nothing
+    Anthropic   cache_control {"type": "ephemeral", "ttl": "5m" | "1h"}, on the request or any part of it
+
+The longest counts, and for the whole prompt. The fields go on to the engine untouched; one that cannot be
+read asks for nothing here, and whose field it is says so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from engine_adapter.body import JsonBody, UnreadableField
+from engine_adapter.types import Retention
+
+# What is asked for is kept before what nobody asked for; no client can ask for more than another.
+PRIORITY = 1
+# No API offers more than a day.
+MAX_TTL_S = 86_400.0
+# What Anthropic keeps where a client names no time.
+EPHEMERAL_S = 300.0
+
+_DURATION = re.compile(r"(\d{1,9})([smhd])")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_CACHE_CONTROL = b"cache_control"
+# Where an Anthropic request has parts; clients that translate put `cache_control` there in chats as well.
+_PARTS = ("system", "messages", "tools")
+
+
+def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
+    """What a request asks of the caches, for `owner`; priority 0 where it asks for nothing."""
+    asked = [seconds for seconds in _asked(body) if seconds is not None]
+    if not asked:
+        return Retention(owner=owner)
+    return Retention(PRIORITY, min(max(asked), MAX_TTL_S), owner)
+
+
+def _asked(body: JsonBody) -> Iterator[float | None]:
+    options = _field(body, "prompt_cache_options")
+    if isinstance(options, dict):
+        yield _seconds(options.get("ttl"))
+    yield _seconds(_field(body, "prompt_cache_retention"))
+    # Reading the messages takes as long as all the rest: most requests have none of these.
+    if _CACHE_CONTROL in body.raw:
+        yield _ephemeral(_field(body, "cache_control"))
+        for name in _PARTS:
+            yield from _of_parts(_field(body, name))
+
+
+def _of_parts(parts: Any) -> Iterator[float | None]:  # noqa: ANN401 - JSON
+    """Of a message, its blocks, and the blocks of a tool's result."""
+    stack = [parts]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack.extend(part)
+        elif isinstance(part, dict):
+            yield _ephemeral(part.get("cache_control"))
+            stack.append(part.get("content"))
+
+
+def _ephemeral(control: Any) -> float | None:  # noqa: ANN401 - JSON
+    if not isinstance(control, dict) or control.get("type") != "ephemeral":
+        return None
+    return _seconds(control["ttl"]) if "ttl" in control else EPHEMERAL_S
+
+
+def _seconds(value: Any) -> float | None:  # noqa: ANN401 - JSON
+    """A duration as these APIs write it, or a number of seconds; None for anything else."""
+    if isinstance(value, str):
+        written = _DURATION.fullmatch(value)
+        value = int(written[1]) * _UNITS[written[2]] if written else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(min(value, MAX_TTL_S)) if 0 < value < math.inf else None
+
+
+def _field(body: JsonBody, name: str) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return body.get(name)
+    except UnreadableField:
+        return None

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.body import JsonBody
+from engine_adapter.types import Retention
+from proxy.core.retention import MAX_TTL_S, PRIORITY, retention_of
+
+NOTHING = Retention()
+
+
+def of(**fields):
+    return retention_of(JsonBody(json.dumps(fields).encode()))
+
+
+def kept(ttl_s):
+    return Retention(PRIORITY, ttl_s)
+
+
+def ephemeral(**ttl):
+    return {"type": "ephemeral", **ttl}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, NOTHING),
+        ({"prompt_cache_key": "chat-1"}, NOTHING),
+        ({"prompt_cache_retention": "24h"}, kept(86_400)),
+        ({"prompt_cache_retention": "in_memory"}, NOTHING),
+        ({"prompt_cache_retention": None}, NOTHING),
+        ({"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}, kept(1800)),
+        ({"prompt_cache_options": {"ttl": 90}}, kept(90)),
+        ({"prompt_cache_options": {"ttl": "45s"}}, kept(45)),
+        ({"prompt_cache_options": {"mode": "explicit"}}, NOTHING),
+        ({"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"}, kept(86_400)),
+        ({"prompt_cache_options": {"ttl": "2d"}}, kept(MAX_TTL_S)),
+        ({"prompt_cache_options": {"ttl": 10**400}}, kept(MAX_TTL_S)),
+    ],
+)
+def test_what_openai_clients_ask(fields, expected):
+    assert of(**fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"cache_control": ephemeral()}, kept(300)),
+        ({"cache_control": ephemeral(ttl="1h")}, kept(3600)),
+        ({"system": [{"type": "text", "text": "x", "cache_control": ephemeral()}]}, kept(300)),
+        ({"system": "cache_control"}, NOTHING),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"text": "x", "cache_control": ephemeral(ttl="1h")}]}
+                ]
+            },
+            kept(3600),
+        ),
+        ({"messages": [{"role": "user", "content": "about cache_control"}]}, NOTHING),
+        (
+            {
+                "messages": [
+                    {
+                        "content": [
+                            {"type": "tool_result", "content": [{"cache_control": ephemeral(ttl="5m")}]}
+                        ]
+                    }
+                ]
+            },
+            kept(300),
+        ),
+        ({"tools": [{"name": "t", "cache_control": ephemeral(ttl="5m")}]}, kept(300)),
+        (
+            {
+                "tools": [{"cache_control": ephemeral(ttl="5m")}],
+                "system": [{"cache_control": ephemeral(ttl="1h")}],
+                "messages": [{"content": [{"cache_control": ephemeral()}, {}]}],
+            },
+            kept(3600),
+        ),
+        ({"cache_control": {"type": "lasting"}}, NOTHING),
+        ({"cache_control": ephemeral(ttl=None)}, NOTHING),
+        ({"cache_control": "ephemeral"}, NOTHING),
+    ],
+)
+def test_what_anthropic_clients_ask(fields, expected):
+    assert of(**fields) == expected
+
+
+@pytest.mark.parametrize(
+    "ttl", ["", "h", "1w", "-5m", "5 m", "1.5h", 0, -1, True, [30], {}, None, "9" * 50 + "s"]
+)
+def test_what_cannot_be_read_asks_for_nothing(ttl):
+    assert of(prompt_cache_options={"ttl": ttl}, prompt_cache_retention=ttl) == NOTHING
+
+
+def test_a_field_that_is_no_value_asks_for_nothing():
+    body = JsonBody(b'{"prompt_cache_options": {"ttl": 1e999}, "prompt_cache_retention": "24h"}')
+    assert retention_of(body).ttl_s == 86_400
+
+
+def test_it_is_the_owners():
+    body = JsonBody(b'{"prompt_cache_retention": "24h"}')
+    assert retention_of(body, "acme") == Retention(PRIORITY, 86_400, "acme")
+    assert retention_of(JsonBody(b"{}"), "acme") == Retention(owner="acme")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.sampled_from(["type", "ttl", "cache_control", "content"]), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(
+            ["prompt_cache_options", "prompt_cache_retention", "cache_control", "system", "messages", "tools"]
+        ),
+        JSON,
+    )
+)
+def test_whatever_is_sent_it_is_bounded(fields):
+    retention = of(**fields)
+    assert retention == NOTHING or (retention.priority == PRIORITY and 0 < retention.ttl_s <= MAX_TTL_S)
