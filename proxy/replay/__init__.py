@@ -1,6 +1,6 @@
 """`kvpin replay`: what a placement policy makes of a trace, and how many engines it takes.
 
-    read_trace → arrivals → simulate → report
+    options → plan → read_trace → simulate → report
 
 trace.py       a file of block hashes → requests
 arrivals.py    when they arrive
@@ -9,6 +9,7 @@ engine.py      prefill, decode and restores of an engine, on a virtual clock
 policy.py      what a policy is    simple.py, peers.py, kvpin.py  those there are    registry.py  by name
 oracle.py      the hits there could be
 simulator.py   one run
+options.py     flags → plan    plan.py  plan → runs
 batch.py       many runs, over processes
 report.py      tables, JSON, CSV    plot.py  PNG
 units.py       500k, 64GiB
