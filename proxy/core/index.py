@@ -18,12 +18,14 @@ from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash
 from proxy.core.locations import Locations
 
-_BITS = {Tier.GPU: 1, Tier.HOST: 2, Tier.DISK: 4}
-_PENDING = 8
+# Which of an engine's bits.
+_PLACES = {Tier.GPU: 0, Tier.HOST: 1, Tier.DISK: 2}
+_AT_PENDING = 3
+_PENDING = 1 << _AT_PENDING
 _WIDTH = 4  # bits of an engine: one hexadecimal digit
 _ALL = 15
 _STORED = _ALL - _PENDING
-_ON_GPU = _BITS[Tier.GPU] | _PENDING
+_ON_GPU = 1 | _PENDING
 # Of each digit: which of gpu, host, disk and pending is the fastest (the lowest bit), and whether that is or
 # will be on the GPU.
 _READ = {f"{held:x}": ((held & -held).bit_length() - 1, held & _ON_GPU > 0) for held in range(1, _ALL + 1)}
@@ -57,7 +59,7 @@ class PrefixIndex:
         self._slots: list[str] = []  # the engine of each four bits, "" for none
         self._each = 0  # the lowest bit of each of them
         self._flights: dict[str, _InFlight] = {}
-        self._held: Counter[int] = Counter()  # location bit → blocks
+        self._counts: dict[str, list[int]] = {}  # blocks on gpu, host and disk, and pending
 
     def __len__(self) -> int:
         """Blocks known of any engine."""
@@ -74,30 +76,32 @@ class PrefixIndex:
         self._slots[slot] = engine
         self._shifts[engine] = _WIDTH * slot
         self._flights[engine] = _InFlight()
+        self._counts[engine] = [0, 0, 0, 0]
 
     def remove_engine(self, engine: str) -> None:
         """Forgets the engine and all it held."""
         self.wipe(engine)
         if engine in self._shifts:
             self._slots[self._shifts.pop(engine) // _WIDTH] = ""
-            del self._flights[engine]
+            del self._flights[engine], self._counts[engine]
 
     def store(
         self, engine: str, tier: Tier, hashes: Iterable[BlockHash], after: BlockHash | None = None
     ) -> None:
         """These consecutive blocks of one chain now lie on `tier` of the engine; `after` is the block before
         them, where it is known."""
-        bit = _BITS[tier] << self._shifts[engine]
-        self._held[bit] += self._locations.mark(bit, tuple(hashes), after)
+        at = _PLACES[tier]
+        bit = 1 << self._shifts[engine] + at
+        self._counts[engine][at] += self._locations.mark(bit, tuple(hashes), after)
 
     def remove(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
         """These blocks, of whatever chains, left `tier` of the engine; unknown ones are fine."""
-        self._clear(_BITS[tier] << self._shifts[engine], tuple(hashes))
+        self._clear(engine, 1 << _PLACES[tier], tuple(hashes))
 
     def drop(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """The engine was told to forget these blocks: no tier holds them, and none is expected."""
         hashes = tuple(hashes)
-        self._clear(_ALL << self._shifts[engine], hashes)
+        self._clear(engine, _ALL, hashes)
         awaited = self._flights[engine].awaited
         for block in awaited and hashes:
             awaited.pop(block, None)
@@ -108,20 +112,25 @@ class PrefixIndex:
 
     def held(self, engine: str, tier: Tier) -> int:
         """Blocks that lie on `tier` of the engine."""
-        return self._held[_BITS[tier] << self._shifts[engine]]
+        return self._counts[engine][_PLACES[tier]]
 
     def pending(self, engine: str) -> int:
         """Blocks that requests in flight are about to leave on the engine."""
-        return self._held[_PENDING << self._shifts[engine]]
+        return self._counts[engine][_AT_PENDING]
+
+    def counts(self, engine: str) -> tuple[int, int, int, int]:
+        """Blocks on its gpu, host and disk, and pending."""
+        gpu, host, disk, pending = self._counts[engine]
+        return gpu, host, disk, pending
 
     def wipe(self, engine: str) -> None:
         """Forgets what the engine held. One pass over the index; for restarts and resyncs, not requests."""
         if engine not in self._shifts:
             return
-        shift = self._shifts[engine]
-        if sum(self._held.pop(bit << shift, 0) for bit in (*_BITS.values(), _PENDING)):
-            self._locations.clear_all(_ALL << shift)
+        if any(self._counts[engine]):
+            self._locations.clear_all(_ALL << self._shifts[engine])
         self._flights[engine] = _InFlight()
+        self._counts[engine] = [0, 0, 0, 0]
 
     def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """A request placed on the engine will leave this chain there. Pending is all of it from the first
@@ -130,8 +139,8 @@ class PrefixIndex:
         if chain:
             start = self._stored(chain, shift)
             flight.starts.setdefault(chain[-1], []).append(start)
-            bit = _PENDING << shift
-            self._held[bit] += self._locations.mark(bit, chain[start:], None, flight.awaited)
+            added = self._locations.mark(_PENDING << shift, chain[start:], None, flight.awaited)
+            self._counts[engine][_AT_PENDING] += added
 
     def end_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """That request has ended, whatever came of it. Of several for the same chain, those that added least
@@ -144,7 +153,7 @@ class PrefixIndex:
         starts.remove(start)
         if not starts:
             del flight.starts[chain[-1]]
-        self._clear(_PENDING << self._shifts[engine], flight.last_of(chain[start:]))
+        self._clear(engine, _PENDING, flight.last_of(chain[start:]))
 
     def _stored(self, chain: Sequence[BlockHash], shift: int) -> int:
         """Leading blocks of the chain that a tier of the engine holds."""
@@ -155,8 +164,11 @@ class PrefixIndex:
             stored += blocks
         return stored
 
-    def _clear(self, bits: int, blocks: tuple[BlockHash, ...]) -> None:
-        self._held.subtract(self._locations.clear(bits, blocks))
+    def _clear(self, engine: str, bits: int, blocks: tuple[BlockHash, ...]) -> None:
+        """Clears some of the engine's four bits."""
+        shift, counts = self._shifts[engine], self._counts[engine]
+        for bit, lost in self._locations.clear(bits << shift, blocks).items():
+            counts[bit.bit_length() - 1 - shift] -= lost
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
         """For each engine that holds the first block of a chain, how far its copy of the chain reaches."""

@@ -273,6 +273,8 @@ class IndexMachine(RuleBasedStateMachine):
                 known |= self.held[engine][tier]
             pending = self.pending(engine)
             assert self.index.pending(engine) == len(pending)
+            held = [len(self.held[engine][tier]) for tier in Tier]
+            assert self.index.counts(engine) == (*held, len(pending))
             known |= pending
             assert all(self.index.holds(engine, block) is self.is_stored(engine, block) for block in BLOCKS)
         assert len(self.index) == len(known)
