@@ -263,7 +263,8 @@ class LlamaServerAdapter(Undeclared):
     def _ask(self, prompt: KvTarget) -> Ask:
         digest = salt_digest(prompt.cache_salt)
         self._mirror.know(digest, prompt.cache_salt)
-        return Ask(prompt.token_ids if prompt.token_ids is not None else array("i"), digest)
+        tokens = prompt.token_ids if prompt.token_ids is not None else array("i")
+        return Ask(tokens, digest, retention=prompt.retention)
 
     async def _able(self, capability: Capability) -> SlotVerbs:
         if self._session is None:

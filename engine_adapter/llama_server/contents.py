@@ -18,12 +18,12 @@ from engine_adapter.errors import EngineRejected
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.rates import RateBook
-from engine_adapter.llama_server.saved import STILL_SOUND, Saved, SavedPrefixes
+from engine_adapter.llama_server.saved import STILL_SOUND, Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.prefixes import common_prefix
-from engine_adapter.types import Tier, TokenIds
+from engine_adapter.types import Retention, Tier, TokenIds
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -128,6 +128,15 @@ class Contents:
         else:
             self._mirror.put(slot.id, Tier.GPU, slot.tokens, salt)
 
+    def keep(self, slot: Slot, retention: Retention | None) -> None:
+        """What a request left in the slot, and files that hold the beginning of it, are to be kept."""
+        if retention is None or not retention.priority:
+            return
+        self.table.keep(slot.id, self._clock() + retention.ttl_s, salt_digest(retention.owner))
+        for entry in self.all_entries():
+            if self._saved is not None and slot.shared(entry.tokens, entry.salt) == len(entry.tokens):
+                self._saved.keep(entry, retention.ttl_s, slot.kept_for)
+
     def estrange(self, slot: Slot, count: int) -> None:
         """The slot holds `count` tokens, and nobody here knows which."""
         # Of no use to anybody: nothing is lost with it, so it counts as saved.
@@ -167,6 +176,8 @@ class Contents:
                     salt,
                     tokens_expected=moved.tokens,
                     bytes_expected=moved.size,
+                    keep_s=slot.kept_until - self._clock(),
+                    owner=slot.kept_for,
                 )
         except (EngineRejected, StateFileError) as error:
             self._pause_saving(error)

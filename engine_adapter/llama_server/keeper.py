@@ -344,6 +344,7 @@ class SlotKeeper:
             if known:
                 self.contents.hold(slot, known, lease.ask.salt, unknown=unknown)
                 self.contents.note_saved(slot)
+                self.contents.keep(slot, lease.ask.retention)
             else:
                 self.contents.estrange(slot, unknown)
             self._release(slot)

@@ -316,6 +316,8 @@ def _regret_s(slot: Slot, kept: int, saved: int, rates: Rates, now: float) -> fl
     later_s = rates.prefill_s(max(slot.length - max(kept, saved), 0))
     if saved > kept:
         later_s += rates.restore_s(saved)
+    if slot.kept_until > now:
+        return later_s  # who wants it kept will come back
     idle_s = now - slot.since if slot.is_idle else 0.0
     return rates.reuse_probability * _recency(idle_s, rates.half_life_s) * later_s
 

@@ -211,6 +211,8 @@ class SavedPrefixes:
         *,
         tokens_expected: int | None = None,
         bytes_expected: int | None = None,
+        keep_s: float = 0.0,
+        owner: str | None = None,
     ) -> Saved:
         """Takes in what the server saved as `name`; what it continues is dropped, unless pinned or in use.
 
@@ -220,6 +222,8 @@ class SavedPrefixes:
             salt: digest of the content's cache salt.
             tokens_expected: the server's `n_saved`.
             bytes_expected: the server's `n_written`.
+            keep_s: for how long a client wants it kept, if above 0.
+            owner: digest of who that is.
 
         Raises:
             StateFileError: the file is not whole, or there is no room for it; it is removed.
@@ -227,7 +231,9 @@ class SavedPrefixes:
         await self.rebuild()
         if saved_files.key_of(name) != key or name in self._entries:
             raise ValueError(f"{name!r} is no new name of key {key!r}")
-        return await asyncio.shield(self._spawn(self._add(name, key, salt, tokens_expected, bytes_expected)))
+        kept_until = self._clock() + keep_s if keep_s > 0 else 0.0
+        work = self._add(name, key, salt, tokens_expected, bytes_expected, kept_until, owner)
+        return await asyncio.shield(self._spawn(work))
 
     async def _add(
         self,
@@ -236,6 +242,8 @@ class SavedPrefixes:
         salt: str | None,
         tokens_expected: int | None,
         bytes_expected: int | None,
+        kept_until: float,
+        owner: str | None,
     ) -> Saved:
         path = self.place.host / name
         try:
@@ -251,6 +259,8 @@ class SavedPrefixes:
                 content.checksum,
                 now,
                 now,
+                kept_until=kept_until,
+                kept_for=owner,
                 seen=content.stamp,
             )
             await asyncio.to_thread(saved_files.write_sidecar, path, saved.sidecar())
@@ -269,6 +279,9 @@ class SavedPrefixes:
         if victims is None:
             raise self._no_room(saved)
         saved.uses = sum(old.uses for old in replaced)
+        for old in replaced:
+            if old.kept_until > saved.kept_until:
+                saved.kept_until, saved.kept_for = old.kept_until, old.kept_for
         # Told before what it replaces is: what lies in a file is never told to lie in none.
         self._register(saved)
         work = [self._drop(old) for old in replaced]
@@ -281,6 +294,10 @@ class SavedPrefixes:
             and not old.holds
             and old.tokens == saved.tokens[: len(old.tokens)]
         )
+
+    def keep(self, saved: Saved, ttl_s: float, owner: str | None) -> None:
+        """A client wants a saved prefix kept, for so long from now."""
+        saved.kept_until, saved.kept_for = max(saved.kept_until, self._clock() + ttl_s), owner
 
     async def discard(self, name: str) -> None:
         """Removes a file of the host tier that never became an entry: its save failed."""
@@ -387,7 +404,7 @@ class SavedPrefixes:
         """What makes room for `size` bytes more beside what is `leaving` anyway; None if nothing can."""
         staying = [saved for saved in self._entries.values() if saved.tier is tier and saved not in leaving]
         missing = sum(saved.size for saved in staying) + size - self._caps[tier]
-        return least_valuable(staying, missing, self._clock())
+        return least_valuable(staying, missing, self._caps[tier], self._clock())
 
     def _retire(self, victims: Iterable[Saved]) -> list[Work]:
         """Takes victims out of the host tier: to disk where they are worth it, else away."""
@@ -408,7 +425,7 @@ class SavedPrefixes:
             return None
         victims = self._victims(Tier.DISK, saved.size)
         now = self._clock()
-        if victims and value(victims[-1], now) >= value(saved, now):
+        if victims and _rank(victims[-1], now) >= _rank(saved, now):
             return None
         return victims
 
@@ -486,6 +503,11 @@ class SavedPrefixes:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, StateFileError):  # who waited may have left
             _log.error("work on the saved prefixes in %s failed", self.place.host, exc_info=error)
+
+
+def _rank(saved: Saved, now: float) -> tuple[bool, float]:
+    """What two saved prefixes are compared by over who stays."""
+    return saved.kept_until > now, value(saved, now)
 
 
 async def _settled(work: Collection[Work]) -> None:

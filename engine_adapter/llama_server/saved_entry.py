@@ -13,6 +13,7 @@ from engine_adapter.llama_server.plan import density
 from engine_adapter.llama_server.saved_files import Found, Sidecar, Stamp
 from engine_adapter.types import Tier, TokenIds
 
+KEPT_SHARE = 0.5  # of a tier; no client fills it with what it wants kept
 _HALF_LIFE_S = 1800.0  # of the value of a saved prefix that nobody uses
 
 Work = asyncio.Task[Any]
@@ -34,6 +35,8 @@ class Saved:
         last_used: when it was last restored or written.
         uses: how often it, or what it replaced, was restored.
         pinned_until: until then it is not evicted.
+        kept_until: until then it is evicted after others, as far as `kept` says.
+        kept_for: digest of who wants it kept.
         seen: stamp of the file whose bytes were hashed in this process.
         holds: restores that use it now; its files stay until they end.
         work: the file operation under way.
@@ -50,6 +53,8 @@ class Saved:
     last_used: float
     uses: int = 0
     pinned_until: float = 0.0
+    kept_until: float = 0.0
+    kept_for: str | None = None
     seen: Stamp | None = field(default=None, repr=False)
     holds: int = field(default=0, repr=False)
     work: Work | None = field(default=None, repr=False)
@@ -76,6 +81,8 @@ class Saved:
             self.created,
             self.last_used,
             self.uses,
+            self.kept_until,
+            self.kept_for,
         )
 
 
@@ -112,6 +119,8 @@ def from_found(tier: Tier, found: Found) -> Saved:
         record.created,
         record.last_used,
         record.uses,
+        kept_until=record.kept_until,
+        kept_for=record.kept_for,
     )
 
 
@@ -120,14 +129,39 @@ def value(saved: Saved, now: float) -> float:
     return density(len(saved.tokens), saved.size, now - saved.last_used, saved.uses, _HALF_LIFE_S)
 
 
-def least_valuable(entries: Iterable[Saved], size: int, now: float) -> list[Saved] | None:
-    """Those of least value that hold `size` bytes together; None if too little of it may be taken away.
+def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:
+    """The entries that count as kept: of those that clients want kept, what fits into their share of `room`
+    bytes. Owners get theirs in turns, the one with least so far first, each its last used first."""
+    wanted: dict[str | None, list[Saved]] = {}
+    for saved in sorted(entries, key=lambda each: each.last_used):
+        if saved.kept_until > now:
+            wanted.setdefault(saved.kept_for, []).append(saved)
+    chosen: set[Saved] = set()
+    used = dict.fromkeys(wanted, 0)
+    left = KEPT_SHARE * room
+    while wanted:
+        owner = min(wanted, key=lambda each: used[each])
+        saved = wanted[owner].pop()
+        if saved.size > left or not wanted[owner]:
+            del wanted[owner]
+        if saved.size <= left:
+            chosen.add(saved)
+            used[owner] += saved.size
+            left -= saved.size
+    return chosen
 
-    What is pinned, in use, or being worked on stays.
+
+def least_valuable(entries: Iterable[Saved], size: int, room: int, now: float) -> list[Saved] | None:
+    """Those of least value that hold `size` bytes together, of a tier of `room` bytes; None if too little of
+    it may be taken away.
+
+    What is pinned, in use, or being worked on stays; what is kept goes after all else.
     """
+    entries = tuple(entries)
     free = [saved for saved in entries if saved.pinned_until <= now and not saved.holds and not saved.is_busy]
+    staying = kept(entries, room, now)
     victims: list[Saved] = []
-    for saved in sorted(free, key=lambda each: value(each, now)):
+    for saved in sorted(free, key=lambda each: (each in staying, value(each, now))):
         if size <= 0:
             break
         victims.append(saved)

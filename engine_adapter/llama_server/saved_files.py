@@ -34,7 +34,7 @@ _KEY = re.compile(r"[0-9A-Za-z]{1,128}")
 Stamp = tuple[int, int, int]  # inode, bytes, mtime in ns: the same file with the same content
 
 
-class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What is known of a saved file beyond its own bytes; no prompt content, and of the salt only a digest.
 
     Attributes:
@@ -47,6 +47,8 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         created: seconds since the epoch.
         last_used: likewise.
         uses: how often it was restored.
+        kept_until: seconds since the epoch; until then a client wants it kept.
+        kept_for: digest of who that is.
     """
 
     format: Literal[1]
@@ -58,6 +60,8 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: float
     last_used: float
     uses: int
+    kept_until: float = 0.0
+    kept_for: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

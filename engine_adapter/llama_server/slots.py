@@ -54,6 +54,8 @@ class Slot:
         restored: the content came from a file and nothing has used it since.
         pinned: leading tokens that must not be overwritten before `pinned_until`.
         pinned_until: when that pin ends.
+        kept_until: until then whoever left the content wants it kept, so that it is not lost unsaved.
+        kept_for: who that is.
     """
 
     id: int
@@ -67,6 +69,8 @@ class Slot:
     restored: bool = False
     pinned: int = 0
     pinned_until: float = NEVER
+    kept_until: float = NEVER
+    kept_for: str | None = None
 
     @property
     def length(self) -> int:
@@ -171,12 +175,14 @@ class SlotTable:
         """Sets the content of a slot; no tokens, known or unknown, is an erased slot.
 
         `tokens` is kept, not copied. `saved` None keeps what was saved as far as the new content starts with
-        the old one. A pin ends here when its tokens do not all stay.
+        the old one. A pin ends here when its tokens do not all stay, and nothing is kept that does not.
         """
         slot = self._slots[slot_id]
         kept = slot.shared(tokens, salt)
         if kept < slot.pinned:
             self.pin(slot_id, 0, NEVER)
+        if kept < len(slot.tokens):
+            slot.kept_until, slot.kept_for = NEVER, None
         slot.tokens = tokens
         slot.unknown = unknown
         slot.salt = None if slot.is_empty else salt
@@ -192,6 +198,11 @@ class SlotTable:
         slot.pinned = min(tokens, len(slot.tokens))
         slot.pinned_until = until if slot.pinned else NEVER
         return slot.pinned
+
+    def keep(self, slot_id: int, until: float, owner: str | None) -> None:
+        """The content of a slot is to be kept for `owner`, if not longer already."""
+        slot = self._slots[slot_id]
+        slot.kept_until, slot.kept_for = max(slot.kept_until, until), owner
 
     def wipe(self) -> None:
         """The server lost all KV: contents and pins are gone, operations in flight stay in flight.

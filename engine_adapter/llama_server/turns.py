@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.saved import Saved
 from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
-from engine_adapter.types import TokenIds
+from engine_adapter.types import Retention, TokenIds
 
 SlotPlan = Plan[Saved]
 
@@ -28,11 +28,13 @@ class Ask:
         tokens: its ids; empty where they are not known.
         salt: the cache salt it runs under.
         reuse: whether KV may be reused for it at all.
+        retention: how long what it leaves is to be kept; None for no longer than others.
     """
 
     tokens: TokenIds[int] = field(repr=False)
     salt: str | None = None
     reuse: bool = True
+    retention: Retention | None = None
 
 
 Decide = Callable[[Ask, Iterable[Slot]], SlotPlan]

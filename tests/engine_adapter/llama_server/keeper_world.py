@@ -67,11 +67,11 @@ class KeeperWorld:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def ask(self, tokens, salt=None, **sending):
+    async def ask(self, tokens, salt=None, *, retention=None, **sending):
         """The lease of a request when nothing runs on its slot any more; see `send`."""
         lease = None
         with suppress(Left):
-            async with self.keeper.lease(Ask(tokens, salt)) as lease:
+            async with self.keeper.lease(Ask(tokens, salt, retention=retention)) as lease:
                 await self.send(lease, **sending)
         await self.idle(lease.slot)
         return lease

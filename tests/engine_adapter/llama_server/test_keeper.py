@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from contextlib import asynccontextmanager, suppress
 from random import Random
@@ -14,15 +15,17 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.llama_server.contents import STRANGE
 from engine_adapter.llama_server.discovery import read_slots
-from engine_adapter.llama_server.slots import Operation
+from engine_adapter.llama_server.saved import salt_digest
+from engine_adapter.llama_server.slots import NEVER, Operation
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
-from engine_adapter.types import ViewCurrent, ViewLost
+from engine_adapter.types import Retention, ViewCurrent, ViewLost
 from tests.engine_adapter.llama_server.keeper_world import (
     CHAT,
     COMPLETIONS,
     NEVER_SENT,
     SMALL_STEPS,
+    WAIT_S,
     Left,
     keeper_world,
     stopped,
@@ -97,6 +100,35 @@ class TestForecast:
             assert world.keeper.forecast(Ask(prompt_of(9))).wait_s > alone > 0
         await asyncio.gather(*running, *waiting)
         assert (world.keeper.streams, world.keeper.waiting) == (0, 0)
+
+
+class TestRetention:
+    HOUR = Retention(1, 3600.0, "acme")
+
+    async def test_what_a_request_wants_kept_its_slot_and_its_file_are(self, world):
+        lease = await world.ask(prompt_of(1), retention=self.HOUR)
+        slot = world.table[lease.slot]
+        assert slot.kept_until == pytest.approx(world.clock() + 3600, abs=WAIT_S)
+        assert await world.save(slot.id)
+        (entry,) = world.entries()
+        assert entry.kept_until == pytest.approx(time.time() + 3600, abs=WAIT_S)
+        assert entry.kept_for == slot.kept_for == salt_digest("acme")
+
+    async def test_a_file_of_what_is_in_the_slot_is_kept_from_then_on(self, world):
+        lease = await world.ask(prompt_of(1))
+        assert await world.save(lease.slot)
+        (entry,) = world.entries()
+        assert entry.kept_until == 0
+        again = await world.ask(world.table[lease.slot].tokens + prompt_of(2, 20), retention=self.HOUR)
+        assert again.slot == lease.slot
+        assert entry.kept_until == pytest.approx(time.time() + 3600, abs=WAIT_S)
+
+    @pytest.mark.parametrize("retention", [None, Retention(owner="acme")])
+    async def test_what_nobody_wants_kept_is_not(self, world, retention):
+        lease = await world.ask(prompt_of(1), retention=retention)
+        assert world.table[lease.slot].kept_until == NEVER
+        assert await world.save(lease.slot)
+        assert world.entries()[0].kept_until == 0
 
 
 class TestTurns:

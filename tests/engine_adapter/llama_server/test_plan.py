@@ -573,3 +573,13 @@ def test_density_is_tokens_per_byte_that_uses_raise_and_time_wears_off():
 def test_density_bears_clocks_that_jump():
     assert density(1000, 500, -1e9, 0, 60.0) == 2.0
     assert density(1000, 500, 1e9, 0, 60.0) == 0.0
+
+
+# --- what is to be kept --------------------------------------------------------------------------
+
+
+def test_what_is_to_be_kept_is_saved_first_though_it_lay_idle_for_long():
+    for kept_until, saves in ((4e5, True), (2e5, False)):
+        idle = slot(0, run(500), kept_until=kept_until)
+        assert decide(run(5000, 5100), [idle], now=3e5).save_first is saves
+        assert worth_saving(idle, RATES, 3e5, 0, idle_s=1.0) is saves

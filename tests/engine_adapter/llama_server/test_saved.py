@@ -224,6 +224,44 @@ async def test_a_failed_save_is_discarded(world):
 # --- Room ----------------------------------------------------------------------------------------------
 
 
+async def test_what_is_to_be_kept_outlives_what_came_later(tmp_path):
+    world = World(tmp_path, host=4)
+    first, second = await world.save(100), await world.save(200)
+    world.registry.keep(first, 60.0, "them")
+    later = [await world.save(100 * i) for i in (3, 4, 5, 6)]
+    assert set(world.registry.entries(KEY)) == {first, *later[-3:]}
+    assert second not in set(world.registry.entries(KEY))
+    world.clock.now += 60
+    await world.save(700)
+    assert first not in set(world.registry.entries(KEY))
+    world.check()
+
+
+async def test_who_wants_it_kept_is_remembered_over_restarts_and_longer_prefixes(tmp_path):
+    world = World(tmp_path, host=4)
+    name = world.server_saves(range(5))
+    first = await world.registry.add(name, KEY, None, keep_s=60.0, owner="them")
+    until = world.clock.now + 60
+    world.open()
+    await world.registry.rebuild()
+    (found,) = world.registry.entries(KEY)
+    assert (first.kept_until, found.kept_until, found.kept_for) == (until, until, "them")
+    longer = await world.save(0, count=9)
+    assert list(world.registry.entries(KEY)) == [longer]
+    assert (longer.kept_until, longer.kept_for) == (until, "them")
+    assert (await world.save(0, count=12)).kept_until == until
+
+
+async def test_the_disk_gives_up_others_for_what_is_kept(tiers):
+    first, second = await tiers.save(100), await tiers.save(200)
+    for each in (first, second):
+        tiers.registry.keep(each, 600.0, None)
+    later = [await tiers.save(100 * i) for i in (3, 4, 5, 6)]
+    assert first in set(tiers.registry.entries(KEY)) or second in set(tiers.registry.entries(KEY))
+    assert later[-1].tier is Tier.HOST
+    tiers.check()
+
+
 async def test_the_least_valuable_goes_when_there_is_no_room(world):
     first, second, third = [await world.save(100 * i) for i in (1, 2, 3)]
     await world.registry.ready(first)

@@ -1,11 +1,22 @@
 import asyncio
 from array import array
 
-from engine_adapter.llama_server.saved_entry import Saved, from_found, least_valuable, salt_digest, value
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.llama_server.saved_entry import (
+    Saved,
+    from_found,
+    kept,
+    least_valuable,
+    salt_digest,
+    value,
+)
 from engine_adapter.llama_server.saved_files import Found
 from engine_adapter.types import Tier
 
 NOW = 10_000.0
+ROOM = 1000
 
 
 def saved(name: str, *, tokens: int = 10, size: int = 100, used: float = NOW, uses: int = 0) -> Saved:
@@ -27,6 +38,7 @@ def test_a_digest_stands_for_a_salt():
 
 def test_an_entry_says_in_its_sidecar_what_it_is_found_by():
     one = saved("n", used=5.0, uses=3)
+    one.kept_until, one.kept_for = 99.0, "them"
     assert from_found(Tier.DISK, Found("n", one.sidecar(), one.tokens)).sidecar() == one.sidecar()
 
 
@@ -40,12 +52,12 @@ def test_value_is_in_tokens_uses_and_time_per_byte():
 
 def test_the_least_valuable_that_hold_enough():
     entries = [saved("new"), saved("old", used=NOW - 5000), saved("older", used=NOW - 9000)]
-    assert names(least_valuable(entries, 0, NOW)) == []
-    assert names(least_valuable(entries, -1, NOW)) == []
-    assert names(least_valuable(entries, 1, NOW)) == ["older"]
-    assert names(least_valuable(entries, 101, NOW)) == ["older", "old"]
-    assert names(least_valuable(entries, 300, NOW)) == ["older", "old", "new"]
-    assert names(least_valuable(entries, 301, NOW)) is None
+    assert names(least_valuable(entries, 0, ROOM, NOW)) == []
+    assert names(least_valuable(entries, -1, ROOM, NOW)) == []
+    assert names(least_valuable(entries, 1, ROOM, NOW)) == ["older"]
+    assert names(least_valuable(entries, 101, ROOM, NOW)) == ["older", "old"]
+    assert names(least_valuable(entries, 300, ROOM, NOW)) == ["older", "old", "new"]
+    assert names(least_valuable(entries, 301, ROOM, NOW)) is None
 
 
 async def test_what_is_pinned_used_or_worked_on_stays():
@@ -53,12 +65,53 @@ async def test_what_is_pinned_used_or_worked_on_stays():
     pinned.pinned_until, used.holds = NOW + 1, 1
     gate = asyncio.Event()
     busy.work = asyncio.create_task(gate.wait())
-    assert names(least_valuable([pinned, used, busy, free], 1, NOW)) == ["free"]
-    assert least_valuable([pinned, used, busy], 1, NOW) is None
-    assert names(least_valuable([pinned], 1, NOW + 1)) == ["pinned"]
+    assert names(least_valuable([pinned, used, busy, free], 1, ROOM, NOW)) == ["free"]
+    assert least_valuable([pinned, used, busy], 1, ROOM, NOW) is None
+    assert names(least_valuable([pinned], 1, ROOM, NOW + 1)) == ["pinned"]
 
     waits = asyncio.create_task(busy.idle())
     gate.set()
     await waits
     assert not busy.is_busy
-    assert names(least_valuable([busy], 1, NOW)) == ["busy"]
+    assert names(least_valuable([busy], 1, ROOM, NOW)) == ["busy"]
+
+
+def wanted(name: str, owner: str | None = None, *, until: float = NOW + 1, **fields) -> Saved:
+    entry = saved(name, **fields)
+    entry.kept_until, entry.kept_for = until, owner
+    return entry
+
+
+def test_what_is_kept_goes_after_all_else_until_its_time_is_over():
+    entries = [wanted("kept", used=NOW - 9000), saved("new"), saved("old", used=NOW - 5000)]
+    assert names(least_valuable(entries, 300, ROOM, NOW)) == ["old", "new", "kept"]
+    assert names(least_valuable(entries, 300, ROOM, NOW + 1)) == ["kept", "old", "new"]
+
+
+def test_half_of_the_room_can_be_kept_what_was_used_last_first():
+    entries = [wanted(f"{age}", used=NOW - age) for age in (30, 10, 20)]
+    assert names(sorted(kept(entries, 400, NOW), key=lambda each: each.name)) == ["10", "20"]
+    assert names(least_valuable(entries, 300, 400, NOW)) == ["30", "20", "10"]
+    assert kept(entries, 199, NOW) == set()
+
+
+def test_an_owner_of_little_keeps_it_beside_one_of_much():
+    much = [wanted(f"much-{n}", "much") for n in range(9)]
+    little = wanted("little", "little", used=NOW - 9000)
+    chosen = kept([*much, little], 800, NOW)
+    assert little in chosen
+    assert len(chosen) == 4
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 50), st.sampled_from(["a", "b", "c"])), max_size=30),
+    room=st.integers(0, 400),
+)
+def test_what_is_kept_is_bounded_and_shared_out(sizes, room):
+    entries = [wanted(f"{n}", owner, size=size, used=n) for n, (size, owner) in enumerate(sizes)]
+    chosen = kept(entries, room, NOW)
+    assert sum(each.size for each in chosen) <= room / 2
+    for owner in "abc":
+        own = [each for each in entries if each.kept_for == owner]
+        if sum(each.size for each in own) <= room / 2 / 3 - 50:
+            assert set(own) <= chosen  # less than its share: all of it

@@ -192,3 +192,14 @@ def test_whatever_is_asked_one_operation_is_in_flight_per_slot(steps):
         assert table.in_flight == len(busy)
         assert [slot.uses for slot in table] == uses
         assert table.violations == refused
+
+
+def test_what_is_kept_is_kept_as_long_as_all_of_it_stays():
+    table = SlotTable(1)
+    table.hold(0, run(10), None)
+    table.keep(0, 50.0, "them")
+    table.keep(0, 20.0, "others")
+    table.hold(0, run(12), None)
+    assert (table[0].kept_until, table[0].kept_for) == (50.0, "others")
+    table.hold(0, run(11), None)
+    assert (table[0].kept_until, table[0].kept_for) == (NEVER, None)
