@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from proxy.core.learned import LearnedBlocks
 from proxy.core.load import EngineLedger, Work
 from proxy.core.placement import Placement
 from proxy.core.placer import Placer, Ticket
+from proxy.core.tiering import AheadCounts
 from proxy.core.view import EngineView
 
 # The block size of pools, unless an engine's own is smaller.
@@ -59,6 +60,7 @@ class Engine:
         self.audit = EngineAudit()
         self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
         self.below = LearnedBlocks(HINTED_BLOCKS)
+        self.ahead = AheadCounts()
         self.view: EngineView | None = None
         self.process: Process | None = None
         self.last_error: str | None = None
@@ -100,8 +102,8 @@ class Lease:
     placement: Placement
     placer: Placer
     ticket: Ticket
+    started: float
     removals: int
-    started: float = field(default_factory=time.monotonic)
     first_byte_s: float | None = None
     succeeded: bool = False
     _patience: asyncio.Timeout | None = None

@@ -124,8 +124,9 @@ class Pool:
     def lease(self, placement: Placement, chain: Chain | None, *, streams: bool = False) -> Iterator[Lease]:
         """A request's hold on the engine it was placed on: its load, and its blocks as pending."""
         engine, placer = self.engines[placement.engine], self.placer
-        ticket = placer.begin(monotonic(), placement, chain, streams=streams)
-        lease = Lease(engine, placement, placer, ticket, engine.removals)
+        now = monotonic()
+        ticket = placer.begin(now, placement, chain, streams=streams)
+        lease = Lease(engine, placement, placer, ticket, now, engine.removals)
         try:
             yield lease
         finally:

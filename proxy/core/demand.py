@@ -26,6 +26,8 @@ HALF_LIFE = 2000
 REFRESH = 16
 # Utilisation is that of the last minutes: long enough to see many prompts, short enough to follow the day.
 BUSY_WINDOW_S = 120.0
+# Work is never free: of two ways that take about as long, the one that computes less leaves more to others.
+MIN_UTILISATION = 0.1
 # A pool that gets more work than it can do is not infinitely dear.
 MAX_UTILISATION = 0.95
 
@@ -67,9 +69,9 @@ class Demand:
 
     def utilisation(self, now: float, tokens_s: float) -> float:
         """Share of their time that engines compute prompts, lately, which compute so many tokens per second
-        together; 0 to MAX_UTILISATION, and 0 at the start."""
+        together; MIN_UTILISATION to MAX_UTILISATION."""
         tokens = self._tokens * exp((self._counted - now) / BUSY_WINDOW_S)
-        return min(tokens / (tokens_s * BUSY_WINDOW_S), MAX_UTILISATION)
+        return min(max(tokens / (tokens_s * BUSY_WINDOW_S), MIN_UTILISATION), MAX_UTILISATION)
 
     def _note_work(self, now: float, tokens: int) -> None:
         self._tokens = self._tokens * exp((self._counted - now) / BUSY_WINDOW_S) + tokens

@@ -114,7 +114,7 @@ class EngineLedger:
     def begin(self, now: float, expected_s: float, work: Work, *, seen: bool = True) -> int:
         """A request was placed that is expected to take `expected_s` of the engine's time up to its first
         token, which is `seen` when the answer is a stream. Returns its ticket."""
-        if not self._prefills:
+        if self._settle(now) is None:
             self._turn, self._spell = now, _Spell(now)
         if not seen:
             self._spell = None

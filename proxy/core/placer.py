@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_adapter.hold import Forecast
-from engine_adapter.types import Tier
 from proxy.core.blocks import Chain
 from proxy.core.demand import Demand
 from proxy.core.index import Match, PrefixIndex
@@ -127,12 +126,10 @@ class Placer:
             seat.ledger.reprice(seat.rates.price)
         free = room = None
         if seat.gpu_blocks is not None:
-            index = self.index
-            free = room = seat.gpu_blocks - index.held(engine, Tier.GPU) - index.pending(engine)
-            if free < 0:  # blocks that pend may be held already, or never fit
-                free = room = 0
+            gpu, host, _, pending = self.index.counts(engine)
+            free = room = max(seat.gpu_blocks - gpu - pending, 0)
             if seat.host_blocks:
-                room += max(seat.host_blocks - index.held(engine, Tier.HOST), 0)
+                room += max(seat.host_blocks - host, 0)
         return Candidate(
             engine,
             seat.tokens_per_block,

@@ -138,7 +138,7 @@ class EngineRates:
     def __init__(self, pool: PoolRates) -> None:
         self.pool = pool
         self.pace = 1.0
-        self._paces = deque[float](maxlen=WINDOW)
+        self._samples = deque[tuple[int, float]](maxlen=WINDOW)  # (tokens, seconds with nothing decoding)
 
     @property
     def prefill_tok_s(self) -> float:
@@ -170,6 +170,10 @@ class EngineRates:
         elif work.computed >= MIN_SAMPLE_TOKENS and computing_s > sample.seconds / 2:
             pool.computed(work.computed, computing_s / self.pace, sample.decoding)
             alone_s = computing_s / (1 + pool.interference * sample.decoding)
-            self._paces.append(alone_s / pool.prefill_s(work.computed))
-            pace = median(self._paces) if len(self._paces) == WINDOW else 1.0
+            self._samples.append((work.computed, alone_s))
+            self._relearn_pace()
+
+    def _relearn_pace(self) -> None:
+        if len(self._samples) == WINDOW:
+            pace = median(seconds / self.pool.prefill_s(tokens) for tokens, seconds in self._samples)
             self.pace = pace if not 1 / OWN_PACE < pace < OWN_PACE else 1.0

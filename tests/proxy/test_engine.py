@@ -1,12 +1,15 @@
 import asyncio
 from array import array
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 
 from engine_adapter import Capability, Hold
 from proxy.core.index import Match
+from proxy.core.load import Work
 from proxy.core.placement import place, place_least_loaded
+from proxy.core.rates import DEFAULT_PREFILL_TOK_S
 from proxy.engine import EngineState
 from proxy.fleet import PENDING_LINGER_S, Fleet
 from proxy.prompt import Prompt
@@ -40,13 +43,14 @@ class TestLease:
     def lease(self, fleet):
         pool = fleet.pools["m"]
         chain = pool.chain(PROMPT)
-        return pool, chain, pool.lease(place(pool.candidates(chain), chain), chain)
+        return pool, chain, pool.lease(place(pool.candidates(chain), chain), chain, streams=True)
 
     async def test_holds_load_and_blocks_and_leaves_what_was_learned(self, fleet):
         engine = add_ready(fleet, "a")
         pool, chain, leasing = self.lease(fleet)
         with leasing as lease:
-            assert (engine.ledger.in_flight, engine.ledger.view().prefill_tokens) == (1, 40)
+            assert engine.ledger.in_flight == 1
+            assert engine.ledger.view(lease.started).queue_s == pytest.approx(40 / DEFAULT_PREFILL_TOK_S)
             assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
             lease.succeeded = True
         assert engine.ledger.in_flight == 0
@@ -99,18 +103,22 @@ class TestLease:
             with leasing as lease:
                 lease.first_byte(streamed=streamed)
                 assert lease.first_byte_s >= 0
-                assert engine.ledger.view().decoding == streamed
+                assert engine.ledger.view(monotonic()).decoding == streamed
 
-    async def test_a_crowd_teaches_no_rate(self, fleet):
-        engine = add_ready(fleet, "a")
+    async def test_a_first_token_teaches_how_fast_the_engine_is(self, fleet):
+        add_ready(fleet, "a")
         pool = fleet.pools["m"]
         chain = pool.chain(Prompt(array("i", range(1000))))
-        with pool.lease(place(pool.candidates(chain), chain), chain) as first:
-            with pool.lease(place(pool.candidates(chain), chain), chain) as second:
-                second.first_byte(streamed=True)
-            first.first_byte(streamed=True)
-        assert not engine.ledger._prefill_rates
-        with pool.lease(place(pool.candidates(chain), chain), chain) as alone:
+        with pool.lease(place(pool.candidates(chain), chain), chain, streams=True) as lease:
             await asyncio.sleep(0.001)
-            alone.first_byte(streamed=True)
-        assert len(engine.ledger._prefill_rates) == 1
+            lease.first_byte(streamed=True)
+        took_s = pool.placer.rates.prefill_s(1000)
+        assert 0.001 <= took_s <= monotonic() - lease.started
+        assert took_s != 1000 / DEFAULT_PREFILL_TOK_S
+
+    async def test_work_that_turns_out_to_be_less_shortens_the_queue(self, fleet):
+        engine = add_ready(fleet, "a")
+        _, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            lease.refine_work(Work(10))
+            assert engine.ledger.view(lease.started).queue_s == pytest.approx(10 / DEFAULT_PREFILL_TOK_S)

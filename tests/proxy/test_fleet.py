@@ -216,11 +216,17 @@ class TestCandidates:
         assert (a.forecast, a.match, a.complete) == (None, Match(), False)
         assert (b.forecast, b.match, b.complete) == (None, Match(gpu=len(chain.hashes)), False)
 
-    def test_free_blocks_are_never_below_none(self, fleet):
-        engine = add_ready(fleet, "a", gpu_blocks=1)
+    def test_one_that_is_lost_or_finishes_what_it_has_is_none(self, fleet):
+        engines = [add_ready(fleet, name) for name in "abcde"]
         pool = fleet.pools["m"]
-        pool.index.store("a", Tier.GPU, range(9))
-        assert pool.free_blocks(engine) == 0
+        chain = pool.chain(PROMPT)
+        for engine, state in zip(engines, EngineState, strict=True):
+            pool.index.store(engine.id, Tier.GPU, chain.hashes)  # it would be the best of all
+            engine.state = state
+        assert {engine.state for engine in engines} == set(EngineState)
+        for prompt in (None, PROMPT):
+            (only,) = pool.candidates(pool.chain(prompt), prompt)
+            assert fleet.engines[only.engine].state is EngineState.READY
 
 
 class TestRoots:

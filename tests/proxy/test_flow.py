@@ -18,6 +18,7 @@ from engine_adapter import (
     ViewCurrent,
 )
 from proxy.calls import Call, Reply
+from proxy.core.demand import MIN_UTILISATION
 from proxy.core.view import EngineView
 from proxy.engine import EngineState
 from proxy.forward import Outcome
@@ -217,7 +218,7 @@ class TestReuse:
             await exchange.send({})
 
         engine.script = other.script = script
-        asks = [asyncio.create_task(self.ask(client, 0, 400)) for _ in range(4)]
+        asks = [asyncio.create_task(self.ask(client, 0, 4000)) for _ in range(4)]
         while len(engine.seen) + len(other.seen) < 4:  # noqa: ASYNC110 - either engine
             await asyncio.sleep(0.005)
         gate.set()
@@ -651,7 +652,7 @@ class TestHold:
             "5",
         )
         placement = proxy.last.placement
-        assert [cost.total_s for cost in placement.costs] == [3.0, 1.0]
+        assert [cost.total_s for cost in placement.costs] == pytest.approx([3.0, 1.0 / (1 - MIN_UTILISATION)])
         assert not placement.firm
         assert proxy.fleet.engines["b"].audit.view().checked == 0
 

@@ -8,6 +8,7 @@ import pytest
 from engine_adapter import BelowGpu, Tier
 from proxy.core.index import Match
 from proxy.core.placement import place
+from proxy.core.rates import DEFAULT_PREFILL_TOK_S
 from proxy.engine import EngineState
 from proxy.fleet import Fleet
 from proxy.lower_tiers import expect_below, look_below
@@ -50,7 +51,7 @@ async def looked(pool, prompt=PROMPT):
     placement = place(pool.candidates(chain, prompt), chain)
     with pool.lease(placement, chain) as lease:
         await look_below(pool, lease, prompt, chain)
-        return lease.placement, lease.engine.ledger.view()
+        return lease.placement, lease.engine.ledger.view(lease.started)
 
 
 def match(pool, engine="a"):
@@ -61,7 +62,7 @@ async def test_what_lies_below_is_the_prediction_and_goes_into_the_index(fleet):
     engine, pool = add(fleet, TieredAdapter("a", BelowGpu(host=192, disk=128, cached=320)))
     placement, load = await looked(pool)
     assert (placement.predicted_tokens, placement.gpu_tokens, placement.firm) == (320, 0, True)
-    assert load.prefill_tokens == 10
+    assert load.queue_s == pytest.approx(10 / DEFAULT_PREFILL_TOK_S + 192 / 40_000 + 128 * 3 / 40_000)
     assert match(pool) == Match(host=12, disk=8)
     assert engine.adapter.asked == [PROMPT.kv]
 

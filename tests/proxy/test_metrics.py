@@ -4,6 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_adapter import Tier
+from proxy.core.load import Work
 from proxy.core.placement import Placement
 from proxy.engine import EngineState
 from proxy.fleet import Fleet
@@ -84,7 +85,7 @@ async def test_gauges_are_read_from_the_fleet(fleet):
     pool = fleet.join(engine, INFO)
     engine.state = EngineState.READY
     engine.audit.synced()
-    engine.ledger.begin(10)
+    engine.ledger.begin(0.0, 1.0, Work(10))
     pool.index.store("a", Tier.GPU, [1, 2])
     pool.index.store("a", Tier.HOST, [2])
     assert value(metrics, "kvpin_engine_ready", engine="a") == 1

@@ -18,8 +18,7 @@ from engine_adapter import (
     ViewLost,
 )
 from proxy.core.audit import Trust
-from proxy.core.placement import Placement
-from proxy.engine import EngineState, Lease
+from proxy.engine import EngineState
 from proxy.fleet import Fleet
 from proxy.ingest import Ingest
 from proxy.monitor import Monitor
@@ -125,9 +124,10 @@ async def test_one_that_does_not_answer_in_time_is_down():
         await asyncio.sleep(60)
 
     async def wait_for_an_answer():
-        lease = Lease(engine, Placement("a", 0, 1, (), "test"), alone=True, ticket=1, removals=0)
-        async with lease.patience():
-            await hang()
+        pool = world.fleet.pools["m"]
+        with pool.lease(pool.place(pool.candidates(None), None), None) as lease:
+            async with lease.patience():
+                await hang()
 
     waiting = asyncio.create_task(wait_for_an_answer())
     adapter.load = adapter.connect = hang

@@ -9,7 +9,9 @@ from tests.kv_world import KvFake, tokens
 
 def placed(engine, n_tokens, *costs):
     """A placement with `costs` as (engine, total seconds, cached tokens)."""
-    terms = tuple(Cost(name, 0.0, 0.0, total, 0.0, 0.0, cached, 0) for name, total, cached in costs)
+    terms = tuple(
+        Cost(name, prefill_s=total, total_s=total, cached_tokens=cached) for name, total, cached in costs
+    )
     predicted = next(cached for name, _, cached in costs if name == engine)
     return Placement(engine, predicted, n_tokens, terms, "lowest cost")
 
@@ -63,6 +65,31 @@ async def test_placed_elsewhere(world, pair):
     answer = explained(world, tokens(64), placement, 0)
     assert "b held 48, but it was placed elsewhere because a was to cost less" in answer["explanation"]
     assert "100.0 ms against 500.0 ms" in answer["explanation"]
+
+
+async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
+    costs = (
+        Cost("a", prefill_s=0.1, regret_s=0.0, total_s=0.1),
+        Cost("b", queue_s=0.5, total_s=0.5, cached_tokens=48),
+    )
+    placement = Placement("a", 0, 64, costs, "lowest cost", strain=4.0)
+    decision = explained(world, tokens(64), placement, 0)["decision"]
+    assert decision["why"].startswith("b holds 48 of 64 tokens, but 500 ms of prefill wait there; a computes")
+    assert (decision["reason"], decision["rule"], decision["tie"]) == ("released", "lowest cost", None)
+    assert (decision["utilisation"], decision["strain"]) == (0.75, 4.0)
+    assert [(cost["engine"], cost["queue_s"], cost["regret_s"]) for cost in decision["costs"]] == [
+        ("a", 0.0, 0.0),
+        ("b", 0.5, None),
+    ]
+    assert explained(world, tokens(64), None, None)["decision"] is None
+
+
+async def test_the_first_token_was_expected_by_the_engines_own_terms(world, pair):
+    placement = Placement("a", 0, 64, (Cost("a", 0.25, prefill_s=0.5, total_s=9.0),), "lowest cost")
+    known = world.record("r", tokens(64), placement=placement)
+    assert summarize(known)["expected_first_token_s"] == 0.75
+    for unknown in (world.record("r", tokens(64)), world.record("r", None, placement=placement)):
+        assert summarize(unknown)["expected_first_token_s"] is None
 
 
 async def test_all_that_can_be(world, pair):

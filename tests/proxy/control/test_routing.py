@@ -1,8 +1,11 @@
+from time import monotonic
+
 import msgspec
 import pytest
 
 from engine_adapter import JsonBody, Tier
 from proxy.control.routing import route
+from proxy.core.load import Work
 from proxy.engine import EngineState
 from proxy.errors import BadRequest, NoEngine, NotFound
 from tests.kv_world import KvFake, kv_world, tokens
@@ -20,11 +23,14 @@ async def test_it_goes_where_the_prefix_lies_and_says_why(world, pair):
     answer = await route(world.control, body(prompt=IDS, max_tokens=4))
     assert (answer["engine"], answer["predicted_tokens"], answer["n_tokens"]) == ("b", 48, 64)
     assert (answer["blocks"], answer["rule"], answer["path"]) == (4, "lowest cost", "/v1/completions")
-    assert answer["why"].startswith("b costs least")
-    assert "48 of 64 tokens are cached there" in answer["why"]
+    assert answer["why"].startswith("b holds 48 of 64 tokens; it computes 16 tokens in ")
+    assert (answer["reason"], answer["tie"]) == ("held", None)
+    assert answer["strain"] == pytest.approx(1 / (1 - answer["utilisation"]))
     by_engine = {candidate["engine"]: candidate for candidate in answer["candidates"]}
     assert by_engine["b"]["matched_tokens"] == {"gpu": 64, "host": 0, "disk": 0, "pending": 0}
     assert by_engine["a"]["prefill_s"] > by_engine["b"]["prefill_s"]
+    assert (by_engine["a"]["regret_s"], by_engine["b"]["regret_s"]) == (None, 0.0)
+    assert by_engine["b"]["first_token_s"] == by_engine["b"]["prefill_s"]
 
 
 async def test_the_tier_shows(world, pair):
@@ -37,10 +43,11 @@ async def test_the_tier_shows(world, pair):
 
 async def test_a_busy_holder_loses(world, pair):
     world.served(pair[0], IDS)
-    world.engines["a"].ledger.begin(100_000)
+    world.engines["a"].ledger.begin(monotonic(), 100.0, Work(100_000))
     answer = await route(world.control, body(prompt=IDS))
     assert answer["engine"] == "b"
-    assert "while a holds 48" in answer["why"]
+    assert answer["why"].startswith("a holds 48 of 64 tokens, but 100.0 s of prefill wait there; b computes")
+    assert answer["reason"] == "released"
 
 
 async def test_it_changes_nothing(world, pair):
@@ -53,13 +60,14 @@ async def test_it_changes_nothing(world, pair):
 async def test_a_chat_needs_no_path(world, pair):
     answer = await route(world.control, body(messages=[{"role": "user", "content": "hi"}], model="m"))
     assert answer["path"] == "/v1/chat/completions"
-    assert answer["why"].startswith("no engine holds any of it")
+    assert answer["why"] == "no engine holds any of it; of 2 equals, a was not chosen before"
+    assert answer["tie"] == "was not chosen before"
 
 
 async def test_one_engine_alone(world):
     world.add(KvFake("a"))
     answer = await route(world.control, body(prompt=IDS))
-    assert answer["why"].startswith("a is the only engine ready; 0 of 64")
+    assert answer["why"] == "a is the only engine that can take it, and holds 0 of 64 tokens"
 
 
 async def test_a_prompt_nobody_can_read_goes_to_the_least_loaded(world, pair):

@@ -1,13 +1,13 @@
 import pytest
 
 from proxy.core.index import Match
-from proxy.core.load import LoadView
 from proxy.core.placement import Candidate, place
+from proxy.core.rates import EngineRates, PoolRates
 from tests.kv_world import tokens
 
 
 def placement(world, ids, blocks=0):
-    candidate = Candidate("a", 16, Match(gpu=blocks), LoadView(0, 0, 0), 1000.0, 10_000.0)
+    candidate = Candidate("a", 16, EngineRates(PoolRates()), Match(gpu=blocks))
     return place([candidate], world.pool.chain(world.control.requests.get("r").prompt))
 
 
@@ -58,6 +58,7 @@ async def test_one_request_explained(world, client, pair):
     assert "evicted or flushed" in answer["explanation"]
     assert answer["divergence"]["common_tokens"] == 40
     assert answer["divergence"]["text"]
-    assert [cost["engine"] for cost in answer["costs"]] == ["a"]
+    assert [cost["engine"] for cost in answer["decision"]["costs"]] == ["a"]
+    assert answer["decision"]["why"].startswith("a is the only engine")
     missing = await client.get("/requests/nope")
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "request_id")
