@@ -66,13 +66,13 @@ def tie_of(placement: Placement) -> str | None:
     return "was chosen longest ago" if chosen.turn else "was not chosen before"
 
 
-def why(placement: Placement) -> str:
-    """What made the difference, in one sentence."""
+def why(placement: Placement, *, unknown: str = "the prompt is not known here") -> str:
+    """What made the difference, in one sentence. `unknown` says why nothing is known of a prompt."""
     name, chosen, total = placement.engine, placement.chosen, placement.n_tokens
     reason = reason_of(placement)
     if reason is Reason.BALANCED:
         fewest = f"{name} has the fewest requests in flight ({chosen.in_flight})"
-        return f"the prompt is not known here: {fewest}{_tie(placement)}"
+        return f"{unknown}: {fewest}{_tie(placement)}"
     if reason is Reason.ONLY:
         return f"{name} is the only engine that can take it, and holds {_held(chosen, total)}"
     if reason is Reason.RELEASED:

@@ -10,10 +10,11 @@ from array import array
 from typing import Any
 
 from proxy.control.context import Control
-from proxy.control.routing import describe_cost
+from proxy.control.routing import describe, describe_cost
 from proxy.core.placement import Placement
 from proxy.engine import TOKENS_PER_BLOCK
 from proxy.errors import NoEngine, NotFound
+from proxy.reasons import first_token_s
 from proxy.records import Divergence, RequestRecord
 
 
@@ -34,6 +35,8 @@ def summarize(record: RequestRecord) -> dict[str, Any]:
         "n_tokens": record.n_tokens,
         "predicted_tokens": placement.predicted_tokens if placement is not None else None,
         "reported_tokens": record.reported_tokens,
+        "output_tokens": record.output_tokens,
+        "expected_first_token_s": _expected_s(record),
         "first_byte_s": record.first_byte_s,
         "duration_s": record.duration_s,
         "error": record.error,
@@ -49,9 +52,22 @@ def explain(control: Control, record: RequestRecord) -> dict[str, Any]:
     return {
         **summarize(record),
         "explanation": explanation(record, divergence, block),
-        "costs": [describe_cost(cost) for cost in placement.costs] if placement is not None else [],
-        "rule": placement.rule if placement is not None else None,
+        "decision": _decision(control, placement) if placement is not None else None,
         "divergence": _divergence(control, record, divergence) if divergence is not None else None,
+    }
+
+
+def _expected_s(record: RequestRecord) -> float | None:
+    """When its first token was expected, where its prompt was known."""
+    if record.placement is None or record.prompt is None:
+        return None
+    return first_token_s(record.placement.chosen)
+
+
+def _decision(control: Control, placement: Placement) -> dict[str, Any]:
+    return {
+        **describe(placement, reuse=control.flow.ingest is not None),
+        "costs": [describe_cost(cost) for cost in placement.costs],
     }
 
 

@@ -8,11 +8,11 @@ import msgspec
 
 from engine_adapter import JsonBody
 from proxy.control.context import Control
-from proxy.core.blocks import Chain
 from proxy.core.placement import Candidate, Cost, Placement
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet import Pool, no_engine_for
 from proxy.prompt import Prompt
+from proxy.reasons import first_token_s, reason_of, tie_of, utilisation_of, why
 
 CHAT = "/v1/chat/completions"
 
@@ -49,41 +49,27 @@ async def route(control: Control, body: JsonBody) -> dict[str, Any]:
         "tokens_per_block": pool.tokens_per_block,
         "engine": placement.engine,
         "predicted_tokens": placement.predicted_tokens,
-        "rule": placement.rule,
-        "why": why(control, placement, chain),
+        **describe(placement, reuse=control.flow.ingest is not None),
         "candidates": [_candidate(pool, by_engine[cost.engine], cost) for cost in placement.costs],
     }
 
 
-def why(control: Control, placement: Placement, chain: Chain | None) -> str:
-    """The decision in one sentence."""
-    chosen = placement.chosen
-    if control.flow.ingest is None:
-        return f"reuse is off: {chosen.engine} has the fewest requests in flight ({chosen.in_flight})"
-    if chain is None:
-        return f"the prompt is not known here: {chosen.engine} has the fewest requests in flight"
-    others = [cost for cost in placement.costs if cost.engine != chosen.engine]
-    held = f"{chosen.cached_tokens} of {chain.n_tokens} tokens are cached there"
-    if not others:
-        return f"{chosen.engine} is the only engine ready; {held}"
-    fullest = max(others, key=lambda cost: cost.cached_tokens)
-    if fullest.cached_tokens > chosen.cached_tokens:
-        return (
-            f"{chosen.engine} costs least ({_ms(chosen)}): {held}, while {fullest.engine} holds "
-            f"{fullest.cached_tokens} and would cost {_ms(fullest)}"
-        )
-    if not chosen.cached_tokens:
-        return f"no engine holds any of it; {chosen.engine} costs least ({_ms(chosen)})"
-    return f"{chosen.engine} costs least ({_ms(chosen)}): {held}"
+def describe(placement: Placement, *, reuse: bool) -> dict[str, Any]:
+    """A decision and what it came of, but for the costs."""
+    unknown = "the prompt is not known here" if reuse else "reuse is off"
+    return {
+        "rule": placement.rule,
+        "reason": reason_of(placement).value,
+        "why": why(placement, unknown=unknown),
+        "tie": tie_of(placement),
+        "utilisation": utilisation_of(placement),
+        "strain": placement.strain,
+    }
 
 
 def describe_cost(cost: Cost) -> dict[str, Any]:
     """A cost as the admin API shows it."""
-    return msgspec.structs.asdict(cost)
-
-
-def _ms(cost: Cost) -> str:
-    return f"{cost.total_s * 1000:.1f} ms"
+    return {**msgspec.structs.asdict(cost), "first_token_s": first_token_s(cost)}
 
 
 async def _prompt(

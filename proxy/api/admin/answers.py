@@ -167,8 +167,9 @@ class OperationList(_Answer):
 
 
 class CostAnswer(_Answer):
-    """What an engine would have taken, by term. `regret_s` is null where the engine was the dearer one
-    without it."""
+    """What an engine would have taken, by term; `total_s` decides. `regret_s` is null where the engine was
+    dearer without it. `first_token_s` is the request's own wait: without `congestion_s` and `regret_s`, which
+    are others'. `free_blocks`, `turn` and `is_last` decide where totals are within a millisecond."""
 
     engine: str
     queue_s: float
@@ -178,10 +179,15 @@ class CostAnswer(_Answer):
     congestion_s: float
     regret_s: float | None
     total_s: float
+    first_token_s: float
     cached_tokens: int
     host_tokens: int
     disk_tokens: int
+    pending_tokens: int
     in_flight: int
+    free_blocks: int | None
+    turn: int
+    is_last: bool
 
 
 class CandidateAnswer(CostAnswer):
@@ -189,12 +195,31 @@ class CandidateAnswer(CostAnswer):
 
     trust: str
     matched_tokens: dict[str, int]
-    free_blocks: int | None
 
 
-class RouteAnswer(_Answer):
+class _Decision(_Answer):
+    """A placement, explained. `reason` is `held`, `gathered`, `released`, `spread`, `only` or `balanced`;
+    `tie` is null where costs decided. A second of prefill counted `strain` seconds at this `utilisation`."""
+
+    rule: str
+    reason: str
+    why: str
+    tie: str | None
+    utilisation: float
+    strain: float
+
+
+class DecisionAnswer(_Decision):
+    """Why a past request was placed where it was, with the cost of every engine."""
+
+    costs: list[CostAnswer]
+
+
+class RouteAnswer(_Decision):
     """Where a request would go, and why. Token counts are null when the prompt is not known here, `adapter`
-    when no LoRA adapter was asked for."""
+    when no LoRA adapter was asked for. `reason` is `held`, `gathered`, `released`, `spread`, `only` or
+    `balanced`; `tie` is null where costs decided. A second of prefill counts `strain` seconds at this
+    `utilisation`."""
 
     model: str
     adapter: str | None
@@ -204,13 +229,12 @@ class RouteAnswer(_Answer):
     tokens_per_block: int
     engine: str
     predicted_tokens: int
-    rule: str
-    why: str
     candidates: list[CandidateAnswer]
 
 
 class RequestSummary(_Answer):
-    """One past request."""
+    """One past request. `expected_first_token_s` and `first_byte_s` are from its placement on; the first byte
+    of an answer that is no stream comes with its last."""
 
     request_id: str
     started: float
@@ -225,6 +249,8 @@ class RequestSummary(_Answer):
     n_tokens: int | None
     predicted_tokens: int | None
     reported_tokens: int | None
+    output_tokens: int | None
+    expected_first_token_s: float | None
     first_byte_s: float | None
     duration_s: float | None
     error: str | None
@@ -249,11 +275,11 @@ class DivergenceAnswer(_Answer):
 
 
 class RequestAnswer(RequestSummary):
-    """One past request, explained."""
+    """One past request, explained: its cache by `explanation`, its engine by `decision`, which is null where
+    none was found."""
 
     explanation: str
-    costs: list[CostAnswer]
-    rule: str | None
+    decision: DecisionAnswer | None
     divergence: DivergenceAnswer | None
 
 
