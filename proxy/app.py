@@ -53,6 +53,7 @@ from proxy.monitor import Monitor
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.recorder import Recorder
 from proxy.records import RequestLog, RequestRecord
+from proxy.restore_ahead import RestoreAhead
 from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from proxy.tasks import Supervisor
 from proxy.tenants import ApiKey, Tenants
@@ -82,6 +83,9 @@ class Proxy:
             timeout_s=settings.health.timeout_s,
             isolated=self.tenants.isolated,
         )
+        self.ahead = (
+            RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
+        )
         self.metrics = Metrics(self.fleet)
         self.recorder = (
             Recorder(settings.record_traffic, int(settings.record_traffic_bytes))
@@ -105,11 +109,15 @@ class Proxy:
         self.metrics.observe(record)
         if self.recorder is not None:
             self.recorder.observe(record)
+        if self.ahead is not None:
+            self.ahead.observe(record)
 
     def start(self) -> None:
         """Starts managed engines and looks after all of them."""
         if self.recorder is not None:
             self.tasks.start("recorder", self.recorder.run())
+        if self.ahead is not None:
+            self.tasks.keep("restore ahead", self.ahead.run)
         for external in self.settings.engines:
             self.monitor.watch(self.fleet.add(make_adapter(external.spec())))
         for managed in managed_engines(self.settings):

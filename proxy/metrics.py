@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine_adapter import Tier
@@ -105,7 +105,19 @@ class _FleetCollector(Collector):
         held = GaugeMetricFamily(
             "kvpin_engine_blocks", "Blocks known to lie on the engine", labels=["engine", "tier"]
         )
+        ahead = CounterMetricFamily(
+            "kvpin_restores_ahead",
+            "Restores ahead of need: begun, and of those used and wasted",
+            labels=["engine", "what"],
+        )
         for engine in self._fleet.engines.values():
+            counts = engine.ahead
+            for what, number in (
+                ("begun", counts.restores),
+                ("used", counts.used),
+                ("wasted", counts.wasted),
+            ):
+                ahead.add_metric([engine.id, what], number)
             ready.add_metric([engine.id], engine.state is EngineState.READY)
             precise.add_metric([engine.id], engine.audit.trust is Trust.PRECISE)
             flight.add_metric([engine.id], engine.ledger.in_flight)
@@ -115,4 +127,4 @@ class _FleetCollector(Collector):
             for engine_id in pool.engines:
                 for tier in Tier:
                     held.add_metric([engine_id, tier.value], pool.index.held(engine_id, tier))
-        return (ready, precise, flight, held, entries)
+        return (ready, precise, flight, held, entries, ahead)

@@ -72,6 +72,7 @@ def _engine(control: Control, pool: Pool, engine: Engine, own: dict[str, dict[st
             "reported_tokens": audit.reported_tokens,
             "recent_miss_share": audit.recent_miss_share,
         },
+        "restored_ahead": asdict(engine.ahead),
         "blocks": {tier.value: pool.index.held(engine.id, tier) for tier in Tier},
         "kv": {} if "error" in answer else answer,
         "kv_error": answer.get("error"),

@@ -252,6 +252,7 @@ class Settings(BaseSettings):
             with other content than before is an error.
         retries: other engines tried before the first byte of an answer.
         health: how engines are watched.
+        restore_ahead: with `reuse`, KV comes back from host memory before the turn that is due needs it.
         graceful_shutdown_s: time running answers get when kvpin stops.
     """
 
@@ -273,6 +274,7 @@ class Settings(BaseSettings):
     trust_media_uuids: bool = False
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     health: HealthSettings = HealthSettings()
+    restore_ahead: bool = True
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
 
     @model_validator(mode="after")

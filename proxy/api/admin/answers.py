@@ -67,9 +67,11 @@ class Audit(_Answer):
 
 
 class EngineStats(EngineAnswer):
-    """An engine with its audit, the blocks known to lie on each tier, and its own statistics in `kv`."""
+    """An engine with its audit, what was restored there ahead of need, the blocks known to lie on each tier,
+    and its own statistics in `kv`."""
 
     audit: Audit
+    restored_ahead: dict[str, int]
     blocks: dict[str, int]
     kv: dict[str, Any]
     kv_error: str | None

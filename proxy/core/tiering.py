@@ -1,0 +1,223 @@
+"""What to bring back to the GPU before it is asked for: the next turn of whoever is about to return.
+
+Prompts that go on from each other are a thread: the turns of a conversation, the steps of an agent, the
+questions about a document. A thread that came back a few times has a rhythm, and with it a window of time in
+which it is due. What of it lies below the GPU is worth bringing back ahead of that by
+
+    P(asked for within the window) × seconds it would take to restore then ÷ blocks
+
+and only where that is worth clearly more than what leaves the GPU for it. Writing back ahead of need is not
+decided here: the engines that have a tier below their GPU write there what they evict, or as they compute it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from statistics import median
+from typing import Generic, TypeVar
+
+from proxy.core.blocks import BlockHash
+from proxy.core.demand import goes_on_from
+
+# Threads that are remembered, and tokens of their last prompts: some tens of megabytes.
+MAX_THREADS = 10_000
+MAX_TOKENS = 4_000_000
+# A rhythm is told by the last gaps between turns, and not before there are some.
+GAPS = 8
+MIN_GAPS = 2
+# A window reaches this many spreads to both sides of the usual gap; nothing is more regular than 5% of it.
+WIDTH = 2.0
+LEAST_SPREAD = 0.05
+# What leaves the GPU has to be worth less than half of what comes: both are estimates, and moving is work.
+MARGIN = 2.0
+# Ages at which prompts come back are known in half octaves.
+HALF_OCTAVE = 2**0.5 - 1
+
+Prompt = TypeVar("Prompt")
+Returns = Callable[[float], float]
+
+
+@dataclass(slots=True, eq=False)
+class Thread(Generic[Prompt]):
+    """A prompt that may be gone on from. Times in seconds of the caller's clock.
+
+    Attributes:
+        prompt: whatever the caller needs to bring it back.
+        hashes: its blocks.
+        n_tokens: its length.
+        ended: when its answer was over.
+        gaps: seconds from the end of an answer to the next turn, the last few of them.
+        restored_on: the engine that it was brought back on for the turn that is due.
+        on_gpu: blocks of it that lay on that GPU before.
+    """
+
+    prompt: Prompt
+    hashes: tuple[BlockHash, ...]
+    n_tokens: int
+    ended: float
+    gaps: tuple[float, ...] = ()
+    restored_on: str | None = None
+    on_gpu: int = 0
+
+    @property
+    def window(self) -> tuple[float, float] | None:
+        """When its next turn is due, from and to; None where that is not known."""
+        if len(self.gaps) < MIN_GAPS:
+            return None
+        usual = median(self.gaps)
+        spread = WIDTH * max(median(abs(gap - usual) for gap in self.gaps), LEAST_SPREAD * usual)
+        return self.ended + max(usual - spread, 0.0), self.ended + usual + spread
+
+    def chance(self, now: float, until: float, returns: Returns) -> float:
+        """How likely its next turn comes by `until`, if it has not come by now: as often as it did, and once
+        as any prompt of the pool does."""
+        idle, end = now - self.ended, until - self.ended
+        later = [gap for gap in self.gaps if gap > idle]
+        by_then = sum(gap <= end for gap in later)
+        return (by_then + soon(returns, idle, until - now)) / (len(later) + 1)
+
+
+class Threads(Generic[Prompt]):
+    """The threads that may go on, and which of them are due."""
+
+    def __init__(self) -> None:
+        self._threads: OrderedDict[BlockHash, Thread[Prompt]] = OrderedDict()  # by last block, oldest first
+        self._tokens = 0
+        self._opening: list[tuple[float, int, Thread[Prompt]]] = []
+        self._due: dict[Thread[Prompt], float] = {}  # → when the window closes
+        self._serial = count()
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def turn(
+        self, started: float, ended: float, hashes: tuple[BlockHash, ...], n_tokens: int, prompt: Prompt
+    ) -> Thread[Prompt] | None:
+        """A request was answered. Returns the thread that it went on from, as it was: the longest of them."""
+        if not hashes:
+            return None
+        found = [self._threads[last] for last in goes_on_from(self._threads, hashes)]
+        before = max(found, key=lambda thread: len(thread.hashes), default=None)
+        gaps: tuple[float, ...] = ()
+        if before is not None:
+            self._drop(before)
+            if started >= before.ended:
+                gaps = (*before.gaps, started - before.ended)[-GAPS:]
+        self._add(Thread(prompt, hashes, n_tokens, ended, gaps))
+        return before
+
+    def due(self, now: float) -> list[Thread[Prompt]]:
+        """The threads whose next turn is due and that were not brought back for it; first those that will not
+        be due for long."""
+        while self._opening and self._opening[0][0] <= now:
+            _, _, thread = heappop(self._opening)
+            window = thread.window
+            if window is not None and self._threads.get(thread.hashes[-1]) is thread:
+                self._due[thread] = window[1]
+        open_ = [
+            thread for thread, closes in self._due.items() if closes > now and thread.restored_on is None
+        ]
+        return sorted(open_, key=lambda thread: self._due[thread])
+
+    def lapsed(self, now: float) -> list[Thread[Prompt]]:
+        """The threads that were due and did not come; told once."""
+        over = [thread for thread, closes in self._due.items() if closes <= now]
+        for thread in over:
+            del self._due[thread]
+        return over
+
+    def closes(self, thread: Thread[Prompt]) -> float:
+        """When the window of a thread that is due closes."""
+        return self._due[thread]
+
+    def _add(self, thread: Thread[Prompt]) -> None:
+        taken = self._threads.get(thread.hashes[-1])
+        if taken is not None:
+            self._drop(taken)
+        self._threads[thread.hashes[-1]] = thread
+        self._tokens += thread.n_tokens
+        window = thread.window
+        if window is not None:
+            heappush(self._opening, (window[0], next(self._serial), thread))
+        while len(self._threads) > MAX_THREADS or self._tokens > MAX_TOKENS:
+            self._drop(next(iter(self._threads.values())))
+
+    def _drop(self, thread: Thread[Prompt]) -> None:
+        del self._threads[thread.hashes[-1]]
+        self._tokens -= thread.n_tokens
+        self._due.pop(thread, None)
+
+
+@dataclass(slots=True)
+class AheadCounts:
+    """What was restored ahead on an engine: restores and blocks so far, and of those restores the ones whose
+    turn came in time and found it there, and the ones whose turn did not."""
+
+    restores: int = 0
+    blocks: int = 0
+    used: int = 0
+    wasted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Below(Generic[Prompt]):
+    """A thread that is due, with blocks of it below an engine's GPU.
+
+    Attributes:
+        thread: the thread.
+        blocks: how many of its blocks are to be brought back.
+        until: when its window closes.
+    """
+
+    thread: Thread[Prompt]
+    blocks: int
+    until: float
+
+
+def choose(
+    candidates: Iterable[Below[Prompt]],
+    now: float,
+    free_blocks: int,
+    lost: Callable[[int, float], float],
+    returns: Returns,
+) -> Below[Prompt] | None:
+    """What an engine brings back now, the densest first; None where nothing is worth its room.
+
+    Args:
+        candidates: what it could bring back.
+        now: the time.
+        free_blocks: blocks of its GPU that hold nothing.
+        lost: of so many blocks that would leave the GPU, those asked for within so many seconds, on average.
+        returns: see `Demand.returns`.
+    """
+    best, most = None, 0.0
+    for each in candidates:
+        gain = each.blocks * each.thread.chance(now, each.until, returns)
+        leaving = max(each.blocks - free_blocks, 0)
+        price = lost(leaving, each.until - now) if leaving else 0.0
+        density = (gain - MARGIN * price) / each.blocks
+        if density > most:
+            best, most = each, density
+    return best
+
+
+def soon(returns: Returns, idle_s: float, within_s: float) -> float:
+    """How likely a prompt of which nobody asked for `idle_s` is asked for again within `within_s`.
+
+    Of those that never come back there are as many at any age. So the odds of ever coming back tell how many
+    are still to come, and their difference how many come in between; at least over the half octave that ages
+    are known to, of which it is then a part.
+    """
+    over_s = max(within_s, HALF_OCTAVE * idle_s)
+    if over_s <= 0:
+        return 0.0
+    now, then = _odds(returns(idle_s)), _odds(returns(idle_s + over_s))
+    return max(now - then, 0.0) / (1 + now) * min(within_s / over_s, 1.0)
+
+
+def _odds(probability: float) -> float:
+    return probability / max(1 - probability, 1e-9)
