@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +28,7 @@ def stats(
 ) -> None:
     """What every engine holds, believes and has predicted."""
     answer = AdminClient(url, admin_key).get("/stats")
-    _show(answer, as_json, "show_stats")
+    _show(answer, as_json, "tables.show_stats")
 
 
 def flush(
@@ -111,7 +112,7 @@ def route(
 ) -> None:
     """Where a request would go now, and why; nothing is sent."""
     answer = AdminClient(url, admin_key).post("/route", target.request())
-    _show(answer, as_json, "show_route")
+    _show(answer, as_json, "decisions.show_route")
 
 
 def requests(
@@ -124,10 +125,10 @@ def requests(
     """The last requests, newest first; with an id, why its cache missed or hit."""
     client = AdminClient(url, admin_key)
     if request_id is not None:
-        _show(client.get(f"/requests/{request_id}"), as_json, "show_request")
+        _show(client.get(f"/requests/{request_id}"), as_json, "decisions.show_request")
         return
     answer = client.get("/requests", limit=limit)
-    _show(answer, as_json, "show_requests", "requests")
+    _show(answer, as_json, "decisions.show_requests", "requests")
 
 
 @engines_app.callback(invoke_without_command=True)
@@ -139,7 +140,7 @@ def engines(
 ) -> None:
     """List engines; or add, remove, drain one."""
     if context.invoked_subcommand is None:
-        _show(AdminClient(url, admin_key).get("/engines"), as_json, "show_engines", "engines")
+        _show(AdminClient(url, admin_key).get("/engines"), as_json, "tables.show_engines", "engines")
 
 
 @engines_app.command("add")
@@ -206,9 +207,9 @@ def _run(client: AdminClient, verb: str, body: dict[str, Any], as_json: bool) ->
 
 
 def _show(answer: Any, as_json: bool, view: str, part: str | None = None) -> None:  # noqa: ANN401 - JSON
-    from proxy.cli import tables  # noqa: PLC0415 - rich is slow to import
-
     if as_json:
         print_json(answer)
-    else:
-        getattr(tables, view)(answer[part] if part is not None else answer)
+        return
+    module, _, name = view.partition(".")
+    show = getattr(import_module(f"proxy.cli.{module}"), name)  # only now: rich is slow to import
+    show(answer[part] if part is not None else answer)

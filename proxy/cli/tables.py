@@ -22,9 +22,11 @@ def console() -> Console:
 
 def show_engines(engines: list[dict[str, Any]]) -> None:
     """One line an engine."""
-    table = _table("engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error")
+    table = new_table(
+        "engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error"
+    )
     for engine in engines:
-        _row(
+        add_row(
             table,
             engine["id"],
             engine["kind"],
@@ -43,7 +45,7 @@ def show_stats(stats: dict[str, Any]) -> None:
     """Pools, engines, pins, totals."""
     out = console()
     for pool in stats["pools"]:
-        table = _table(
+        table = new_table(
             "engine", "state", "view", "gpu", "host", "disk", "in flight", "served", "exact", "cached"
         )
         table.title = Text(
@@ -51,7 +53,7 @@ def show_stats(stats: dict[str, Any]) -> None:
         )
         for engine in pool["engines"]:
             audit, blocks = engine["audit"], engine["blocks"]
-            _row(
+            add_row(
                 table,
                 engine["id"],
                 _state(engine["state"]),
@@ -71,10 +73,10 @@ def show_stats(stats: dict[str, Any]) -> None:
         out.print("not connected:")
         show_engines(stats["unconnected"])
     if stats["pins"]:
-        table = _table("pin", "target", "engines", "blocks", "ends in")
+        table = new_table("pin", "target", "engines", "blocks", "ends in")
         for pin in stats["pins"]:
             engines = ", ".join(pin["engines"])
-            _row(
+            add_row(
                 table,
                 pin["pin_id"],
                 pin["target"],
@@ -94,12 +96,12 @@ def _show_slots(out: Console, engine: dict[str, Any]) -> None:
     """The slots and files of an engine that has some, and what stands in its way."""
     kv = engine["kv"]
     if kv.get("slots"):
-        table = _table("slot", "tokens", "unknown", "in a file", "runs", "pinned for")
+        table = new_table("slot", "tokens", "unknown", "in a file", "runs", "pinned for")
         table.title = Text(f"slots of {engine['id']}")
         for slot in kv["slots"]:
             counts = (str(slot[name]) for name in ("id", "tokens", "unknown", "saved"))
             pinned = f"{slot['pinned_s']:.0f} s" if slot["pinned_s"] else ""
-            _row(table, *counts, slot["operation"] or "", pinned)
+            add_row(table, *counts, slot["operation"] or "", pinned)
         out.print(table)
     for tier, held in kv.get("files", {}).get("tiers", {}).items():
         out.print(
@@ -113,10 +115,10 @@ def _show_slots(out: Console, engine: dict[str, Any]) -> None:
 def show_operation(operation: dict[str, Any]) -> None:
     """What an operation did, by engine."""
     out = console()
-    table = _table("engine", "verb", "state", "blocks", "bytes", "left", "error")
+    table = new_table("engine", "verb", "state", "blocks", "bytes", "left", "error")
     for part in operation["engines"]:
         left = ", ".join(f"{count} {reason}" for reason, count in part["left"].items() if count)
-        _row(
+        add_row(
             table,
             part["engine"],
             part["verb"],
@@ -134,60 +136,13 @@ def show_operation(operation: dict[str, Any]) -> None:
         out.print(operation["note"], markup=False)
 
 
-def show_route(route: dict[str, Any]) -> None:
-    """Where a request would go."""
-    out = console()
-    out.print(f"{route['engine']}: {route['why']}", markup=False)
-    terms = [name for name in route["candidates"][0] if name.endswith("_s")]
-    table = _table("engine", "view", "cached", *(term.removesuffix("_s") for term in terms), "in flight")
-    for cost in route["candidates"]:
-        chosen = "bold" if cost["engine"] == route["engine"] else ""
-        _row(
-            table,
-            Text(cost["engine"], chosen),
-            _state(cost["trust"]),
-            f"{cost['cached_tokens']} of {route['n_tokens'] or '?'}",
-            *(f"{cost[term] * 1000:.1f} ms" for term in terms),
-            str(cost["in_flight"]),
-        )
-    out.print(table)
-
-
-def show_requests(requests: list[dict[str, Any]]) -> None:
-    """One line a request."""
-    table = _table("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took")
-    for request in requests:
-        _row(
-            table,
-            request["request_id"],
-            request["engine"] or "",
-            str(request["status"] or request["error"] or ""),
-            *(_count(request[name]) for name in ("n_tokens", "predicted_tokens", "reported_tokens")),
-            _ms(request["first_byte_s"]),
-            _ms(request["duration_s"]),
-        )
-    console().print(table)
-
-
-def show_request(request: dict[str, Any]) -> None:
-    """One request, explained."""
-    show_requests([request])
-    out = console()
-    out.print(request["explanation"], markup=False)
-    divergence = request["divergence"]
-    if divergence is not None and divergence["text"] is not None:
-        at = divergence["common_tokens"]
-        out.print(f"from token {at} on:  {divergence['text']!r}", markup=False)
-        out.print(f"request {divergence['request_id']}:  {divergence['other_text']!r}", markup=False)
-
-
 def show_examination(found: dict[str, Any]) -> None:
     """An engine, and what keeps kvpin from using it fully."""
     out = console()
-    table = _table("", "")
+    table = new_table("", "")
     table.show_header = False
     for name, text in _of_engine(found):
-        _row(table, Text(name, "bold"), text)
+        add_row(table, Text(name, "bold"), text)
     out.print(table)
     for number, finding in enumerate(found["findings"], 1):
         out.print(f"\n{number}. {finding['problem']}", markup=False)
@@ -236,25 +191,18 @@ def progress_bar(verb: str) -> Iterator[Any]:
         yield show
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """An empty table; long cells are folded, not cut."""
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _row(table: Table, *cells: str | Text) -> None:
+def add_row(table: Table, *cells: str | Text) -> None:
     """Adds a row; plain text is never read as markup, whoever wrote it."""
     table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
 def _state(state: str, more: str = "") -> Text:
     return Text(state, _STATE_STYLES.get(state, "")).append(more, "default")
-
-
-def _count(value: int | None) -> str:
-    return "" if value is None else str(value)
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1000:.1f} ms"

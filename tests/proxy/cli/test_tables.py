@@ -63,18 +63,6 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
         assert text in output
 
 
-def test_a_prompt_is_never_read_as_markup(capsys):
-    counts = ("n_tokens", "predicted_tokens", "reported_tokens", "first_byte_s")
-    request = dict.fromkeys(("engine", "status", *counts))
-    request |= {"duration_s": 0.5, "error": "bad [/] tag", "request_id": "r[1]"}
-    request["explanation"] = "why [bold]"
-    request["divergence"] = {"request_id": "r0", "common_tokens": 3, "text": "[/x]", "other_text": "[red]y"}
-    tables.show_request(request)
-    output = capsys.readouterr().out
-    for text in ("why [bold]", "[/x]", "[red]y", "500.0 ms", "from token 3 on", "bad [/] tag", "r[1]"):
-        assert text in output
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_bar_follows_each_engine(monkeypatch, capsys, terminal):
     if terminal:

@@ -1,0 +1,109 @@
+"""Where requests go and went, and why, as tables for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from proxy.cli.tables import add_row, console, new_table
+
+# Terms of a cost, and the columns they stand in: eighty characters hold them all.
+_TERMS = {
+    "queue_s": "queue",
+    "restore_s": "restore",
+    "prefill_s": "prefill",
+    "interference_s": "interf.",
+    "congestion_s": "congest.",
+    "regret_s": "regret",
+    "total_s": "total",
+}
+
+
+def show_route(route: dict[str, Any]) -> None:
+    """Where a request would go."""
+    out = console()
+    out.print(f"{route['engine']}: {route['why']}", markup=False)
+    _show_costs(out, route, route["candidates"], route["engine"], route["n_tokens"])
+
+
+def show_requests(requests: list[dict[str, Any]]) -> None:
+    """One line a request."""
+    table = new_table("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took")
+    for request in requests:
+        add_row(
+            table,
+            request["request_id"],
+            request["engine"] or "",
+            str(request["status"] or request["error"] or ""),
+            *(_count(request[name]) for name in ("n_tokens", "predicted_tokens", "reported_tokens")),
+            _ms(request["first_byte_s"]),
+            _ms(request["duration_s"]),
+        )
+    console().print(table)
+
+
+def show_request(request: dict[str, Any]) -> None:
+    """One request, explained."""
+    show_requests([request])
+    out = console()
+    out.print(request["explanation"], markup=False)
+    divergence = request["divergence"]
+    if divergence is not None and divergence["text"] is not None:
+        at = divergence["common_tokens"]
+        out.print(f"from token {at} on:  {divergence['text']!r}", markup=False)
+        out.print(f"request {divergence['request_id']}:  {divergence['other_text']!r}", markup=False)
+    decision = request["decision"]
+    if decision is not None:
+        out.print(f"\nplaced on {request['engine']}: {decision['why']}", markup=False)
+        _show_costs(out, decision, decision["costs"], request["engine"], request["n_tokens"])
+    if (
+        request["stream"]
+        and request["first_byte_s"] is not None
+        and request["expected_first_token_s"] is not None
+    ):
+        expected = _ms(request["expected_first_token_s"])
+        out.print(f"first token expected after {expected}, came after {_ms(request['first_byte_s'])}")
+
+
+def _show_costs(
+    out: Console, decision: dict[str, Any], costs: list[dict[str, Any]], chosen: str, n_tokens: int | None
+) -> None:
+    """The terms of every engine, in milliseconds."""
+    if decision["rule"] == "least loaded":
+        table = new_table("engine", "in flight")
+        for cost in costs:
+            add_row(table, _bold(cost["engine"], cost["engine"] == chosen), str(cost["in_flight"]))
+        out.print(table)
+        return
+    table = new_table("engine")
+    table.padding = (0, 1, 0, 0)
+    for term in ("cached", *_TERMS.values()):
+        table.add_column(term, justify="right", no_wrap=True)
+    for cost in sorted(costs, key=lambda cost: cost["total_s"]):
+        terms = (_milliseconds(cost[name]) for name in _TERMS)
+        add_row(table, _bold(cost["engine"], cost["engine"] == chosen), f"{cost['cached_tokens']:,}", *terms)
+    out.print(table)
+    strain = f"{decision['utilisation']:.0%} utilisation, prefill counts {decision['strain']:.1f} times"
+    out.print(f"tokens of {n_tokens}; milliseconds; {strain}", style="dim")
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    """Of a column; a dash where a term was not looked at."""
+    if seconds is None:
+        return "–"
+    figures = 1 if 0 < seconds < 0.01 else 0  # noqa: PLR2004 - rounding
+    return f"{seconds * 1000:,.{figures}f}"
+
+
+def _bold(text: str, is_bold: bool) -> Text:
+    return Text(text, "bold" if is_bold else "")

@@ -1,0 +1,87 @@
+import pytest
+from rich.console import Console
+
+from proxy.cli import decisions
+
+WHY = "e1 holds 3,200 of [4,000] tokens, but 1.9 s of prefill wait there"
+
+
+def cost(engine, **terms):
+    names = ("queue_s", "restore_s", "prefill_s", "interference_s", "congestion_s", "regret_s", "total_s")
+    return dict.fromkeys(names, 0.0) | {"engine": engine, "cached_tokens": 0, "in_flight": 0} | terms
+
+
+COSTS = [
+    cost("e1", cached_tokens=131_072, queue_s=123.4564, prefill_s=0.2, regret_s=None, total_s=124.5),
+    cost("tensorrt_llm-12", prefill_s=1.0, congestion_s=3.0, total_s=4.0, interference_s=0.0042),
+]
+DECISION = {"rule": "lowest cost", "why": WHY, "utilisation": 0.75, "strain": 4.0}
+ROUTE = DECISION | {"engine": "tensorrt_llm-12", "n_tokens": 4000, "candidates": COSTS}
+REQUEST = {
+    "request_id": "r[1]", "engine": "tensorrt_llm-12", "status": 200, "error": None, "n_tokens": 4000,
+    "predicted_tokens": 0, "reported_tokens": 0, "stream": True, "expected_first_token_s": 1.0,
+    "first_byte_s": 1.01, "duration_s": 1.5, "explanation": "why [bold]", "divergence": None,
+    "decision": DECISION | {"costs": COSTS},
+}  # fmt: skip
+BALANCED = {"rule": "least loaded", "candidates": [cost("e0", in_flight=2), cost("e1", in_flight=3)]}
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """A terminal of eighty columns."""
+    monkeypatch.setattr(decisions, "console", lambda: Console(highlight=False, width=80))
+
+
+def test_every_term_fits_into_eighty_columns(narrow, capsys):
+    decisions.show_route(ROUTE)
+    output = capsys.readouterr().out
+    lines = [line.split() for line in output.splitlines()]
+    columns = ["engine", "cached", "queue", "restore", "prefill", "interf.", "congest.", "regret", "total"]
+    assert lines[2] == columns
+    assert lines[3] == ["tensorrt_llm-12", "0", "0", "0", "1,000", "4.2", "3,000", "0", "4,000"]
+    assert lines[4] == ["e1", "131,072", "123,456", "0", "200", "0", "0", "–", "124,500"]
+    assert max(map(len, output.splitlines())) <= 80
+    assert "75% utilisation, prefill counts 4.0 times" in output
+    assert output.replace("\n", "").startswith(f"tensorrt_llm-12: {WHY}".replace("\n", ""))
+
+
+def test_engines_chosen_by_load_alone_have_no_terms(capsys):
+    decisions.show_route(ROUTE | BALANCED | {"engine": "e0", "n_tokens": None})
+    output = capsys.readouterr().out
+    assert [line.split() for line in output.splitlines()[1:]] == [
+        ["engine", "in", "flight"],
+        ["e0", "2"],
+        ["e1", "3"],
+    ]
+
+
+def test_a_past_request_shows_why_it_went_there_and_when_it_was_expected(capsys):
+    decisions.show_request(REQUEST)
+    output = capsys.readouterr().out
+    for text in ("r[1]", "why [bold]", f"placed on tensorrt_llm-12: {WHY}", "3,000", "4.0 times"):
+        assert text in output
+    assert output.endswith("first token expected after 1000.0 ms, came after 1010.0 ms\n")
+
+
+@pytest.mark.parametrize(
+    "other", [{"stream": False}, {"first_byte_s": None}, {"expected_first_token_s": None}]
+)
+def test_only_streams_tell_when_the_first_token_came(capsys, other):
+    decisions.show_request(REQUEST | other)
+    assert "first token" not in capsys.readouterr().out
+
+
+def test_a_prompt_is_never_read_as_markup(capsys):
+    divergence = {"request_id": "r0", "common_tokens": 3, "text": "[/x]", "other_text": "[red]y"}
+    gone = {"status": None, "engine": None, "error": "bad [/] tag", "decision": None, "n_tokens": None}
+    decisions.show_request(REQUEST | gone | {"divergence": divergence})
+    output = capsys.readouterr().out
+    for text in ("why [bold]", "[/x]", "[red]y", "1500.0 ms", "from token 3 on", "bad [/] tag", "r[1]"):
+        assert text in output
+    assert "placed on" not in output
+
+
+def test_text_that_cannot_be_shown_is_left_out(capsys):
+    unread = {"request_id": "r0", "common_tokens": 3, "text": None, "other_text": None}
+    decisions.show_request(REQUEST | {"divergence": unread})
+    assert "from token" not in capsys.readouterr().out
