@@ -12,6 +12,7 @@ from engine_adapter import Tier
 from proxy.core.audit import Trust
 from proxy.engine import EngineState
 from proxy.fleet import Fleet
+from proxy.reasons import reason_of
 from proxy.records import RequestRecord
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -28,6 +29,12 @@ class Metrics:
         )
         self._retries = Counter(
             "kvpin_retries", "Attempts beyond a request's first", ("model",), registry=self.registry
+        )
+        self._placements = Counter(
+            "kvpin_placements",
+            "Requests placed, by what sent them to their engine",
+            ("model", "reason"),
+            registry=self.registry,
         )
         self._prompt = Counter(
             "kvpin_prompt_tokens", "Prompt tokens of requests", by_engine, registry=self.registry
@@ -69,6 +76,8 @@ class Metrics:
         engine = record.placement.engine if record.placement is not None else ""
         self._requests.labels(model, engine, str(record.status or "failed")).inc()
         self._retries.labels(model).inc(max(len(record.attempts) - 1, 0))
+        if record.placement is not None:
+            self._placements.labels(model, reason_of(record.placement).value).inc()
         if record.duration_s is not None:
             self._duration.labels(model, engine).observe(record.duration_s)
         if record.first_byte_s is not None:

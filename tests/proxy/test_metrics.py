@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine_adapter import Tier
 from proxy.core.load import Work
-from proxy.core.placement import Placement
+from proxy.core.placement import Cost, Placement
 from proxy.engine import EngineState
 from proxy.fleet import Fleet
 from proxy.metrics import Metrics
@@ -34,7 +34,7 @@ def value(metrics, name, **labels):
 
 
 def record(**fields):
-    placement = Placement("a", 32, 40, (), "lowest cost")
+    placement = Placement("a", 32, 40, (Cost("a"),), "lowest cost")
     prompt = Prompt(array("i", range(40)))
     defaults = {"placement": placement, "prompt": prompt, "status": 200, "attempts": ["b", "a"]}
     return RequestRecord("r", 0.0, "/v1/x", "m", None, stream=True, **{**defaults, **fields})
@@ -53,6 +53,15 @@ def test_a_finished_request_is_counted(fleet):
     assert value(metrics, "kvpin_first_byte_seconds_count", **LABELS) == 1
     assert value(metrics, "kvpin_first_byte_seconds_sum", **LABELS) == pytest.approx(0.04)
     assert value(metrics, "kvpin_request_seconds_sum", **LABELS) == pytest.approx(2.0)
+
+
+def test_placements_are_counted_by_what_decided_them(fleet):
+    metrics = Metrics(fleet)
+    for cached in (0, 16, 16):
+        costs = Cost("a"), Cost("b", cached_tokens=cached, queue_s=1.0)
+        metrics.observe(record(placement=Placement("a", 0, 40, costs, "lowest cost")))
+    assert value(metrics, "kvpin_placements_total", model="m", reason="spread") == 1
+    assert value(metrics, "kvpin_placements_total", model="m", reason="released") == 2
 
 
 def test_a_request_nobody_served_has_no_engine_and_no_model_of_the_clients_making(fleet):
