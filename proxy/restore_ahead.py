@@ -70,11 +70,10 @@ class RestoreAhead:
         if engine is None or pool is None or not _is_able(engine):
             return
         chain = pool.chain(prompt)
-        if chain is None:
-            return
+        hashes = chain.hashes if chain is not None else ()
         now = self._clock()
         started = now - (record.duration_s or 0.0)
-        before = self._threads.turn(started, now, chain.hashes, chain.n_tokens, Turn(pool.model, prompt))
+        before = self._threads.turn(started, now, hashes, len(prompt.token_ids), Turn(pool.model, prompt))
         if before is not None and before.restored_on is not None:
             is_used = (
                 before.restored_on == engine.id
@@ -160,6 +159,7 @@ class RestoreAhead:
         if engine is not None:
             engine.ahead.used += used
             engine.ahead.wasted += not used
+        thread.restored_on = None
 
 
 def _is_able(engine: Engine) -> bool:

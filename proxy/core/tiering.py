@@ -135,9 +135,6 @@ class Threads(Generic[Prompt]):
         return self._due[thread]
 
     def _add(self, thread: Thread[Prompt]) -> None:
-        taken = self._threads.get(thread.hashes[-1])
-        if taken is not None:
-            self._drop(taken)
         self._threads[thread.hashes[-1]] = thread
         self._tokens += thread.n_tokens
         window = thread.window

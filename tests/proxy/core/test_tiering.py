@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core import tiering
+from proxy.core.demand import Demand
+from proxy.core.tiering import GAPS, Below, Thread, Threads, choose, soon
+
+
+def never(_idle_s):
+    return 0.0
+
+
+def thread(gaps=(), ended=0.0, name="t"):
+    return Thread(name, (1, 2), 32, ended, tuple(gaps))
+
+
+def talk(threads, starts, *, answer_s=1.0, first=0):
+    """A conversation whose turns begin then; its last thread."""
+    for number, start in enumerate(starts):
+        hashes = tuple(range(first, first + number + 2))
+        threads.turn(start, start + answer_s, hashes, 16 * len(hashes), f"turn {number}")
+    return threads._threads[hashes[-1]]
+
+
+class TestWindow:
+    @pytest.mark.parametrize("gaps", [(), (10.0,)])
+    def test_it_takes_some_turns_to_know_a_rhythm(self, gaps):
+        assert thread(gaps).window is None
+
+    def test_it_lies_around_the_usual_gap(self):
+        assert thread((10.0, 10.0, 10.0), ended=100.0).window == (109.0, 111.0)
+
+    def test_it_is_as_wide_as_the_gaps_are_spread(self):
+        assert thread((8.0, 10.0, 12.0)).window == (6.0, 14.0)
+        assert thread((1.0, 10.0, 30.0)).window == (0.0, 28.0)
+
+    def test_one_odd_gap_changes_little(self):
+        assert thread((10.0, 10.0, 10.0, 10.0, 9000.0)).window == (9.0, 11.0)
+
+
+class TestChance:
+    def test_it_is_how_often_it_came_back_by_then(self):
+        assert thread((5.0, 10.0, 11.0)).chance(8.0, 12.0, never) == pytest.approx(2 / 3)
+        assert thread((5.0, 10.0, 30.0)).chance(8.0, 12.0, never) == pytest.approx(1 / 3)
+
+    def test_without_a_history_it_is_that_of_the_pool(self):
+        returns = learned((10.0,) * 300)
+        assert thread().chance(9.0, 14.0, returns) == pytest.approx(soon(returns, 9.0, 5.0))
+
+    def test_it_may_be_late(self):
+        assert thread((5.0, 6.0)).chance(20.0, 25.0, never) == 0.0
+
+
+def learned(gaps):
+    """The returns of a pool in which prompts came back after these gaps, one after the other."""
+    from proxy.core.blocks import Chain
+
+    demand, now = Demand(), 0.0
+    for number, gap in enumerate(gaps):
+        demand.asked(now, Chain((1000 + 2 * number,), 16, 16), 16)
+        demand.asked(now + gap, Chain((1000 + 2 * number, 1001 + 2 * number), 16, 32), 16)
+        now += 10_000.0
+    return demand.returns
+
+
+class TestSoon:
+    def test_most_come_back_when_they_do(self):
+        returns = learned((10.0,) * 300)
+        assert soon(returns, 9.0, 6.0) > 0.4
+        assert soon(returns, 100.0, 60.0) < 0.05
+        assert soon(returns, 1.0, 1.0) < 0.05
+
+    def test_no_time_is_no_chance(self):
+        assert soon(lambda _idle_s: 0.5, 0.0, 0.0) == 0.0
+
+    @given(idle=st.floats(0, 1e5), within=st.floats(0, 1e5), more=st.floats(0, 1e5))
+    def test_it_is_a_probability_and_grows_with_the_time(self, idle, within, more):
+        returns = POOL
+        assert 0 <= soon(returns, idle, within) <= returns(idle) + 1e-9 <= 1 + 1e-9
+        if within >= tiering.HALF_OCTAVE * idle:
+            assert soon(returns, idle, within) <= soon(returns, idle, within + more) + 1e-9
+
+
+POOL = learned([0.5 * 1.1**n for n in range(100)])
+
+
+class TestThreads:
+    def test_a_prompt_that_goes_on_is_the_next_turn(self):
+        threads = Threads()
+        last = talk(threads, (0.0, 11.0, 23.0))
+        assert last.gaps == (10.0, 11.0)
+        assert (last.prompt, last.n_tokens, last.ended, len(threads)) == ("turn 2", 64, 24.0, 1)
+
+    def test_the_turn_before_is_told(self):
+        threads = Threads()
+        assert threads.turn(0.0, 1.0, (1, 2), 32, "a") is None
+        before = threads.turn(5.0, 6.0, (1, 2, 3), 48, "b")
+        assert (before.prompt, before.ended) == ("a", 1.0)
+
+    def test_the_longest_of_several_is_it(self):
+        threads = Threads()
+        threads.turn(0.0, 1.0, (1,), 16, "document")
+        threads._add(thread(name="question"))
+        assert threads.turn(5.0, 6.0, (1, 2, 3), 48, "next").prompt == "question"
+        assert len(threads) == 2
+
+    def test_only_the_last_gaps_count(self):
+        last = talk(Threads(), [11.0 * n for n in range(GAPS + 5)])
+        assert last.gaps == (10.0,) * GAPS
+
+    def test_turns_at_the_same_time_have_no_gap(self):
+        threads = Threads()
+        threads.turn(0.0, 5.0, (1, 2), 32, "a")
+        threads.turn(3.0, 9.0, (1, 2, 3), 48, "b")
+        assert threads._threads[3].gaps == ()
+
+    def test_the_same_prompt_again_is_a_turn(self):
+        threads = Threads()
+        for start in (0.0, 11.0, 22.0):
+            threads.turn(start, start + 1, (1, 2), 32, "a")
+        assert (len(threads), threads._threads[2].gaps) == (1, (10.0, 10.0))
+
+    def test_a_prompt_without_a_block_is_none(self):
+        threads = Threads()
+        assert threads.turn(0.0, 1.0, (), 5, "a") is None
+        assert len(threads) == 0
+
+    def test_the_oldest_are_forgotten(self, monkeypatch):
+        monkeypatch.setattr(tiering, "MAX_THREADS", 2)
+        threads = Threads()
+        for name in (1, 2, 3):
+            threads.turn(name, name, (name,), 16, "x")
+        assert list(threads._threads) == [2, 3]
+        monkeypatch.setattr(tiering, "MAX_TOKENS", 40)
+        threads.turn(4.0, 4.0, (4,), 24, "x")
+        assert (list(threads._threads), threads._tokens) == ([3, 4], 40)
+
+    def test_each_is_due_in_its_window_and_lapses_once(self):
+        threads = Threads()
+        last = talk(threads, (0.0, 11.0, 22.0))  # again at 33
+        assert threads.due(31.9) == []
+        assert threads.due(32.0) == [last]
+        assert threads.closes(last) == 34.0
+        assert threads.lapsed(33.9) == []
+        assert threads.due(34.0) == []
+        assert threads.lapsed(34.0) == [last]
+        assert threads.lapsed(35.0) == []
+
+    def test_those_that_close_first_come_first(self):
+        threads = Threads()
+        late = talk(threads, (0.5, 11.5, 22.5), first=100)
+        soonest = talk(threads, (0.0, 11.0, 22.0))
+        assert threads.due(33.0) == [soonest, late]
+
+    def test_one_that_came_is_not_due(self):
+        threads = Threads()
+        talk(threads, (0.0, 11.0, 22.0))
+        threads.due(32.0)
+        threads.turn(32.5, 33.0, tuple(range(5)), 80, "came")
+        assert threads.due(33.5) == threads.lapsed(90.0) == []
+
+    def test_one_that_came_early_never_is(self):
+        threads = Threads()
+        talk(threads, (0.0, 11.0, 22.0, 25.0))
+        assert [each.prompt for each in threads.due(36.0)] == ["turn 3"]
+
+    def test_one_that_was_brought_back_is_not_due_again(self):
+        threads = Threads()
+        last = talk(threads, (0.0, 11.0, 22.0))
+        threads.due(32.0)[0].restored_on = "a"
+        assert threads.due(32.5) == []
+        assert threads.lapsed(34.0) == [last]
+
+
+class TestChoose:
+    def below(self, blocks=10, gaps=(10.0, 10.0), until=11.0):
+        return Below(thread(gaps), blocks, until)
+
+    def choose(self, *candidates, free=0, lost=0.0):
+        return choose(candidates, 9.5, free, lambda blocks, _within_s: lost * blocks, never)
+
+    def test_nothing_of_nothing(self):
+        assert self.choose() is None
+
+    def test_the_likeliest_block_comes_first_not_the_most_blocks(self):
+        sure, large = self.below(), self.below(blocks=100, gaps=(10.0, 40.0))
+        assert self.choose(large, sure) is sure
+
+    def test_what_leaves_must_be_worth_less_than_half(self):
+        each = self.below()  # 2 of 3 that it comes
+        assert self.choose(each, lost=0.33) is each
+        assert self.choose(each, lost=0.34) is None
+
+    def test_free_blocks_cost_nothing(self):
+        each = self.below()
+        assert self.choose(each, free=10, lost=1.0) is each
+        assert self.choose(each, free=6, lost=1.0) is None
+
+    def test_what_will_not_come_is_not_brought(self):
+        assert self.choose(self.below(gaps=(1.0, 2.0)), free=99) is None
+
+    @given(
+        chances=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 8)), min_size=1, max_size=8),
+        free=st.integers(0, 60),
+        lost=st.floats(0, 1),
+    )
+    def test_nothing_denser_is_passed_over(self, chances, free, lost):
+        candidates = [
+            Below(thread([10.0] * hits + [99.0] * (8 - hits)), blocks, 11.0) for blocks, hits in chances
+        ]
+
+        def density(each):
+            price = 2 * lost * max(each.blocks - free, 0)
+            return each.thread.chance(9.5, 11.0, never) - price / each.blocks
+
+        chosen = self.choose(*candidates, free=free, lost=lost)
+        best = max(map(density, candidates))
+        if chosen is None:
+            assert best <= 1e-9
+        else:
+            assert math.isclose(density(chosen), best, abs_tol=1e-9)
