@@ -28,6 +28,8 @@ REFRESH = 16
 BUSY_WINDOW_S = 120.0
 # Work is never free: of two ways that take about as long, the one that computes less leaves more to others.
 MIN_UTILISATION = 0.1
+# Beyond so many turns things will have changed.
+MAX_TURNS = 5.0
 # A pool that gets more work than it can do is not infinitely dear.
 MAX_UTILISATION = 0.95
 
@@ -66,6 +68,11 @@ class Demand:
     def returns(self, idle_s: float) -> float:
         """How likely a prompt is asked for again, of which nobody did for so long."""
         return self._returns[_age(idle_s)]
+
+    @property
+    def turns(self) -> float:
+        """How often a prompt is asked for from now on, the present one included; 1 to MAX_TURNS."""
+        return min(1 / (1 - self._returns[0]), MAX_TURNS)
 
     def utilisation(self, now: float, tokens_s: float) -> float:
         """Share of their time that engines compute prompts, lately, which compute so many tokens per second

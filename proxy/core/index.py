@@ -110,6 +110,10 @@ class PrefixIndex:
         """Whether any tier of the engine holds the block; pending does not count."""
         return bool(self._locations.get(block) >> self._shifts[engine] & _STORED)
 
+    def is_on_gpu(self, engine: str, block: BlockHash) -> bool:
+        """Whether the block lies on the engine's GPU; pending does not count."""
+        return bool(self._locations.get(block) >> self._shifts[engine] & 1 << _PLACES[Tier.GPU])
+
     def held(self, engine: str, tier: Tier) -> int:
         """Blocks that lie on `tier` of the engine."""
         return self._counts[engine][_PLACES[tier]]

@@ -1,13 +1,14 @@
 """Placement: the choice of an engine, with its reasons.
 
-    cost = queue + restore + interference + (prefill + lost) / (1 - utilisation)
+    cost = queue + interference + (restore + prefill + lost) / (1 - utilisation)
 
-in seconds, lowest wins. The first terms are the request's own wait for its first token. Every second of
-prefill is also a second that those who come after wait for, the more of them the busier the engines are: in
-a queue of utilisation ρ, work delays others by ρ / (1 - ρ) of itself. The same holds for the prefill that
-the placement brings about later, by evicting what will be asked for again: `lost`. That is the whole rule;
-copies of a hot prefix are made when queues pay for them, and not before. Ties go to the engine that served
-the session before, then to the one with the most free cache, then to the one whose last turn is longest ago.
+in seconds, lowest wins. Queue, interference, restore and prefill are the request's own wait for its first
+token. Every second of restore and prefill is also a second that those who come after wait for, the more of
+them the busier the engines are: in a queue of utilisation ρ, work delays others by ρ / (1 - ρ) of itself. The
+same holds for what the placement brings about later, by evicting what will be asked for again: `lost`. That
+is the whole rule; copies of a hot prefix are made when queues pay for them, and not before. Ties go to the
+engine that served the session before, then to the one with the most free cache, then to the one whose last
+turn is longest ago.
 
 Without reuse, or where a prompt is not known, the engine with the fewest requests in flight wins.
 """
@@ -48,6 +49,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         free_blocks: those of them on its GPU; None where unknown.
         turn: the number of the placement that it was last chosen in, 0 for none.
         residents: the prompts it would evict, None where nothing is known of them.
+        on_gpu: those that would go from its GPU to its host tier, None where there is none.
         forecast: what its own adapter foresees, where that follows the engine's cache token by token; it
             stands in place of what would follow from `match` and the rates.
         complete: False when the engine may hold blocks that nothing told of.
@@ -63,6 +65,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     free_blocks: int | None = None
     turn: int = 0
     residents: Residents | None = None
+    on_gpu: Residents | None = None
     forecast: Forecast | None = None
     complete: bool = True
     is_last: bool = False
@@ -153,11 +156,13 @@ class Outlook:
         now: the time, in seconds of the caller's clock.
         strain: seconds that all wait in the end for a second of prefill, 1 / (1 - utilisation).
         returns: seconds idle → how likely a prompt is asked for again.
+        turns: how often a prompt is asked for from now on.
     """
 
     now: float
     strain: float
     returns: Callable[[float], float]
+    turns: float = 1.0
 
 
 # Nothing else runs, and nothing comes back.
@@ -186,7 +191,7 @@ def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
         restore_s = rates.restore_s(host, disk) if host or disk else 0.0
     queue_s, prefill_s = load.queue_s, rates.prefill_s(chain.n_tokens - cached)
     interference_s = prefill_s * rates.pool.interference * load.decoding
-    congestion_s = prefill_s * (strain - 1)
+    congestion_s = (restore_s + prefill_s) * (strain - 1)
     return Cost(
         candidate.engine,
         queue_s,
@@ -208,7 +213,7 @@ def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
 
 
 def _foreseen(candidate: Candidate, forecast: Forecast, strain: float) -> Cost:
-    congestion_s = forecast.prefill_s * (strain - 1)
+    congestion_s = (forecast.restore_s + forecast.prefill_s) * (strain - 1)
     own_s = forecast.wait_s + forecast.restore_s + forecast.prefill_s + forecast.interference_s
     return Cost(
         engine=candidate.engine,
@@ -272,11 +277,16 @@ def _regret_s(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) 
     residents, room = candidate.residents, candidate.room
     if residents is None or room is None:
         return 0.0
-    evicted = (chain.n_tokens - cost.cached_tokens) // chain.tokens_per_block - room
-    if evicted <= 0:
-        return 0.0
-    lost = residents.lost(outlook.now, evicted, outlook.returns)
-    return candidate.rates.prefill_s(round(lost * chain.tokens_per_block)) * outlook.strain
+    size, rates, returns = chain.tokens_per_block, candidate.rates, outlook.returns
+    lost = residents.lost(outlook.now, (chain.n_tokens - cost.cached_tokens) // size - room, returns)
+    lost_s = rates.prefill_s(round(lost * size))
+    if candidate.on_gpu is not None:
+        # What is lost may be computed anywhere; what is below the GPU comes back here, and drives out others
+        # once more with each turn.
+        in_need = (chain.n_tokens - cost.cached_tokens + cost.host_tokens) // size
+        moved = candidate.on_gpu.lost(outlook.now, in_need - (candidate.free_blocks or 0), returns)
+        lost_s += rates.restore_s(round(moved * size), 0) * outlook.turns
+    return lost_s * outlook.strain
 
 
 def _on_gpu(candidate: Candidate, cost: Cost, chain: Chain) -> int:

@@ -9,7 +9,8 @@ Pure: the time is an argument, and what engines hold is told through the index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from engine_adapter.hold import Forecast
@@ -21,6 +22,9 @@ from proxy.core.placement import NOTHING, Candidate, Outlook, Placement, place, 
 from proxy.core.rates import EngineRates, PoolRates
 from proxy.core.residents import Residents
 
+# Conversations of which it is known where they were last: more than are going on at a time.
+MAX_SESSIONS = 50_000
+
 
 @dataclass(slots=True, eq=False)
 class Seat:
@@ -30,7 +34,8 @@ class Seat:
         engine: its id.
         ledger: its work in flight.
         rates: how fast it is.
-        residents: the prompts it was given.
+        residents: the prompts it was given, as long as any tier holds them.
+        on_gpu: those on its GPU; None where it has no host tier, and they are the same.
         tokens_per_block: its own block size, or the pool's where that is larger.
         gpu_blocks: what its GPU holds, in blocks of the pool; None where unknown.
         host_blocks: likewise of its host tier; 0 where it has none.
@@ -42,6 +47,7 @@ class Seat:
     ledger: EngineLedger
     rates: EngineRates
     residents: Residents
+    on_gpu: Residents | None
     tokens_per_block: int
     gpu_blocks: int | None
     host_blocks: int
@@ -68,6 +74,7 @@ class Placer:
         self.rates = PoolRates()
         self.seats: dict[str, Seat] = {}
         self._turn = 0
+        self._sessions: OrderedDict[Hashable, str] = OrderedDict()  # → the engine it was last on
 
     # --- engines -----------------------------------------------------------------------------------
 
@@ -89,6 +96,7 @@ class Placer:
             ledger=ledger or EngineLedger(),
             rates=EngineRates(self.rates),
             residents=Residents(lambda block: self.index.holds(engine, block)),
+            on_gpu=Residents(lambda block: self.index.is_on_gpu(engine, block)) if host_blocks else None,
             tokens_per_block=max(own, pools),
             gpu_blocks=gpu_blocks * own // pools if gpu_blocks is not None else None,
             host_blocks=(host_blocks or 0) * own // pools,
@@ -102,13 +110,20 @@ class Placer:
     def wipe(self, engine: str) -> None:
         """The engine lost its KV, or sight of it was lost."""
         self.index.wipe(engine)
-        self.seats[engine].residents.clear()
+        seat = self.seats[engine]
+        seat.residents.clear()
+        if seat.on_gpu is not None:
+            seat.on_gpu.clear()
 
     # --- placement ---------------------------------------------------------------------------------
 
     def match(self, chain: Chain | None) -> dict[str, Match]:
         """What each engine holds of a prompt."""
         return self.index.match(chain.hashes) if chain is not None else {}
+
+    def last_engine(self, session: Hashable | None) -> str | None:
+        """The engine that a conversation was last placed on, where that is known."""
+        return self._sessions.get(session)
 
     def candidate(
         self,
@@ -118,6 +133,7 @@ class Placer:
         *,
         forecast: Forecast | None = None,
         complete: bool = True,
+        is_last: bool = False,
     ) -> Candidate:
         """An engine as placement sees it."""
         seat = self.seats[engine]
@@ -140,29 +156,51 @@ class Placer:
             free,
             seat.turn,
             seat.residents,
+            seat.on_gpu,
             forecast,
             complete,
+            is_last,
         )
 
     def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
         """Where a request goes; by load alone when its prompt is not known. Changes nothing."""
         if chain is None:
             return place_least_loaded(candidates)
+        return place(candidates, chain, self.outlook(now, candidates))
+
+    def outlook(self, now: float, candidates: Sequence[Candidate]) -> Outlook:
+        """What a placement on one of them costs others now."""
         typical_engines = sum(1 / candidate.rates.pace for candidate in candidates)
         utilisation = self.demand.utilisation(now, self.rates.prefill_tok_s * typical_engines)
-        return place(candidates, chain, Outlook(now, 1 / (1 - utilisation), self.demand.returns))
+        return Outlook(now, 1 / (1 - utilisation), self.demand.returns, self.demand.turns)
 
     # --- requests ----------------------------------------------------------------------------------
 
-    def begin(self, now: float, placement: Placement, chain: Chain | None, *, streams: bool = True) -> Ticket:
+    def begin(
+        self,
+        now: float,
+        placement: Placement,
+        chain: Chain | None,
+        *,
+        streams: bool = True,
+        session: Hashable | None = None,
+    ) -> Ticket:
         """The request goes to its engine; its first token will be seen when it `streams`."""
         seat, work = self.seats[placement.engine], placement.work
         self._turn += 1
         seat.turn = self._turn
+        if session is not None:
+            self._note(session, seat.engine)
         if chain is not None:
             self.demand.asked(now, chain, work.computed)
             self.index.add_pending(placement.engine, chain.hashes)
         return Ticket(seat, seat.ledger.begin(now, seat.rates.price(work), work, seen=streams), chain)
+
+    def _note(self, session: Hashable, engine: str) -> None:
+        self._sessions[session] = engine
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
 
     def refine(self, ticket: Ticket, work: Work) -> None:
         """More is known of what a request asks of its engine."""
@@ -178,7 +216,10 @@ class Placer:
         """It is over. `computed` tokens of its prompt are new on the engine; None when it failed."""
         ticket.seat.ledger.end(now, ticket.number)
         if ticket.chain is not None and computed is not None:
-            ticket.seat.residents.use(now, ticket.chain.hashes, computed // self.tokens_per_block)
+            seat, blocks = ticket.seat, computed // self.tokens_per_block
+            seat.residents.use(now, ticket.chain.hashes, blocks)
+            if seat.on_gpu is not None:
+                seat.on_gpu.use(now, ticket.chain.hashes, blocks)
 
     def settled(self, ticket: Ticket) -> None:
         """Events have told what it left behind, or will not: nothing of it is pending any longer."""

@@ -40,8 +40,10 @@ class Residents:
             prompts.popitem(last=False)
 
     def lost(self, now: float, blocks: int, returns: Callable[[float], float]) -> float:
-        """Blocks that will be asked for again, on average, of the `blocks` least recently used. What the
-        engine no longer holds is forgotten here as well."""
+        """Blocks that will be asked for again, on average, of the `blocks` least recently used; 0 for none or
+        fewer. What the engine no longer holds is forgotten here as well."""
+        if blocks <= 0:
+            return 0.0
         prompts, gone, lost = self._prompts, list[BlockHash](), 0.0
         for last, (then, size) in prompts.items():
             if not self._holds(last):

@@ -15,7 +15,7 @@ from proxy.core.blocks import BlockHash, Chain
 from proxy.core.index import Match
 from proxy.core.placement import Candidate, Outlook, Placement, place
 from proxy.core.placer import Placer, Ticket
-from proxy.replay.policy import NOTHING, Choice, EngineTruth, Fleet
+from proxy.replay.policy import Choice, EngineTruth, Fleet
 from proxy.replay.trace import Request
 
 
@@ -66,25 +66,21 @@ class Kvpin:
         self._without = without
         self._alter = _CANDIDATES.get(without or "")
         self._tickets: dict[int, tuple[Ticket, int]] = {}  # request → ticket, tokens computed
-        self._homes: dict[str, str] = {}  # session → the engine that served it last
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
         """The engine that costs least."""
         placer, chain = self._placer, request.chain
         matches = placer.match(chain)
-        home = self._homes.get(request.session) if request.session is not None else None
-        candidates = [placer.candidate(now, name, matches.get(name, NOTHING)) for name in self._names]
-        if home is not None:
-            at = self._names.index(home)
-            candidates[at] = replace(candidates[at], is_last=True)
+        last = placer.last_engine(request.session)
+        candidates = [
+            placer.candidate(now, name, matches.get(name), is_last=name == last) for name in self._names
+        ]
         placement = self._place(now, candidates, chain)
         at = self._names.index(placement.engine)
-        ticket = placer.begin(now, placement, chain)
+        ticket = placer.begin(now, placement, chain, session=request.session)
         if self._without == "pending":
             placer.settled(ticket)
         self._tickets[request.id] = ticket, placement.work.computed
-        if request.session is not None:
-            self._homes[request.session] = placement.engine
         return Choice(at, placement.predicted_tokens)
 
     def first_token(self, now: float, engine: int, request: Request) -> None:
@@ -110,7 +106,8 @@ class Kvpin:
         """The decision; of an ablation, the full rule's word on the engine that was chosen without a term."""
         placer = self._placer
         if self._without == "congestion":
-            altered = place(candidates, chain, Outlook(now, 1.0, placer.demand.returns))
+            outlook = placer.outlook(now, candidates)
+            altered = place(candidates, chain, Outlook(now, 1.0, outlook.returns, outlook.turns))
         elif self._alter is not None:
             altered = placer.place(now, [self._alter(candidate) for candidate in candidates], chain)
         else:

@@ -7,6 +7,7 @@ from proxy.core.blocks import Chain
 from proxy.core.demand import (
     BUSY_WINDOW_S,
     HALF_LIFE,
+    MAX_TURNS,
     MAX_UTILISATION,
     MIN_UTILISATION,
     PRIOR,
@@ -40,6 +41,12 @@ class TestReturns:
         for name in range(REFRESH - 1):
             ask(demand, 0.0, name)
         assert demand.returns(1.0) == PRIOR
+
+    def test_how_often_one_is_asked_for_follows(self, demand):
+        assert demand.turns == pytest.approx(1 / (1 - PRIOR))
+        for turn in range(50 * REFRESH):
+            ask(demand, float(turn), 1, blocks=100 + turn, computed=1)
+        assert demand.turns == MAX_TURNS
 
     def test_the_ages_at_which_prompts_come_back_are_learned(self, demand):
         for name in range(REFRESH // 2):

@@ -102,7 +102,10 @@ class TestPending:
         assert not index.holds("a", 1)
         index.store("a", Tier.DISK, [1])
         assert index.holds("a", 1)
+        assert not index.is_on_gpu("a", 1)
         assert not index.holds("b", 1)
+        index.store("a", Tier.GPU, [1])
+        assert index.is_on_gpu("a", 1)
 
     def test_its_end_leaves_what_was_confirmed(self, index):
         index.add_pending("a", [1])

@@ -82,9 +82,9 @@ class TestTerms:
             restore_s=pytest.approx(80 / 10_000 + 48 / (10_000 / 3)),
             prefill_s=pytest.approx(0.68),
             interference_s=pytest.approx(0.68 * 0.05 * 2),
-            congestion_s=pytest.approx(0.68 * 2),
+            congestion_s=pytest.approx((0.0224 + 0.68) * 2),
             regret_s=None,
-            total_s=pytest.approx(0.5 + 0.0224 + 0.68 + 0.068 + 1.36),
+            total_s=pytest.approx(0.5 + 0.068 + (0.0224 + 0.68) * 3),
             cached_tokens=320,
             host_tokens=80,
             disk_tokens=48,
@@ -121,6 +121,21 @@ class TestTerms:
         assert placement.chosen.regret_s == pytest.approx(lost * 16 / 1000 * 3.0)
         assert placement.chosen.total_s == pytest.approx(placement.uncached_tokens * 3 / 1000 + lost * 0.048)
         assert place([told], prompt(1601), CALM).chosen.regret_s == 0.0
+
+    @pytest.mark.parametrize(("free", "moved"), [(200, 0), (70, 10), (40, 40), (0, 80)])
+    def test_what_goes_to_the_host_tier_comes_back_with_each_turn(self, free, moved):
+        """20 of 100 blocks lie on the GPU, 30 below: 80 need room there, and nothing is lost for good."""
+        told = candidate(
+            room=1000,
+            free_blocks=free,
+            match=Match(gpu=20, host=30, lead=20),
+            residents=full_of(50, 50),
+            on_gpu=full_of(50, 50),
+        )
+        outlook = Outlook(5.0, 3.0, lambda _idle_s: 1.0, turns=4.0)
+        assert place([told], prompt(1600), outlook).chosen.regret_s == pytest.approx(
+            moved * 16 / 10_000 * 4.0 * 3.0
+        )
 
     def test_nothing_is_regretted_where_nothing_is_known_of_it(self):
         assert place([candidate(room=0)], prompt(), BUSY).chosen.regret_s == 0.0
@@ -246,8 +261,8 @@ class TestForecast:
         cost = place([told], prompt(), BUSY).chosen
         assert (cost.engine, cost.cached_tokens, cost.in_flight) == ("a", 123, 3)
         assert (cost.queue_s, cost.restore_s, cost.prefill_s, cost.interference_s) == (1.0, 0.2, 0.03, 0.004)
-        assert (cost.congestion_s, cost.regret_s) == pytest.approx((0.06, 0.0015))
-        assert cost.total_s == pytest.approx(1.2955)
+        assert (cost.congestion_s, cost.regret_s) == pytest.approx((0.46, 0.0015))
+        assert cost.total_s == pytest.approx(1.6955)
 
     def test_it_is_the_prediction_to_the_token(self):
         placement = place([candidate(forecast=Forecast(123), match=Match(gpu=90))], prompt())
