@@ -39,7 +39,8 @@ def reason_of(placement: Placement) -> Reason:
     if not chosen.cached_tokens:
         return Reason.SPREAD
     there_now = chosen.cached_tokens - chosen.pending_tokens
-    return Reason.GATHERED if chosen.pending_tokens and elsewhere >= there_now else Reason.HELD
+    is_ahead_by_it = there_now <= elsewhere < chosen.cached_tokens
+    return Reason.GATHERED if is_ahead_by_it or there_now < chosen.pending_tokens else Reason.HELD
 
 
 def first_token_s(cost: Cost) -> float:
@@ -89,7 +90,7 @@ def why(placement: Placement, *, unknown: str = "the prompt is not known here") 
     if first_token_s(sooner) + TIE_S < first_token_s(chosen):
         return f"{said}; {_of_the_sooner(sooner, placement)}"
     rival = min(others, key=lambda cost: cost.total_s)
-    obstacle = _obstacle(rival, chosen, total, f"on {rival.engine}")
+    obstacle = _obstacle(rival, placement, f"on {rival.engine}")
     return f"{said}; {subject} {_takes(chosen, total)}, but {obstacle}"
 
 
@@ -100,7 +101,7 @@ def _of_a_release(placement: Placement) -> str:
     said = f"{holder.engine} holds {_held(holder, total)}"
     if holder in _equals(placement):
         return f"{said}, which saves less than a millisecond{_tie(placement)}"
-    obstacle = _obstacle(holder, chosen, total, "there")
+    obstacle = _obstacle(holder, placement, "there")
     return f"{said}, but {obstacle}; {chosen.engine} {_takes(chosen, total)}"
 
 
@@ -108,39 +109,42 @@ def _of_the_sooner(sooner: Cost, placement: Placement) -> str:
     """An engine that would answer sooner, at a cost to others."""
     chosen = placement.chosen
     times = f"{_s(first_token_s(sooner))} against {_s(first_token_s(chosen))}"
-    said = f"{sooner.engine} would answer sooner, in {times}, but"
-    evicted_s = (sooner.regret_s or 0.0) - (chosen.regret_s or 0.0)
-    if evicted_s > sooner.congestion_s - chosen.congestion_s:
-        return f"{said} would evict what takes {_s(sooner.regret_s or 0.0)} to compute again"
-    computed = f"computing {placement.n_tokens - sooner.cached_tokens:,} tokens"
-    congestion = f"{_s(sooner.congestion_s)} more at {utilisation_of(placement):.0%} utilisation"
-    return f"{said} would hold up what comes after: {computed} costs {congestion}"
+    said = f"{sooner.engine} would answer sooner, in {times}, but would"
+    if _regret_s(sooner) - _regret_s(chosen) > sooner.congestion_s - chosen.congestion_s:
+        return f"{said} evict what is worth {_s(_regret_s(sooner))}"
+    busy = f"at {utilisation_of(placement):.0%} utilisation"
+    return f"{said} hold up what comes after by {_s(sooner.congestion_s)}, {busy}"
 
 
-def _obstacle(rival: Cost, chosen: Cost, total: int, place: str) -> str:
-    """The term by which the rival is dearer, most of all."""
-    computed, compute_s = total - rival.cached_tokens, rival.prefill_s + rival.congestion_s
-    regret_s = rival.regret_s or 0.0
+def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
+    """The term by which the rival is dearer than the chosen engine, most of all."""
+    chosen, strain = placement.chosen, placement.strain
+    computed = f"{placement.n_tokens - rival.cached_tokens:,} tokens"
     terms = (
         (rival.queue_s - chosen.queue_s, f"{_s(rival.queue_s)} of prefill wait {place}"),
         (
-            rival.restore_s - chosen.restore_s,
+            (rival.restore_s - chosen.restore_s) * strain,
             f"bringing back {_brought(rival)} {place} takes {_s(rival.restore_s)}",
         ),
         (
-            compute_s - chosen.prefill_s - chosen.congestion_s,
-            f"computing {computed:,} tokens {place} takes {_s(rival.prefill_s)}",
+            (rival.prefill_s - chosen.prefill_s) * strain,
+            f"computing {computed} {place} takes {_s(rival.prefill_s)}",
         ),
         (
             rival.interference_s - chosen.interference_s,
             f"the streams {place} slow the prompt by {_s(rival.interference_s)}",
         ),
         (
-            regret_s - (chosen.regret_s or 0.0),
-            f"making room {place} evicts what takes {_s(regret_s)} to compute again",
+            _regret_s(rival) - _regret_s(chosen),
+            f"making room {place} evicts what is worth {_s(_regret_s(rival))}",
         ),
     )
     return max(terms)[1]
+
+
+def _regret_s(cost: Cost) -> float:
+    """What it evicts; nothing that is known where that was not looked at."""
+    return cost.regret_s or 0.0
 
 
 def _takes(cost: Cost, total: int) -> str:

@@ -11,7 +11,7 @@ def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
     prefill = (4000 - cached) / 4000 if prefill is None else prefill
     regret = terms.pop("regret", 0.0)
     seconds = {f"{name}_s": terms.pop(name) for name in ("queue", "restore", "interference") if name in terms}
-    congestion = prefill * (strain - 1)
+    congestion = (prefill + seconds.get("restore_s", 0.0)) * (strain - 1)
     total = sum(seconds.values()) + prefill + congestion + (regret or 0.0)
     return Cost(
         engine, prefill_s=prefill, congestion_s=congestion, regret_s=regret, total_s=total,
@@ -63,19 +63,25 @@ class TestHeld:
         placement = placed("e1", cost("e0", 3200, queue=0.4), cost("e1", 3200))
         assert why(placement).endswith("but 400 ms of prefill wait on e0")
 
+    def test_a_second_of_work_counts_for_what_it_costs_all(self):
+        for strain, said in (
+            (1.0, "2.0 s of prefill wait on e0"),
+            (4.0, "computing 4,000 tokens on e0 takes 1.0 s"),
+        ):
+            costs = cost("e0", queue=2.0, strain=strain), cost("e1", 3200, queue=0.5, strain=strain)
+            assert why(placed("e1", *costs, strain=strain)).endswith(said)
+
     def test_another_would_answer_sooner_and_hold_up_the_rest(self):
         costs = cost("e0", strain=4.0), cost("e1", 3200, queue=1.5, strain=4.0)
         placement = placed("e1", *costs, strain=4.0)
         assert why(placement) == (
             "e1 holds 3,200 of 4,000 tokens; e0 would answer sooner, in 1.0 s against 1.7 s, but would hold "
-            "up what comes after: computing 4,000 tokens costs 3.0 s more at 75% utilisation"
+            "up what comes after by 3.0 s, at 75% utilisation"
         )
 
     def test_another_would_answer_sooner_and_evict(self):
         placement = placed("e1", cost("e0", regret=2.5), cost("e1", 3200, queue=1.5, regret=0.1))
-        assert why(placement).endswith(
-            "sooner, in 1.0 s against 1.7 s, but would evict what takes 2.5 s to compute again"
-        )
+        assert why(placement).endswith("sooner, in 1.0 s against 1.7 s, but would evict what is worth 2.5 s")
 
 
 class TestReleased:
@@ -90,7 +96,7 @@ class TestReleased:
             ({"restore": 1.9}, "bringing back its KV there takes 1.9 s"),
             ({"prefill": 1.9}, "computing 800 tokens there takes 1.9 s"),
             ({"interference": 1.9}, "the streams there slow the prompt by 1.9 s"),
-            ({"regret": 1.9}, "making room there evicts what takes 1.9 s to compute again"),
+            ({"regret": 1.9}, "making room there evicts what is worth 1.9 s"),
         ],
     )
     def test_the_term_that_made_the_difference_is_named(self, terms, obstacle):
@@ -126,12 +132,19 @@ class TestGathered:
         )
 
     def test_what_all_share_and_what_one_computes(self):
-        placement = placed("e1", cost("e0", 1600), cost("e1", 3200, pending_tokens=1600))
+        placement = placed("e1", cost("e0", 2800), cost("e1", 3200, pending_tokens=400))
         assert reason_of(placement) is Reason.GATHERED
 
+    def test_what_several_compute(self):
+        costs = cost("e0", 3200, pending_tokens=3200, queue=1.0), cost("e1", 3200, pending_tokens=1616)
+        assert reason_of(placed("e1", *costs)) is Reason.GATHERED
+
     def test_a_little_that_pends_is_not_what_decided(self):
-        placement = placed("e1", cost("e0", 1584), cost("e1", 3200, pending_tokens=1600))
-        assert reason_of(placement) is Reason.HELD
+        for elsewhere, pending in ((3200, 16), (1584, 1600), (0, 0)):
+            placement = placed(
+                "e1", cost("e0", elsewhere, queue=1.0), cost("e1", 3200, pending_tokens=pending)
+            )
+            assert reason_of(placement) is Reason.HELD
 
 
 class TestSpread:
@@ -144,7 +157,7 @@ class TestSpread:
 
     def test_where_least_is_lost(self):
         placement = placed("e0", cost("e0"), cost("e1", regret=0.2))
-        assert why(placement).endswith("but making room on e1 evicts what takes 200 ms to compute again")
+        assert why(placement).endswith("but making room on e1 evicts what is worth 200 ms")
 
 
 class TestTies:
