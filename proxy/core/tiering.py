@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
 from statistics import median
 from typing import Generic, TypeVar
 
@@ -34,6 +33,8 @@ WIDTH = 2.0
 LEAST_SPREAD = 0.05
 # What leaves the GPU has to be worth less than half of what comes: both are estimates, and moving is work.
 MARGIN = 2.0
+# Entries of threads that came back before they were due, beside as many as there are threads.
+SPARE = 64
 # Ages at which prompts come back are known in half octaves.
 HALF_OCTAVE = 2**0.5 - 1
 
@@ -87,9 +88,8 @@ class Threads(Generic[Prompt]):
     def __init__(self) -> None:
         self._threads: OrderedDict[BlockHash, Thread[Prompt]] = OrderedDict()  # by last block, oldest first
         self._tokens = 0
-        self._opening: list[tuple[float, int, Thread[Prompt]]] = []
+        self._opening: list[tuple[float, BlockHash]] = []  # a heap, of threads that are gone, too
         self._due: dict[Thread[Prompt], float] = {}  # → when the window closes
-        self._serial = count()
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -114,9 +114,10 @@ class Threads(Generic[Prompt]):
         """The threads whose next turn is due and that were not brought back for it; first those that will not
         be due for long."""
         while self._opening and self._opening[0][0] <= now:
-            _, _, thread = heappop(self._opening)
-            window = thread.window
-            if window is not None and self._threads.get(thread.hashes[-1]) is thread:
+            _, last = heappop(self._opening)
+            thread = self._threads.get(last)
+            window = thread.window if thread is not None else None
+            if thread is not None and window is not None and window[0] <= now < window[1]:
                 self._due[thread] = window[1]
         open_ = [
             thread for thread, closes in self._due.items() if closes > now and thread.restored_on is None
@@ -139,9 +140,15 @@ class Threads(Generic[Prompt]):
         self._tokens += thread.n_tokens
         window = thread.window
         if window is not None:
-            heappush(self._opening, (window[0], next(self._serial), thread))
+            heappush(self._opening, (window[0], thread.hashes[-1]))
+        if len(self._opening) > 2 * len(self._threads) + SPARE:
+            self._sweep()
         while len(self._threads) > MAX_THREADS or self._tokens > MAX_TOKENS:
             self._drop(next(iter(self._threads.values())))
+
+    def _sweep(self) -> None:
+        windows = ((last, thread.window) for last, thread in self._threads.items())
+        self._opening = sorted((window[0], last) for last, window in windows if window is not None)
 
     def _drop(self, thread: Thread[Prompt]) -> None:
         del self._threads[thread.hashes[-1]]

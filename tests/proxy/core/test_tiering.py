@@ -169,6 +169,17 @@ class TestThreads:
         talk(threads, (0.0, 11.0, 22.0, 25.0))
         assert [each.prompt for each in threads.due(36.0)] == ["turn 3"]
 
+    def test_those_that_came_early_are_not_held_on_to(self):
+        threads = Threads()
+        last = talk(threads, [11.0 * n for n in range(500)])
+        assert len(threads._opening) <= 2 + tiering.SPARE
+        assert threads.due(last.ended + 10.0) == [last]
+
+    def test_one_that_is_found_late_is_not_due(self):
+        threads = Threads()
+        talk(threads, (0.0, 11.0, 22.0))
+        assert threads.due(40.0) == threads.lapsed(40.0) == []
+
     def test_one_that_was_brought_back_is_not_due_again(self):
         threads = Threads()
         last = talk(threads, (0.0, 11.0, 22.0))
