@@ -12,12 +12,15 @@ from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
 from proxy.api.errors import TABLE
+from proxy.core import demand, load, rates
 from proxy.fleet import Fleet
 from proxy.metrics import Metrics
+from proxy.reasons import Reason
 from proxy.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PLACEMENT = (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
 EMBEDDED = (ROOT / "docs" / "engines" / "embedded.md").read_text(encoding="utf-8")
 SOURCES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "proxy").rglob("*.py")}
 
@@ -96,3 +99,25 @@ def test_every_response_header():
     assert len(found) == 7
     for name in (*found, "x-request-id"):
         assert f"| `{name}` |" in table("Response headers")
+
+
+@pytest.mark.parametrize("reason", [*Reason])
+def test_every_reason_of_a_placement(reason):
+    assert f"| `{reason}` |" in PLACEMENT
+    assert f"`{reason}` (" in table("Metrics")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"the last {rates.WINDOW} samples",
+        f"the last {4 * rates.WINDOW} samples",
+        f"{rates.DEFAULT_PREFILL_TOK_S:,.0f} tokens a second",
+        f"{rates.OWN_PACE} times faster",
+        f"{demand.MIN_UTILISATION:.0%} at least",
+        f"{demand.MAX_UTILISATION:.0%} at most",
+        f"as streams for {load.REPORT_S:.0f} s",
+    ],
+)
+def test_constants_of_placement(said):
+    assert said in " ".join(PLACEMENT.split())

@@ -81,7 +81,7 @@ def _show_costs(
     table.padding = (0, 1, 0, 0)
     for term in ("cached", *_TERMS.values()):
         table.add_column(term, justify="right", no_wrap=True)
-    for cost in sorted(costs, key=lambda cost: cost["total_s"]):
+    for cost in sorted(costs, key=lambda cost: (cost["engine"] != chosen, cost["total_s"])):
         terms = (_milliseconds(cost[name]) for name in _TERMS)
         add_row(table, _bold(cost["engine"], cost["engine"] == chosen), f"{cost['cached_tokens']:,}", *terms)
     out.print(table)
