@@ -21,7 +21,7 @@ from typing import Protocol
 
 from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash, reusable_tokens
-from proxy.replay.cache import TieredCache
+from proxy.replay.cache import Taken, TieredCache
 from proxy.replay.trace import Request
 
 
@@ -216,14 +216,19 @@ class SimEngine:
         self._restored_at = now + host / model.restore_tok_s
         self._left = model.work(cached, chain.n_tokens)
         self._uncached = chain.n_tokens - cached
-        if taken.evicted:
-            self.evicted += len(taken.evicted)
-            if model.host_tokens:
-                listener.stored(self._position, Tier.HOST, taken.evicted)
-            listener.removed(self._position, Tier.GPU, taken.evicted)
-        if taken.gone:
-            listener.removed(self._position, Tier.HOST, taken.gone)
+        self._tell_evictions(taken)
         listener.started(now, self._position, request, cached - host, host)
+
+    def _tell_evictions(self, taken: Taken) -> None:
+        """Ends of prompts go first, but are told in the order of the prompt, which is quicker to follow."""
+        listener, evicted, gone = self._listener, taken.evicted[::-1], taken.gone[::-1]
+        self.evicted += len(evicted)
+        if evicted and self._model.host_tokens:
+            listener.stored(self._position, Tier.HOST, evicted)
+        if evicted:
+            listener.removed(self._position, Tier.GPU, evicted)
+        if gone:
+            listener.removed(self._position, Tier.HOST, gone)
 
     def _end_prefill(self, now: float, request: Request) -> None:
         self._current = None

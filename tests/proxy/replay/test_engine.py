@@ -68,7 +68,7 @@ class TestFifo:
             ask((7, 8), name=2),
             ask((1, 2), at=2.0, name=3),
         )
-        assert ("stored", "host", [2, 1]) in diary.lines
+        assert ("stored", "host", [1, 2]) in diary.lines
         # One block of the three was the tail's, so 1 and 2 had to go: 200 tokens at 10,000 a second.
         assert diary.of("started")[2] == ("started", 2.0, 3, 0, 200)
         assert diary.of("first")[2] == ("first", 2.07, 3)
