@@ -51,7 +51,7 @@ def lost(policy):
     policy.stored(0, Tier.GPU, [1])
     prompt = ask([1, *range(91, 100)], tail=0)
     assert answered(policy, prompt) == 0
-    policy._placer.demand._returns = [1.0] * len(policy._placer.demand._returns)
+    policy._placer.demand._returns = [0.9] * len(policy._placer.demand._returns)
 
 
 def congestion(policy):
