@@ -28,8 +28,9 @@ MAX_TOKENS = 4_000_000
 # A rhythm is told by the last gaps between turns, and not before there are some.
 GAPS = 8
 MIN_GAPS = 2
-# A window reaches this many spreads to both sides of the usual gap; nothing is more regular than 5% of it.
-WIDTH = 2.0
+# A window reaches three median deviations to both sides of the usual gap, which are two standard deviations
+# of what is normal; nothing is more regular than 5% of it.
+WIDTH = 3.0
 LEAST_SPREAD = 0.05
 # What leaves the GPU has to be worth less than half of what comes: both are estimates, and moving is work.
 MARGIN = 2.0

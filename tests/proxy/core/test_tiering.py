@@ -33,14 +33,14 @@ class TestWindow:
         assert thread(gaps).window is None
 
     def test_it_lies_around_the_usual_gap(self):
-        assert thread((10.0, 10.0, 10.0), ended=100.0).window == (109.0, 111.0)
+        assert thread((10.0, 10.0, 10.0), ended=100.0).window == (108.5, 111.5)
 
     def test_it_is_as_wide_as_the_gaps_are_spread(self):
-        assert thread((8.0, 10.0, 12.0)).window == (6.0, 14.0)
-        assert thread((1.0, 10.0, 30.0)).window == (0.0, 28.0)
+        assert thread((8.0, 10.0, 12.0)).window == (4.0, 16.0)
+        assert thread((1.0, 10.0, 30.0)).window == (0.0, 37.0)
 
     def test_one_odd_gap_changes_little(self):
-        assert thread((10.0, 10.0, 10.0, 10.0, 9000.0)).window == (9.0, 11.0)
+        assert thread((10.0, 10.0, 10.0, 10.0, 9000.0)).window == (8.5, 11.5)
 
 
 class TestChance:
@@ -143,12 +143,12 @@ class TestThreads:
     def test_each_is_due_in_its_window_and_lapses_once(self):
         threads = Threads()
         last = talk(threads, (0.0, 11.0, 22.0))  # again at 33
-        assert threads.due(31.9) == []
-        assert threads.due(32.0) == [last]
-        assert threads.closes(last) == 34.0
-        assert threads.lapsed(33.9) == []
-        assert threads.due(34.0) == []
-        assert threads.lapsed(34.0) == [last]
+        assert threads.due(31.4) == []
+        assert threads.due(31.5) == [last]
+        assert threads.closes(last) == 34.5
+        assert threads.lapsed(34.4) == []
+        assert threads.due(34.5) == []
+        assert threads.lapsed(34.5) == [last]
         assert threads.lapsed(35.0) == []
 
     def test_those_that_close_first_come_first(self):
@@ -185,7 +185,7 @@ class TestThreads:
         last = talk(threads, (0.0, 11.0, 22.0))
         threads.due(32.0)[0].restored_on = "a"
         assert threads.due(32.5) == []
-        assert threads.lapsed(34.0) == [last]
+        assert threads.lapsed(34.5) == [last]
 
 
 class TestChoose:
