@@ -77,7 +77,7 @@ class Reply:
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
         self.complete = chunk.endswith(_STREAM_END)
-        self.events += chunk.count(_EVENT_END) + chunk.count(_EVENT_END_CR)
+        self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self, chunk: bytes = b"") -> None:
