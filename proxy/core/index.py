@@ -168,11 +168,15 @@ class PrefixIndex:
             stored += blocks
         return stored
 
-    def _clear(self, engine: str, bits: int, blocks: tuple[BlockHash, ...]) -> None:
+    def _clear(self, engine: str, bits: int, hashes: tuple[BlockHash, ...]) -> None:
         """Clears some of the engine's four bits."""
         shift, counts = self._shifts[engine], self._counts[engine]
-        for bit, lost in self._locations.clear(bits << shift, blocks).items():
-            counts[bit.bit_length() - 1 - shift] -= lost
+        for gone, blocks in self._locations.clear(bits << shift, hashes).items():
+            left = gone >> shift
+            while left:
+                bit = left & -left
+                counts[bit.bit_length() - 1] -= blocks
+                left -= bit
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
         """For each engine that holds the first block of a chain, how far its copy of the chain reaches."""

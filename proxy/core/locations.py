@@ -90,9 +90,10 @@ class Locations:
             at += blocks
         return added
 
-    def clear(self, bits: int, blocks: tuple[BlockHash, ...]) -> Counter[int]:
-        """Clears location bits of blocks, of whatever chains. Returns for each bit how many had it."""
-        parts, lost, at = self._parts, Counter[int](), 0
+    def clear(self, bits: int, blocks: tuple[BlockHash, ...]) -> dict[int, int]:
+        """Clears location bits of blocks, of whatever chains. Returns how many lost which bits."""
+        parts, at = self._parts, 0
+        lost: dict[int, int] = {}
         while at < len(blocks):
             block = blocks[at]
             segment = parts[block >> _PART].get(block)
@@ -107,10 +108,9 @@ class Locations:
 
     def clear_all(self, bits: int) -> None:
         """Clears location bits of every block."""
-        lost = Counter[int]()
         for each in self._segments:
             for segment in [s for s in each if any(mask & bits for mask in s.masks)]:
-                self._take(segment, 0, len(segment.hashes), bits, lost)
+                self._take(segment, 0, len(segment.hashes), bits, {})
 
     def _insert(self, chain: tuple[BlockHash, ...], at: int, mask: int, after: BlockHash | None) -> int:
         """Puts unknown blocks of the chain from `at` on into one segment; returns how many."""
@@ -133,37 +133,37 @@ class Locations:
             return None
         return segment if len(segment.hashes) < SEGMENT_BLOCKS else None
 
-    def _take(self, segment: Segment, start: int, end: int, bits: int, lost: Counter[int]) -> None:
+    def _take(self, segment: Segment, start: int, end: int, bits: int, lost: dict[int, int]) -> None:
         """Clears location bits of blocks of a segment; those that lie nowhere leave it."""
-        any_lost = 0
-        for mask, begin, stop in segments.runs(segment, start, end):
+        # From behind, where places stay what they are when something goes.
+        for mask, begin, stop in segments.runs(segment, start, end)[::-1]:
             gone = mask & bits
-            any_lost |= gone
-            while gone:
-                bit = gone & -gone
-                lost[bit] += stop - begin
-                gone -= bit
-        if any_lost:
-            segments.change(segment, start, end, off=bits)
-            if 0 in segment.masks:
-                self._bury(segment)
+            if gone:
+                lost[gone] = lost.get(gone, 0) + stop - begin
+                if gone == mask:
+                    self._bury(segment, begin, stop)
+                else:
+                    segments.change(segment, begin, stop, off=bits)
 
-    def _bury(self, segment: Segment) -> None:
-        """Takes out the blocks of the segment that lie nowhere; what is left beyond them moves to others."""
-        parts = self._parts
-        for mask, start, end in segments.runs(segment, 0, len(segment.hashes)):
-            if not mask:
-                for block in segment.hashes[start:end]:
-                    del parts[block >> _PART][block]
-        pieces = segments.living(segment)
-        if not pieces:
+    def _bury(self, segment: Segment, start: int, end: int) -> None:
+        """Takes blocks out of the segment, and of the index; those behind them move to another segment."""
+        parts, size = self._parts, len(segment.hashes)
+        for block in segment.hashes[start:end]:
+            del parts[block >> _PART][block]
+        if start:
+            if end < size:
+                self._move(segments.cut(segment, end, size))
+            segments.keep(segment, 0, start)
+        elif end < size:
+            segments.keep(segment, end, size)
+        else:
             self._set_of(segment).remove(segment)
-            return
-        segment.hashes, segment.masks, segment.ends = pieces[0].hashes, pieces[0].masks, pieces[0].ends
-        for piece in pieces[1:]:
-            self._set_of(piece).add(piece)
-            for block in piece.hashes:
-                parts[block >> _PART][block] = piece
+
+    def _move(self, segment: Segment) -> None:
+        """The blocks of the segment are in this one now."""
+        self._set_of(segment).add(segment)
+        for block in segment.hashes:
+            self._parts[block >> _PART][block] = segment
 
     def _set_of(self, segment: Segment) -> set[Segment]:
         return self._segments[id(segment) // 16 % _SETS]

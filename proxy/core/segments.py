@@ -42,7 +42,8 @@ def new(hashes: tuple[BlockHash, ...], mask: int) -> Segment:
 def extend(segment: Segment, hashes: tuple[BlockHash, ...]) -> None:
     """More blocks, that lie where the last one does."""
     segment.hashes += hashes
-    segment.ends = (*segment.ends[:-1], len(segment.hashes))
+    ends = segment.ends
+    segment.ends = _WHOLE[len(segment.hashes)] if len(ends) == 1 else (*ends[:-1], len(segment.hashes))
 
 
 def position(segment: Segment, block: BlockHash) -> int:
@@ -73,7 +74,7 @@ def equal(segment: Segment, start: int, blocks: tuple[BlockHash, ...], at: int) 
     """As `agreed`, of blocks that need not be a chain."""
     mine = segment.hashes
     most = min(len(mine) - start, len(blocks) - at)
-    if mine[start : start + most] == blocks[at : at + most]:
+    if most == 1 or mine[start : start + most] == blocks[at : at + most]:
         return most
     return next(n for n in range(1, most) if mine[start + n] != blocks[at + n])
 
@@ -108,16 +109,18 @@ def change(segment: Segment, start: int, end: int, on: int = 0, off: int = 0) ->
     segment.ends = tuple(ends) if len(ends) > 1 else _WHOLE[at]
 
 
-def living(segment: Segment) -> list[Segment]:
-    """The blocks that lie anywhere, as segments: what is between those that lie nowhere."""
-    pieces, hole = list[Segment](), True
-    for mask, start, end in runs(segment, 0, len(segment.hashes)):
-        if mask and hole:
-            pieces.append(new(segment.hashes[start:end], mask))
-        elif mask:
-            piece = pieces[-1]
-            piece.hashes += segment.hashes[start:end]
-            piece.masks += (mask,)
-            piece.ends += (len(piece.hashes),)
-        hole = not mask
-    return pieces
+def cut(segment: Segment, start: int, end: int) -> Segment:
+    """The blocks between two places as a segment of their own."""
+    if len(segment.masks) == 1:
+        return Segment(segment.hashes[start:end], segment.masks, _WHOLE[end - start])
+    masks, _, stops = zip(*runs(segment, start, end), strict=True)
+    return Segment(segment.hashes[start:end], masks, tuple([stop - start for stop in stops]))
+
+
+def keep(segment: Segment, start: int, end: int) -> None:
+    """Leaves the segment the blocks between two places alone."""
+    if len(segment.masks) == 1:
+        segment.hashes, segment.ends = segment.hashes[start:end], _WHOLE[end - start]
+        return
+    part = cut(segment, start, end)
+    segment.hashes, segment.masks, segment.ends = part.hashes, part.masks, part.ends

@@ -14,8 +14,8 @@ from proxy.core.segments import SEGMENT_BLOCKS
 
 ROOT = namespace_root("m")
 LONG = extend(ROOT, array("i", range(1000)), None, 4)
-DEPTH = 6
-# Every chain of six blocks, of two kinds of token.
+DEPTH = 7
+# Every chain of seven blocks, of two kinds of token.
 CHAINS = [extend(ROOT, array("i", tokens), None, 1) for tokens in product((0, 1), repeat=DEPTH)]
 BLOCKS = sorted({block for chain in CHAINS for block in chain})
 
@@ -39,7 +39,7 @@ def check(where):
 
 
 class LocationsMachine(RuleBasedStateMachine):
-    """Against a dict of blocks. Segments are of three blocks at most, so that chains have several."""
+    """Against a dict of blocks. Segments are of five blocks at most, so that chains have several."""
 
     bits = st.sampled_from([1, 2, 4])
     chains = st.sampled_from(CHAINS)
@@ -48,7 +48,7 @@ class LocationsMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(locations, "SEGMENT_BLOCKS", 3)
+        self.patch.setattr(locations, "SEGMENT_BLOCKS", 5)
         self.where, self.masks = Locations(), Counter()
 
     def teardown(self):
@@ -75,8 +75,9 @@ class LocationsMachine(RuleBasedStateMachine):
     def clear(self, bits, blocks):
         lost = Counter()
         for block in blocks:
-            lost.update(bit for bit in (1, 2, 4) if self.masks[block] & bit & bits)
+            lost[self.masks[block] & bits] += 1
             self.masks[block] &= ~bits
+        del lost[0]
         assert self.where.clear(bits, tuple(blocks)) == lost
 
     @rule(bits=st.sampled_from([1, 6]))
@@ -143,3 +144,13 @@ def test_a_segment_goes_on_only_where_its_end_lies(where):
     where.mark(2, LONG[3:5], LONG[2])
     where.mark(1, LONG[5:6], LONG[3])
     assert {segment.hashes for segment in segments_of(where)} == {LONG[:3], LONG[3:5], LONG[5:6]}
+
+
+def test_what_goes_from_several_places_at_once_leaves_the_rest(where):
+    where.mark(1, LONG[:9])
+    where.mark(2, LONG[2:3])
+    where.mark(2, LONG[5:9])
+    assert where.clear(1, LONG[:9]) == {1: 9}
+    check(where)
+    assert {segment.hashes for segment in segments_of(where)} == {LONG[2:3], LONG[5:9]}
+    assert [where.get(block) for block in LONG[:9]] == [0, 0, 2, 0, 0, 2, 2, 2, 2]

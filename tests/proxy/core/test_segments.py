@@ -40,18 +40,16 @@ def test_runs_and_changes_are_those_of_single_blocks(masks, data):
     ]
 
 
-@given(st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=12))
-def test_what_lies_somewhere_lives_on_in_pieces(masks):
+@given(MASKS, st.data())
+def test_a_part_is_a_segment_of_its_own(masks, data):
     segment = of(masks)
-    pieces = [list(zip(piece.hashes, spelled(piece), strict=True)) for piece in segments.living(segment)]
-    expected, hole = [], True
-    for block, mask in zip(segment.hashes, masks, strict=True):
-        if mask and hole:
-            expected.append([])
-        if mask:
-            expected[-1].append((block, mask))
-        hole = not mask
-    assert pieces == expected
+    start = data.draw(st.integers(0, len(masks) - 1))
+    end = data.draw(st.integers(start + 1, len(masks)))
+    part = segments.cut(segment, start, end)
+    assert (part.hashes, spelled(part)) == (segment.hashes[start:end], masks[start:end])
+    assert spelled(segment) == masks
+    segments.keep(segment, start, end)
+    assert (segment.hashes, spelled(segment)) == (part.hashes, masks[start:end])
 
 
 @given(st.integers(1, 20), st.integers(0, 19), st.integers(1, 25), st.data())
