@@ -110,8 +110,15 @@ def _of_the_sooner(sooner: Cost, placement: Placement) -> str:
     chosen = placement.chosen
     times = f"{_s(first_token_s(sooner))} against {_s(first_token_s(chosen))}"
     said = f"{sooner.engine} would answer sooner, in {times}, but would"
-    if _regret_s(sooner) - _regret_s(chosen) > sooner.congestion_s - chosen.congestion_s:
+    price_s, dearest = max(
+        (sooner.congestion_s - chosen.congestion_s, "congestion"),
+        (_regret_s(sooner) - _regret_s(chosen), "regret"),
+        (sooner.later_s - chosen.later_s, "later"),
+    )
+    if dearest == "regret":
         return f"{said} evict what is worth {_s(_regret_s(sooner))}"
+    if dearest == "later":
+        return f"{said} make the next turns wait {_s(price_s)} longer, as it is busier"
     busy = f"at {utilisation_of(placement):.0%} utilisation"
     return f"{said} hold up what comes after by {_s(sooner.congestion_s)}, {busy}"
 
@@ -133,6 +140,10 @@ def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
         (
             rival.interference_s - chosen.interference_s,
             f"the streams {place} slow the prompt by {_s(rival.interference_s)}",
+        ),
+        (
+            rival.later_s - chosen.later_s,
+            f"the next turns would wait {_s(rival.later_s)} {place}",
         ),
         (
             _regret_s(rival) - _regret_s(chosen),

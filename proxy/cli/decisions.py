@@ -14,8 +14,9 @@ _TERMS = {
     "queue_s": "queue",
     "restore_s": "restore",
     "prefill_s": "prefill",
-    "interference_s": "interf.",
-    "congestion_s": "congest.",
+    "interference_s": "decode",
+    "congestion_s": "others",
+    "later_s": "later",
     "regret_s": "regret",
     "total_s": "total",
 }

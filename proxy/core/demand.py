@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from math import exp, log2
+from math import log2
 
 from proxy.core.blocks import BlockHash, Chain
+from proxy.core.recent import WINDOW_S, Recent
 
 # Prompts whose return is waited for; older ones are taken not to come back.
 MAX_PROMPTS = 50_000
@@ -24,8 +25,6 @@ PRIOR = 0.3
 # Prompts after which what was learned counts half: what people ask for changes.
 HALF_LIFE = 2000
 REFRESH = 16
-# Utilisation is that of the last minutes: long enough to see many prompts, short enough to follow the day.
-BUSY_WINDOW_S = 120.0
 # Work is never free: of two ways that take about as long, the one that computes less leaves more to others.
 MIN_UTILISATION = 0.1
 # Beyond so many turns things will have changed.
@@ -44,11 +43,12 @@ class Demand:
         self._returns = [PRIOR] * AGES
         self._until_refresh = REFRESH
         self._until_half = HALF_LIFE
-        self._tokens = self._counted = 0.0
+        self._tokens, self._squares = Recent(), Recent()
 
     def asked(self, now: float, chain: Chain, computed: int) -> None:
         """A prompt was placed, `computed` tokens of which are to be computed."""
-        self._note_work(now, computed)
+        self._tokens.add(now, computed)
+        self._squares.add(now, computed * computed)
         hashes = chain.hashes
         if not hashes:
             return
@@ -77,12 +77,14 @@ class Demand:
     def utilisation(self, now: float, tokens_s: float) -> float:
         """Share of their time that engines compute prompts, lately, which compute so many tokens per second
         together; MIN_UTILISATION to MAX_UTILISATION."""
-        tokens = self._tokens * exp((self._counted - now) / BUSY_WINDOW_S)
-        return min(max(tokens / (tokens_s * BUSY_WINDOW_S), MIN_UTILISATION), MAX_UTILISATION)
+        busy = self._tokens.sum(now) / (tokens_s * WINDOW_S)
+        return min(max(busy, MIN_UTILISATION), MAX_UTILISATION)
 
-    def _note_work(self, now: float, tokens: int) -> None:
-        self._tokens = self._tokens * exp((self._counted - now) / BUSY_WINDOW_S) + tokens
-        self._counted = now
+    def rest(self, now: float) -> float:
+        """Tokens left of a prefill that a prompt finds under way, on average: long ones are found more often,
+        E[n²] / 2E[n]."""
+        tokens = self._tokens.sum(now)
+        return self._squares.sum(now) / (2 * tokens) if tokens else 0.0
 
     def _refresh(self) -> None:
         self._until_refresh = REFRESH

@@ -1,12 +1,13 @@
 """Placement: the choice of an engine, with its reasons.
 
-    cost = queue + interference + (restore + prefill + lost) / (1 - utilisation)
+    cost = queue + interference + (restore + prefill + lost) / (1 - utilisation) + later
 
 in seconds, lowest wins. Queue, interference, restore and prefill are the request's own wait for its first
 token. Every second of restore and prefill is also a second that those who come after wait for, the more of
 them the busier the engines are: in a queue of utilisation ρ, work delays others by ρ / (1 - ρ) of itself. The
-same holds for what the placement brings about later, by evicting what will be asked for again: `lost`. That
-is the whole rule; copies of a hot prefix are made when queues pay for them, and not before. Ties go to the
+same holds for what the placement brings about by evicting what will be asked for again: `lost`. And where a
+prompt is now, its next turns will be: `later` is what they will wait there, for prefills of others that they
+find under way, which keeps conversations apart that only begin alike. That is the whole rule. Ties go to the
 engine that served the session before, then to the one with the most free cache, then to the one whose last
 turn is longest ago.
 
@@ -54,6 +55,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             stands in place of what would follow from `match` and the rates.
         complete: False when the engine may hold blocks that nothing told of.
         is_last: it served this session before.
+        busy: share of its time that it computes prompts.
     """
 
     engine: str
@@ -69,6 +71,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     forecast: Forecast | None = None
     complete: bool = True
     is_last: bool = False
+    busy: float = 0.0
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
@@ -81,6 +84,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         prefill_s: to compute the rest.
         interference_s: what streams that decode add to that.
         congestion_s: what those that come after wait for it.
+        later_s: what its own next turns will wait there for prompts of others.
         regret_s: what it evicts and will be asked for again costs; None where it was not looked at, because
             the engine is dearer than others without it.
         total_s: the sum.
@@ -101,6 +105,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     prefill_s: float = 0.0
     interference_s: float = 0.0
     congestion_s: float = 0.0
+    later_s: float = 0.0
     regret_s: float | None = None
     total_s: float = 0.0
     cached_tokens: int = 0
@@ -157,12 +162,14 @@ class Outlook:
         strain: seconds that all wait in the end for a second of prefill, 1 / (1 - utilisation).
         returns: seconds idle → how likely a prompt is asked for again.
         turns: how often a prompt is asked for from now on.
+        rest_s: left of a prefill that a prompt finds under way.
     """
 
     now: float
     strain: float
     returns: Callable[[float], float]
     turns: float = 1.0
+    rest_s: float = 0.0
 
 
 # Nothing else runs, and nothing comes back.
@@ -175,11 +182,11 @@ def predict(chain: Chain, match: Match, tokens_per_block: int) -> int:
     return min(held, reusable_tokens(chain.n_tokens, tokens_per_block))
 
 
-def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
+def cost_of(candidate: Candidate, chain: Chain, outlook: Outlook = CALM) -> Cost:
     """The terms of the cost rule for one engine, but for what is regretted."""
     foreseen, load, rates = candidate.forecast, candidate.load, candidate.rates
     if foreseen is not None:
-        return _foreseen(candidate, foreseen, strain)
+        return _foreseen(candidate, foreseen, outlook)
     cached = host = disk = pending = 0
     restore_s = 0.0
     match = candidate.match
@@ -191,7 +198,8 @@ def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
         restore_s = rates.restore_s(host, disk) if host or disk else 0.0
     queue_s, prefill_s = load.queue_s, rates.prefill_s(chain.n_tokens - cached)
     interference_s = prefill_s * rates.pool.interference * load.decoding
-    congestion_s = (restore_s + prefill_s) * (strain - 1)
+    congestion_s = (restore_s + prefill_s) * (outlook.strain - 1)
+    later_s = (outlook.turns - 1) * candidate.busy * outlook.rest_s
     return Cost(
         candidate.engine,
         queue_s,
@@ -199,8 +207,9 @@ def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
         prefill_s,
         interference_s,
         congestion_s,
+        later_s,
         None,
-        queue_s + restore_s + prefill_s + interference_s + congestion_s,
+        queue_s + restore_s + prefill_s + interference_s + congestion_s + later_s,
         cached,
         host,
         disk,
@@ -212,8 +221,9 @@ def cost_of(candidate: Candidate, chain: Chain, strain: float = 1.0) -> Cost:
     )
 
 
-def _foreseen(candidate: Candidate, forecast: Forecast, strain: float) -> Cost:
-    congestion_s = (forecast.restore_s + forecast.prefill_s) * (strain - 1)
+def _foreseen(candidate: Candidate, forecast: Forecast, outlook: Outlook) -> Cost:
+    congestion_s = (forecast.restore_s + forecast.prefill_s) * (outlook.strain - 1)
+    later_s = (outlook.turns - 1) * candidate.busy * outlook.rest_s
     own_s = forecast.wait_s + forecast.restore_s + forecast.prefill_s + forecast.interference_s
     return Cost(
         engine=candidate.engine,
@@ -222,7 +232,8 @@ def _foreseen(candidate: Candidate, forecast: Forecast, strain: float) -> Cost:
         prefill_s=forecast.prefill_s,
         interference_s=forecast.interference_s,
         congestion_s=congestion_s,
-        total_s=own_s + congestion_s,
+        later_s=later_s,
+        total_s=own_s + congestion_s + later_s,
         cached_tokens=forecast.cached_tokens,
         in_flight=candidate.load.in_flight,
         free_blocks=candidate.free_blocks,
@@ -233,8 +244,7 @@ def _foreseen(candidate: Candidate, forecast: Forecast, strain: float) -> Cost:
 
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
     """The engine that costs least. `candidates` is not empty."""
-    strain = outlook.strain
-    costs = [cost_of(candidate, chain, strain) for candidate in candidates]
+    costs = [cost_of(candidate, chain, outlook) for candidate in candidates]
     order = [(cost.total_s, cost.turn, at) for at, cost in enumerate(costs)]
     order.sort()
     least, looked_at = inf, list[int]()
@@ -256,7 +266,7 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
         rule="lowest cost",
         firm=_is_firm(candidates[best]),
         gpu_tokens=_on_gpu(candidates[best], costs[best], chain),
-        strain=strain,
+        strain=outlook.strain,
     )
 
 

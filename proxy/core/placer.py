@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_adapter.hold import Forecast
 from proxy.core.blocks import Chain
@@ -20,6 +20,7 @@ from proxy.core.index import Match, PrefixIndex
 from proxy.core.load import EngineLedger, Work
 from proxy.core.placement import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
 from proxy.core.rates import EngineRates, PoolRates
+from proxy.core.recent import WINDOW_S, Recent
 from proxy.core.residents import Residents
 
 # Conversations of which it is known where they were last: more than are going on at a time.
@@ -41,6 +42,7 @@ class Seat:
         host_blocks: likewise of its host tier; 0 where it has none.
         turn: the number of the placement that it was last chosen in, 0 for none.
         epoch: of the rates that its ledger is in.
+        computed: tokens it was given to compute lately.
     """
 
     engine: str
@@ -53,6 +55,7 @@ class Seat:
     host_blocks: int
     turn: int = 0
     epoch: int = 0
+    computed: Recent = field(default_factory=Recent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +163,7 @@ class Placer:
             forecast,
             complete,
             is_last,
+            seat.computed.sum(now) / (seat.rates.prefill_tok_s * WINDOW_S),
         )
 
     def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
@@ -172,7 +176,8 @@ class Placer:
         """What a placement on one of them costs others now."""
         typical_engines = sum(1 / candidate.rates.pace for candidate in candidates)
         utilisation = self.demand.utilisation(now, self.rates.prefill_tok_s * typical_engines)
-        return Outlook(now, 1 / (1 - utilisation), self.demand.returns, self.demand.turns)
+        demand, rest_s = self.demand, self.rates.prefill_s(round(self.demand.rest(now)))
+        return Outlook(now, 1 / (1 - utilisation), demand.returns, demand.turns, rest_s)
 
     # --- requests ----------------------------------------------------------------------------------
 
@@ -191,6 +196,7 @@ class Placer:
         seat.turn = self._turn
         if session is not None:
             self._note(session, seat.engine)
+        seat.computed.add(now, work.computed)
         if chain is not None:
             self.demand.asked(now, chain, work.computed)
             self.index.add_pending(placement.engine, chain.hashes)

@@ -6,6 +6,7 @@ goes on as it is: the engine it chose is placed on by the full rule.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash, Chain
 from proxy.core.index import Match
-from proxy.core.placement import Candidate, Outlook, Placement, place
+from proxy.core.placement import Candidate, Placement, place
 from proxy.core.placer import Placer, Ticket
 from proxy.replay.policy import Choice, EngineTruth, Fleet
 from proxy.replay.trace import Request
@@ -36,7 +37,11 @@ def _no_interference(candidate: Candidate) -> Candidate:
 
 
 def _no_lost(candidate: Candidate) -> Candidate:
-    return replace(candidate, residents=None)
+    return replace(candidate, residents=None, on_gpu=None)
+
+
+def _no_later(candidate: Candidate) -> Candidate:
+    return replace(candidate, busy=0.0)
 
 
 _CANDIDATES: Mapping[str, Callable[[Candidate], Candidate]] = {
@@ -44,6 +49,7 @@ _CANDIDATES: Mapping[str, Callable[[Candidate], Candidate]] = {
     "restore": _no_restore,
     "interference": _no_interference,
     "lost": _no_lost,
+    "later": _no_later,
 }
 # Terms that can be left out. `congestion` is the division by 1 - utilisation; `pending` what requests in
 # flight are about to leave behind.
@@ -106,8 +112,8 @@ class Kvpin:
         """The decision; of an ablation, the full rule's word on the engine that was chosen without a term."""
         placer = self._placer
         if self._without == "congestion":
-            outlook = placer.outlook(now, candidates)
-            altered = place(candidates, chain, Outlook(now, 1.0, outlook.returns, outlook.turns))
+            calm = dataclasses.replace(placer.outlook(now, candidates), strain=1.0)
+            altered = place(candidates, chain, calm)
         elif self._alter is not None:
             altered = placer.place(now, [self._alter(candidate) for candidate in candidates], chain)
         else:

@@ -7,12 +7,12 @@ WHY = "e1 holds 3,200 of [4,000] tokens, but 1.9 s of prefill wait there"
 
 
 def cost(engine, **terms):
-    names = ("queue_s", "restore_s", "prefill_s", "interference_s", "congestion_s", "regret_s", "total_s")
-    return dict.fromkeys(names, 0.0) | {"engine": engine, "cached_tokens": 0, "in_flight": 0} | terms
+    names = ("queue", "restore", "prefill", "interference", "congestion", "later", "regret", "total")
+    return {f"{name}_s": 0.0 for name in names} | {"engine": engine, "cached_tokens": 0, "in_flight": 0} | terms
 
 
 COSTS = [
-    cost("e1", cached_tokens=131_072, queue_s=123.4564, prefill_s=0.2, regret_s=None, total_s=124.5),
+    cost("e1", cached_tokens=131_072, queue_s=23.4564, prefill_s=0.2, regret_s=None, total_s=24.5),
     cost("tensorrt_llm-12", prefill_s=1.0, congestion_s=3.0, total_s=4.0, interference_s=0.0042),
 ]
 DECISION = {"rule": "lowest cost", "why": WHY, "utilisation": 0.75, "strain": 4.0}
@@ -36,10 +36,10 @@ def test_every_term_fits_into_eighty_columns(narrow, capsys):
     decisions.show_route(ROUTE)
     output = capsys.readouterr().out
     lines = [line.split() for line in output.splitlines()]
-    columns = ["engine", "cached", "queue", "restore", "prefill", "interf.", "congest.", "regret", "total"]
+    columns = ["engine", "cached", "queue", "restore", "prefill", "decode", "others", "later", "regret", "total"]
     assert lines[2] == columns
-    assert lines[3] == ["tensorrt_llm-12", "0", "0", "0", "1,000", "4.2", "3,000", "0", "4,000"]
-    assert lines[4] == ["e1", "131,072", "123,456", "0", "200", "0", "0", "–", "124,500"]
+    assert lines[3] == ["tensorrt_llm-12", "0", "0", "0", "1,000", "4.2", "3,000", "0", "0", "4,000"]
+    assert lines[4] == ["e1", "131,072", "23,456", "0", "200", "0", "0", "0", "–", "24,500"]
     assert max(map(len, output.splitlines())) <= 80
     assert "75% utilisation, prefill counts 4.0 times" in output
     assert output.replace("\n", "").startswith(f"tensorrt_llm-12: {WHY}".replace("\n", ""))

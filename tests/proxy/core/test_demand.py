@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from proxy.core import demand as module
 from proxy.core.blocks import Chain
 from proxy.core.demand import (
-    BUSY_WINDOW_S,
     HALF_LIFE,
     MAX_TURNS,
     MAX_UTILISATION,
@@ -15,6 +14,7 @@ from proxy.core.demand import (
     Demand,
     goes_on_from,
 )
+from proxy.core.recent import WINDOW_S
 
 
 @pytest.fixture
@@ -113,14 +113,21 @@ class TestUtilisation:
             demand.asked(float(second), Chain((), 800, 16), 800)
             shares.append(demand.utilisation(float(second), 1000.0))
         assert shares == sorted(shares)
-        assert shares[int(BUSY_WINDOW_S)] == pytest.approx(0.8 * (1 - 1 / 2.718), rel=0.02)
+        assert shares[int(WINDOW_S)] == pytest.approx(0.8 * (1 - 1 / 2.718), rel=0.02)
         assert shares[-1] == pytest.approx(0.8, rel=0.02)
-        assert demand.utilisation(599.0 + BUSY_WINDOW_S, 1000.0) == pytest.approx(
-            shares[-1] / 2.718, rel=0.01
-        )
+        assert demand.utilisation(599.0 + WINDOW_S, 1000.0) == pytest.approx(shares[-1] / 2.718, rel=0.01)
         assert demand.utilisation(599.0, 2000.0) == pytest.approx(shares[-1] / 2)
         assert demand.utilisation(9999.0, 1000.0) == MIN_UTILISATION
 
     def test_of_too_much_work_is_not_infinite(self, demand):
         demand.asked(0.0, Chain((), 1, 16), 10**9)
         assert demand.utilisation(0.0, 1000.0) == MAX_UTILISATION
+
+
+def test_a_prefill_that_is_found_under_way_is_longer_than_most(demand):
+    assert demand.rest(0.0) == 0.0
+    for name in range(10):
+        demand.asked(0.0, prompt(name), 100)
+    assert demand.rest(0.0) == pytest.approx(50.0)
+    demand.asked(0.0, prompt(10), 9000)
+    assert demand.rest(5.0) == pytest.approx((10 * 100**2 + 9000**2) / (2 * 10_000))

@@ -74,17 +74,25 @@ class TestTerms:
     def test_without_what_is_lost(self):
         match = Match(gpu=10, host=5, disk=3, pending=2)
         told = candidate(
-            match=match, queue_s=0.5, decoding=2, in_flight=3, interference=0.05, free_blocks=7, turn=9
+            match=match,
+            queue_s=0.5,
+            decoding=2,
+            in_flight=3,
+            interference=0.05,
+            free_blocks=7,
+            turn=9,
+            busy=0.25,
         )
-        assert cost_of(told, prompt(1000), strain=3.0) == Cost(
+        assert cost_of(told, prompt(1000), Outlook(0.0, 3.0, CALM.returns, 5.0, 2.0)) == Cost(
             engine="a",
             queue_s=0.5,
             restore_s=pytest.approx(80 / 10_000 + 48 / (10_000 / 3)),
             prefill_s=pytest.approx(0.68),
             interference_s=pytest.approx(0.68 * 0.05 * 2),
             congestion_s=pytest.approx((0.0224 + 0.68) * 2),
+            later_s=pytest.approx(4 * 0.25 * 2.0),
             regret_s=None,
-            total_s=pytest.approx(0.5 + 0.068 + (0.0224 + 0.68) * 3),
+            total_s=pytest.approx(0.5 + 0.068 + (0.0224 + 0.68) * 3 + 2.0),
             cached_tokens=320,
             host_tokens=80,
             disk_tokens=48,
