@@ -1,0 +1,88 @@
+"""What the engines of `core_speed.py` hold, and the prompts they are asked for. Standard library alone, since
+the peer that is measured beside kvpin runs in an environment of its own."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+TOKENS_PER_BLOCK = 16
+SYSTEM_TOKENS = 2048
+FILLER_TOKENS = 8192
+# Shares of a prompt that one engine after the other holds.
+SHARES = (0.9, 0.75, 0.5, 0.25)
+# Requests in flight on each engine.
+IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Full engines. All hold the system prompt; of each prompt that is asked for one holds most, three others
+    less; the rest is what nobody asks for now.
+
+    Attributes:
+        name: for people.
+        engines: how many.
+        prompt_tokens: of each prompt that is asked for.
+        prompts: how many of those.
+        engine_tokens: what each engine holds.
+    """
+
+    name: str
+    engines: int
+    prompt_tokens: int
+    prompts: int
+    engine_tokens: int = 524_288
+
+    def prompt(self, at: int) -> array[int]:
+        """A prompt that is asked for."""
+        return _tokens(("prompt", at), self.prompt_tokens)
+
+    def request(self, at: int) -> array[int]:
+        """A prompt that is in flight, and of which nobody holds more than the system prompt."""
+        return _tokens(("in flight", at), FILLER_TOKENS // 2)
+
+    def holders(self, at: int) -> list[tuple[int, int]]:
+        """Which engines hold how many tokens of a prompt, in whole blocks."""
+        first = at * self.engines // self.prompts
+        return [
+            (
+                (first + n) % self.engines,
+                int(self.prompt_tokens * share) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK,
+            )
+            for n, share in enumerate(SHARES)
+        ]
+
+    def held(self) -> Iterator[tuple[int, array[int]]]:
+        """What the engines hold: engine, and the tokens of a prompt from its first one on."""
+        used = Counter(dict.fromkeys(range(self.engines), SYSTEM_TOKENS))
+        for at in range(self.prompts):
+            prompt = self.prompt(at)
+            for engine, tokens in self.holders(at):
+                used[engine] += tokens - SYSTEM_TOKENS
+                yield engine, prompt[:tokens]
+        for engine in range(self.engines):
+            at = 0
+            while used[engine] + FILLER_TOKENS - SYSTEM_TOKENS <= self.engine_tokens:
+                used[engine] += FILLER_TOKENS - SYSTEM_TOKENS
+                yield engine, _tokens(("filler", engine, at), FILLER_TOKENS)
+                at += 1
+
+
+WORLDS = {
+    "8k": World("8k tokens, 64 engines", engines=64, prompt_tokens=8192, prompts=128),
+    "100k": World("100k tokens, 256 engines", engines=256, prompt_tokens=100_000, prompts=64),
+}
+
+
+def _tokens(seed: tuple[object, ...], tokens: int) -> array[int]:
+    """The system prompt and random tokens."""
+    return _random("system", SYSTEM_TOKENS) + _random(str(seed), tokens - SYSTEM_TOKENS)
+
+
+def _random(seed: str, tokens: int) -> array[int]:
+    draw = random.Random(seed)  # noqa: S311 - the same prompts each time
+    return array("i", array("H", draw.randbytes(2 * tokens)))
