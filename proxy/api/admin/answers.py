@@ -171,8 +171,8 @@ class OperationList(_Answer):
 class CostAnswer(_Answer):
     """What an engine would have taken, by term; `total_s` decides. `regret_s` is null where the engine was
     dearer without it. `first_token_s` is the request's own wait: without `congestion_s` and `regret_s`, which
-    are others', and `later_s`, which is that of its next turns. `free_blocks`, `turn` and `is_last` decide where
-    totals are within a millisecond."""
+    are others', and `later_s`, which is that of its next turns. `free_blocks`, `turn` and `is_last` decide
+    where totals are within a millisecond."""
 
     engine: str
     queue_s: float

@@ -8,7 +8,8 @@ WHY = "e1 holds 3,200 of [4,000] tokens, but 1.9 s of prefill wait there"
 
 def cost(engine, **terms):
     names = ("queue", "restore", "prefill", "interference", "congestion", "later", "regret", "total")
-    return {f"{name}_s": 0.0 for name in names} | {"engine": engine, "cached_tokens": 0, "in_flight": 0} | terms
+    nothing = {f"{name}_s": 0.0 for name in names}
+    return nothing | {"engine": engine, "cached_tokens": 0, "in_flight": 0} | terms
 
 
 COSTS = [
@@ -36,8 +37,7 @@ def test_every_term_fits_into_eighty_columns(narrow, capsys):
     decisions.show_route(ROUTE)
     output = capsys.readouterr().out
     lines = [line.split() for line in output.splitlines()]
-    columns = ["engine", "cached", "queue", "restore", "prefill", "decode", "others", "later", "regret", "total"]
-    assert lines[2] == columns
+    assert " ".join(lines[2]) == "engine cached queue restore prefill decode others later regret total"
     assert lines[3] == ["tensorrt_llm-12", "0", "0", "0", "1,000", "4.2", "3,000", "0", "0", "4,000"]
     assert lines[4] == ["e1", "131,072", "23,456", "0", "200", "0", "0", "0", "–", "24,500"]
     assert max(map(len, output.splitlines())) <= 80
