@@ -10,7 +10,11 @@ def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
     """A cost at 4,000 tokens, a thousand of which take 250 ms; other terms by name."""
     prefill = (4000 - cached) / 4000 if prefill is None else prefill
     regret = terms.pop("regret", 0.0)
-    seconds = {f"{name}_s": terms.pop(name) for name in ("queue", "restore", "interference") if name in terms}
+    seconds = {
+        f"{name}_s": terms.pop(name)
+        for name in ("queue", "restore", "interference", "later")
+        if name in terms
+    }
     congestion = (prefill + seconds.get("restore_s", 0.0)) * (strain - 1)
     total = sum(seconds.values()) + prefill + congestion + (regret or 0.0)
     return Cost(
@@ -83,6 +87,12 @@ class TestHeld:
         placement = placed("e1", cost("e0", regret=2.5), cost("e1", 3200, queue=1.5, regret=0.1))
         assert why(placement).endswith("sooner, in 1.0 s against 1.7 s, but would evict what is worth 2.5 s")
 
+    def test_another_would_answer_sooner_and_is_busier(self):
+        placement = placed("e1", cost("e0", later=2.5), cost("e1", 3200, queue=1.5, later=0.5))
+        assert why(placement).endswith(
+            "sooner, in 1.0 s against 1.7 s, but would make the next turns wait 2.0 s longer, as it is busier"
+        )
+
 
 class TestReleased:
     @pytest.mark.parametrize(
@@ -96,6 +106,7 @@ class TestReleased:
             ({"restore": 1.9}, "bringing back its KV there takes 1.9 s"),
             ({"prefill": 1.9}, "computing 800 tokens there takes 1.9 s"),
             ({"interference": 1.9}, "the streams there slow the prompt by 1.9 s"),
+            ({"later": 1.9}, "the next turns would wait 1.9 s there"),
             ({"regret": 1.9}, "making room there evicts what is worth 1.9 s"),
         ],
     )
