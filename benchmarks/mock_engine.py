@@ -156,6 +156,8 @@ class MockVllm(FakeVllm):
     def __init__(self, options: VllmOptions, clock: Clock) -> None:
         self._clock = clock
         super().__init__(options)
+        for publisher in self.publishers:
+            publisher.topic = ""  # as vLLM's is, unless it is given one; peers that are told no topic want it
         self.app.router.routes += [
             Route("/mock", self._told),
             Route("/mock/restart", self._restarted, methods=["POST"]),
