@@ -22,6 +22,7 @@ from proxy.core.placer import Placer
 from proxy.engine import TOKENS_PER_BLOCK, Engine, EngineState, Lease
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.prompt import Prompt, PromptBuilder
+from proxy.session import Session
 
 log = structlog.get_logger(__name__)
 
@@ -95,10 +96,12 @@ class Pool:
         prompt: Prompt | None = None,
         *,
         adapter: str | None = None,
+        session: Session | None = None,
         without: Container[str] = (),
     ) -> list[Candidate]:
         """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is.
         With `adapter`, or a prompt that runs with one, those that serve it."""
+        last = self.placer.last_engine(session)
         adapter = prompt.adapter if prompt is not None else adapter
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
@@ -112,7 +115,14 @@ class Pool:
                 match = forecast = None
             complete = whole and (engine.view is None or engine.view.complete)
             candidates.append(
-                self.placer.candidate(now, engine.id, match, forecast=forecast, complete=complete)
+                self.placer.candidate(
+                    now,
+                    engine.id,
+                    match,
+                    forecast=forecast,
+                    complete=complete,
+                    is_last=engine.id == last,
+                )
             )
         return candidates
 
@@ -121,11 +131,18 @@ class Pool:
         return self.placer.place(monotonic(), candidates, chain)
 
     @contextmanager
-    def lease(self, placement: Placement, chain: Chain | None, *, streams: bool = False) -> Iterator[Lease]:
+    def lease(
+        self,
+        placement: Placement,
+        chain: Chain | None,
+        *,
+        streams: bool = False,
+        session: Session | None = None,
+    ) -> Iterator[Lease]:
         """A request's hold on the engine it was placed on: its load, and its blocks as pending."""
         engine, placer = self.engines[placement.engine], self.placer
         now = monotonic()
-        ticket = placer.begin(now, placement, chain, streams=streams)
+        ticket = placer.begin(now, placement, chain, streams=streams, session=session)
         lease = Lease(engine, placement, placer, ticket, now, engine.removals)
         try:
             yield lease

@@ -37,6 +37,7 @@ from proxy.ingest import Ingest
 from proxy.lower_tiers import expect_below, look_below
 from proxy.prompt import MediaUuids, Prompt, audit_tokens
 from proxy.records import RequestLog, RequestRecord
+from proxy.session import session_of
 from proxy.tenants import Tenants
 
 log = structlog.get_logger(__name__)
@@ -80,14 +81,15 @@ class Flow:
             adapter = pool.adapter_of(call.model)
             prompt = record.prompt = await self._tokenise(pool, call, adapter)
             chain = pool.chain(prompt)
+            session = record.session if self.ingest is not None else None
             failed: dict[str, EngineError] = {}
             while True:
-                candidates = pool.candidates(chain, prompt, adapter=adapter, without=failed)
+                candidates = pool.candidates(chain, prompt, adapter=adapter, session=session, without=failed)
                 if not candidates:
                     raise _final(failed) if failed else no_engine_for(adapter)
                 placement = record.placement = pool.place(candidates, chain)
                 record.attempts.append(placement.engine)
-                with pool.lease(placement, chain, streams=call.streams) as lease:
+                with pool.lease(placement, chain, streams=call.streams, session=session) as lease:
                     try:
                         return await self._forward(pool, call, reply, lease, record, chain)
                     except (EngineUnavailable, EngineRejected) as error:
@@ -223,6 +225,7 @@ def _record_of(call: Call) -> RequestRecord:
         tenant=call.tenant,
         stream=call.streams,
         prompt_cache_key=key if isinstance(key, str) else None,
+        session=session_of(call.tenant, call.headers, call.body),
     )
 
 

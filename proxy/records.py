@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from engine_adapter import common_prefix
 from proxy.core.placement import Placement
 from proxy.prompt import Prompt
+from proxy.session import Session
 
 MAX_TOKENS = 8_000_000
 
@@ -23,6 +24,7 @@ class RequestRecord:
 
     Attributes:
         model: as its client named it.
+        session: the conversation it says it is of.
         served_as: the model of the engines that were to serve it.
         tokens_agree: whether its engine made the same tokens of the prompt, None where it did not tell.
         output_tokens: of the answer, None where the engine did not tell.
@@ -36,6 +38,7 @@ class RequestRecord:
     tenant: str | None
     stream: bool
     prompt_cache_key: str | None = None
+    session: Session | None = None
     served_as: str | None = None
     prompt: Prompt | None = field(default=None, repr=False)
     placement: Placement | None = None

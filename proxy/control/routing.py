@@ -13,6 +13,7 @@ from proxy.errors import BadRequest, NotFound
 from proxy.fleet import Pool, no_engine_for
 from proxy.prompt import Prompt
 from proxy.reasons import first_token_s, reason_of, tie_of, utilisation_of, why
+from proxy.session import session_of
 
 CHAT = "/v1/chat/completions"
 
@@ -35,7 +36,8 @@ async def route(control: Control, body: JsonBody) -> dict[str, Any]:
     adapter = pool.adapter_of(model)
     prompt = await _prompt(control, pool, path, request, tenant, adapter)
     chain = pool.chain(prompt)
-    candidates = pool.candidates(chain, prompt, adapter=adapter)
+    session = session_of(tenant, {}, request) if control.flow.ingest is not None else None
+    candidates = pool.candidates(chain, prompt, adapter=adapter, session=session)
     if not candidates:
         raise no_engine_for(adapter)
     placement = pool.place(candidates, chain)

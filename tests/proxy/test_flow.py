@@ -224,6 +224,16 @@ class TestReuse:
         gate.set()
         assert {name for name, _ in await asyncio.gather(*asks)} == {"a"}
 
+    async def test_a_session_breaks_ties_even_of_prompts_nobody_knows(self, proxy, client):
+        homes = []
+        for session in ("s", "t", "t", "s", None):
+            headers = {"x-session-id": session} if session else {}
+            response = await client.post("/v1/embeddings", json={"input": "x"}, headers=headers)
+            homes.append(response.headers["x-kvpin-engine"])
+            await proxy.settled()
+        assert homes == ["a", "b", "b", "a", "b"]
+        assert [record.session and record.session.name for record in proxy.requests] == [*"stts", None]
+
     async def test_reports_are_held_against_firm_predictions_only(self, engine, proxy, client):
         other_engine = proxy.fleet.engines["b"]
         other_engine.state = EngineState.DOWN
