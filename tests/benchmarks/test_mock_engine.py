@@ -1,0 +1,59 @@
+import asyncio
+
+import pytest
+
+from tests.fake_engines.cache import CachePrompt
+
+RATE = 1e6
+
+
+@pytest.fixture
+def mock():
+    import mock_engine
+
+    return mock_engine
+
+
+@pytest.fixture
+def core(mock):
+    return mock.TimedCore(mock.QuickCache(16, 64), mock.Clock(RATE, 0.0), lambda: None)
+
+
+async def served(core, tokens, answer=1):
+    async with core.generate(CachePrompt(tuple(tokens)), answer) as generation:
+        output = [token async for token in generation.output]
+    return generation.cached_tokens, tuple(output)
+
+
+async def test_what_a_prompt_before_left_is_found_when_the_next_begins(core):
+    prompts = [range(100), range(100), range(50, 150)]
+    answers = await asyncio.gather(*(served(core, tokens) for tokens in prompts))
+    assert [cached for cached, _ in answers] == [0, 96, 0]  # the second came while the first was computed
+    assert core.record.busy_s == pytest.approx((100 + 4 + 100) / RATE)
+    assert (core.record.requests, len(core.record.first_token_s)) == (3, 3)
+
+
+async def test_an_answer_is_that_of_the_workload_and_is_cached(core, mock):
+    _, output = await served(core, range(100), answer=20)
+    assert output == mock.answer_ids(range(100), 20)
+    cached, _ = await served(core, [*range(100), *output, 1])
+    assert cached == 112  # all of the 120 tokens but the last, whose KV is not there yet
+
+
+async def test_the_least_recently_used_prompt_makes_room(core):
+    for start in (0, 1000, 2000, 0, 3000):
+        await served(core, range(start, start + 16 * 16))
+    # 64 pages hold four prompts less what the answers took; 1000 is the one not used for longest.
+    assert [(await served(core, range(start, start + 16 * 16)))[0] for start in (0, 2000, 3000)] == [240] * 3
+
+
+async def test_a_client_that_leaves_while_it_waits_holds_nothing(core):
+    slow = asyncio.create_task(served(core, range(1000, 1200)))
+    waits = asyncio.create_task(served(core, range(200)))
+    await asyncio.sleep(0)
+    waits.cancel()
+    await slow
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    assert (core.running, core.waiting, core.cache.used) == (0, 0, 0)
+    assert (await served(core, range(200)))[0] == 0
