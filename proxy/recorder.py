@@ -31,6 +31,7 @@ import structlog
 from proxy.prompt import Prompt
 from proxy.records import RequestRecord
 from proxy.replay.trace import Line
+from proxy.session import Session
 from proxy.settings import SettingsError
 
 log = structlog.get_logger(__name__)
@@ -86,9 +87,9 @@ class Hasher:
             ids.append(int.from_bytes(hashed.digest(), "little"))
         return ids
 
-    def session_id(self, tenant: str | None, session: str) -> str:
+    def session_id(self, session: Session) -> str:
         """The conversation, told apart from equal names of other tenants."""
-        return self._keyed(msgspec.msgpack.encode(("session", tenant, session))).hexdigest()
+        return self._keyed(msgspec.msgpack.encode(("session", *session))).hexdigest()
 
     def _keyed(self, data: bytes) -> blake2b:
         return blake2b(data, digest_size=_ID_BYTES, key=self._key)
@@ -192,14 +193,14 @@ class Recorder:
 
 def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Prompt) -> RecordedLine:
     """The line of a request, which arrived so long after the recording began."""
-    told, key = record.output_tokens, record.prompt_cache_key
+    told, session = record.output_tokens, record.session
     first_byte_s = record.first_byte_s if record.stream else None
     return RecordedLine(
         timestamp=round(arrived_s * 1000, 1),
         input_length=len(prompt.token_ids),
         output_length=told if told is not None else record.events,
         hash_ids=hasher.block_ids(record.served_as, prompt),
-        session_id=hasher.session_id(record.tenant, key) if key is not None else None,
+        session_id=hasher.session_id(session) if session is not None else None,
         block_tokens=BLOCK_TOKENS,
         model=record.served_as or "",
         engine=record.placement.engine if record.placement is not None else None,
@@ -213,17 +214,12 @@ def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Pro
 def _open_new(path: Path) -> tuple[Path, FileIO]:
     """An empty file that nobody else records to, for this user alone: `path`, or the first of those numbered
     after it."""
-    for number in count():
-        attempt = path.with_stem(f"{path.stem}-{number}") if number else path
-        try:
-            file = _open_empty(attempt)
-        except OSError as error:
-            raise SettingsError(
-                f"record_traffic: {str(attempt)!r} cannot be written: {error.strerror}"
-            ) from error
-        if file is not None:
-            return attempt, file
-    raise AssertionError  # numbers do not end
+    attempts = (path.with_stem(f"{path.stem}-{number}") if number else path for number in count())
+    try:
+        return next((attempt, file) for attempt in attempts if (file := _open_empty(attempt)) is not None)
+    except OSError as error:
+        where = error.filename or str(path)
+        raise SettingsError(f"record_traffic: {where!r} cannot be written: {error.strerror}") from error
 
 
 def _open_empty(path: Path) -> FileIO | None:

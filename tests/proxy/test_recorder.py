@@ -20,6 +20,7 @@ from proxy.prompt import Prompt
 from proxy.recorder import BLOCK_TOKENS, Hasher, Recorder, line_of
 from proxy.records import RequestRecord
 from proxy.replay.trace import read_trace
+from proxy.session import Session
 from proxy.settings import SettingsError
 
 ROOM = 1 << 20
@@ -33,9 +34,7 @@ def prompt_of(ids, extra_ids=None, salt=None, adapter=None):
 def record(ids=range(200), **fields):
     prompt = ids if isinstance(ids, Prompt) or ids is None else prompt_of(ids)
     defaults = {"served_as": "m", "prompt": prompt, "status": 200, "duration_s": 0.25}
-    return RequestRecord(
-        "r", 0.0, "/v1/x", "m", fields.pop("tenant", None), **{"stream": True} | defaults | fields
-    )
+    return RequestRecord("r", 0.0, "/v1/x", "m", None, **{"stream": True} | defaults | fields)
 
 
 async def recorded(path, *records, max_bytes=ROOM):
@@ -95,10 +94,9 @@ class TestHasher:
 
     def test_sessions_are_a_tenants_own(self):
         hasher = Hasher()
-        assert hasher.session_id("t", "chat") == hasher.session_id("t", "chat")
-        assert (
-            len({hasher.session_id(*each) for each in (("t", "c"), ("u", "c"), (None, "c"), ("t", "d"))}) == 4
-        )
+        assert hasher.session_id(Session("t", "chat")) == hasher.session_id(Session("t", "chat"))
+        others = (("t", "c"), ("u", "c"), (None, "c"), ("t", "d"))
+        assert len({hasher.session_id(Session(*each)) for each in others}) == 4
 
 
 class TestLine:
@@ -134,9 +132,9 @@ class TestLine:
         assert line_of(Hasher(), 0.0, whole, whole.prompt).ttft_ms is None
 
     def test_a_session_is_named_by_its_hash(self):
-        hasher, chat = Hasher(), record(prompt_cache_key="secret talk", tenant="acme")
+        hasher, chat = Hasher(), record(session=Session("acme", "secret talk"))
         line = line_of(hasher, 0.0, chat, chat.prompt)
-        assert line.session_id == hasher.session_id("acme", "secret talk")
+        assert line.session_id == hasher.session_id(Session("acme", "secret talk"))
 
 
 class TestRecording:
@@ -144,7 +142,7 @@ class TestRecording:
         shared = list(range(1000, 1128))
         await recorded(
             path,
-            record([*shared, *range(100)], output_tokens=5, prompt_cache_key="a", duration_s=0.0),
+            record([*shared, *range(100)], output_tokens=5, session=Session(None, "a"), duration_s=0.0),
             record([*shared, *range(50, 150)], duration_s=0.0),
             record(prompt_of(shared, salt="s"), duration_s=0.0),
         )
