@@ -106,6 +106,8 @@ class EngineInfo:
         adapters: names of the LoRA adapters it serves beside `model`; clients send them as `model`.
         tokens_per_chunk: what its tiers below the GPU keep at a time, where its events do not tell of it and
             `lookup` asks; None elsewhere.
+        shares_prefill: prompts that come side by side compute what they share once: one finds what the other
+            is computing, or its turn comes later. Where not, kvpin lets the second one wait.
     """
 
     model: str
@@ -121,6 +123,7 @@ class EngineInfo:
     version: str = ""
     adapters: frozenset[str] = frozenset()
     tokens_per_chunk: int | None = None
+    shares_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

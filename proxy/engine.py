@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
 from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineUnavailable, Hold
 from proxy.core.audit import EngineAudit
+from proxy.core.blocks import BlockHash
+from proxy.core.gather import leader, patience_s
 from proxy.core.learned import LearnedBlocks
 from proxy.core.load import EngineLedger, Work
 from proxy.core.placement import Placement
@@ -96,7 +98,12 @@ class Engine:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A request's hold on an engine, with the times it has seen."""
+    """A request's hold on an engine, with the times it has seen.
+
+    Attributes:
+        found: leading blocks of its prompt that it leaves to the engine to find; it computes the others.
+        begun: its answer has begun, or will not.
+    """
 
     engine: Engine
     placement: Placement
@@ -106,6 +113,8 @@ class Lease:
     removals: int
     first_byte_s: float | None = None
     succeeded: bool = False
+    found: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
     _patience: asyncio.Timeout | None = None
 
     @asynccontextmanager
@@ -121,11 +130,48 @@ class Lease:
                 try:
                     yield
                 finally:
-                    self.engine.unanswered.discard(self)
+                    self._leave_the_unanswered()
         except TimeoutError:
             if self._patience is None or not self._patience.expired():
                 raise
             raise EngineUnavailable("the engine was lost before it answered") from None
+
+    async def gather(self) -> None:
+        """Waits while another request has the engine compute what this prompt begins with, where the engine
+        would compute it twice. Where that one fails, or takes too long, this one computes it, and those that
+        come after it may wait for this one."""
+        chain, info = self.ticket.chain, self.engine.info
+        if chain is None or (info is not None and info.shares_prefill):
+            return
+        self.found = self.placement.predicted_tokens // chain.tokens_per_block
+        shared = self.placement.chosen.pending_tokens
+        if shared and not await self._is_shared(self.ticket.seat.rates.prefill_s(shared)):
+            self.found -= shared // chain.tokens_per_block
+
+    async def _is_shared(self, shared_s: float) -> bool:
+        """Waits for whoever computes what would take `shared_s` alone; whether the engine has it now."""
+        ledger, has_failed = self.ticket.seat.ledger, False
+        while other := leader(self.engine.unanswered, self.hashes, self.found):
+            remaining = ledger.remaining(time.monotonic(), other.ticket.number)
+            if remaining is None:
+                return True
+            wait_s = patience_s(remaining, shared_s)
+            if wait_s is None:
+                return False
+            try:
+                async with asyncio.timeout(wait_s):
+                    await other.begun.wait()
+            except TimeoutError:
+                return not remaining.seen
+            if other.first_byte_s is not None:
+                return True
+            has_failed = True
+        return not has_failed
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        """The full blocks of its prompt, as far as they are known."""
+        return self.ticket.chain.hashes if self.ticket.chain is not None else ()
 
     def refine(self, hold: Hold) -> Placement:
         """The placement with what the engine's hold knows better."""
@@ -149,9 +195,13 @@ class Lease:
 
     def first_byte(self, *, streamed: bool) -> None:
         """The answer has begun. Only a stream's first byte is a first token and teaches the prefill rate."""
-        self.engine.unanswered.discard(self)
         if self._patience is not None:
             self._patience.reschedule(None)
         self.first_byte_s = time.monotonic() - self.started
+        self._leave_the_unanswered()
         if streamed:
             self.placer.first_token(time.monotonic(), self.ticket)
+
+    def _leave_the_unanswered(self) -> None:
+        self.engine.unanswered.discard(self)
+        self.begun.set()

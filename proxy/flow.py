@@ -1,6 +1,7 @@
 """The read path.
 
-    request → parse → render + tokenise → block chain → index.match → place → lease → hold → forward → release
+    request → parse → render + tokenise → block chain → index.match → place → lease
+            → gather → hold → forward → release
 
 `Flow.serve` is all of it, one call a step. Restoring from a lower tier is the engine's own doing, or that of
 its adapter, which does it in `hold`; its time is a term of the placement's cost either way.
@@ -130,19 +131,20 @@ class Flow:
     ) -> None:
         """Sends to the leased engine and holds the prediction against its report."""
         engine = lease.engine
-        async with lease.patience(), self._hold(engine, pool, call, record.prompt) as hold:
-            await look_below(pool, lease, record.prompt, chain)
-            placement = record.placement = lease.refine(hold)
-            record.note = hold.note
-            headers = _headers(call, placement, hold)
-            outcome = await self.forwarder.forward(
-                engine.adapter,
-                call,
-                hold,
-                reply,
-                headers,
-                lambda: lease.first_byte(streamed=call.streams),
-            )
+        async with lease.patience():
+            await lease.gather()
+            async with self._hold(engine, pool, call, record.prompt) as hold:
+                await look_below(pool, lease, record.prompt, chain)
+                placement = record.placement = lease.refine(hold)
+                record.note = hold.note
+                outcome = await self.forwarder.forward(
+                    engine.adapter,
+                    call,
+                    hold,
+                    reply,
+                    _headers(call, placement, hold),
+                    lambda: lease.first_byte(streamed=call.streams),
+                )
         record.first_byte_s = lease.first_byte_s
         _note_outcome(record, outcome)
         self._check_tokens(pool, engine, hold, record)

@@ -111,6 +111,7 @@ class LlamaServerAdapter(Undeclared):
             tokenizer=self.spec.tokenizer or (str(facts.local_model) if facts.local_model else None),
             gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
             version=facts.build,
+            shares_prefill=True,
         )
 
     async def load(self) -> EngineLoad:

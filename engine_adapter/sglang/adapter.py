@@ -233,4 +233,5 @@ class SglangAdapter(SelfPlaced, Undeclared):
             host_blocks=int(blocks * info.host_ratio) or None if blocks is not None else None,
             version=f"SGLang {info.version}",
             adapters=info.adapters,
+            shares_prefill=True,
         )

@@ -117,6 +117,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             gpu_blocks=info.gpu_blocks,
             host_blocks=info.host_blocks,
             version=info.version,
+            shares_prefill=True,
         )
 
     async def load(self) -> EngineLoad:

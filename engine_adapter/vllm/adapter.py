@@ -91,6 +91,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             gpu_blocks=metrics.blocks,
             version=f"vLLM {facts.version}".rstrip(),
             adapters=facts.adapters,
+            shares_prefill=True,
         )
 
     async def load(self) -> EngineLoad:

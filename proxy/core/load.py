@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -55,6 +56,15 @@ class Sample:
     work: Work
     seconds: float
     decoding: float
+
+
+class Remaining(NamedTuple):
+    """Seconds until a request's first token: what the engine does before it, and what is left of itself.
+    That token will be `seen` when its answer is a stream."""
+
+    before_s: float
+    own_s: float
+    seen: bool
 
 
 @dataclass(slots=True)
@@ -181,14 +191,13 @@ class EngineLedger:
         queue_s = self._expected_s - first.expected_s + self._left_s(now, first)
         return LoadView(len(self._prefills) + streams, queue_s, streams)
 
-    def remaining(self, now: float, ticket: int) -> tuple[float, float] | None:
-        """Seconds until its first token: what the engine does before it, and what is left of itself; None
-        once it has begun, or is over."""
+    def remaining(self, now: float, ticket: int) -> Remaining | None:
+        """How long its first token will take; None once that has come, or the request is over."""
         first, before = self._settle(now), 0.0
         for each, prefill in self._prefills.items():
             own = self._left_s(now, prefill) if prefill is first else prefill.expected_s
             if each == ticket:
-                return before, own
+                return Remaining(before, own, prefill.seen)
             before += own
         return None
 

@@ -160,6 +160,11 @@ async def test_lower_tiers_are_asked_only_where_there_are_some(adapter):
     assert await adapter.lookup(TARGET) is None or has_some
 
 
+async def test_it_is_known_who_computes_what_two_prompts_share_twice(adapter):
+    twice = ("openai_compatible", "tensorrt_llm", "nim")  # the one here has TensorRT-LLM inside
+    assert (await adapter.connect()).shares_prefill is (adapter.spec.kind not in twice)
+
+
 async def test_stats_are_for_people(adapter):
     stats = await adapter.stats()
     assert isinstance(stats, dict)

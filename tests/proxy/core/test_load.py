@@ -75,12 +75,13 @@ class TestQueue:
         assert ledger.view(1.0).queue_s == pytest.approx(2 + 4 + 1 - 1)
 
     def test_what_remains_of_one_is_told_apart_from_what_is_before_it(self, ledger):
-        first, second, third = begin(ledger, 0.0, 1.0), begin(ledger, 0.1, 2.0), begin(ledger, 0.2, 4.0)
-        assert ledger.remaining(0.25, first) == (0.0, 0.75)
-        assert ledger.remaining(0.25, third) == (2.75, 4.0)
+        first, second = begin(ledger, 0.0, 1.0), begin(ledger, 0.1, 2.0)
+        third = begin(ledger, 0.2, 4.0, seen=False)
+        assert ledger.remaining(0.25, first) == (0.0, 0.75, True)
+        assert ledger.remaining(0.25, third) == (2.75, 4.0, False)
         ledger.first_token(1.0, first)
         assert ledger.remaining(1.5, first) is None
-        assert ledger.remaining(1.5, second) == (0.0, 1.5)
+        assert ledger.remaining(1.5, second) == (0.0, 1.5, True)
         for ticket in (second, third):
             ledger.end(2.0, ticket)
         assert ledger.remaining(2.0, third) is None
