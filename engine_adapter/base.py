@@ -61,7 +61,7 @@ class EngineAdapter(Protocol):
         Args:
             path: the request's route.
             body: its body.
-            prompt: its tokens, None where they are not known.
+            prompt: its tokens, with how long its KV is to be kept; None where they are not known.
         """
 
     def prepare(
