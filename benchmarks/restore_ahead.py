@@ -4,9 +4,10 @@ More conversations than the GPU tier of one embedded engine holds take turns, ea
 `agents` pause alike every time (±10%), `people` as people do (log-normal, from a fifth of the usual pause to
 five times of it). What is not used for longest moves to host memory and comes back on demand; with
 `restore_ahead`, before. The same conversations with the same pauses run with it and without it at the same
-time, on an engine of one thread each, so that both see the same noise.
+time, on an engine of one thread each, so that both see the same noise. The model has a KV head for each of
+its heads, so that there is something to move (512 KiB a block).
 
-    python benchmarks/restore_ahead.py [--sessions 8] [--turns 10] [--rounds 2] [--pause 20]
+    python benchmarks/restore_ahead.py [--sessions 8] [--turns 10] [--rounds 2] [--pause 16]
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +27,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from harness import CACHE, kvpin
-from ttft import make_model
+from harness import CACHE, ROOT, kvpin
 
-BLOCKS = 256
+BLOCKS = 512
+
+
+def make_model(directory: Path) -> Path:
+    """A Llama of 25M random weights with as many KV heads as heads."""
+    if not (directory / "config.json").exists():
+        sizes = ["--layers", "8", "--hidden", "512", "--heads", "8", "--kv-heads", "8"]
+        module = "engine_adapter.torch_engine.make_model"
+        subprocess.run([sys.executable, "-m", module, *sizes, str(directory)], cwd=ROOT, check=True)
+    return directory
 
 
 @dataclass
@@ -105,6 +116,7 @@ async def play(url: str, arguments: argparse.Namespace, rhythm: str, seed: int, 
         plans = [pauses(rhythm, arguments.pause, arguments.turns, dice) for _ in range(arguments.sessions)]
         for number, plan in enumerate(plans):
             plan[0] = arguments.pause * number / arguments.sessions  # they begin one after the other
+            await converse(client, model, number, [0.0], arguments.entries, tally)  # the documents are read
         await asyncio.gather(
             *(
                 converse(client, model, number, plan, arguments.entries, tally)
@@ -155,14 +167,14 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--pause", type=float, default=20.0)
-    parser.add_argument("--entries", type=int, default=90)
+    parser.add_argument("--pause", type=float, default=16.0)
+    parser.add_argument("--entries", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rhythm", choices=("agents", "people"))
     arguments = parser.parse_args()
-    model = arguments.model or make_model(CACHE / "bench-100m")
-    engine = f"embedded: --model {model} --threads 1 --kv-blocks {BLOCKS} --host-cache-bytes 2GiB"
+    model = arguments.model or make_model(CACHE / "bench-25m-kv")
+    engine = f"embedded: --model {model} --threads 1 --kv-blocks {BLOCKS} --host-cache-bytes 1GiB"
     for rhythm in (arguments.rhythm,) if arguments.rhythm else ("agents", "people"):
         tallies = {True: Tally(), False: Tally()}
         for number in range(arguments.rounds):
