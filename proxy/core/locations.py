@@ -110,7 +110,7 @@ class Locations:
         """Clears location bits of every block."""
         for each in self._segments:
             for segment in [s for s in each if any(mask & bits for mask in s.masks)]:
-                self._take(segment, 0, len(segment.hashes), bits, {})
+                self._take(segment, segment.first, segment.ends[-1], bits, {})
 
     def _insert(self, chain: tuple[BlockHash, ...], at: int, mask: int, after: BlockHash | None) -> int:
         """Puts unknown blocks of the chain from `at` on into one segment; returns how many."""
@@ -118,7 +118,7 @@ class Locations:
         if segment is None:
             segment = segments.new((), mask)
             self._set_of(segment).add(segment)
-        fresh = chain[at : at + SEGMENT_BLOCKS - len(segment.hashes)]
+        fresh = chain[at : at + SEGMENT_BLOCKS - segment.ends[-1]]
         for n, block in enumerate(fresh):
             if parts[block >> _PART].setdefault(block, segment) is not segment:
                 fresh = fresh[:n]
@@ -129,9 +129,10 @@ class Locations:
     def _open(self, after: BlockHash | None, mask: int) -> Segment | None:
         """The segment that ends in the block `after`, if more that lies at `mask` can go on there."""
         segment = self._parts[after >> _PART].get(after) if after is not None else None
-        if segment is None or segment.hashes[-1] != after or segment.masks[-1] != mask:
+        if segment is None or segment.masks[-1] != mask:
             return None
-        return segment if len(segment.hashes) < SEGMENT_BLOCKS else None
+        end = segment.ends[-1]
+        return segment if end < SEGMENT_BLOCKS and segment.hashes[end - 1] == after else None
 
     def _take(self, segment: Segment, start: int, end: int, bits: int, lost: dict[int, int]) -> None:
         """Clears location bits of blocks of a segment; those that lie nowhere leave it."""
@@ -147,15 +148,15 @@ class Locations:
 
     def _bury(self, segment: Segment, start: int, end: int) -> None:
         """Takes blocks out of the segment, and of the index; those behind them move to another segment."""
-        parts, size = self._parts, len(segment.hashes)
+        parts, first, last = self._parts, segment.first, segment.ends[-1]
         for block in segment.hashes[start:end]:
             del parts[block >> _PART][block]
-        if start:
-            if end < size:
-                self._move(segments.cut(segment, end, size))
-            segments.keep(segment, 0, start)
-        elif end < size:
-            segments.keep(segment, end, size)
+        if start > first:
+            if end < last:
+                self._move(segments.split(segment, end))
+            segments.keep(segment, first, start)
+        elif end < last:
+            segments.keep(segment, end, last)
         else:
             self._set_of(segment).remove(segment)
 

@@ -23,15 +23,20 @@ _WHOLE = tuple((n,) for n in range(SEGMENT_BLOCKS + 1))
 class Segment(msgspec.Struct, gc=False, eq=False):
     """Consecutive blocks of one chain. No part of reference cycles, so the garbage collector leaves it alone.
 
+    A place in a segment is one in `hashes`.
+
     Attributes:
-        hashes: the blocks.
+        hashes: the blocks, and beyond `first` and the last end those that were there: nothing is copied when
+            blocks go from either end, which is where they do.
         masks: the location bits of each run of blocks that have the same.
-        ends: how many blocks there are up to the end of each run.
+        ends: where each run ends.
+        first: where the first one begins.
     """
 
     hashes: tuple[BlockHash, ...]
     masks: tuple[int, ...]
     ends: tuple[int, ...]
+    first: int = 0
 
 
 def new(hashes: tuple[BlockHash, ...], mask: int) -> Segment:
@@ -40,24 +45,24 @@ def new(hashes: tuple[BlockHash, ...], mask: int) -> Segment:
 
 
 def extend(segment: Segment, hashes: tuple[BlockHash, ...]) -> None:
-    """More blocks, that lie where the last one does."""
-    segment.hashes += hashes
-    ends = segment.ends
-    segment.ends = _WHOLE[len(segment.hashes)] if len(ends) == 1 else (*ends[:-1], len(segment.hashes))
+    """More blocks, that lie where the last one does. There must be room for them."""
+    ends, size = segment.ends, segment.ends[-1] + len(hashes)
+    segment.hashes = (*segment.hashes[: ends[-1]], *hashes)
+    segment.ends = _WHOLE[size] if len(ends) == 1 else (*ends[:-1], size)
 
 
 def position(segment: Segment, block: BlockHash) -> int:
-    """Where in the segment the block is. It must be there."""
-    mine = segment.hashes
-    if mine[0] == block:
-        return 0
-    return len(mine) - 1 if mine[-1] == block else mine.index(block)
+    """The place of the block. It must be there."""
+    mine, first, last = segment.hashes, segment.first, segment.ends[-1] - 1
+    if mine[first] == block:
+        return first
+    return last if mine[last] == block else mine.index(block, first)
 
 
 def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) -> int:
     """How many blocks of the chain from `at` on are those of the segment from `start` on, one at least."""
     mine = segment.hashes
-    blocks = min(len(mine) - start, len(chain) - at)
+    blocks = min(segment.ends[-1] - start, len(chain) - at)
     if mine[start + blocks - 1] == chain[at + blocks - 1]:
         return blocks
     same, other = 0, blocks - 1
@@ -73,7 +78,7 @@ def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) ->
 def equal(segment: Segment, start: int, blocks: tuple[BlockHash, ...], at: int) -> int:
     """As `agreed`, of blocks that need not be a chain."""
     mine = segment.hashes
-    most = min(len(mine) - start, len(blocks) - at)
+    most = min(segment.ends[-1] - start, len(blocks) - at)
     if most == 1 or mine[start : start + most] == blocks[at : at + most]:
         return most
     return next(n for n in range(1, most) if mine[start + n] != blocks[at + n])
@@ -91,8 +96,8 @@ def runs(segment: Segment, start: int, end: int) -> Sequence[tuple[int, int, int
 
 def change(segment: Segment, start: int, end: int, on: int = 0, off: int = 0) -> None:
     """Sets the location bits `on` and clears `off` of the blocks between two places."""
-    masks, ends, at = list[int](), list[int](), 0
-    if start == 0 and end == len(segment.hashes) and len(segment.masks) == 1:
+    masks, ends, at = list[int](), list[int](), segment.first
+    if start == at and end == segment.ends[0] and len(segment.masks) == 1:
         segment.masks = ((segment.masks[0] | on) & ~off,)
         return
     for mask, stop in zip(segment.masks, segment.ends, strict=True):
@@ -109,18 +114,20 @@ def change(segment: Segment, start: int, end: int, on: int = 0, off: int = 0) ->
     segment.ends = tuple(ends) if len(ends) > 1 else _WHOLE[at]
 
 
-def cut(segment: Segment, start: int, end: int) -> Segment:
-    """The blocks between two places as a segment of their own."""
-    if len(segment.masks) == 1:
-        return Segment(segment.hashes[start:end], segment.masks, _WHOLE[end - start])
-    masks, _, stops = zip(*runs(segment, start, end), strict=True)
-    return Segment(segment.hashes[start:end], masks, tuple([stop - start for stop in stops]))
-
-
 def keep(segment: Segment, start: int, end: int) -> None:
-    """Leaves the segment the blocks between two places alone."""
+    """Leaves the segment the blocks between two places alone, which stay what they are."""
+    segment.first = start
     if len(segment.masks) == 1:
-        segment.hashes, segment.ends = segment.hashes[start:end], _WHOLE[end - start]
-        return
-    part = cut(segment, start, end)
-    segment.hashes, segment.masks, segment.ends = part.hashes, part.masks, part.ends
+        segment.ends = _WHOLE[end]
+    else:
+        masks, _, ends = zip(*runs(segment, start, end), strict=True)
+        segment.masks = masks
+        segment.ends = ends if len(ends) > 1 else _WHOLE[end]
+
+
+def split(segment: Segment, at: int) -> Segment:
+    """The blocks from a place on, as another segment. The segment itself stays as it is."""
+    parts = runs(segment, at, segment.ends[-1])
+    masks = tuple([mask for mask, _, _ in parts])
+    ends = tuple([end - at for _, _, end in parts])
+    return Segment(segment.hashes[at : segment.ends[-1]], masks, ends if len(ends) > 1 else _WHOLE[ends[0]])

@@ -25,17 +25,22 @@ def segments_of(where):
     return {id(segment): segment for part in where._parts for segment in part.values()}.values()
 
 
+def blocks_of(segment):
+    return segment.hashes[segment.first : segment.ends[-1]]
+
+
 def check(where):
     """Every block is in the segment that the dicts say it is in, once, and lies somewhere."""
     kept = [segment for each in where._segments for segment in each]
     assert {id(segment) for segment in kept} == {id(segment) for segment in segments_of(where)}
-    assert sum(len(segment.hashes) for segment in kept) == len(where)
+    assert sum(len(blocks_of(segment)) for segment in kept) == len(where)
     for segment in kept:
-        assert len(segment.hashes) == segment.ends[-1] <= locations.SEGMENT_BLOCKS
+        assert segment.first < segment.ends[0]
+        assert segment.ends[-1] <= len(segment.hashes) <= locations.SEGMENT_BLOCKS
         assert list(segment.ends) == sorted(set(segment.ends))
         assert len(segment.masks) == len(segment.ends)
         assert 0 not in segment.masks
-        assert all(where._parts[block >> locations._PART][block] is segment for block in segment.hashes)
+        assert all(where._parts[block >> locations._PART][block] is segment for block in blocks_of(segment))
 
 
 class LocationsMachine(RuleBasedStateMachine):
@@ -133,7 +138,7 @@ def test_what_goes_from_the_middle_parts_a_segment(where):
     where.mark(1, LONG[:9])
     where.clear(1, LONG[3:5])
     check(where)
-    assert {segment.hashes for segment in segments_of(where)} == {LONG[:3], LONG[5:9]}
+    assert {blocks_of(segment) for segment in segments_of(where)} == {LONG[:3], LONG[5:9]}
     assert list(where.stretches(LONG)) == [(1, 3)]
     where.mark(1, LONG[3:5])
     assert sum(blocks for _, blocks in where.stretches(LONG)) == 9
@@ -143,7 +148,7 @@ def test_a_segment_goes_on_only_where_its_end_lies(where):
     where.mark(1, LONG[:3])
     where.mark(2, LONG[3:5], LONG[2])
     where.mark(1, LONG[5:6], LONG[3])
-    assert {segment.hashes for segment in segments_of(where)} == {LONG[:3], LONG[3:5], LONG[5:6]}
+    assert {blocks_of(segment) for segment in segments_of(where)} == {LONG[:3], LONG[3:5], LONG[5:6]}
 
 
 def test_what_goes_from_several_places_at_once_leaves_the_rest(where):
@@ -152,5 +157,5 @@ def test_what_goes_from_several_places_at_once_leaves_the_rest(where):
     where.mark(2, LONG[5:9])
     assert where.clear(1, LONG[:9]) == {1: 9}
     check(where)
-    assert {segment.hashes for segment in segments_of(where)} == {LONG[2:3], LONG[5:9]}
+    assert {blocks_of(segment) for segment in segments_of(where)} == {LONG[2:3], LONG[5:9]}
     assert [where.get(block) for block in LONG[:9]] == [0, 0, 2, 0, 0, 2, 2, 2, 2]

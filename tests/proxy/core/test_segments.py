@@ -9,13 +9,11 @@ MASKS = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=SEGMENT_BLO
 
 
 def spelled(segment):
-    """The location bits of each block."""
-    masks = [
-        mask for mask, start, end in segments.runs(segment, 0, len(segment.hashes)) for _ in range(start, end)
-    ]
-    assert len(masks) == len(segment.hashes) == segment.ends[-1]
+    """Each block with its location bits."""
+    assert len(segment.masks) == len(segment.ends)
     assert all(a != b for a, b in zip(segment.masks, segment.masks[1:], strict=False))
-    return masks
+    whole = segments.runs(segment, segment.first, segment.ends[-1])
+    return [(block, mask) for mask, start, end in whole for block in segment.hashes[start:end]]
 
 
 def of(masks):
@@ -26,30 +24,34 @@ def of(masks):
 
 
 @given(MASKS, st.data())
-def test_runs_and_changes_are_those_of_single_blocks(masks, data):
+def test_runs_changes_and_parts_are_those_of_single_blocks(masks, data):
     segment = of(masks)
-    assert spelled(segment) == masks
-    start = data.draw(st.integers(0, len(masks) - 1))
-    end = data.draw(st.integers(start + 1, len(masks)))
-    parts = segments.runs(segment, start, end)
-    assert [mask for mask, a, b in parts for _ in range(a, b)] == masks[start:end]
-    on, off = data.draw(st.sampled_from([(8, 0), (0, 2), (4, 1), (0, 7)]))
-    segments.change(segment, start, end, on, off)
-    assert spelled(segment) == [
-        (mask | on) & ~off if start <= at < end else mask for at, mask in enumerate(masks)
-    ]
+    blocks = list(zip(segment.hashes, masks, strict=True))
+    first, last = 0, len(masks)
+    for _ in range(3):
+        start = data.draw(st.integers(first, last - 1))
+        end = data.draw(st.integers(start + 1, last))
+        assert spelled(segment) == blocks[first:last]
+        parts = segments.runs(segment, start, end)
+        assert [mask for mask, a, b in parts for _ in range(a, b)] == [mask for _, mask in blocks[start:end]]
+        assert spelled(segments.split(segment, start)) == blocks[start:last]
+        on, off = data.draw(st.sampled_from([(8, 0), (0, 2), (4, 1), (0, 7)]))
+        segments.change(segment, start, end, on, off)
+        blocks[start:end] = [(block, (mask | on) & ~off) for block, mask in blocks[start:end]]
+        assert spelled(segment) == blocks[first:last]
+        first = data.draw(st.integers(first, start))
+        last = data.draw(st.integers(end, last))
+        segments.keep(segment, first, last)
+    assert spelled(segment) == blocks[first:last]
 
 
-@given(MASKS, st.data())
-def test_a_part_is_a_segment_of_its_own(masks, data):
-    segment = of(masks)
-    start = data.draw(st.integers(0, len(masks) - 1))
-    end = data.draw(st.integers(start + 1, len(masks)))
-    part = segments.cut(segment, start, end)
-    assert (part.hashes, spelled(part)) == (segment.hashes[start:end], masks[start:end])
-    assert spelled(segment) == masks
-    segments.keep(segment, start, end)
-    assert (segment.hashes, spelled(segment)) == (part.hashes, masks[start:end])
+def test_what_has_gone_from_the_end_makes_room_for_others():
+    segment = segments.new(tuple(range(10)), 1)
+    segments.keep(segment, 2, 6)
+    segments.extend(segment, (20, 21))
+    assert spelled(segment) == [(block, 1) for block in (2, 3, 4, 5, 20, 21)]
+    assert [segments.position(segment, block) for block in (2, 3, 5, 20, 21)] == [2, 3, 5, 6, 7]
+    assert segments.agreed(segment, 4, [4, 5, 20, 21, 8], 0) == 4
 
 
 @given(st.integers(1, 20), st.integers(0, 19), st.integers(1, 25), st.data())
@@ -77,4 +79,4 @@ def test_a_block_has_its_position(at):
 def test_more_blocks_lie_where_the_last_one_does():
     segment = of([1, 2])
     segments.extend(segment, (7, 8))
-    assert (segment.hashes, spelled(segment)) == ((100, 101, 7, 8), [1, 2, 2, 2])
+    assert spelled(segment) == [(100, 1), (101, 2), (7, 2), (8, 2)]
