@@ -1,6 +1,11 @@
 """The whole of placement, as the proxy and `kvpin replay` run it: scripts of events on a clock."""
 
+from collections import Counter
+from heapq import heappop, heappush
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine_adapter import Forecast, Tier
 from proxy.core import placer as module
@@ -232,3 +237,65 @@ class TestSessions:
         placer.seats["a"].ledger.end(1.0, 1), placer.seats["b"].ledger.end(1.0, 1)
         told = [placer.candidate(1.0, name, is_last=placer.last_engine("s") == name) for name in placer.seats]
         assert placer.place(1.0, told, None).engine == placement.engine
+
+
+PROMPTS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(10, 60)), min_size=40, max_size=80
+)
+
+
+class Race:
+    """Engines that compute one prompt after the other, so many tokens a second each, and what is asked."""
+
+    def __init__(self, *rates):
+        self.placer = Placer(16)
+        self.rates = {f"e{at}": rate for at, rate in enumerate(rates)}
+        for name in self.rates:
+            self.placer.add(name)
+        self.free_at = dict.fromkeys(self.rates, 0.0)
+        self.due = []
+        self.given = Counter()
+
+    def run(self, prompts, gap_s):
+        """Prompts of a shared beginning, by name and length, and blocks of their own."""
+        for at, (name, shared, own) in enumerate(prompts):
+            chain = prompt(name, shared + own)
+            hashes = (*chain.hashes[:shared], *(10**6 + 1000 * at + block for block in range(own)))
+            self.ask(at * gap_s, Chain(hashes, chain.n_tokens, 16))
+        return self.given
+
+    def ask(self, now, chain):
+        while self.due and self.due[0][0] <= now:
+            then, _, ticket, placement = heappop(self.due)
+            self.placer.first_token(then, ticket)
+            self.placer.index.store(placement.engine, Tier.GPU, ticket.chain.hashes)
+            self.placer.end(then, ticket, placement.uncached_tokens)
+            self.placer.settled(ticket)
+        placement = place(self.placer, now, chain)
+        name = placement.engine
+        ticket = self.placer.begin(now, placement, chain)
+        seconds = placement.uncached_tokens / self.rates[name]
+        self.free_at[name] = max(self.free_at[name], now) + seconds
+        heappush(self.due, (self.free_at[name], self.given.total(), ticket, placement))
+        self.given[name] += 1
+
+
+class TestNobodyStarves:
+    @given(PROMPTS)
+    def test_of_equal_engines_when_queues_build(self, prompts):
+        race = Race(4000.0, 4000.0, 4000.0)
+        # What is a prompt's own takes 0.04 s at least: twice as much as three engines can do.
+        served = race.run(prompts, 0.02 / 3)
+        assert min(served[name] for name in race.rates) >= len(prompts) // 10
+
+    @given(PROMPTS)
+    def test_nor_does_a_slow_one(self, prompts):
+        race = Race(4000.0, 4000.0, 1000.0)
+        served = race.run(prompts, 0.02 / 3)
+        assert served["e2"] >= 1
+
+    @given(st.integers(1, 8), st.integers(1, 60))
+    def test_without_load_or_cache_they_take_turns(self, engines, blocks):
+        race = Race(*[4000.0] * engines)
+        served = race.run([(at, 0, blocks) for at in range(3 * engines)], 10.0)
+        assert set(served.values()) == {3}
