@@ -142,7 +142,7 @@ def proxy(engine: str, *, ahead: bool) -> Iterator[str]:
     """A proxy with its engine, which restores ahead or does not."""
     os.environ["KVPIN_RESTORE_AHEAD"] = str(ahead).lower()
     try:
-        with kvpin("--managed", engine, log=Path(os.devnull)) as url:
+        with kvpin("--managed", engine, ready_s=300, log=Path(os.devnull)) as url:
             yield url
     finally:
         os.environ.pop("KVPIN_RESTORE_AHEAD", None)
