@@ -178,8 +178,8 @@ CALM = Outlook(0.0, 1.0, lambda _idle_s: 0.0)
 
 def predict(chain: Chain, match: Match, tokens_per_block: int) -> int:
     """Cached tokens an engine of that block size will report for the chain."""
-    held = match.blocks * chain.tokens_per_block // tokens_per_block * tokens_per_block
-    return min(held, reusable_tokens(chain.n_tokens, tokens_per_block))
+    held, most = match.blocks * chain.tokens_per_block, reusable_tokens(chain.n_tokens, tokens_per_block)
+    return held // tokens_per_block * tokens_per_block if held < most else most
 
 
 def cost_of(candidate: Candidate, chain: Chain, outlook: Outlook = CALM) -> Cost:
@@ -192,10 +192,11 @@ def cost_of(candidate: Candidate, chain: Chain, outlook: Outlook = CALM) -> Cost
     match = candidate.match
     if match is not NOTHING:
         cached = predict(chain, match, candidate.tokens_per_block)
-        host = min(match.host * chain.tokens_per_block, cached)
-        disk = min(match.disk * chain.tokens_per_block, cached - host)
-        pending = min(match.pending * chain.tokens_per_block, cached - host - disk)
-        restore_s = rates.restore_s(host, disk) if host or disk else 0.0
+        if match.gpu != match.blocks:
+            host = min(match.host * chain.tokens_per_block, cached)
+            disk = min(match.disk * chain.tokens_per_block, cached - host)
+            pending = min(match.pending * chain.tokens_per_block, cached - host - disk)
+            restore_s = rates.restore_s(host, disk)
     queue_s, prefill_s = load.queue_s, rates.prefill_s(chain.n_tokens - cached)
     interference_s = prefill_s * rates.pool.interference * load.decoding
     congestion_s = (restore_s + prefill_s) * (outlook.strain - 1)
