@@ -164,10 +164,13 @@ class EngineRates:
         computing_s = sample.seconds - self.restore_s(work.host, work.disk)
         restoring_s = sample.seconds - self.prefill_s(work.computed)
         brought = work.host + work.disk
-        # What most of the time went on is learned; the rest of it is known well enough.
-        if brought >= MIN_SAMPLE_TOKENS and restoring_s > sample.seconds / 2:
-            pool.restored(Tier.HOST if work.host >= work.disk else Tier.DISK, brought, restoring_s)
-        elif work.computed >= MIN_SAMPLE_TOKENS and computing_s > sample.seconds / 2:
+        # What the work mostly consists of is learned; the rest of it is known well enough. Tokens tell what
+        # that is, not times: else all that holds up an engine would pass for slowness of its lower tiers,
+        # nothing would be brought back any more, and nothing would be learned of it.
+        if brought >= max(HOST_SPEEDUP * work.computed, MIN_SAMPLE_TOKENS):
+            if restoring_s > sample.seconds / 2:
+                pool.restored(Tier.HOST if work.host >= work.disk else Tier.DISK, brought, restoring_s)
+        elif work.computed >= max(brought, MIN_SAMPLE_TOKENS) and computing_s > sample.seconds / 2:
             pool.computed(work.computed, computing_s / self.pace, sample.decoding)
             alone_s = computing_s / (1 + pool.interference * sample.decoding)
             self._samples.append((work.computed, alone_s))

@@ -4,7 +4,14 @@ from hypothesis import strategies as st
 
 from engine_adapter import Tier
 from proxy.core.load import Sample, Work
-from proxy.core.rates import DEFAULT_PREFILL_TOK_S, MAX_INTERFERENCE, WINDOW, EngineRates, PoolRates
+from proxy.core.rates import (
+    DEFAULT_PREFILL_TOK_S,
+    HOST_SPEEDUP,
+    MAX_INTERFERENCE,
+    WINDOW,
+    EngineRates,
+    PoolRates,
+)
 
 
 @pytest.fixture
@@ -170,6 +177,13 @@ class TestRestores:
         restore(rates, 5.0, computed=4000, host=1000)
         assert rates.restore_s(1000, 0) == pytest.approx(1.0)
         assert rates.prefill_s(4000) == pytest.approx(4.0)
+
+    def test_what_holds_up_an_engine_is_no_slowness_of_its_lower_tiers(self, rates, pool):
+        compute(rates, 1000, 1.0)
+        for _ in range(2 * WINDOW):
+            restore(rates, 20.0, computed=1000, host=4000)
+        assert pool.restore_tok_s(Tier.HOST) == HOST_SPEEDUP * pool.prefill_tok_s
+        assert rates.prefill_s(1000) == pytest.approx(1.0)
 
     def test_halves_teach_nothing(self, rates):
         compute(rates, 1000, 1.0)
