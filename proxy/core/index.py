@@ -25,10 +25,15 @@ _PENDING = 1 << _AT_PENDING
 _WIDTH = 4  # bits of an engine: one hexadecimal digit
 _ALL = 15
 _STORED = _ALL - _PENDING
-_ON_GPU = 1 | _PENDING
+_GPU = 1 << _PLACES[Tier.GPU]
+_ON_GPU = _GPU | _PENDING
 # Of each digit: which of gpu, host, disk and pending is the fastest (the lowest bit), and whether that is or
 # will be on the GPU.
 _READ = {f"{held:x}": ((held & -held).bit_length() - 1, held & _ON_GPU > 0) for held in range(1, _ALL + 1)}
+# Of what an engine may have of a block: where it counts. What its GPU has is no longer expected there.
+_COUNTED = [
+    [held >> place & 1 for place in range(3)] + [held & _ON_GPU == _PENDING] for held in range(_ALL + 1)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class PrefixIndex:
         self._slots: list[str] = []  # the engine of each four bits, "" for none
         self._each = 0  # the lowest bit of each of them
         self._flights: dict[str, _InFlight] = {}
-        self._counts: dict[str, list[int]] = {}  # blocks on gpu, host and disk, and pending
+        self._counts: dict[str, list[int]] = {}  # see `counts`
 
     def __len__(self) -> int:
         """Blocks known of any engine."""
@@ -90,9 +95,11 @@ class PrefixIndex:
     ) -> None:
         """These consecutive blocks of one chain now lie on `tier` of the engine; `after` is the block before
         them, where it is known."""
-        at = _PLACES[tier]
-        bit = 1 << self._shifts[engine] + at
-        self._counts[engine][at] += self._locations.mark(bit, tuple(hashes), after)
+        at, shift, counts = _PLACES[tier], self._shifts[engine], self._counts[engine]
+        beside = _PENDING << shift if tier is Tier.GPU else 0
+        added, awaited = self._locations.mark(1 << shift + at, tuple(hashes), after, beside=beside)
+        counts[at] += added
+        counts[_AT_PENDING] -= awaited
 
     def remove(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
         """These blocks, of whatever chains, left `tier` of the engine; unknown ones are fine."""
@@ -112,18 +119,18 @@ class PrefixIndex:
 
     def is_on_gpu(self, engine: str, block: BlockHash) -> bool:
         """Whether the block lies on the engine's GPU; pending does not count."""
-        return bool(self._locations.get(block) >> self._shifts[engine] & 1 << _PLACES[Tier.GPU])
+        return bool(self._locations.get(block) >> self._shifts[engine] & _GPU)
 
     def held(self, engine: str, tier: Tier) -> int:
         """Blocks that lie on `tier` of the engine."""
         return self._counts[engine][_PLACES[tier]]
 
     def pending(self, engine: str) -> int:
-        """Blocks that requests in flight are about to leave on the engine."""
+        """Blocks that requests in flight are about to leave on the engine, and its GPU does not hold yet."""
         return self._counts[engine][_AT_PENDING]
 
     def counts(self, engine: str) -> tuple[int, int, int, int]:
-        """Blocks on its gpu, host and disk, and pending."""
+        """Blocks on its gpu, host and disk, and `pending`."""
         gpu, host, disk, pending = self._counts[engine]
         return gpu, host, disk, pending
 
@@ -143,8 +150,9 @@ class PrefixIndex:
         if chain:
             start = self._stored(chain, shift)
             flight.starts.setdefault(chain[-1], []).append(start)
-            added = self._locations.mark(_PENDING << shift, chain[start:], None, flight.awaited)
-            self._counts[engine][_AT_PENDING] += added
+            bits = _PENDING << shift, _GPU << shift
+            added, there = self._locations.mark(bits[0], chain[start:], None, flight.awaited, beside=bits[1])
+            self._counts[engine][_AT_PENDING] += added - there
 
     def end_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """That request has ended, whatever came of it. Of several for the same chain, those that added least
@@ -171,12 +179,10 @@ class PrefixIndex:
     def _clear(self, engine: str, bits: int, hashes: tuple[BlockHash, ...]) -> None:
         """Clears some of the engine's four bits."""
         shift, counts = self._shifts[engine], self._counts[engine]
-        for gone, blocks in self._locations.clear(bits << shift, hashes).items():
-            left = gone >> shift
-            while left:
-                bit = left & -left
-                counts[bit.bit_length() - 1] -= blocks
-                left -= bit
+        for mask, blocks in self._locations.clear(bits << shift, hashes, _ALL << shift).items():
+            had = mask >> shift
+            for at, (then, now) in enumerate(zip(_COUNTED[had], _COUNTED[had & ~bits], strict=True)):
+                counts[at] += (now - then) * blocks
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
         """For each engine that holds the first block of a chain, how far its copy of the chain reaches."""

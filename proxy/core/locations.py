@@ -65,10 +65,12 @@ class Locations:
         chain: tuple[BlockHash, ...],
         after: BlockHash | None = None,
         again: Counter[BlockHash] | None = None,
-    ) -> int:
+        beside: int = 0,
+    ) -> tuple[int, int]:
         """Sets a location bit of consecutive blocks of one chain, of which `after` is the block before them.
-        Returns how many had it not; those that had are counted in `again`."""
-        parts, added, at = self._parts, 0, 0
+        Returns how many had it not, and how many of these have the bit `beside`; those that had it are
+        counted in `again`."""
+        parts, added, both, at = self._parts, 0, 0, 0
         while at < len(chain):
             block = chain[at]
             segment = parts[block >> _PART].get(block)
@@ -84,14 +86,17 @@ class Locations:
                         had += end - begin
                         if again is not None:
                             again.update(segment.hashes[begin:end])
+                    elif mask & beside:
+                        both += end - begin
                 if had < blocks:
                     segments.change(segment, start, start + blocks, on=bit)
                     added += blocks - had
             at += blocks
-        return added
+        return added, both
 
-    def clear(self, bits: int, blocks: tuple[BlockHash, ...]) -> dict[int, int]:
-        """Clears location bits of blocks, of whatever chains. Returns how many lost which bits."""
+    def clear(self, bits: int, blocks: tuple[BlockHash, ...], of: int) -> dict[int, int]:
+        """Clears location bits of blocks, of whatever chains. Returns how many lost any, by what they had of
+        the bits `of`."""
         parts, at = self._parts, 0
         lost: dict[int, int] = {}
         while at < len(blocks):
@@ -102,7 +107,8 @@ class Locations:
                 continue
             start = segments.position(segment, block)
             same = segments.equal(segment, start, blocks, at)
-            self._take(segment, start, start + same, bits, lost)
+            for mask, n in self._take(segment, start, start + same, bits):
+                lost[mask & of] = lost.get(mask & of, 0) + n
             at += same
         return lost
 
@@ -110,7 +116,7 @@ class Locations:
         """Clears location bits of every block."""
         for each in self._segments:
             for segment in [s for s in each if any(mask & bits for mask in s.masks)]:
-                self._take(segment, segment.first, segment.ends[-1], bits, {})
+                self._take(segment, segment.first, segment.ends[-1], bits)
 
     def _insert(self, chain: tuple[BlockHash, ...], at: int, mask: int, after: BlockHash | None) -> int:
         """Puts unknown blocks of the chain from `at` on into one segment; returns how many."""
@@ -134,17 +140,20 @@ class Locations:
         end = segment.ends[-1]
         return segment if end < SEGMENT_BLOCKS and segment.hashes[end - 1] == after else None
 
-    def _take(self, segment: Segment, start: int, end: int, bits: int, lost: dict[int, int]) -> None:
-        """Clears location bits of blocks of a segment; those that lie nowhere leave it."""
+    def _take(self, segment: Segment, start: int, end: int, bits: int) -> list[tuple[int, int]]:
+        """Clears location bits of blocks of a segment; those that lie nowhere leave it. Returns the masks of
+        those that lost any, and of how many."""
+        lost = list[tuple[int, int]]()
         # From behind, where places stay what they are when something goes.
         for mask, begin, stop in segments.runs(segment, start, end)[::-1]:
             gone = mask & bits
             if gone:
-                lost[gone] = lost.get(gone, 0) + stop - begin
+                lost.append((mask, stop - begin))
                 if gone == mask:
                     self._bury(segment, begin, stop)
                 else:
                     segments.change(segment, begin, stop, off=bits)
+        return lost
 
     def _bury(self, segment: Segment, start: int, end: int) -> None:
         """Takes blocks out of the segment, and of the index; those behind them move to another segment."""

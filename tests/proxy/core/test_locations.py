@@ -59,13 +59,22 @@ class LocationsMachine(RuleBasedStateMachine):
     def teardown(self):
         self.patch.undo()
 
-    @rule(bit=bits, chain=chains, start=places, end=places, told=st.booleans())
-    def mark(self, bit, chain, start, end, told):
+    @rule(
+        bit=bits,
+        chain=chains,
+        start=places,
+        end=places,
+        told=st.booleans(),
+        beside=st.sampled_from([0, 1, 4]),
+    )
+    def mark(self, bit, chain, start, end, told, beside):
         blocks = chain[start:end]
         again = Counter()
-        added = self.where.mark(bit, blocks, chain[start - 1] if start and told else None, again)
+        after = chain[start - 1] if start and told else None
+        added, both = self.where.mark(bit, blocks, after, again, beside)
         had = {block for block in blocks if self.masks[block] & bit}
         assert (added, again) == (len(blocks) - len(had), Counter(had))
+        assert both == sum(self.masks[block] & beside > 0 for block in blocks if block not in had)
         for block in blocks:
             self.masks[block] |= bit
 
@@ -78,12 +87,12 @@ class LocationsMachine(RuleBasedStateMachine):
         self.clear(bits, chain[start:end][:: -1 if back else 1])
 
     def clear(self, bits, blocks):
-        lost = Counter()
+        lost, of = Counter(), bits | 4
         for block in blocks:
-            lost[self.masks[block] & bits] += 1
+            if self.masks[block] & bits:
+                lost[self.masks[block] & of] += 1
             self.masks[block] &= ~bits
-        del lost[0]
-        assert self.where.clear(bits, tuple(blocks)) == lost
+        assert self.where.clear(bits, tuple(blocks), of) == lost
 
     @rule(bits=st.sampled_from([1, 6]))
     def clear_all(self, bits):
@@ -128,7 +137,7 @@ def test_blocks_that_come_one_by_one_are_kept_together(where):
 def test_blocks_that_go_one_by_one_from_the_end_leave_no_pieces(where):
     where.mark(1, LONG)
     for block in reversed(LONG):
-        where.clear(1, (block,))
+        where.clear(1, (block,), 1)
         check(where)
         assert len(segments_of(where)) <= -(-len(where) // SEGMENT_BLOCKS)
     assert len(where) == 0
@@ -136,7 +145,7 @@ def test_blocks_that_go_one_by_one_from_the_end_leave_no_pieces(where):
 
 def test_what_goes_from_the_middle_parts_a_segment(where):
     where.mark(1, LONG[:9])
-    where.clear(1, LONG[3:5])
+    where.clear(1, LONG[3:5], 1)
     check(where)
     assert {blocks_of(segment) for segment in segments_of(where)} == {LONG[:3], LONG[5:9]}
     assert list(where.stretches(LONG)) == [(1, 3)]
@@ -155,7 +164,7 @@ def test_what_goes_from_several_places_at_once_leaves_the_rest(where):
     where.mark(1, LONG[:9])
     where.mark(2, LONG[2:3])
     where.mark(2, LONG[5:9])
-    assert where.clear(1, LONG[:9]) == {1: 9}
+    assert where.clear(1, LONG[:9], 3) == {1: 4, 3: 5}
     check(where)
     assert {blocks_of(segment) for segment in segments_of(where)} == {LONG[2:3], LONG[5:9]}
     assert [where.get(block) for block in LONG[:9]] == [0, 0, 2, 0, 0, 2, 2, 2, 2]
