@@ -12,11 +12,11 @@ from typing import Protocol
 
 from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineUnavailable, Hold
 from proxy.core.audit import EngineAudit
-from proxy.core.blocks import BlockHash
+from proxy.core.blocks import BlockHash, Chain
 from proxy.core.gather import leader, patience_s
 from proxy.core.learned import LearnedBlocks
 from proxy.core.load import EngineLedger, Work
-from proxy.core.placement import Placement
+from proxy.core.placement import NOTHING, Placement, predict
 from proxy.core.placer import Placer, Ticket
 from proxy.core.tiering import AheadCounts
 from proxy.core.view import EngineView
@@ -146,7 +146,17 @@ class Lease:
         self.found = self.placement.predicted_tokens // chain.tokens_per_block
         shared = self.placement.chosen.pending_tokens
         if shared and not await self._is_shared(self.ticket.seat.rates.prefill_s(shared)):
-            self.found -= shared // chain.tokens_per_block
+            self._compute(chain)
+
+    def _compute(self, chain: Chain) -> None:
+        """What others are yet to leave behind it computes, too: it finds what the engine holds by now."""
+        seat, placement = self.ticket.seat, self.placement
+        match = self.placer.match(chain).get(seat.engine, NOTHING)
+        predicted = predict(chain, replace(match, pending=0), seat.tokens_per_block)
+        self.found = predicted // chain.tokens_per_block
+        gpu_tokens = min(placement.gpu_tokens, predicted)
+        self.placement = replace(placement, predicted_tokens=predicted, gpu_tokens=gpu_tokens)
+        self.refine_work(self.placement.work)
 
     async def _is_shared(self, shared_s: float) -> bool:
         """Waits for whoever computes what would take `shared_s` alone; whether the engine has it now."""

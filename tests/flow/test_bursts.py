@@ -4,14 +4,18 @@ more than once."""
 import asyncio
 from array import array
 from contextlib import AsyncExitStack, aclosing
+from time import monotonic
 
 import pytest
 
-from engine_adapter import common_prefix
+from engine_adapter import Tier, common_prefix
+from proxy.prompt import Prompt
 from tests.fakes import FakeEngine, client_of, event, proxy_over
 
 PREFIX, TAIL, BLOCK = 2000, 20, 16
 BURST = 10
+# What the prefix takes, as far as the proxy knows.
+PREFILL_S = 60.0
 
 
 class SideBySide(FakeEngine):
@@ -63,6 +67,16 @@ class Burst:
         """Requests whose answer has not begun."""
         return len(self.proxy.fleet.engines[engine].unanswered)
 
+    def queue_s(self, engine="a"):
+        """Seconds of prefill that are expected there."""
+        return self.proxy.fleet.engines[engine].ledger.view(monotonic()).queue_s
+
+    async def predicted(self):
+        """Tokens that were expected to be cached, of each request in turn."""
+        return [
+            int(answer.headers["x-kvpin-predicted-tokens"]) for answer in await asyncio.gather(*self.asked)
+        ]
+
     async def answers(self):
         return [answer.status_code for answer in await asyncio.gather(*self.asked)]
 
@@ -79,7 +93,7 @@ async def start():
     end no request may have left a trace."""
     async with AsyncExitStack() as stack:
 
-        async def start(*engines, prefill_s=60.0, **info):
+        async def start(*engines, prefill_s=PREFILL_S, **info):
             proxy = await stack.enter_async_context(proxy_over(reuse=True))
             for engine in engines:
                 proxy.add(engine, gpu_blocks=10_000, **info)
@@ -140,9 +154,28 @@ async def test_one_of_those_that_wait_takes_the_place_of_one_that_fails(engine, 
         leader.die()
     await engine.request(1)
     await until(lambda: burst.waiting() == 4)
+    assert burst.queue_s() > PREFILL_S, "the prefix is computed again"
     engine.gate.set()
-    assert [answer.status_code for answer in await asyncio.gather(*burst.asked[1:])] == [200] * 4
+    del burst.asked[0]
+    assert await burst.answers() == [200] * 4
+    assert sorted(await burst.predicted()) == [0, PREFIX, PREFIX, PREFIX]
     assert engine.computed == 2 * (PREFIX + TAIL) + 3 * TAIL
+
+
+async def test_what_the_leader_left_before_it_failed_is_found(engine, start):
+    burst = await start(engine)
+    burst.ask(0)
+    leader = await engine.request()
+    burst.ask(1)
+    await until(lambda: burst.waiting() == 2)
+    pool = burst.proxy.fleet.pools["m"]
+    hashes = pool.chain(Prompt(array("i", range(PREFIX)))).hashes
+    pool.index.store("a", Tier.GPU, hashes[:50])
+    leader.die()
+    await engine.request(1)
+    engine.gate.set()
+    del burst.asked[0]
+    assert await burst.predicted() == [50 * BLOCK]
 
 
 async def test_one_that_waits_and_leaves_leaves_nothing(engine, start):
@@ -190,9 +223,14 @@ async def test_a_long_prompt_of_its_own_is_not_waited_for(engine, start):
     burst.asked.append(asyncio.create_task(burst.client.post("/v1/completions", json=own)))
     await engine.request()
     burst.ask(1)
+    assert burst.queue_s() > 2 * PREFILL_S
     await engine.request(1)
+    assert burst.queue_s() > 3 * PREFILL_S, "both compute the prefix"
     engine.gate.set()
     assert await burst.answers() == [200] * 2
+    assert await burst.predicted() == [0, 0]
+    assert [record.placement.gpu_tokens for record in burst.proxy.requests] == [0, 0]
+    assert engine.computed == 2 * PREFIX + TAIL + 2 * PREFIX
 
 
 async def test_a_stream_that_goes_on_holds_nobody_up(engine, start):

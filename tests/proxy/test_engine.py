@@ -5,7 +5,7 @@ from time import monotonic
 
 import pytest
 
-from engine_adapter import Capability, Hold
+from engine_adapter import Capability, Hold, Tier
 from proxy.core.index import Match
 from proxy.core.load import Work
 from proxy.core.placement import place, place_least_loaded
@@ -55,7 +55,8 @@ class TestLease:
             lease.succeeded = True
         assert engine.ledger.in_flight == 0
         assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
-        assert pool.index.pending("a")
+        pool.index.remove("a", Tier.GPU, chain.hashes)
+        assert pool.index.pending("a") == 2
         await asyncio.sleep(PENDING_LINGER_S * 1.5)
         assert not pool.index.pending("a")
 
