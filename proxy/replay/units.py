@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _BYTES = {
@@ -10,6 +11,7 @@ _BYTES = {
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
+_SHOWN = 12  # characters of an amount that goes on and on
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -25,11 +27,13 @@ def parse_amount(text: str) -> tuple[int, bool]:
     """
     matched = _AMOUNT.fullmatch(text.strip())
     if matched is not None:
-        number, unit = float(matched[1]), matched[2].lower()
-        if unit in _FACTORS:
-            return round(number * _FACTORS[unit]), False
-        if unit in _BYTES:
-            return round(number * _BYTES[unit]), True
+        unit = matched[2].lower()
+        factor = _FACTORS.get(unit, _BYTES.get(unit))
+        if factor is not None:
+            number = float(matched[1]) * factor
+            if not isfinite(number):
+                raise AmountError(f"{text[:_SHOWN]!r}… is more than can be counted")
+            return round(number), unit in _BYTES
     raise AmountError(f"{text!r} is no amount: write it like 500k, 2M or 64GiB")
 
 

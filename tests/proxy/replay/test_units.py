@@ -27,6 +27,12 @@ def test_what_is_no_amount(text):
         parse_amount(text)
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "1" + "0" * 300 + "G"])
+def test_what_nobody_can_count(text):
+    with pytest.raises(AmountError, match=r"^'\d{12}'… is more than can be counted$"):
+        parse_amount(text)
+
+
 def test_counts_are_not_of_bytes():
     assert parse_count("20k") == 20_000
     with pytest.raises(AmountError, match="'1MB' is an amount of bytes"):
