@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from proxy.core.blocks import BlockHash
@@ -53,11 +54,14 @@ class TieredCache:
         """Blocks of the GPU that are in use or hold something."""
         return self.held + self._private
 
-    def match(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """Leading blocks of the chain on the GPU and, where they are not, on the host tier."""
+    def match(
+        self, hashes: Sequence[BlockHash], coming: AbstractSet[BlockHash] = frozenset()
+    ) -> tuple[int, int]:
+        """Leading blocks of the chain on the GPU and, where they are not, on the host tier. `coming` counts
+        as if it lay on the GPU."""
         gpu = host = 0
         for block in hashes:
-            if block in self._used or block in self._idle:
+            if block in self._used or block in self._idle or block in coming:
                 gpu += 1
             elif block in self._host:
                 host += 1

@@ -20,7 +20,7 @@ from math import inf
 from typing import Protocol
 
 from engine_adapter.types import Tier
-from proxy.core.blocks import BlockHash, reusable_tokens
+from proxy.core.blocks import BlockHash, Chain, reusable_tokens
 from proxy.replay.cache import Taken, TieredCache
 from proxy.replay.trace import Request
 
@@ -80,6 +80,13 @@ class EngineModel:
         return max(self.chunk_tokens - streams, 1) / step_s, 1 / step_s
 
 
+def _found(chain: Chain, gpu: int, host: int) -> tuple[int, int]:
+    """Tokens of a prompt that are not computed where so many blocks of it lie, and those to be restored."""
+    size = chain.tokens_per_block
+    cached = min((gpu + host) * size, reusable_tokens(chain.n_tokens, size))
+    return cached, max(cached - gpu * size, 0)
+
+
 class Listener(Protocol):
     """Is told of what happens on an engine, when it happens. `engine` is its position."""
 
@@ -137,22 +144,30 @@ class SimEngine:
         """Requests that stream or are computed."""
         return len(self._streams) + (self._current is not None)
 
-    def queue_s(self, now: float) -> float:
-        """Seconds until all prefill it was given has ended, from what its cache holds now: the truth, which a
-        router only estimates."""
-        seconds = 0.0
+    @property
+    def held(self) -> int:
+        """Blocks on its GPU that a request could find."""
+        return self.cache.held
+
+    def foresee(self, now: float, chain: Chain) -> tuple[float, int]:
+        """Seconds until a prompt that came now would have its first token, and the cached tokens it would
+        find: the truth, which a router only estimates.
+
+        What those before it are to restore and to compute follows from what the cache holds now and from what
+        each of them will leave behind for the next. What they will evict, and who begins or ends to stream
+        meanwhile, is left out.
+        """
+        seconds, cached, coming = 0.0, 0, set[BlockHash]()
+        rate = self._model.rates(len(self._streams), prefilling=True)[0]
         if self._current is not None:
-            rate = self._model.rates(len(self._streams), prefilling=True)[0]
             done = rate * max(now - max(self._last, self._restored_at), 0.0)
             seconds = max(self._restored_at - now, 0.0) + max(self._left - done, 0.0) / rate
-        for request in self._waiting:
-            chain = request.chain
-            gpu, host = self.cache.match(chain.hashes)
-            cached = min(
-                (gpu + host) * chain.tokens_per_block, reusable_tokens(chain.n_tokens, chain.tokens_per_block)
-            )
-            seconds += self._model.prefill_s(cached, chain.n_tokens)
-        return seconds
+            coming.update(self._current.chain.hashes)
+        for each in (*(request.chain for request in self._waiting), chain):
+            cached, host = _found(each, *self.cache.match(each.hashes, coming))
+            seconds += host / self._model.restore_tok_s + self._model.work(cached, each.n_tokens) / rate
+            coming.update(each.hashes)
+        return seconds, cached
 
     def submit(self, now: float, request: Request) -> None:
         """A request arrives."""
@@ -210,9 +225,7 @@ class SimEngine:
             return
         self._waiting.popleft()
         self._current = request
-        size = chain.tokens_per_block
-        cached = min((taken.gpu + taken.host) * size, reusable_tokens(chain.n_tokens, size))
-        host = max(cached - taken.gpu * size, 0)
+        cached, host = _found(chain, taken.gpu, taken.host)
         self._restored_at = now + host / model.restore_tok_s
         self._left = model.work(cached, chain.n_tokens)
         self._uncached = chain.n_tokens - cached

@@ -10,21 +10,24 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from engine_adapter.types import Tier
-from proxy.core.blocks import BlockHash
+from proxy.core.blocks import BlockHash, Chain
 from proxy.core.index import Match
-from proxy.replay.policy import Choice, Counting, EngineTruth, Fleet, Seeing, cached_tokens
+from proxy.replay.policy import Blind, Choice, Counting, EngineTruth, Fleet, Seeing, cached_tokens
 from proxy.replay.trace import Request
 
 
 class SglangCacheAware(Counting):
     """SGLang's router (sglang-router, SMG): policy `cache_aware`.
 
-    When requests in flight differ by more than 64 and 1.5 times, the least loaded engine. Otherwise the one
-    that its tree of prompts names for the longest match, if that is more than 0.3 of the prompt, else the
-    least loaded. The tree knows what was sent where, nothing of what was evicted; each engine's part of it is
-    cut back to 2^26 characters, least recently used first, every 120 s. Of equally loaded engines it always
-    takes the first; here it is one at random, which serves it better.
+    When requests in flight differ by more than 64 and 1.5 times, the least loaded engine. Otherwise one that
+    was sent the longest match of its tree of prompts, if that is more than 0.3 of the prompt, else the least
+    loaded. The tree knows what was sent where, nothing of what was evicted; each engine's part of it is cut
+    back to 2^26 characters, least recently used first, every 120 s.
+
+    Where its words and its code differ, or leave a choice, it has the better of both. Release 0.3.2 says that
+    what matches too little goes to the smallest tree, and sends it to the least loaded, of several the first:
+    here to the least loaded, of several the smallest tree. Of the engines that were sent the longest match it
+    names the first one that was; here any of them is drawn.
     """
 
     CACHE_THRESHOLD = 0.3
@@ -37,7 +40,7 @@ class SglangCacheAware(Counting):
     def __init__(self, fleet: Fleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self._trees = [OrderedDict[BlockHash, None]() for _ in range(fleet.engines)]
-        self._latest: dict[BlockHash, int] = {}  # block → whom it was last sent to
+        self._holders: dict[BlockHash, set[int]] = {}  # block → in whose trees it is
         self._max_blocks = self.MAX_TREE_CHARS // (self.CHARS_PER_TOKEN * fleet.tokens_per_block)
         self._evict_at = self.EVICTION_INTERVAL_S
 
@@ -50,59 +53,62 @@ class SglangCacheAware(Counting):
         if not (most - fewest > self.BALANCE_ABS and most > self.BALANCE_REL * fewest):
             engine = self._holder(request)
         if engine is None:
-            engine = self.least(self.in_flight)
+            sizes = (len(tree) for tree in self._trees)
+            engine = self.least(list(zip(self.in_flight, sizes, strict=True)))
         self._insert(engine, request.chain.hashes)
         return self.placed(engine)
 
     def _holder(self, request: Request) -> int | None:
-        """Who the deepest node of the tree that matches was last sent to; None where that is too little."""
-        hashes, latest = request.chain.hashes, self._latest
-        matched = bisect_left(range(len(hashes)), True, key=lambda at: hashes[at] not in latest)
+        """One that was sent the deepest node of the tree that matches; None where that is too little."""
+        hashes, holders = request.chain.hashes, self._holders
+        matched = bisect_left(range(len(hashes)), True, key=lambda at: hashes[at] not in holders)
         if matched * request.chain.tokens_per_block <= self.CACHE_THRESHOLD * request.n_tokens:
             return None
-        return latest[hashes[matched - 1]]
+        return self.random.choice(sorted(holders[hashes[matched - 1]]))
 
     def _insert(self, engine: int, hashes: Sequence[BlockHash]) -> None:
-        tree, latest = self._trees[engine], self._latest
+        tree, holders = self._trees[engine], self._holders
         for block in reversed(hashes):
             tree[block] = None
             tree.move_to_end(block)
-            latest[block] = engine
+            holders.setdefault(block, set()).add(engine)
 
     def _evict(self, now: float) -> None:
         self._evict_at = now + self.EVICTION_INTERVAL_S
         for engine, tree in enumerate(self._trees):
             for _ in range(len(tree) - self._max_blocks):
                 block, _ = tree.popitem(last=False)
-                if self._latest[block] == engine:
-                    others = [at for at, other in enumerate(self._trees) if block in other]
-                    if others:
-                        self._latest[block] = others[0]
-                    else:
-                        del self._latest[block]
+                holders = self._holders[block]
+                holders.remove(engine)
+                if not holders:
+                    del self._holders[block]
 
 
 class LlmdDefault(Seeing):
     """llm-d's router: `prefix-cache-affinity-filter`, then `token-load-scorer`.
 
-    Engines that hold 0.8 of the prompt or more are kept, unless their tokens in flight stand for 18 s more
-    than the best other's; of those kept, the one with the fewest uncached tokens in flight, this prompt's
-    included. It is given the exact index, with placements in flight, which is more than its defaults know.
+    Engines whose match scores 0.8 of the prompt or more are kept, unless their tokens in flight stand for
+    18 s more than the best other's; of those kept, the one with the fewest uncached tokens in flight, this
+    prompt's included. A token on the GPU scores 1, one in host memory 0.8. It is given the exact index, with
+    placements in flight, which is more than its defaults know.
     """
 
+    HOST_WEIGHT = 0.8
     MIN_MATCH = 0.8
     MAX_TTFT_PENALTY_S = 18.0
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         super().__init__(fleet, seed)
-        self._tokens = [0] * fleet.engines
-        self._placed: dict[int, int] = {}
+        self._tokens = [0.0] * fleet.engines
+        self._placed: dict[int, float] = {}
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
         """The least loaded of those kept."""
-        cached = [cached_tokens(request.chain, match) for match in self.matches(request.chain)]
-        uncached = [request.n_tokens - tokens for tokens in cached]
-        kept = [at for at, tokens in enumerate(cached) if tokens >= self.MIN_MATCH * request.n_tokens]
+        chain = request.chain
+        matches = self.matches(chain)
+        scores = [self._score(chain, match) for match in matches]
+        uncached = [chain.n_tokens - score for score in scores]
+        kept = [at for at, score in enumerate(scores) if score >= self.MIN_MATCH * chain.n_tokens]
         others = [at for at in range(self.fleet.engines) if at not in kept]
         if kept and others:
             apart = min(self._tokens[at] for at in kept) - min(self._tokens[at] for at in others)
@@ -112,13 +118,19 @@ class LlmdDefault(Seeing):
         engine = among[self.least([self._tokens[at] + uncached[at] for at in among])]
         self._tokens[engine] += uncached[engine]
         self._placed[request.id] = uncached[engine]
-        self.index.add_pending(self.names[engine], request.chain.hashes)
-        return Choice(engine, cached[engine])
+        self.index.add_pending(self.names[engine], chain.hashes)
+        return Choice(engine, cached_tokens(chain, matches[engine]))
 
     def first_token(self, now: float, engine: int, request: Request) -> None:
         """Its prompt is computed."""
         self._tokens[engine] -= self._placed.pop(request.id)
         self.index.end_pending(self.names[engine], request.chain.hashes)
+
+    def _score(self, chain: Chain, match: Match) -> float:
+        """Cached tokens, those below the GPU at their weight."""
+        cached = cached_tokens(chain, match)
+        below = min((match.host + match.disk) * chain.tokens_per_block, cached)
+        return cached - (1 - self.HOST_WEIGHT) * below
 
 
 class DynamoLike(Seeing):
@@ -178,18 +190,13 @@ class DynamoLike(Seeing):
         return len(active) + len(hashes) - shared
 
 
-class MinTtft(Seeing):
-    """The engine that answers first, by the true state of its queue and an exact index; ties go to the engine
-    that holds least. What a rule without a thought for others can reach at best."""
+class MinTtft(Blind):
+    """The engine that answers first, as engines themselves foresee it: with what waits there, and what that
+    will leave behind. Ties go to the one that holds least. What a rule without a thought for others can reach
+    at best."""
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
         """The lowest time to the first token."""
-        model, chain = self.fleet.model, request.chain
-        cached, times = [], []
-        for match, engine in zip(self.matches(chain), engines, strict=True):
-            tokens = cached_tokens(chain, match)
-            cached.append(tokens)
-            restore_s = match.host * chain.tokens_per_block / model.restore_tok_s
-            times.append(engine.queue_s(now) + restore_s + model.prefill_s(tokens, chain.n_tokens))
-        best = min(range(len(times)), key=lambda at: (times[at], self.index.held(self.names[at], Tier.GPU)))
-        return Choice(best, cached[best])
+        foreseen = [engine.foresee(now, request.chain) for engine in engines]
+        best = min(range(len(engines)), key=lambda at: (foreseen[at][0], engines[at].held))
+        return Choice(best, foreseen[best][1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash, Chain, reusable_tokens
@@ -14,6 +14,8 @@ from proxy.replay.engine import EngineModel
 from proxy.replay.trace import Request
 
 NOTHING = Match()
+# A number, or two where the second decides among equals of the first.
+Cost = TypeVar("Cost", float, tuple[int, int])
 
 
 class Choice(NamedTuple):
@@ -44,8 +46,14 @@ class Fleet:
 class EngineTruth(Protocol):
     """What an engine itself knows. Routers do not; policies that stand for a limit may look."""
 
-    def queue_s(self, now: float) -> float:
-        """Seconds until all prefill it was given has ended."""
+    @property
+    def held(self) -> int:
+        """Blocks on its GPU."""
+        ...
+
+    def foresee(self, now: float, chain: Chain) -> tuple[float, int]:
+        """Seconds until a prompt that came now would have its first token, and the cached tokens it would
+        find."""
         ...
 
 
@@ -92,7 +100,7 @@ class Blind:
     def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """Nothing follows from it."""
 
-    def least(self, costs: Sequence[float]) -> int:
+    def least(self, costs: Sequence[Cost]) -> int:
         """The position of the lowest cost."""
         low = min(costs)
         ties = [at for at, cost in enumerate(costs) if cost == low]

@@ -34,7 +34,8 @@ class LeastLoaded(Counting):
 
 
 class Sticky(Counting):
-    """A session stays where its first request went, which is the engine with the fewest requests in flight.
+    """A session stays where its first request went, which is the engine with the fewest requests in flight;
+    of several, the one that was given the fewest sessions so far.
 
     Of traces that name no sessions, what begins alike is taken for one: see `affinity`.
     """
@@ -42,13 +43,15 @@ class Sticky(Counting):
     def __init__(self, fleet: Fleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self._homes: dict[str, int] = {}
+        self._sessions = [0] * fleet.engines
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
         """Where the session is."""
         key = affinity(request, self.fleet)
         home = self._homes.get(key)
         if home is None:
-            home = self._homes[key] = self.least(self.in_flight)
+            home = self._homes[key] = self.least(list(zip(self.in_flight, self._sessions, strict=True)))
+            self._sessions[home] += 1
         return self.placed(home)
 
 
@@ -85,7 +88,8 @@ class BoundedHash(Counting):
 
 
 def affinity(request: Request, fleet: Fleet) -> str:
-    """What a conversation is told by: its session, or else the first block that not all requests share.
+    """What a conversation is told by: its session, or else the first block that not all requests share; a
+    prompt that has none is one of its own.
 
     The latter stands for the beginning of what the user said: a router tells the system prompt by its role;
     of hashes, only what all have in common can be told.
@@ -93,4 +97,6 @@ def affinity(request: Request, fleet: Fleet) -> str:
     if request.session is not None:
         return request.session
     hashes = request.chain.hashes
-    return str(hashes[fleet.common_blocks]) if len(hashes) > fleet.common_blocks else ""
+    if len(hashes) > fleet.common_blocks:
+        return str(hashes[fleet.common_blocks])
+    return f"request {request.id}"

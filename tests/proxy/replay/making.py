@@ -72,10 +72,10 @@ def play(model, *requests):
 
 
 class Telling:
-    """An engine with a queue of so many seconds, for policies that look."""
+    """An engine that would answer in so many seconds, for policies that look."""
 
-    def __init__(self, seconds):
-        self.seconds = seconds
+    def __init__(self, seconds, cached=0, held=0):
+        self.seconds, self.cached, self.held = seconds, cached, held
 
-    def queue_s(self, now):
-        return self.seconds
+    def foresee(self, now, chain):
+        return self.seconds, self.cached

@@ -33,6 +33,14 @@ def test_nothing_is_found_before_it_is_filled():
     assert cache.match((1, 2)) == (2, 0)
 
 
+def test_what_is_coming_counts_as_if_it_were_there():
+    cache = TieredCache(3, 3)
+    serve(cache, (1, 2))
+    serve(cache, (7, 8, 9))
+    assert cache.match((1, 2, 3, 4)) == (0, 2)
+    assert cache.match((1, 2, 3, 4), {1, 3}) == (2, 1)
+
+
 def test_the_end_of_the_prompt_used_longest_ago_goes_first():
     cache = TieredCache(5)
     serve(cache, (1, 2, 3))

@@ -80,14 +80,25 @@ class TestFifo:
         _, diary = play(model, ask(range(9), tail=0), ask(range(9), tail=100, name=1))
         assert diary.of("first")[1] == ("first", pytest.approx(0.9 + 0.405 + 0.195), 1)
 
-    def test_how_long_its_queue_is(self):
+    def test_it_foresees_what_waits_and_what_that_leaves_behind(self):
         engine = SimEngine(0, model_of(), SIZE, Diary())
-        assert engine.queue_s(0.0) == 0.0
+        prompt = ask((1, 2, 3, 4)).chain
+        assert engine.foresee(0.0, prompt) == (pytest.approx(0.45), 0)
         engine.submit(0.0, ask((1, 2)))
         engine.submit(0.0, ask((1, 2, 3), name=1))
-        assert engine.queue_s(0.1) == pytest.approx(0.25 - 0.1 + 0.35)
+        # The second finds two blocks of the first, the prompt three of the second.
+        assert engine.foresee(0.1, prompt) == (pytest.approx(0.25 - 0.1 + 0.15 + 0.15), 300)
         engine.advance(engine.due)
-        assert engine.queue_s(0.25) == pytest.approx(0.15)
+        assert engine.foresee(0.25, prompt) == (pytest.approx(0.15 + 0.15), 300)
+
+    def test_it_foresees_restores_of_what_waits(self):
+        engine, _ = play(model_of(5, host=10, restore_tok_s=100.0), ask((1, 2)), ask((7, 8, 9), name=2))
+        now = 10.0
+        engine.submit(now, ask((21, 22), tail=0, name=3))
+        engine.submit(now, ask((1, 2), name=4))
+        # 0.2 s for the first, then 200 tokens from host memory and 50 to compute; the prompt's own last.
+        assert engine.foresee(now, ask((31,), tail=0).chain) == (pytest.approx(0.2 + 2.05 + 0.1), 0)
+        assert engine.foresee(now, ask((1, 2)).chain) == (pytest.approx(0.2 + 2.05 + 0.05), 200)
 
 
 class TestChunked:
@@ -214,3 +225,23 @@ def test_late_in_a_long_trace_rounding_stops_nothing():
     model = model_of(chunked=True, chunk_tokens=100, step_s=1e-10, stream_s=0.0)
     _, diary = play(model, *(ask((n,), at=late, tail=1 + n, output=2 + n, name=n) for n in range(5)))
     assert sorted(line[2] for line in diary.of("finished")) == list(range(5))
+
+
+@given(REQUESTS, st.sampled_from([0, 500]))
+def test_what_it_foresees_holds_where_nothing_is_evicted(requests, context_tokens):
+    diary = Diary()
+    engine = SimEngine(0, model_of(80, context_tokens=context_tokens), SIZE, diary)
+    foreseen = {}
+    for request in requests:
+        while engine.due <= request.at:
+            engine.advance(engine.due)
+        foreseen[request.id] = engine.foresee(request.at, request.chain)
+        engine.submit(request.at, request)
+    while engine.due < inf:
+        engine.advance(engine.due)
+    cached = {name: gpu + below for _, _, name, gpu, below in diary.of("started")}
+    first = {name: now for _, now, name in diary.of("first")}
+    for request in requests:
+        seconds, tokens = foreseen[request.id]
+        assert first[request.id] - request.at == pytest.approx(seconds, abs=1e-5)
+        assert cached[request.id] == tokens

@@ -5,8 +5,8 @@ from proxy.replay.peers import DynamoLike, LlmdDefault, MinTtft, SglangCacheAwar
 from tests.proxy.replay.making import Telling, ask, fleet_of
 
 
-def choose(policy, *requests, now=0.0, queues=(0.0, 0.0)):
-    return [policy.choose(now, request, [Telling(s) for s in queues]).engine for request in requests]
+def choose(policy, *requests, now=0.0):
+    return [policy.choose(now, request, ()).engine for request in requests]
 
 
 class TestSglang:
@@ -30,13 +30,25 @@ class TestSglang:
         policy.in_flight[home], policy.in_flight[1 - home] = here, there
         assert (choose(policy, ask((1, 2))) == [home]) is stays
 
-    def test_the_last_one_it_was_sent_to_is_named(self):
-        policy = SglangCacheAware(fleet_of(), 0)
+    def test_any_of_those_it_was_sent_to_is_drawn(self):
+        policy = SglangCacheAware(fleet_of(3), 0)
         (home,) = choose(policy, ask((1, 2)))
-        policy.in_flight = [100 if at == home else 0 for at in range(2)]
-        assert choose(policy, ask((1, 2))) == [1 - home]
+        policy.in_flight = [100, 100, 100]
+        policy.in_flight[home - 1] = 0
+        assert choose(policy, ask((1, 2))) == [(home - 1) % 3]
+        policy.in_flight = [0, 0, 0]
+        drawn = choose(policy, *[ask((1, 2))] * 30)
+        assert set(drawn) == {home, (home - 1) % 3}
+
+    def test_what_matches_nothing_goes_to_the_least_loaded_of_several_the_smallest_tree(self):
+        policy = SglangCacheAware(fleet_of(), 0)
+        (home,) = choose(policy, ask((1, 2, 3)))
         policy.in_flight = [0, 0]
-        assert choose(policy, ask((1, 2))) == [1 - home]
+        assert choose(policy, ask((7,))) == [1 - home]
+        policy.in_flight = [0, 0]
+        assert choose(policy, ask((8,))) == [1 - home]
+        policy.in_flight = [0 if at == home else 1 for at in range(2)]
+        assert choose(policy, ask((9,))) == [home]
 
     def test_it_does_not_see_evictions_and_has_a_bound_of_its_own(self, monkeypatch):
         monkeypatch.setattr(SglangCacheAware, "MAX_TREE_CHARS", 3 * 400)
@@ -57,9 +69,10 @@ class TestSglang:
         (home,) = choose(policy, ask((1, 2)))
         policy.in_flight = [100 if at == home else 0 for at in range(2)]
         choose(policy, ask((1, 2)))
-        choose(policy, ask((3, 4)))
-        policy.in_flight = [0, 0]
-        assert choose(policy, ask((1, 2)), now=120.0) == [home]
+        policy.in_flight = [5 if at == home else 0 for at in range(2)]
+        assert choose(policy, ask((3, 4))) == [1 - home]
+        policy.in_flight = [5 if at != home else 0 for at in range(2)]
+        assert choose(policy, *[ask((1, 2))] * 5, now=120.0) == [home] * 5
 
 
 class TestLlmd:
@@ -69,6 +82,20 @@ class TestLlmd:
             policy.stored(0, Tier.GPU, range(held))
             policy._tokens = [1000, 0]
             assert (choose(policy, ask(range(10), tail=0)) == [0]) is kept
+
+    def test_what_lies_in_host_memory_scores_four_fifths(self):
+        policy = LlmdDefault(fleet_of(), 0)
+        policy.stored(0, Tier.HOST, range(5))
+        policy.stored(1, Tier.GPU, range(4))
+        assert choose(policy, ask(range(9), tail=0)) in ([0], [1])
+        assert sorted(policy._tokens) == [0, 500]
+        for host, kept in ((10, False), (9, True), (5, True)):
+            policy = LlmdDefault(fleet_of(), 0)
+            policy.stored(0, Tier.GPU, range(10 - host))
+            policy.stored(0, Tier.HOST, range(10 - host, 10))
+            policy._tokens = [1500, 0]
+            # The last token of 1001 lies nowhere: with the rest in host memory that is not quite 0.8 of them.
+            assert (choose(policy, ask(range(10), tail=1)) == [0]) is kept
 
     def test_18_s_more_in_flight_release(self):
         for tokens, kept in ((18_000, True), (18_001, False)):
@@ -135,19 +162,10 @@ class TestDynamo:
 
 
 class TestMinTtft:
-    def test_queues_against_what_is_held(self):
+    def test_who_answers_first(self):
         policy = MinTtft(fleet_of(), 0)
-        policy.stored(0, Tier.GPU, [1, 2])
-        assert choose(policy, ask((1, 2, 3)), queues=(0.19, 0.0)) == [0]
-        assert choose(policy, ask((1, 2, 3)), queues=(0.21, 0.0)) == [1]
-
-    def test_what_lies_on_the_host_tier_takes_a_while(self):
-        policy = MinTtft(fleet_of(), 0)
-        policy.stored(0, Tier.HOST, [1, 2])
-        assert choose(policy, ask((1, 2, 3)), queues=(0.179, 0.0)) == [0]
-        assert choose(policy, ask((1, 2, 3)), queues=(0.181, 0.0)) == [1]
+        assert policy.choose(0.0, ask((1, 2)), [Telling(0.2, 0, 1), Telling(0.1, 200, 9)]) == (1, 200)
 
     def test_ties_go_to_whom_holds_least(self):
         policy = MinTtft(fleet_of(), 0)
-        policy.stored(0, Tier.GPU, [7])
-        assert choose(policy, ask((1, 2))) == [1]
+        assert policy.choose(0.0, ask((1, 2)), [Telling(0.1, 0, 3), Telling(0.1, 0, 2)]) == (1, 0)

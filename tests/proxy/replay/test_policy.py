@@ -12,6 +12,7 @@ def test_ties_are_broken_by_the_seed():
     assert draws(1) == draws(1) != draws(2)
     assert set(draws(1)) == {1, 2, 3}
     assert Blind(fleet_of(4), 0).least([3, 2, 1, 2]) == 2
+    assert Blind(fleet_of(3), 0).least([(1, 5), (0, 7), (0, 6)]) == 2
 
 
 def test_requests_in_flight_are_counted():

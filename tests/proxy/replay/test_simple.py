@@ -27,6 +27,15 @@ class TestSticky:
         assert sorted(homes) == [0, 1, 2]
         assert choose(policy, *sessions * 4) == homes * 4
 
+    def test_of_those_with_as_few_in_flight_new_ones_go_to_whom_was_given_fewest(self):
+        policy = Sticky(fleet_of(3), 0)
+        for turn in range(4):
+            homes = [choose(policy, ask((1,), session=f"{turn}/{n}"))[0] for n in range(3)]
+            policy.in_flight = [0, 0, 0]
+            assert sorted(homes) == [0, 1, 2]
+        policy.in_flight = [0, 1, 1]
+        assert choose(policy, ask((1,), session="loaded"), ask((1,), session="even"))[0] == 0
+
     def test_without_sessions_it_goes_by_what_is_not_common(self):
         policy = Sticky(fleet_of(2, common=1), 0)
         first, second = choose(policy, ask((1, 2)), ask((1, 3)))
@@ -75,4 +84,5 @@ def test_affinity():
     fleet = fleet_of(common=1)
     assert affinity(ask((1, 2), session="s"), fleet) == "s"
     assert affinity(ask((1, 2, 3)), fleet) == affinity(ask((1, 2, 4)), fleet) == "2"
-    assert affinity(ask((1,)), fleet) == ""
+    short = {affinity(ask((1,), name=name), fleet) for name in range(3)}
+    assert len(short | {"1", "2", ""}) == 6  # those with nothing of their own are nobody's next turn
