@@ -53,6 +53,13 @@ class JsonBody:
         except msgspec.DecodeError as error:
             raise UnreadableField(name, error) from error
 
+    def hint(self, name: str) -> Any:  # noqa: ANN401 - JSON
+        """As `get`, of a field that is not ours to judge: None as well where it cannot be read."""
+        try:
+            return self.get(name)
+        except UnreadableField:
+            return None
+
     def replace(self, **changes: Any) -> JsonBody:  # noqa: ANN401 - JSON
         """A body with these fields set (None removes one); the original is left as it is."""
         fields = dict(self._fields)

@@ -218,7 +218,7 @@ def _repeatable(call: Call) -> bool:
 
 
 def _record_of(call: Call) -> RequestRecord:
-    key = call.body.get("prompt_cache_key") if isinstance(call.body, JsonBody) else None
+    key = call.body.hint("prompt_cache_key") if isinstance(call.body, JsonBody) else None
     return RequestRecord(
         request_id=call.request_id,
         started=time.time(),

@@ -7,8 +7,8 @@ says what a request has in common with the one before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from engine_adapter import JsonBody, RequestBody
 
@@ -34,8 +34,14 @@ class Session(NamedTuple):
 def session_of(tenant: str | None, headers: Mapping[str, str], body: RequestBody) -> Session | None:
     """The conversation that a request of `tenant` says it is of; None where it says nothing of use. Header
     names are in lower case."""
-    fields = [body.get(field) for field in FIELDS] if isinstance(body, JsonBody) else []
-    for name in (*map(headers.get, HEADERS), *fields):
+    for name in _names(headers, body):
         if isinstance(name, str) and 0 < len(name) <= MAX_NAME:
             return Session(tenant, name)
     return None
+
+
+def _names(headers: Mapping[str, str], body: RequestBody) -> Iterator[Any]:
+    """What may be its name, the best first. A body's fields are read only where no header tells."""
+    yield from map(headers.get, HEADERS)
+    if isinstance(body, JsonBody):
+        yield from map(body.hint, FIELDS)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from engine_adapter.body import JsonBody, UnreadableField
+from engine_adapter.body import JsonBody
 from engine_adapter.types import Retention
 
 # What is asked for is kept before what nobody asked for; no client can ask for more than another.
@@ -40,15 +40,15 @@ def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
 
 
 def _asked(body: JsonBody) -> Iterator[float | None]:
-    options = _field(body, "prompt_cache_options")
+    options = body.hint("prompt_cache_options")
     if isinstance(options, dict):
         yield _seconds(options.get("ttl"))
-    yield _seconds(_field(body, "prompt_cache_retention"))
+    yield _seconds(body.hint("prompt_cache_retention"))
     # Reading the messages takes as long as all the rest: most requests have none of these.
     if _CACHE_CONTROL in body.raw:
-        yield _ephemeral(_field(body, "cache_control"))
+        yield _ephemeral(body.hint("cache_control"))
         for name in _PARTS:
-            yield from _of_parts(_field(body, name))
+            yield from _of_parts(body.hint(name))
 
 
 def _of_parts(parts: Any) -> Iterator[float | None]:  # noqa: ANN401 - JSON
@@ -77,10 +77,3 @@ def _seconds(value: Any) -> float | None:  # noqa: ANN401 - JSON
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(min(value, MAX_TTL_S)) if 0 < value < math.inf else None
-
-
-def _field(body: JsonBody, name: str) -> Any:  # noqa: ANN401 - JSON
-    try:
-        return body.get(name)
-    except UnreadableField:
-        return None

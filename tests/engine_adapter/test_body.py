@@ -105,3 +105,9 @@ def test_a_value_that_cannot_be_read_is_named(value, param):
     ) as caught:
         body.get("prompt")
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("value", [b"[1, %s]" % (b"9" * 5000), b"1e999", b'"\xff"'])
+def test_a_hint_that_cannot_be_read_is_none(value):
+    body = JsonBody(b'{"user": %s, "seed": 7}' % value)
+    assert [body.hint(name) for name in ("user", "seed", "none")] == [None, 7, None]

@@ -23,6 +23,7 @@ from proxy.core.view import EngineView
 from proxy.engine import EngineState
 from proxy.forward import Outcome
 from proxy.prompt import PromptBuilder, PromptTables
+from proxy.session import Session
 from proxy.tenants import ApiKey, Tenants
 from tests.fakes import (
     ANSWER,
@@ -233,6 +234,18 @@ class TestReuse:
             await proxy.settled()
         assert homes == ["a", "b", "b", "a", "b"]
         assert [record.session and record.session.name for record in proxy.requests] == [*"stts", None]
+
+    @pytest.mark.parametrize("field", ["session_id", "prompt_cache_key", "user", "cache_control"])
+    @pytest.mark.parametrize("headers", [{}, {"session-id": "s"}], ids=["no header", "a header"])
+    async def test_a_field_that_says_nothing_readable_is_for_the_engine_to_judge(
+        self, engine, proxy, client, field, headers
+    ):
+        body = b'{"model": "m", "prompt": [1, 2, 3], "%b": 1e999}' % field.encode()
+        response = await client.post("/v1/completions", content=body, headers=headers)
+        assert response.status_code == 200
+        assert engine.seen[0].body == body
+        assert proxy.last.session == (Session(None, "s") if headers else None)
+        assert proxy.last.prompt_cache_key is None
 
     async def test_reports_are_held_against_firm_predictions_only(self, engine, proxy, client):
         other_engine = proxy.fleet.engines["b"]

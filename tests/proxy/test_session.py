@@ -35,6 +35,20 @@ def test_what_is_no_name_is_passed_over(name):
     assert session_of(None, {}, body(session_id=name, prompt_cache_key="k")).name == "k"
 
 
+def test_what_cannot_be_read_is_passed_over():
+    unreadable = JsonBody(b'{"session_id": 1e999, "prompt_cache_key": "k"}')
+    assert session_of(None, {}, unreadable).name == "k"
+    assert session_of(None, {}, JsonBody(b'{"session_id": 1e999}')) is None
+
+
+def test_fields_are_not_read_where_a_header_tells():
+    class Unread(JsonBody):
+        def get(self, name):
+            raise AssertionError(f"{name} was read")
+
+    assert session_of(None, {HEADERS[-1]: "h"}, Unread(b"{}")).name == "h"
+
+
 def test_what_many_share_or_one_request_has_alone_is_none():
     headers = {"x-correlation-id": "c", "x-request-id": "r"}
     assert session_of(None, headers, body(user="everybody")) is None
