@@ -137,12 +137,14 @@ class Pool:
         chain: Chain | None,
         *,
         streams: bool = False,
+        known: bool = True,
         session: Session | None = None,
     ) -> Iterator[Lease]:
-        """A request's hold on the engine it was placed on: its load, and its blocks as pending."""
+        """A request's hold on the engine it was placed on: its load, and its blocks as pending. Nothing is
+        learned from one whose tokens are not all `known`."""
         engine, placer = self.engines[placement.engine], self.placer
         now = monotonic()
-        ticket = placer.begin(now, placement, chain, streams=streams, session=session)
+        ticket = placer.begin(now, placement, chain, streams=streams, known=known, session=session)
         lease = Lease(engine, placement, placer, ticket, now, engine.removals)
         try:
             yield lease

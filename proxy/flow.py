@@ -90,7 +90,10 @@ class Flow:
                     raise _final(failed) if failed else no_engine_for(adapter)
                 placement = record.placement = pool.place(candidates, chain)
                 record.attempts.append(placement.engine)
-                with pool.lease(placement, chain, streams=call.streams, session=session) as lease:
+                known = prompt is not None and prompt.whole
+                with pool.lease(
+                    placement, chain, streams=call.streams, known=known, session=session
+                ) as lease:
                     try:
                         return await self._forward(pool, call, reply, lease, record, chain)
                     except (EngineUnavailable, EngineRejected) as error:

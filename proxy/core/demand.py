@@ -43,12 +43,15 @@ class Demand:
         self._returns = [PRIOR] * AGES
         self._until_refresh = REFRESH
         self._until_half = HALF_LIFE
-        self._tokens, self._squares = Recent(), Recent()
+        self._seconds, self._squares = Recent(), Recent()
+
+    def worked(self, now: float, seconds: float) -> None:
+        """An engine spent so long on a prompt before its first token."""
+        self._seconds.add(now, seconds)
+        self._squares.add(now, seconds * seconds)
 
     def asked(self, now: float, chain: Chain, computed: int) -> None:
-        """A prompt was placed, `computed` tokens of which are to be computed."""
-        self._tokens.add(now, computed)
-        self._squares.add(now, computed * computed)
+        """A prompt was asked for, `computed` tokens of which an engine had to compute."""
         hashes = chain.hashes
         if not hashes:
             return
@@ -74,17 +77,17 @@ class Demand:
         """How often a prompt is asked for from now on, the present one included; 1 to MAX_TURNS."""
         return min(1 / (1 - self._returns[0]), MAX_TURNS)
 
-    def utilisation(self, now: float, tokens_s: float) -> float:
-        """Share of their time that engines compute prompts, lately, which compute so many tokens per second
-        together; MIN_UTILISATION to MAX_UTILISATION."""
-        busy = self._tokens.sum(now) / (tokens_s * WINDOW_S)
+    def utilisation(self, now: float, engines: int) -> float:
+        """Share of their time that so many engines spend on prompts, lately; MIN_UTILISATION to
+        MAX_UTILISATION."""
+        busy = self._seconds.sum(now) / (engines * WINDOW_S)
         return min(max(busy, MIN_UTILISATION), MAX_UTILISATION)
 
-    def rest(self, now: float) -> float:
-        """Tokens left of a prefill that a prompt finds under way, on average: long ones are found more often,
-        E[n²] / 2E[n]."""
-        tokens = self._tokens.sum(now)
-        return self._squares.sum(now) / (2 * tokens) if tokens else 0.0
+    def rest_s(self, now: float) -> float:
+        """Seconds left of the work that a prompt finds under way, on average: long ones are found more often,
+        E[s²] / 2E[s]."""
+        seconds = self._seconds.sum(now)
+        return self._squares.sum(now) / (2 * seconds) if seconds else 0.0
 
     def _refresh(self) -> None:
         self._until_refresh = REFRESH

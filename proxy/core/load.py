@@ -51,11 +51,13 @@ class Sample:
         work: what it asked for.
         seconds: of the engine's time.
         decoding: streams that were decoded meanwhile.
+        blurred: it is no more than that: the engine did other things as well.
     """
 
     work: Work
     seconds: float
     decoding: float
+    blurred: bool = False
 
 
 class Remaining(NamedTuple):
@@ -69,7 +71,7 @@ class Remaining(NamedTuple):
 
 @dataclass(slots=True)
 class _Prefill:
-    work: Work
+    work: Work | None  # None where it is not known
     expected_s: float
     placed: float
     seen: bool  # its first token will be
@@ -85,18 +87,20 @@ class _Spell:
     host: int = 0
     disk: int = 0
     decoding: int = 0
+    blurred: bool = False  # others had the engine do something meanwhile
 
-    def add(self, work: Work, decoding: int) -> None:
+    def add(self, work: Work, decoding: int, others: int) -> None:
+        self.blurred = self.blurred or others > 0
         self.prompts += 1
         self.computed += work.computed
         self.host += work.host
         self.disk += work.disk
-        self.decoding += decoding
+        self.decoding += decoding + others
 
     def sample(self, now: float) -> Sample:
         n = self.prompts
         work = Work(round(self.computed / n), round(self.host / n), round(self.disk / n))
-        return Sample(work, (now - self.since) / n, self.decoding / n)
+        return Sample(work, (now - self.since) / n, self.decoding / n, self.blurred)
 
 
 class EngineLedger:
@@ -121,9 +125,10 @@ class EngineLedger:
         """Requests placed and not over."""
         return len(self._prefills) + len(self._decoding)
 
-    def begin(self, now: float, expected_s: float, work: Work, *, seen: bool = True) -> int:
+    def begin(self, now: float, expected_s: float, work: Work | None, *, seen: bool = True) -> int:
         """A request was placed that is expected to take `expected_s` of the engine's time up to its first
-        token, which is `seen` when the answer is a stream. Returns its ticket."""
+        token, which is `seen` when the answer is a stream; its `work` is None where it is not known. Returns
+        its ticket."""
         if self._settle(now) is None:
             self._turn, self._spell = now, _Spell(now)
         if not seen:
@@ -138,12 +143,15 @@ class EngineLedger:
         prefill = self._prefills.get(ticket)
         if prefill is not None:
             self._expected_s += expected_s - prefill.expected_s
-            prefill.expected_s, prefill.work = expected_s, work
+            prefill.expected_s = expected_s
+            if prefill.work is not None:
+                prefill.work = work
 
     def reprice(self, price: Callable[[Work], float]) -> None:
         """Rates turned out to be others than when the requests in flight were placed."""
         for prefill in self._prefills.values():
-            prefill.expected_s = price(prefill.work)
+            if prefill.work is not None:
+                prefill.expected_s = price(prefill.work)
         self._expected_s = sum(prefill.expected_s for prefill in self._prefills.values())
 
     def first_token(self, now: float, ticket: int) -> Sample | None:
@@ -154,11 +162,11 @@ class EngineLedger:
             return None
         self._turn, spell, decoding = now, self._spell, len(self._decoding)
         self._decoding.add(ticket)
-        if spell is None or self._others(now):
-            clear = not self._others(now) and all(prefill.seen for prefill in self._prefills.values())
-            self._spell = _Spell(now) if clear else None
+        if spell is None or prefill.work is None:
+            all_seen = all(prefill.seen for prefill in self._prefills.values())
+            self._spell = _Spell(now) if all_seen else None
             return None
-        spell.add(prefill.work, decoding)
+        spell.add(prefill.work, decoding, self._others(now))
         if self._prefills and spell.prompts < MANY:
             return None
         self._spell = _Spell(now)

@@ -246,10 +246,10 @@ def _foreseen(candidate: Candidate, forecast: Forecast, outlook: Outlook) -> Cos
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
     """The engine that costs least. `candidates` is not empty."""
     costs = [cost_of(candidate, chain, outlook) for candidate in candidates]
-    order = [(cost.total_s, cost.turn, at) for at, cost in enumerate(costs)]
+    order = [(cost.total_s, *_among_equals(cost, at)) for at, cost in enumerate(costs)]
     order.sort()
     least, looked_at = inf, list[int]()
-    for total_s, _, at in order[:MAX_LOOKS]:
+    for total_s, *_, at in order[:MAX_LOOKS]:
         if total_s > least + TIE_S:
             break  # dearer without what would be regretted
         costs[at] = _with_regret(costs[at], candidates[at], chain, outlook)

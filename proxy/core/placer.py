@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine_adapter.hold import Forecast
 from proxy.core.blocks import Chain
@@ -42,7 +43,7 @@ class Seat:
         host_blocks: likewise of its host tier; 0 where it has none.
         turn: the number of the placement that it was last chosen in, 0 for none.
         epoch: of the rates that its ledger is in.
-        computed: tokens it was given to compute lately.
+        worked: seconds it spent on prompts before their first tokens, lately.
     """
 
     engine: str
@@ -55,16 +56,26 @@ class Seat:
     host_blocks: int
     turn: int = 0
     epoch: int = 0
-    computed: Recent = field(default_factory=Recent)
+    worked: Recent = field(default_factory=Recent)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Ticket:
-    """A request on its engine: its number in the ledger there; its prompt, None where that is not known."""
+    """A request on its engine.
+
+    Attributes:
+        seat: the engine's.
+        number: of the request in the ledger there.
+        chain: its prompt, None where that is not known.
+        work: what it asks of the engine before its first token.
+        counted: the engine has done that.
+    """
 
     seat: Seat
     number: int
     chain: Chain | None
+    work: Work
+    counted: bool = False
 
 
 class Placer:
@@ -94,12 +105,13 @@ class Placer:
         self.remove(engine)
         self.index.add_engine(engine)
         own, pools = tokens_per_block or self.tokens_per_block, self.tokens_per_block
+        holds, on_gpu = partial(self.index.holds, engine), partial(self.index.is_on_gpu, engine)
         self.seats[engine] = Seat(
             engine=engine,
             ledger=ledger or EngineLedger(),
             rates=EngineRates(self.rates),
-            residents=Residents(lambda block: self.index.holds(engine, block)),
-            on_gpu=Residents(lambda block: self.index.is_on_gpu(engine, block)) if host_blocks else None,
+            residents=Residents(holds if host_blocks else on_gpu),
+            on_gpu=Residents(on_gpu) if host_blocks else None,
             tokens_per_block=max(own, pools),
             gpu_blocks=gpu_blocks * own // pools if gpu_blocks is not None else None,
             host_blocks=(host_blocks or 0) * own // pools,
@@ -163,21 +175,20 @@ class Placer:
             forecast,
             complete,
             is_last,
-            seat.computed.sum(now) / (seat.rates.prefill_tok_s * WINDOW_S),
+            min(seat.worked.sum(now) / WINDOW_S, 1.0),
         )
 
     def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
         """Where a request goes; by load alone when its prompt is not known. Changes nothing."""
         if chain is None:
             return place_least_loaded(candidates)
-        return place(candidates, chain, self.outlook(now, candidates))
+        return place(candidates, chain, self.outlook(now))
 
-    def outlook(self, now: float, candidates: Sequence[Candidate]) -> Outlook:
-        """What a placement on one of them costs others now."""
-        typical_engines = sum(1 / candidate.rates.pace for candidate in candidates)
-        utilisation = self.demand.utilisation(now, self.rates.prefill_tok_s * typical_engines)
-        demand, rest_s = self.demand, self.rates.prefill_s(round(self.demand.rest(now)))
-        return Outlook(now, 1 / (1 - utilisation), demand.returns, demand.turns, rest_s)
+    def outlook(self, now: float) -> Outlook:
+        """What a placement costs others now."""
+        demand = self.demand
+        strain = 1 / (1 - demand.utilisation(now, len(self.seats)))
+        return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s(now))
 
     # --- requests ----------------------------------------------------------------------------------
 
@@ -188,19 +199,21 @@ class Placer:
         chain: Chain | None,
         *,
         streams: bool = True,
+        known: bool = True,
         session: Hashable | None = None,
     ) -> Ticket:
-        """The request goes to its engine; its first token will be seen when it `streams`."""
+        """The request goes to its engine; its first token will be seen when it `streams`. All its tokens are
+        `known`, or what it takes teaches nothing."""
         seat, work = self.seats[placement.engine], placement.work
         self._turn += 1
         seat.turn = self._turn
         if session is not None:
             self._note(session, seat.engine)
-        seat.computed.add(now, work.computed)
         if chain is not None:
-            self.demand.asked(now, chain, work.computed)
             self.index.add_pending(placement.engine, chain.hashes)
-        return Ticket(seat, seat.ledger.begin(now, seat.rates.price(work), work, seen=streams), chain)
+        known = known and chain is not None
+        number = seat.ledger.begin(now, seat.rates.price(work), work if known else None, seen=streams)
+        return Ticket(seat, number, chain, work)
 
     def _note(self, session: Hashable, engine: str) -> None:
         self._sessions[session] = engine
@@ -210,6 +223,7 @@ class Placer:
 
     def refine(self, ticket: Ticket, work: Work) -> None:
         """More is known of what a request asks of its engine."""
+        ticket.work = work
         ticket.seat.ledger.refine(ticket.number, ticket.seat.rates.price(work), work)
 
     def first_token(self, now: float, ticket: Ticket) -> None:
@@ -217,15 +231,33 @@ class Placer:
         sample = ticket.seat.ledger.first_token(now, ticket.number)
         if sample is not None:
             ticket.seat.rates.learn(sample)
+        self._count(now, ticket)
 
     def end(self, now: float, ticket: Ticket, computed: int | None) -> None:
         """It is over. `computed` tokens of its prompt are new on the engine; None when it failed."""
-        ticket.seat.ledger.end(now, ticket.number)
-        if ticket.chain is not None and computed is not None:
-            seat, blocks = ticket.seat, computed // self.tokens_per_block
-            seat.residents.use(now, ticket.chain.hashes, blocks)
-            if seat.on_gpu is not None:
-                seat.on_gpu.use(now, ticket.chain.hashes, blocks)
+        seat, chain, size = ticket.seat, ticket.chain, self.tokens_per_block
+        seat.ledger.end(now, ticket.number)
+        if computed is None:
+            return
+        self._count(now, ticket)
+        if chain is None:
+            return
+        seat.residents.use(now, chain.hashes, computed // size)
+        if seat.on_gpu is not None:
+            seat.on_gpu.use(now, chain.hashes, (computed + ticket.work.host + ticket.work.disk) // size)
+
+    def _count(self, now: float, ticket: Ticket) -> None:
+        """An engine has computed a prompt, once; those that it refused are not asked for again by being asked
+        for elsewhere. At rates that nothing has taught, what that took is not known."""
+        if ticket.counted:
+            return
+        ticket.counted = True
+        if self.rates.learned:
+            seconds = ticket.seat.rates.price(ticket.work)
+            ticket.seat.worked.add(now, seconds)
+            self.demand.worked(now, seconds)
+        if ticket.chain is not None:
+            self.demand.asked(now, ticket.chain, ticket.work.computed)
 
     def settled(self, ticket: Ticket) -> None:
         """Events have told what it left behind, or will not: nothing of it is pending any longer."""

@@ -2,8 +2,8 @@
 
 Learned from first tokens, in medians, so that one odd request teaches little. The engines of a pool serve
 the same model, mostly on the same hardware: they learn together, as a curve of seconds over prompt lengths,
-and an engine that is clearly faster or slower has a pace of its own. Costs of equal engines are then equal,
-and not a matter of noise.
+and an engine that is clearly faster or slower than they usually are has a pace of its own. Costs of equal
+engines are then equal, and not a matter of noise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from itertools import accumulate
-from statistics import fmean, median
+from statistics import fmean, median, median_low, quantiles
+from weakref import WeakKeyDictionary
 
 from engine_adapter.types import Tier
 from proxy.core.load import Sample, Work
@@ -27,7 +28,8 @@ MIN_SAMPLE_TOKENS = 64
 WINDOW = 16
 # Where one figure has to stand for the curve.
 TYPICAL_TOKENS = 1024
-# An engine this far off the others' pace is another kind of hardware; less is noise.
+# An engine three quarters of whose samples are this far off the usual pace is another kind of hardware; less
+# is noise.
 OWN_PACE = 1.25
 # A stream that decodes slows a prefill by less than this share of it.
 MAX_INTERFERENCE = 0.2
@@ -56,6 +58,13 @@ class PoolRates:
         self._slowdowns = deque[tuple[float, float]](maxlen=4 * WINDOW)  # (streams, times as long)
         self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
         self._restore_tok_s: dict[Tier, float] = {}
+        self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → times the curve
+        self._clear = False  # what was learned, others had no part in
+
+    @property
+    def learned(self) -> bool:
+        """Whether any first token taught how fast the engines are."""
+        return bool(self._lengths)
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds to compute so many prompt tokens on an engine that does nothing else; never less for more
@@ -85,6 +94,22 @@ class PoolRates:
         samples.append((tokens, seconds / (1 + self.interference * decoding)))
         self._points[octave] = median(n for n, _ in samples), median(s for _, s in samples)
         self._redraw()
+
+    def usual(self, engine: EngineRates, ratio: float) -> float:
+        """Times the curve that engines take which are neither fast nor slow, now that `engine` takes `ratio`
+        times. Paces are held against this, not the curve: they are in what the curve is learned from, and
+        both would run away together."""
+        self._ratios[engine] = ratio
+        return median_low(self._ratios.values())
+
+    def admits(self, *, blurred: bool) -> bool:
+        """Whether a sample teaches something: a blurred one does until a clear one has come."""
+        if blurred or self._clear:
+            return not (blurred and self._clear)
+        self._clear = True
+        for learned in (self._samples, self._points, self._slowdowns):
+            learned.clear()
+        return True
 
     def restored(self, tier: Tier, tokens: int, seconds: float) -> None:
         """So many tokens were brought back from `tier` in that time."""
@@ -161,6 +186,8 @@ class EngineRates:
     def learn(self, sample: Sample) -> None:
         """A sample of the engine's time. Those that say little are passed over."""
         work, pool = sample.work, self.pool
+        if not pool.admits(blurred=sample.blurred):
+            return
         computing_s = sample.seconds - self.restore_s(work.host, work.disk)
         restoring_s = sample.seconds - self.prefill_s(work.computed)
         brought = work.host + work.disk
@@ -177,6 +204,9 @@ class EngineRates:
             self._relearn_pace()
 
     def _relearn_pace(self) -> None:
-        if len(self._samples) == WINDOW:
-            pace = median(seconds / self.pool.prefill_s(tokens) for tokens, seconds in self._samples)
-            self.pace = pace if not 1 / OWN_PACE < pace < OWN_PACE else 1.0
+        if len(self._samples) < WINDOW:
+            return
+        low, middle, high = quantiles((s / self.pool.prefill_s(n) for n, s in self._samples), n=4)
+        usual = self.pool.usual(self, middle)
+        is_other = low > usual * OWN_PACE or high < usual / OWN_PACE
+        self.pace = middle / usual if is_other else 1.0

@@ -14,6 +14,8 @@ from proxy.core.demand import goes_on_from
 
 # More than an engine holds of prompts that are worth something.
 MAX_PROMPTS = 20_000
+# Where what is needed takes more prompts than this, the others are taken to be like these.
+MAX_LOOKED_AT = 32
 
 
 class Residents:
@@ -27,15 +29,15 @@ class Residents:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def use(self, now: float, hashes: Sequence[BlockHash], computed: int) -> None:
-        """The engine has served a prompt, and computed so many blocks of it. The prompts it goes on from are
-        part of it now."""
+    def use(self, now: float, hashes: Sequence[BlockHash], new: int) -> None:
+        """The engine has served a prompt, of which so many blocks are new here. The prompts it goes on from
+        are part of it now."""
         if not hashes:
             return
-        prompts, blocks = self._prompts, computed
+        prompts, blocks = self._prompts, new
         for last in goes_on_from(prompts, hashes):
             blocks += prompts.pop(last)[1]
-        prompts[hashes[-1]] = (now, blocks)
+        prompts[hashes[-1]] = (now, min(blocks, len(hashes)))
         if len(prompts) > MAX_PROMPTS:
             prompts.popitem(last=False)
 
@@ -44,14 +46,18 @@ class Residents:
         fewer. What the engine no longer holds is forgotten here as well."""
         if blocks <= 0:
             return 0.0
-        prompts, gone, lost = self._prompts, list[BlockHash](), 0.0
+        prompts, gone = self._prompts, list[BlockHash]()
+        seen, looked_at, lost = 0, 0, 0.0
         for last, (then, size) in prompts.items():
             if not self._holds(last):
                 gone.append(last)
                 continue
-            lost += min(size, blocks) * returns(now - then)
-            blocks -= size
-            if blocks <= 0:
+            more = min(size, blocks - seen)
+            seen, looked_at, lost = seen + more, looked_at + 1, lost + more * returns(now - then)
+            if seen == blocks:
+                break
+            if looked_at == MAX_LOOKED_AT:
+                lost *= blocks / seen if seen else 0
                 break
         for last in gone:
             del prompts[last]

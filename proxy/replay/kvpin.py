@@ -112,7 +112,7 @@ class Kvpin:
         """The decision; of an ablation, the full rule's word on the engine that was chosen without a term."""
         placer = self._placer
         if self._without == "congestion":
-            calm = dataclasses.replace(placer.outlook(now, candidates), strain=1.0)
+            calm = dataclasses.replace(placer.outlook(now), strain=1.0)
             altered = place(candidates, chain, calm)
         elif self._alter is not None:
             altered = placer.place(now, [self._alter(candidate) for candidate in candidates], chain)

@@ -85,7 +85,6 @@ class TestReturns:
     def test_without_a_full_block_there_is_nothing_to_come_back(self, demand):
         demand.asked(1.0, Chain((), 7, 16), 7)
         assert not demand._asked
-        assert demand.utilisation(1.0, 0.1) == pytest.approx(7 / 12)
 
     def test_prompts_are_waited_for_within_bounds(self, demand, monkeypatch):
         monkeypatch.setattr(module, "MAX_PROMPTS", 3)
@@ -107,27 +106,27 @@ class TestReturns:
 
 class TestUtilisation:
     def test_rises_with_work_and_decays_without(self, demand):
-        assert demand.utilisation(50.0, 1000.0) == MIN_UTILISATION
+        assert demand.utilisation(50.0, 1) == MIN_UTILISATION
         shares = []
         for second in range(600):
-            demand.asked(float(second), Chain((), 800, 16), 800)
-            shares.append(demand.utilisation(float(second), 1000.0))
+            demand.worked(float(second), 0.8)
+            shares.append(demand.utilisation(float(second), 1))
         assert shares == sorted(shares)
         assert shares[int(WINDOW_S)] == pytest.approx(0.8 * (1 - 1 / 2.718), rel=0.02)
         assert shares[-1] == pytest.approx(0.8, rel=0.02)
-        assert demand.utilisation(599.0 + WINDOW_S, 1000.0) == pytest.approx(shares[-1] / 2.718, rel=0.01)
-        assert demand.utilisation(599.0, 2000.0) == pytest.approx(shares[-1] / 2)
-        assert demand.utilisation(9999.0, 1000.0) == MIN_UTILISATION
+        assert demand.utilisation(599.0 + WINDOW_S, 1) == pytest.approx(shares[-1] / 2.718, rel=0.01)
+        assert demand.utilisation(599.0, 2) == pytest.approx(shares[-1] / 2)
+        assert demand.utilisation(9999.0, 1) == MIN_UTILISATION
 
     def test_of_too_much_work_is_not_infinite(self, demand):
-        demand.asked(0.0, Chain((), 1, 16), 10**9)
-        assert demand.utilisation(0.0, 1000.0) == MAX_UTILISATION
+        demand.worked(0.0, 10.0**9)
+        assert demand.utilisation(0.0, 1) == MAX_UTILISATION
 
 
-def test_a_prefill_that_is_found_under_way_is_longer_than_most(demand):
-    assert demand.rest(0.0) == 0.0
-    for name in range(10):
-        demand.asked(0.0, prompt(name), 100)
-    assert demand.rest(0.0) == pytest.approx(50.0)
-    demand.asked(0.0, prompt(10), 9000)
-    assert demand.rest(5.0) == pytest.approx((10 * 100**2 + 9000**2) / (2 * 10_000))
+def test_work_that_is_found_under_way_is_longer_than_most(demand):
+    assert demand.rest_s(0.0) == 0.0
+    for _ in range(10):
+        demand.worked(0.0, 1.0)
+    assert demand.rest_s(0.0) == pytest.approx(0.5)
+    demand.worked(0.0, 90.0)
+    assert demand.rest_s(5.0) == pytest.approx((10 * 1.0 + 90.0**2) / (2 * 100))

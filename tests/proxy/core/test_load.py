@@ -146,13 +146,26 @@ class TestLearning:
         assert ledger.first_token(2.0, third) is None
         assert ledger.first_token(2.5, last) == Sample(THOUSAND, 0.5, 2)
 
-    def test_nothing_is_learned_beside_the_requests_of_others(self, ledger):
+    def test_the_requests_of_others_blur_it(self, ledger):
         ledger.reported(0.0, 3)
         first, second = begin(ledger), begin(ledger)
         assert ledger.first_token(1.0, first) is None
-        assert ledger.first_token(2.0, second) is None
+        assert ledger.first_token(2.0, second) == Sample(THOUSAND, 1.0, 3.5, blurred=True)
         ledger.reported(3.0, 2)
         assert ledger.first_token(4.0, begin(ledger, 3.0)) == Sample(THOUSAND, 1.0, 2)
+
+    def test_a_prompt_that_is_not_known_teaches_nothing_nor_do_those_it_kept_waiting(self, ledger):
+        first, unknown, last = begin(ledger), ledger.begin(0.0, 0.0, None), begin(ledger)
+        ledger.refine(unknown, 9.0, THOUSAND)
+        assert ledger.first_token(1.0, first) is None
+        assert ledger.first_token(5.0, unknown) is None
+        assert ledger.first_token(6.0, last) == Sample(THOUSAND, 1.0, 2)
+
+    def test_rates_that_change_say_nothing_of_a_prompt_that_is_not_known(self, ledger):
+        ledger.begin(0.0, 0.5, None)
+        begin(ledger)
+        ledger.reprice(lambda _work: 7.0)
+        assert ledger.view(0.0).queue_s == pytest.approx(7.5)
 
 
 class TestForgetting:

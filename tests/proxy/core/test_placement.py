@@ -37,11 +37,16 @@ def rates(tok_s=1000.0, interference=0.0):
     return EngineRates(pool)
 
 
+def blocks_of(at, size):
+    """Those of a prompt, by its number."""
+    return range(10**6 * at, 10**6 * at + size)
+
+
 def full_of(*sizes):
     """What an engine holds: prompts of so many blocks, least recently used first."""
     residents = Residents(lambda _block: True)
     for at, size in enumerate(sizes):
-        residents.use(float(at), (10**6 + at,), size)
+        residents.use(float(at), blocks_of(at, size), size)
     return residents
 
 
@@ -199,8 +204,8 @@ class TestPlace:
     def test_old_prompts_are_cheap_to_evict(self):
         recent = candidate("recent", room=0, residents=full_of(100), free_blocks=5)
         old = candidate("old", room=0, residents=full_of(100), free_blocks=0)
-        old.residents.use(50.0, (10**6 + 1,), 1)
-        recent.residents.use(50.0, (10**6,), 0)
+        old.residents.use(50.0, blocks_of(1, 1), 1)
+        recent.residents.use(50.0, blocks_of(0, 100), 0)
         outlook = Outlook(100.0, 1.0, lambda idle_s: 0.9 if idle_s < 60 else 0.1)
         assert place([recent, old], prompt(), outlook).engine == "old"
 

@@ -181,8 +181,27 @@ class TestPlacement:
             placer.first_token(second + 0.8, ticket)
             placer.end(second + 0.9, ticket, None)
             placer.settled(ticket)
-        # 3201 tokens a second on two engines of 4000 each.
+        # 0.8 s of every second, of two engines.
         assert place(placer, 600.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.02)
+        # Those that a request cannot go to are engines nevertheless.
+        assert place(placer, 600.0, prompt(1), "b").strain == pytest.approx(1 / 0.6, rel=0.02)
+
+    def test_what_is_brought_back_is_work_too(self, placer):
+        serve(placer, 0.0, prompt(0, blocks=100), took_s=0.1)
+        for second in range(600):
+            placement = place(placer, float(second), prompt(1), "a")
+            ticket = placer.begin(float(second), placement, prompt(1))
+            placer.refine(ticket, Work(1, host=80_000))
+            placer.end(second + 0.5, ticket, 1)
+        assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
+
+    def test_at_rates_that_nothing_taught_nobody_is_busy(self, placer):
+        for second in range(100):
+            chain = prompt(second, blocks=200)
+            placement = place(placer, float(second), chain)
+            placer.end(second + 0.9, placer.begin(float(second), placement, chain, streams=False), 3201)
+        assert place(placer, 100.0, prompt(1)).strain == pytest.approx(1 / 0.9)
+        assert placer.candidate(100.0, "a").busy == 0.0
 
 
 class TestRequests:
@@ -212,6 +231,31 @@ class TestRequests:
         placer.settled(ticket)
         assert len(placer.seats[placement.engine].residents) == 0
         assert (placer.match(chain), placer.candidate(1.0, placement.engine).load) == ({}, IDLE)
+
+    def test_one_that_was_refused_and_asked_for_elsewhere_was_asked_for_once(self, placer):
+        for name in range(200):
+            chain = prompt(name)
+            refused = begin(placer, float(name), chain, "a")
+            placer.end(float(name), refused, None)
+            placer.first_token(name + 0.1, begin(placer, float(name), chain, "b"))
+        assert placer.demand.returns(0.0) < 0.02
+        assert placer.candidate(200.0, "a").busy == 0.0
+
+    @pytest.mark.parametrize(("chain", "known"), [(None, True), (prompt(1, blocks=50), False)])
+    def test_one_that_is_not_known_teaches_nothing(self, placer, chain, known):
+        placer.first_token(9.0, begin(placer, 0.0, chain, "a", known=known))
+        assert not placer.rates.learned
+
+    def test_what_is_brought_back_is_on_the_gpu_again(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=100, host_blocks=1000)
+        chain, longer = prompt(1, blocks=90), prompt(1, blocks=91)
+        placer.index.store("a", Tier.HOST, chain.hashes)
+        ticket = begin(placer, 0.0, longer)
+        assert ticket.work == Work(17, host=1440)
+        placer.index.store("a", Tier.GPU, longer.hashes)
+        placer.end(1.0, ticket, 17)
+        assert placer.seats["a"].on_gpu.lost(2.0, 95, lambda _idle_s: 1.0) == 91.0
 
 
 class TestSessions:

@@ -1,3 +1,5 @@
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,6 +136,35 @@ class TestPace:
             compute(fast, 1000, 1.0), compute(slow, 1000, 1.0)
         assert slow.prefill_s(1000) == pytest.approx(fast.prefill_s(1000)) == pytest.approx(1.0)
 
+    def test_samples_that_differ_widely_are_no_pace(self, pool):
+        engines = [EngineRates(pool) for _ in range(3)]
+        for at in range(20 * WINDOW):
+            compute(engines[at % 3], 1000, 1.0 if at % 2 else 4.0)
+        assert {engine.pace for engine in engines} == {1.0}
+
+    @pytest.mark.parametrize("number", [1, 2, 5])
+    def test_equal_engines_do_not_drift_off_together(self, pool, number):
+        # Times that hang on more than the tokens computed: once paces fell, and the curve rose, without end.
+        random, engines = Random(1), [EngineRates(pool) for _ in range(number)]  # noqa: S311 - a test
+        for _ in range(20_000):
+            tokens = int(2 ** random.uniform(6.1, 14))
+            seconds = (0.02 + tokens / 10_000) * random.choice((1.0, 1.0, 4.0))
+            compute(random.choice(engines), tokens, seconds)
+        for engine in engines:
+            assert 0.5 * 0.12 < engine.prefill_s(1000) < 5 * 0.12
+
+
+class TestOthers:
+    def test_teach_until_something_better_does(self, rates, pool):
+        assert not pool.learned
+        rates.learn(Sample(Work(1000), 3.0, 1.0, blurred=True))
+        assert (pool.learned, rates.prefill_s(1000)) == (True, pytest.approx(3.0))
+        compute(rates, 1000, 1.0)
+        assert rates.prefill_s(1000) == pytest.approx(1.0)
+        for _ in range(2 * WINDOW):
+            rates.learn(Sample(Work(1000), 3.0, 1.0, blurred=True))
+        assert rates.prefill_s(1000) == pytest.approx(1.0)
+
 
 class TestInterference:
     def test_is_found_between_busy_and_quiet_samples(self, rates, pool):
@@ -190,5 +221,6 @@ class TestRestores:
         restore(rates, 10.0, host=10_000)
         restore(rates, 2.0, computed=1000, host=1000)
         restore(rates, 0.5, computed=1000, host=1000)
+        restore(rates, 1.5, computed=1000, host=10_000)
         restore(rates, 0.1, host=63)
         assert (rates.prefill_s(1000), rates.restore_s(1000, 0)) == pytest.approx((1.0, 1.0))
