@@ -3,53 +3,92 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from random import Random
 
+from proxy.core.blocks import BlockHash
 from proxy.replay.engine import EngineModel
 from proxy.replay.trace import Request, Trace
 
 # Seeds other than 0 move each arrival by up to so much. It is less than people's own turns vary by, and
 # changes who meets whom in a queue.
 JITTER_S = 2.0
+# 30 years. Up to there a float tells microseconds apart.
+MAX_DURATION_S = 1e9
+
+
+def fitting(trace: Trace, model: EngineModel) -> list[Request]:
+    """The requests that an engine has room for.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    fit = [request for request in trace.requests if model.fits(request)]
+    if not fit:
+        raise ValueError("no request of the trace fits an engine: give it more GPU tokens")
+    return fit
 
 
 def speedup_for_load(trace: Trace, model: EngineModel, engines: int, load: float) -> float:
     """How much faster the trace has to arrive for so many engines to be busy for `load` of its time if they
-    computed all prompts in full. Infinite for a trace that arrives all at once is not: it cannot be scaled.
+    computed in full all prompts that they have room for.
 
     Raises:
-        ValueError: for a trace that arrives all at once.
+        ValueError: for a trace that arrives all at once, or of which nothing fits.
     """
-    duration = trace.requests[-1].at - trace.requests[0].at
+    requests = fitting(trace, model)
+    duration = requests[-1].at - requests[0].at
     if duration <= 0:
         raise ValueError("all requests arrive at once, which makes no load that could be scaled")
-    work_s = sum(model.prefill_s(0, request.n_tokens) for request in trace.requests)
+    work_s = sum(model.prefill_s(0, request.n_tokens) for request in requests)
     return load * duration * engines / work_s
 
 
 def arrivals(trace: Trace, speedup: float, seed: int) -> list[tuple[float, Request]]:
     """Requests with the seconds at which they arrive, in order. The first does at 0, for seed 0.
 
-    Seed 0 is the trace as it is. Others move arrivals at random; the turns of a session stay in order.
+    Seed 0 is the trace as it is. Others move arrivals at random; the turns of a conversation stay in order.
+
+    Raises:
+        ValueError: for a pace at which they would go on for longer than is simulated.
     """
     start = trace.requests[0].at
     times = [(request.at - start) / speedup for request in trace.requests]
+    if not times[-1] <= MAX_DURATION_S:
+        raise ValueError(
+            f"at {speedup:g} times the pace of the trace its requests arrive over more than 30 years: "
+            "have them arrive faster"
+        )
     if seed:
         random = Random(seed)  # noqa: S311 - a simulation
         times = [max(time + random.uniform(-JITTER_S, JITTER_S), 0.0) for time in times]
-        times = _in_turn(trace.requests, times)
+        times = _in_turn(trace, times)
     order = sorted(range(len(times)), key=times.__getitem__)
     return [(times[at], trace.requests[at]) for at in order]
 
 
-def _in_turn(requests: tuple[Request, ...], times: list[float]) -> list[float]:
-    """The same times, those of each session in the order of its turns."""
-    turns = defaultdict[str, list[int]](list)
-    for at, request in enumerate(requests):
-        if request.session is not None:
-            turns[request.session].append(at)
+def _in_turn(trace: Trace, times: list[float]) -> list[float]:
+    """The same times, those of each conversation in the order of its turns."""
+    turns = defaultdict[Hashable, list[int]](list)
+    for at, conversation in enumerate(_conversations(trace)):
+        turns[conversation].append(at)
     times = list(times)
-    for session in turns.values():
-        for at, time in zip(session, sorted(times[at] for at in session), strict=True):
+    for own in turns.values():
+        for at, time in zip(own, sorted(times[at] for at in own), strict=True):
             times[at] = time
     return times
+
+
+def _conversations(trace: Trace) -> Iterator[Hashable]:
+    """What each request is a turn of: its session, or else the conversation of the earlier request that it
+    goes on from, which it holds to the last block. What all requests share is nobody's turn."""
+    ends: dict[BlockHash, int] = {}
+    for at, request in enumerate(trace.requests):
+        if request.session is not None:
+            yield request.session
+            continue
+        own = request.chain.hashes[trace.common_blocks :]
+        conversation = next((ends[block] for block in reversed(own) if block in ends), at)
+        if own:
+            ends[own[-1]] = conversation
+        yield conversation

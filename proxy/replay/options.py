@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 
 from proxy.replay.engine import EngineModel
 from proxy.replay.plan import Plan
@@ -39,6 +40,9 @@ def engine_model(
     per_token = None
     if bytes_per_token is not None:
         per_token = _read("bytes-per-token", bytes_per_token, lambda text: parse_amount(text)[0], least=1)
+    for flag, value in (("decode-step-ms", decode_step_ms), ("decode-stream-ms", decode_stream_ms)):
+        if not (isfinite(value) and value >= 0):
+            raise OptionError(f"--{flag} {value:g}: it has to be a number, and 0 or more")
     if decode_step_ms + decode_stream_ms <= 0:
         raise OptionError("--decode-step-ms and --decode-stream-ms: a decode step has to take some time")
 
@@ -75,8 +79,8 @@ def plan(
     if load is not None and speedup is not None:
         raise OptionError("--load and --speedup: both say when requests arrive; give one of them")
     for flag, value in (("load", load), ("speedup", speedup)):
-        if value is not None and value <= 0:
-            raise OptionError(f"--{flag} {value:g}: it has to be more than 0")
+        if value is not None and not (isfinite(value) and value > 0):
+            raise OptionError(f"--{flag} {value:g}: it has to be a number, and more than 0")
     try:
         names = resolve(policies.split(","))
     except ValueError as error:

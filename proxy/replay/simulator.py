@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import inf
+from math import ceil, inf
 
 from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash
-from proxy.replay.arrivals import arrivals
+from proxy.replay.arrivals import arrivals, fitting
 from proxy.replay.engine import EngineModel, SimEngine
 from proxy.replay.oracle import oracle_hits
 from proxy.replay.policy import Fleet, Policy
@@ -18,6 +18,7 @@ from proxy.replay.trace import Request, Trace
 
 # Requests between two reports of progress.
 REPORT_EVERY = 256
+_ROUNDING = 1e-9  # 0.99 of 100 is 99
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Outcome:
 
     def ttft_s(self, quantile: float) -> float | None:
         """The time that this share of the requests had at most; None where no times were simulated."""
-        return self.ttfts[min(int(quantile * len(self.ttfts)), len(self.ttfts) - 1)] if self.ttfts else None
+        return quantile_of(self.ttfts, quantile) if self.ttfts else None
 
     @property
     def imbalance(self) -> float | None:
@@ -97,15 +98,19 @@ class Outcome:
         return self.exact / self.predicted if self.predicted else None
 
 
+def quantile_of(ordered: Sequence[float], share: float) -> float:
+    """The least of the values that `share` of them do not exceed. There has to be one."""
+    return ordered[max(ceil(share * len(ordered) - _ROUNDING) - 1, 0)]
+
+
 def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = None) -> Outcome:
     """The outcome of a run; the same for the same run. `progress` is told of requests placed since last time.
 
     Raises:
-        ValueError: when no request of the trace fits an engine.
+        ValueError: when no request of the trace fits an engine, or they would arrive for too long.
+        RuntimeError: when engines came to an end without having served all of them.
     """
-    served = [request for request in trace.requests if run.model.fits(request)]
-    if not served:
-        raise ValueError("no request of the trace fits an engine: give it more GPU tokens")
+    served = fitting(trace, run.model)
     too_long = len(trace.requests) - len(served)
     prompt_tokens = sum(request.n_tokens for request in served)
     timed = arrivals(trace, run.speedup, run.seed)
@@ -116,7 +121,10 @@ def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = No
     fleet = Fleet(run.engines, run.model, trace.tokens_per_block, trace.common_blocks)
     simulation = _Simulation(fleet, make(run.policy, fleet, run.seed))
     simulation.play(timed, progress)
-    return simulation.outcome(run, too_long, prompt_tokens)
+    outcome = simulation.outcome(run, too_long, prompt_tokens)
+    if outcome.requests != len(timed):
+        raise RuntimeError(f"{run.policy}: of {len(timed)} requests {outcome.requests} were served")
+    return outcome
 
 
 class _Simulation:

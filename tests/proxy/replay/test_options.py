@@ -1,3 +1,5 @@
+from math import inf, nan
+
 import pytest
 
 from proxy.replay.engine import EngineModel
@@ -44,6 +46,9 @@ def test_all_of_an_engine():
         ({"model": "lifo"}, "--model 'lifo': there are fifo and chunked"),
         ({"prefill_rate": "2MB"}, "--prefill-rate: '2MB' is an amount of bytes"),
         ({"decode_step_ms": 0.0, "decode_stream_ms": 0.0}, "a decode step has to take some time"),
+        ({"decode_step_ms": nan}, "--decode-step-ms nan: it has to be a number, and 0 or more"),
+        ({"decode_stream_ms": inf}, "--decode-stream-ms inf: it has to be a number, and 0 or more"),
+        ({"decode_step_ms": -1.0}, "--decode-step-ms -1: it has to be a number, and 0 or more"),
     ],
 )
 def test_engines_that_cannot_be(options, message):
@@ -64,8 +69,10 @@ def test_a_plan():
     ("options", "message"),
     [
         ({"load": 0.9, "speedup": 2.0}, "give one of them"),
-        ({"load": 0.0}, "--load 0: it has to be more than 0"),
-        ({"speedup": -1.0}, "--speedup -1: it has to be more than 0"),
+        ({"load": 0.0}, "--load 0: it has to be a number, and more than 0"),
+        ({"load": nan}, "--load nan: it has to be a number, and more than 0"),
+        ({"speedup": inf}, "--speedup inf: it has to be a number, and more than 0"),
+        ({"speedup": -1.0}, "--speedup -1: it has to be a number, and more than 0"),
         ({"policies": "kvpin,best"}, "--policies: there is no policy 'best'"),
         ({"engines": "4,0"}, "--engines 0: it has to be 1 or more"),
         ({"seeds": "a"}, "--seeds: 'a' is no amount"),

@@ -5,7 +5,7 @@ import pytest
 from proxy.replay.arrivals import speedup_for_load
 from proxy.replay.engine import EngineModel
 from proxy.replay.registry import NAMES, ORACLE, POLICIES
-from proxy.replay.simulator import Outcome, Run, simulate
+from proxy.replay.simulator import Outcome, Run, quantile_of, simulate
 from proxy.replay.trace import read_trace
 from tests.proxy.replay.making import TRACES, ask, model_of, trace_of
 
@@ -33,7 +33,7 @@ def test_times_hits_and_work_of_a_little_trace():
     assert (outcome.computed, outcome.evicted) == ([400, 500], 1)
     assert outcome.hit_share == pytest.approx(2 / 11)
     assert outcome.mean_ttft_s == pytest.approx(0.2875)
-    assert (outcome.ttft_s(0.5), outcome.ttft_s(0.99)) == pytest.approx((0.35, 0.40))
+    assert (outcome.ttft_s(0.5), outcome.ttft_s(0.99)) == pytest.approx((0.25, 0.40))
     assert (outcome.imbalance, outcome.exact_share) == (pytest.approx(10 / 9), None)
 
 
@@ -88,6 +88,24 @@ def test_no_policy_finds_more_than_the_oracle(agents):
     shares = {policy: busy(agents, policy).hit_share for policy in POLICIES}
     assert max(shares.values()) <= bound
     assert shares["round-robin"] < shares["kvpin"]
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "rank"),
+    [(100, 0.99, 99), (100, 0.5, 50), (101, 0.5, 51), (1, 0.99, 1), (700, 0.07, 49)],
+)
+def test_a_quantile_is_the_least_that_so_many_do_not_exceed(count, share, rank):
+    values = list(range(1, count + 1))
+    assert quantile_of(values, share) == rank
+    outcome = Outcome(Run("kvpin", 1, model_of()), count, 0, 1, 0, 0, ttfts=values)
+    assert outcome.ttft_s(share) == rank
+
+
+def test_a_run_that_leaves_requests_unserved_is_none():
+    for_ever = model_of(20_000, prefill_tok_s=1e-303)
+    trace = trace_of(ask((1,)), ask((2,), tail=10**6))  # of which one takes longer than there are numbers
+    with pytest.raises(RuntimeError, match="round-robin: of 2 requests 1 were served"):
+        simulate(trace, Run("round-robin", 2, for_ever))
 
 
 def test_progress_tells_of_every_request(agents):
