@@ -53,17 +53,13 @@ class RecordedLine(Line, kw_only=True):
     """A request of a recording, with what replay passes over.
 
     Attributes:
-        model: that engines serve.
         engine: who answered, or was to.
-        status: the client got.
         counted: `output_length` is the number of events of the stream, for want of the engine's own word.
         cached_tokens: prompt tokens the engine reused, as it said.
         ttft_ms: from placement to the first byte, of streams.
     """
 
-    model: str = ""
     engine: str | None = None
-    status: int | None = None
     counted: bool = False
     cached_tokens: int | None = None
     ttft_ms: float | None = None
@@ -202,7 +198,7 @@ def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Pro
         hash_ids=hasher.block_ids(record.served_as, prompt),
         session_id=hasher.session_id(session) if session is not None else None,
         block_tokens=BLOCK_TOKENS,
-        model=record.served_as or "",
+        model=record.served_as,
         engine=record.placement.engine if record.placement is not None else None,
         status=record.status,
         counted=told is None and record.events > 0,

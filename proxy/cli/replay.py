@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -12,6 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from proxy.replay.plan import Plan
+    from proxy.replay.report import Row
     from proxy.replay.simulator import Outcome, Run
     from proxy.replay.trace import Trace
 
@@ -54,6 +56,9 @@ def replay(
     ] = "all",
     seeds: Annotated[str, typer.Option(metavar="N[,N…]", help="0: arrivals as recorded; others vary.")] = "0",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many lines.")] = None,
+    model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a recording of several models: which.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes [one a CPU].")] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write every run as JSON; - prints.")
@@ -85,11 +90,9 @@ def replay(
             engine, engines=engines, policies=policies, seeds=seeds, load=load, speedup=speedup
         )
         _check_outputs(json_path, csv_path, plot_path)
-        read = read_trace(trace, limit=limit)
+        read = read_trace(trace, limit=limit, model=model_name)
         outcomes = _run(read, plan.runs(read), jobs or os.cpu_count() or 1)
         _tell(plan, read, outcomes, json_path, csv_path, plot_path)
-    except OSError as error:
-        _refuse(f"{error.filename}: cannot be written: {error.strerror}")
     except (ValueError, TraceError) as error:
         _refuse(str(error))
 
@@ -117,7 +120,7 @@ def _tell(
 ) -> None:
     """The files that were asked for, and the table unless one of them is the standard output."""
     from proxy.replay.plan import notes  # noqa: PLC0415 - see above
-    from proxy.replay.report import as_csv, as_json, rows, table  # noqa: PLC0415 - see above
+    from proxy.replay.report import as_csv, as_json, rows  # noqa: PLC0415 - see above
 
     each, title = rows(outcomes), plan.title(trace)
     if json_path is not None:
@@ -127,17 +130,25 @@ def _tell(
     if plot_path is not None:
         from proxy.replay.plot import draw  # noqa: PLC0415 - an extra
 
-        draw(plot_path, each, title)
-    if _STDOUT in (json_path, csv_path):
-        return
+        with _writing(plot_path):
+            draw(plot_path, each, title)
+    if _STDOUT not in (json_path, csv_path):
+        with _writing(_STDOUT):
+            _show(title, each, notes(trace, outcomes))
+
+
+def _show(title: str, each: Sequence[Row], told: Sequence[str]) -> None:
+    """The table, for people."""
     from rich.console import Console  # noqa: PLC0415 - see above
+
+    from proxy.replay.report import table  # noqa: PLC0415 - see above
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
     console.print(title, soft_wrap=True)
     console.print(table(each))
-    for note in notes(trace, outcomes):
+    for note in told:
         console.print(note, soft_wrap=True)
 
 
@@ -147,18 +158,49 @@ def _check_outputs(json_path: Path | None, csv_path: Path | None, plot_path: Pat
     Raises:
         ValueError: for what could not be written.
     """
+    if plot_path == _STDOUT:
+        raise ValueError("--plot -: a picture is no text to print; name a file, like runs.png")
     for path in (json_path, csv_path, plot_path):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path}: cannot be written: there is no folder {path.parent}")
+        if path is not None and path != _STDOUT:
+            _try(path)
     if plot_path is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'kvpin[replay]'")
 
 
+def _try(path: Path) -> None:
+    """Opens a file for writing, and leaves things as they were."""
+    with _writing(path):
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: cannot be written: there is no folder {path.parent}")
+        is_new = not path.exists()
+        # Not blocking: whoever would read from a pipe may come later.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666))
+        if is_new:
+            path.resolve().unlink()
+
+
 def _write(path: Path, text: str) -> None:
-    if path == _STDOUT:
-        typer.echo(text, nl=False)
-    else:
-        path.write_text(text, encoding="utf-8")
+    with _writing(path):
+        if path == _STDOUT:
+            typer.echo(text, nl=False)
+        else:
+            path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Tells by its name what cannot be written.
+
+    Raises:
+        ValueError: the system says so. Not for a reader who has seen enough: that is `main`'s.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = "the standard output" if path == _STDOUT else str(path)
+        raise ValueError(f"{name}: cannot be written: {error.strerror or error}") from error
 
 
 def _refuse(why: str) -> NoReturn:

@@ -78,6 +78,10 @@ def notes(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
     too_long = outcomes[0].too_long
     if too_long:
         told.append(f"{too_long:,} requests are longer than an engine has room for, and were left out")
+    if trace.failed:
+        told.append(f"{trace.failed:,} requests were answered with an error, and were left out")
+    if trace.cut:
+        told.append("the last line of the trace breaks off, and was passed over")
     if trace.rechained:
         told.append(
             "an id of the trace stands for a block alone, not for all before it: blocks were chained here"

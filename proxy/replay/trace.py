@@ -20,6 +20,7 @@ from proxy.core.blocks import BlockHash, Chain
 
 # Of lines that do not say: Mooncake's.
 BLOCK_TOKENS = 512
+_ERROR_STATUS = 400
 _HASHES = 1 << 64
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -40,6 +41,8 @@ class Line(msgspec.Struct, omit_defaults=True):
             tail that fills none may follow.
         session_id: the conversation it belongs to, where known.
         block_tokens: tokens of a block.
+        model: that served it, where known.
+        status: what the client got, likewise.
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
@@ -48,6 +51,13 @@ class Line(msgspec.Struct, omit_defaults=True):
     hash_ids: list[_Count]
     session_id: str | int | None = None
     block_tokens: Annotated[int, msgspec.Meta(ge=1)] = BLOCK_TOKENS
+    model: str | None = None
+    status: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the client got an error: engines computed nothing, or nobody knows what."""
+        return self.status is not None and self.status >= _ERROR_STATUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,8 @@ class Trace:
         tokens_per_block: the same for all of them.
         common_blocks: leading blocks that all of them share: a system prompt of everyone.
         rechained: its ids stood for a block alone, and were chained while it was read.
+        failed: requests in the file that were answered with an error; they are none of these.
+        cut: the last line of the file was begun and not ended, and passed over.
     """
 
     name: str
@@ -91,6 +103,8 @@ class Trace:
     tokens_per_block: int
     common_blocks: int
     rechained: bool = False
+    failed: int = 0
+    cut: bool = False
 
     @property
     def n_tokens(self) -> int:
@@ -103,15 +117,18 @@ class Trace:
         return any(request.session is not None for request in self.requests)
 
 
-def read_trace(path: Path, *, limit: int | None = None) -> Trace:
-    """The trace in a file, or its first `limit` lines.
+def read_trace(path: Path, *, limit: int | None = None, model: str | None = None) -> Trace:
+    """The trace in a file, or its first `limit` lines; of those the requests of one model, where it is given.
 
     Raises:
-        TraceError: saying what is wrong with which line.
+        TraceError: saying what is wrong with which line, or which models there are to choose from.
     """
-    lines = list(_lines(path, limit))
+    read = list(_lines(path, limit))
+    whole = [line for line in read if line is not None]
+    answered = [line for line in whole if not line.failed]
+    lines = _of_one_model(path, answered, model)
     if not lines:
-        raise TraceError(f"{path}: there is no request in it")
+        raise TraceError(f"{path}: there is no request in it" + (" that did not fail" if whole else ""))
     sizes = {line.block_tokens for line in lines}
     if len(sizes) > 1:
         raise TraceError(
@@ -133,23 +150,49 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
         )
         for position, at in enumerate(order)
     )
-    return Trace(path.name, requests, size, _common(chains), rechained)
+    failed, cut = len(whole) - len(answered), len(read) > len(whole)
+    return Trace(path.name, requests, size, _common(chains), rechained, failed, cut)
 
 
-def _lines(path: Path, limit: int | None) -> Iterator[Line]:
+def _of_one_model(path: Path, lines: list[Line], model: str | None) -> list[Line]:
+    """Those of that model. All of them, where no model is asked for and no two are named."""
+    names = sorted({line.model for line in lines if line.model})
+    if model is None and len(names) > 1:
+        raise TraceError(
+            f"{path}: holds requests of {' and '.join(names)}; replay takes those of one: "
+            f"--model-name {names[0]}"
+        )
+    if model is not None and model not in names:
+        there_are = f"there are {' and '.join(names)}" if names else "its lines name no model"
+        raise TraceError(f"{path}: holds no request of the model {model!r}; {there_are}")
+    return lines if model is None else [line for line in lines if line.model == model]
+
+
+def _lines(path: Path, limit: int | None) -> Iterator[Line | None]:
+    """The lines of a file, each whole; None in place of a last one that breaks off."""
     decoder = msgspec.json.Decoder(Line)
     at = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             filled = ((number, text) for number, text in enumerate(file, 1) if not text.isspace())
             for at, text in islice(filled, limit):  # noqa: B007 - which line it was, should it be bad
-                yield _checked(decoder.decode(text))
+                yield _checked(decoder.decode(text)) if text.endswith(b"\n") else _last(decoder, text)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
         raise TraceError(f"{path}: is not whole: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise TraceError(f"{path}, line {at}: {error}") from error
+
+
+def _last(decoder: msgspec.json.Decoder[Line], text: bytes) -> Line | None:
+    """A line that nothing ends. It is whole, or whoever wrote it was killed before it was."""
+    try:
+        return _checked(decoder.decode(text))
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return None
 
 
 def _checked(line: Line) -> Line:

@@ -125,7 +125,7 @@ class TestLine:
     def test_a_request_that_failed_has_no_answer(self):
         failed = record(served_as=None, status=None, first_byte_s=None)
         line = line_of(Hasher(), 0.0, failed, failed.prompt)
-        assert (line.output_length, line.counted, line.engine, line.model) == (0, False, None, "")
+        assert (line.output_length, line.counted, line.engine, line.model) == (0, False, None, None)
 
     def test_the_first_byte_of_a_whole_answer_is_no_first_token(self):
         whole = record(stream=False, first_byte_s=0.5)

@@ -1,4 +1,6 @@
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -102,6 +104,11 @@ def test_the_same_words_say_the_same(kvpin):
             [AGENTS, "--limit", "1", "--csv", "/nowhere/x"],
             "/nowhere/x: cannot be written: there is no folder /nowhere",
         ),
+        ([AGENTS, "--plot", "-"], "--plot -: a picture is no text to print; name a file, like runs.png"),
+        ([AGENTS, "--speedup", "nan"], "--speedup nan: it has to be a number, and more than 0"),
+        ([AGENTS, "--speedup", "1e-300"], "more than 30 years: have them arrive faster"),
+        ([AGENTS, "--load", "inf"], "--load inf: it has to be a number, and more than 0"),
+        ([AGENTS, "--gpu-tokens", "9" * 400], "--gpu-tokens: '999999999999'… is more than can be counted"),
     ],
 )
 def test_what_cannot_be_replayed(kvpin, words, message):
@@ -111,9 +118,67 @@ def test_what_cannot_be_replayed(kvpin, words, message):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_file_that_cannot_be_written(kvpin, tmp_path):
-    result = kvpin("replay", AGENTS, "--limit", "1", "--policies", "kvpin", "--csv", str(tmp_path))
-    assert (result.exit_code, result.stderr) == (2, f"kvpin: {tmp_path}: cannot be written: Is a directory\n")
+@pytest.mark.parametrize("flag", ["--json", "--csv", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(kvpin, flag, tmp_path):
+    # What would come next is that the trace cannot be read.
+    for target, why in ((tmp_path, "Is a directory"), (tmp_path / ("x" * 300), "File name too long")):
+        result = kvpin("replay", "nowhere.jsonl", flag, str(target))
+        assert (result.exit_code, result.stderr) == (2, f"kvpin: {target}: cannot be written: {why}\n")
+
+
+def test_looking_whether_a_file_can_be_written_changes_nothing(kvpin, tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.csv"
+    old.write_text("of yesterday")
+    result = kvpin("replay", "nowhere.jsonl", "--json", str(old), "--csv", str(new))
+    assert "nowhere.jsonl: cannot be read" in result.stderr
+    assert (old.read_text(), new.exists()) == ("of yesterday", False)
+
+
+@pytest.mark.parametrize("flag", ["--json", "--csv", "--plot"])
+def test_a_disk_that_is_full_is_told_with_the_file(kvpin, flag):
+    result = kvpin("replay", AGENTS, "--limit", "5", "--policies", "sticky", flag, "/dev/full")
+    assert result.exit_code == 2
+    assert result.stderr == "kvpin: /dev/full: cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [(), ("--json", "-")])
+def test_a_standard_output_that_is_full_is_told(words):
+    command = [sys.executable, "-m", "proxy.cli", "replay", AGENTS, "--limit", "5", "--policies", "sticky"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*command, *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "kvpin: the standard output: cannot be written: No space left on device\n"
+
+
+def test_a_reader_who_has_seen_enough_is_told_nothing():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "proxy.cli", "replay", AGENTS, "--limit", "5", "--policies", "sticky"]
+    done = subprocess.run([*command, "--json", "-"], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_recording_of_several_models_is_replayed_by_name(kvpin, tmp_path):
+    lines = [
+        {"timestamp": n, "input_length": 70, "output_length": 1, "hash_ids": [n], "block_tokens": 64}
+        | {"model": "ab"[n % 2], "status": 429 if n > 7 else 200}
+        for n in range(10)
+    ]
+    path = tmp_path / "traffic.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"timest')
+    refused = kvpin("replay", str(path), "--policies", "kvpin")
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        f"kvpin: {path}: holds requests of a and b; replay takes those of one: --model-name a\n",
+    )
+    result = kvpin("replay", str(path), "--policies", "kvpin", "--model-name", "b")
+    assert result.exit_code == 0, result.output
+    assert "traffic.jsonl: 4 requests" in result.stdout
+    assert result.stdout.splitlines()[-2:] == [
+        "2 requests were answered with an error, and were left out",
+        "the last line of the trace breaks off, and was passed over",
+    ]
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_work(kvpin, monkeypatch, tmp_path):

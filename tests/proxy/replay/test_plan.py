@@ -51,7 +51,10 @@ def test_notes_say_what_figures_do_not():
     assert notes(sessions, run_all(sessions, plan.runs(sessions))) == []
 
 
-def test_a_trace_that_was_chained_is_told():
-    trace = replace(TRACE, rechained=True)
+def test_what_was_done_to_a_trace_is_told():
+    trace = replace(TRACE, rechained=True, failed=1200, cut=True)
     outcomes = run_all(trace, Plan(model_of(), (1,), ("kvpin",)).runs(trace))
-    assert "blocks were chained here" in notes(trace, outcomes)[0]
+    failed, cut, chained = notes(trace, outcomes)
+    assert failed == "1,200 requests were answered with an error, and were left out"
+    assert cut == "the last line of the trace breaks off, and was passed over"
+    assert "blocks were chained here" in chained

@@ -80,6 +80,56 @@ def test_what_all_requests_share(tmp_path):
     assert read_trace(write(tmp_path / "u.jsonl", lines[0])).common_blocks == 2
 
 
+def test_what_failed_is_left_out_and_counted(tmp_path):
+    statuses = (200, 429, None, 503, 400, 399)
+    lines = [{**LINE, "output_length": n, "status": status} for n, status in enumerate(statuses)]
+    trace = read_trace(write(tmp_path / "t.jsonl", *lines))
+    assert [request.output_tokens for request in trace.requests] == [0, 2, 5]
+    assert (trace.failed, read_trace(write(tmp_path / "u.jsonl", LINE)).failed) == (3, 0)
+    with pytest.raises(TraceError, match=r"u\.jsonl: there is no request in it that did not fail$"):
+        read_trace(write(tmp_path / "u.jsonl", lines[1]))
+
+
+def test_one_model_is_replayed_and_the_others_are_named(tmp_path):
+    models = ("big", "small", "big", None)
+    lines = [{**LINE, "output_length": n, "model": model} for n, model in enumerate(models)]
+    path = write(tmp_path / "t.jsonl", *lines)
+    with pytest.raises(TraceError, match=r"requests of big and small; replay .* one: --model-name big$"):
+        read_trace(path)
+    for model, outputs in (("big", [0, 2]), ("small", [1])):
+        assert [request.output_tokens for request in read_trace(path, model=model).requests] == outputs
+    with pytest.raises(TraceError, match=r"no request of the model 'other'; there are big and small$"):
+        read_trace(path, model="other")
+    with pytest.raises(TraceError, match=r"its lines name no model$"):
+        read_trace(write(tmp_path / "u.jsonl", LINE), model="big")
+    assert len(read_trace(write(tmp_path / "u.jsonl", lines[0], lines[3])).requests) == 2
+
+
+def test_a_model_that_only_failed_is_none_to_choose(tmp_path):
+    lines = [{**LINE, "model": "big"}, {**LINE, "model": "typo", "status": 404}]
+    assert len(read_trace(write(tmp_path / "t.jsonl", *lines)).requests) == 1
+
+
+def test_a_last_line_that_breaks_off_is_passed_over(tmp_path):
+    whole = json.dumps(LINE)
+    for at in (1, 30, len(whole) - 1):
+        path = tmp_path / "t.jsonl"
+        path.write_text(f"{whole}\n{whole[:at]}")
+        trace = read_trace(path)
+        assert (len(trace.requests), trace.cut) == (1, True)
+    path.write_text(f"{whole}\n{whole}")
+    assert (len(read_trace(path).requests), read_trace(path).cut) == (2, False)
+    path.write_text(f"{whole[:30]}\n{whole}\n")
+    with pytest.raises(TraceError, match="line 1: JSON is malformed"):
+        read_trace(path)
+    path.write_text(f'{whole}\n{{"timestamp": 1}}')
+    with pytest.raises(TraceError, match="line 2: Object missing required field"):
+        read_trace(path)
+    path.write_text(whole[:30])
+    with pytest.raises(TraceError, match=r"there is no request in it$"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
