@@ -2,7 +2,9 @@
 
 HTTP routes, metrics, answers and KV events are those of the tests' fake vLLM. Here they get the time a GPU
 would take: prompts are computed one after the other at a fixed rate, what is cached is looked up when that
-begins and stored when it ends, and tokens come at a fixed pace, each request's by itself.
+begins and stored when it ends, and tokens come at a fixed pace, each request's by itself. Prompts one after
+the other, and decode that costs them nothing: that is what kvpin's queue term assumes, and what favours it.
+Real engines mix chunks of several prompts with decode; `kvpin replay --model chunked` has them do so.
 
     python benchmarks/mock_engine.py --port 8001 [--kv-tokens 100000] [--prefill-rate 10000] [--token-ms 15]
 
@@ -162,6 +164,12 @@ class MockVllm(FakeVllm):
             Route("/mock", self._told),
             Route("/mock/restart", self._restarted, methods=["POST"]),
         ]
+
+    def restart(self) -> None:
+        """As another process, which has seen nothing: what one router sent is no weight for the next."""
+        super().restart()
+        self.seen.clear()
+        self.rendered.clear()
 
     def usage(self, generation: Generation, count: int) -> dict:
         """What an answer of `count` tokens reports."""

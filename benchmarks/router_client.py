@@ -1,4 +1,5 @@
-"""Sends a workload at its times, whatever comes back, and times the first token of each answer."""
+"""Sends a workload at its times, whatever comes back, and times the first token of each answer, from the
+moment at which the request was due: what this client is late by is part of it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Answer:
 
     Attributes:
         sent_late_s: how long after its time it was sent.
-        first_token_s: from then to the first text; None without any.
+        first_token_s: from its time to the first text; None without any.
         prompt_tokens, cached_tokens: as the engine reported them.
         error: what went wrong, "" for nothing.
         engine, predicted: what kvpin says of it: where it went, and the tokens it would find there.
@@ -87,8 +88,7 @@ async def _ask(
 ) -> Answer:
     answer = Answer()
     body = question.body
-    sent = time.monotonic()
-    answer.sent_late_s = sent - due
+    answer.sent_late_s = time.monotonic() - due
     try:
         async with client.post(url, data=body, headers=headers) as response:
             if response.status != 200:
@@ -98,7 +98,7 @@ async def _ask(
             answer.engine = response.headers.get("x-kvpin-engine", "")
             predicted = response.headers.get("x-kvpin-predicted-tokens")
             answer.predicted = None if predicted is None else int(predicted)
-            text = await _read(response, answer, sent)
+            text = await _read(response, answer, due)
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
         answer.error = f"{type(error).__name__}: {error}"
         return answer
@@ -107,7 +107,7 @@ async def _ask(
     return answer
 
 
-async def _read(response: aiohttp.ClientResponse, answer: Answer, sent: float) -> str:
+async def _read(response: aiohttp.ClientResponse, answer: Answer, due: float) -> str:
     """The whole text."""
     text: list[str] = []
     rest = b""
@@ -120,7 +120,7 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer, sent: float) -
             event = _EVENT.decode(data)
             if event.choices and event.choices[0].delta.content:
                 if answer.first_token_s is None:
-                    answer.first_token_s = time.monotonic() - sent
+                    answer.first_token_s = time.monotonic() - due
                 text.append(event.choices[0].delta.content)
             if event.usage is not None:
                 answer.prompt_tokens = event.usage.prompt_tokens

@@ -13,6 +13,8 @@ from rich.table import Table
 from router_client import Answer
 from router_peers import ROUTERS
 
+from proxy.replay.simulator import quantile_of
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -20,7 +22,7 @@ class Result:
 
     Attributes:
         hits: share of the prompt tokens that engines had in their caches, by their own reports.
-        mean_ms, median_ms, p99_ms: to the first token, at the client.
+        mean_ms, median_ms, p99_ms: to the first token, at the client, from when the request was due.
         engine_ms: mean to the first token at the engine: without what the router itself took.
         imbalance: requests of the busiest engine, by the mean.
         busy, busiest: share of the time that engines spent on prompts, on average and at the most.
@@ -117,8 +119,8 @@ def summarise(
         hits=sum(answer.cached_tokens for answer in answers)
         / max(1, sum(answer.prompt_tokens for answer in answers)),
         mean_ms=1000 * statistics.mean(first or [0]),
-        median_ms=1000 * quantile(first, 0.5),
-        p99_ms=1000 * quantile(first, 0.99),
+        median_ms=1000 * quantile_of(first or [0.0], 0.5),
+        p99_ms=1000 * quantile_of(first or [0.0], 0.99),
         engine_ms=1000 * statistics.mean(waits or [0]),
         imbalance=max(counts) * len(counts) / max(1, sum(counts)),
         busy=statistics.mean(busy),
@@ -130,20 +132,18 @@ def summarise(
         engines_cpu_s=sum(end.cpu_s - begin.cpu_s for begin, end in engines),
         client_cpu_s=now.client_cpu_s - then.client_cpu_s,
         machine=(now.machine_used - then.machine_used) / max(1, now.machine_all - then.machine_all),
-        late_ms=1000 * quantile(sorted(answer.sent_late_s for answer in answers), 0.99),
+        late_ms=1000 * quantile_of(sorted(answer.sent_late_s for answer in answers), 0.99),
     )
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value that `share` of them do not exceed; 0 of none."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def table(title: str, results: Sequence[Result]) -> Table:
     """One row for each router, quickest first; means over seeds."""
     columns = ("hits", "mean", "median", "p99", "at engine", "imbalance", "busy (most)", "errors", "exact")
-    columns += ("router CPU", "engines", "client", "machine")
-    shown = Table(title=title, caption="times to the first token in ms; CPU in s")
+    columns += ("late p99", "router CPU", "engines", "client", "machine")
+    shown = Table(
+        title=title,
+        caption="ms from when a request was due to its first token, and until it was sent; CPU in s",
+    )
     shown.add_column("router")
     for column in columns:
         shown.add_column(column, justify="right")
@@ -167,6 +167,7 @@ def _cells(group: Sequence[Result]) -> list[str]:
         f"{_mean(group, 'busy'):.2f} ({_mean(group, 'busiest'):.2f})",
         str(sum(result.errors for result in group)),
         f"{100 * statistics.mean(exact):.1f}%" if exact else "",
+        f"{_mean(group, 'late_ms'):.1f}",
         f"{_mean(group, 'router_cpu_s'):.1f}",
         f"{_mean(group, 'engines_cpu_s'):.1f}",
         f"{_mean(group, 'client_cpu_s'):.1f}",

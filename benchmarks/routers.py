@@ -2,7 +2,9 @@
 
 Four mock vLLMs (`mock_engine.py`: caches and clocks of real size, KV events, metrics) serve each router in
 turn, each time as new processes to it. Peers are real releases, installed on first use (`router_peers.py`).
-Requests come at times that the seed alone decides, whatever the router does (`router_work.py`).
+Requests come at times that the seed alone decides, whatever the router does (`router_work.py`), and are timed
+from when they were due. The engines compute prompts one after the other beside decode that costs nothing,
+which is what kvpin's queue term assumes; `kvpin replay --model chunked` compares rules where that is not so.
 
     python benchmarks/routers.py [--workload a,b,c] [--routers kvpin,sglang-cache,…] [--seed 1] [--rounds 1]
                                  [--json PATH] [--trace PATH] [--first]

@@ -10,5 +10,6 @@ import pytest
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     yield
-    for name in ("router_work", "mock_engine", "harness"):
+    names = ("router_work", "router_client", "router_peers", "router_result", "mock_engine", "harness")
+    for name in names:
         sys.modules.pop(name, None)

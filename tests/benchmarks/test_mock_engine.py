@@ -1,5 +1,6 @@
 import asyncio
 
+import httpx
 import pytest
 
 from tests.fake_engines.cache import CachePrompt
@@ -57,3 +58,17 @@ async def test_a_client_that_leaves_while_it_waits_holds_nothing(core):
         await waits
     assert (core.running, core.waiting, core.cache.used) == (0, 0, 0)
     assert (await served(core, range(200)))[0] == 0
+
+
+async def test_a_restart_forgets_what_it_was_sent(mock):
+    engine = mock.MockVllm(mock.VllmOptions(kv_events=False), mock.Clock(RATE, 0.0))
+    transport = httpx.ASGITransport(engine.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        body = {"model": "tiny", "prompt": "a b c"}
+        for path in ("/v1/completions", "/v1/completions/render"):
+            (await client.post(path, json=body)).raise_for_status()
+        assert (len(engine.seen), len(engine.rendered)) == (1, 1)
+        (await client.post("/mock/restart")).raise_for_status()
+    assert (engine.seen, engine.rendered) == ([], [])
+    assert engine.cores[0].record.requests == 0
+    engine.close()

@@ -1,0 +1,45 @@
+import json
+import time
+
+import aiohttp
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from tests.engines import served
+
+LATE_S = 100.0
+
+
+@pytest.fixture
+def client():
+    import router_client
+
+    return router_client
+
+
+@pytest.fixture
+def question(client):
+    import router_work
+
+    return client.Question(0.0, "s", (), (1, 2), router_work.answer_ids((1, 2), 3))
+
+
+@pytest.fixture
+def engine(client, question):
+    """Answers the question at once."""
+    event = json.dumps({"choices": [{"delta": {"content": client.text_of(question.answer)}}]})
+
+    async def answer(_):
+        return StreamingResponse(iter([f"data: {event}\n\ndata: [DONE]\n\n"]))
+
+    with served(Starlette(routes=[Route(client.CHAT, answer, methods=["POST"])])) as url:
+        yield f"{url}{client.CHAT}"
+
+
+async def test_what_the_client_is_late_by_is_waited_for(client, engine, question):
+    async with aiohttp.ClientSession() as session:
+        answer = await client._ask(session, engine, {}, question, time.monotonic() - LATE_S)
+    assert answer.error == ""
+    assert answer.first_token_s > answer.sent_late_s >= LATE_S
