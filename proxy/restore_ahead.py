@@ -12,12 +12,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import structlog
 
-from engine_adapter import Capability, EngineError, KvVerb, Tier
-from proxy.core.tiering import Below, Thread, Threads, choose, soon
+from engine_adapter import Capability, EngineError, KvVerb
+from proxy.core.tiering import Below, Thread, Threads, gain, soon
 from proxy.engine import Engine, EngineState
 from proxy.fleet import Fleet, Pool
 from proxy.prompt import Prompt
@@ -29,8 +29,8 @@ log = structlog.get_logger(__name__)
 TICK_S = 0.1
 # Of an engine's time; requests that come meanwhile wait for a slice of a restore at most.
 MOST_TIME = 0.25
-# Threads looked at in one tick: a bound on what a tick costs.
-MOST_THREADS = 64
+# Of a tick, in which nobody else gets a turn. Threads it does not come to are looked at in the next.
+LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,15 @@ class Turn:
 
     model: str
     prompt: Prompt
+
+
+class _Choice(NamedTuple):
+    """A thread that an engine could bring back, and what that is worth, see `tiering.gain`."""
+
+    gain: float
+    pool: Pool
+    engine: Engine
+    thread: Thread[Turn]
 
 
 class RestoreAhead:
@@ -93,18 +102,23 @@ class RestoreAhead:
         for thread in self._threads.lapsed(now):
             if thread.restored_on is not None:
                 self._count(thread, used=False)
-        by_engine: dict[str, list[Below[Turn]]] = {}
-        for thread in self._threads.due(now)[:MOST_THREADS]:
-            found = self._below(thread)
-            if found is not None:
-                engine, blocks = found
-                below = Below(thread, blocks, self._threads.closes(thread))
-                by_engine.setdefault(engine.id, []).append(below)
-        for engine_id, candidates in by_engine.items():
-            self._start(self._fleet.engines[engine_id], candidates, now)
+        best: dict[str, _Choice] = {}
+        for thread in self._threads.due(now):
+            choice = self._look_at(thread, now)
+            if choice is not None:
+                rival = best.get(choice.engine.id)
+                if choice.gain > (rival.gain if rival is not None else 0.0):
+                    best[choice.engine.id] = choice
+            if self._clock() - now >= LOOK_S:
+                break
+        for engine_id, choice in best.items():
+            choice.thread.restored_on = engine_id
+            self._restoring.add(engine_id)
+            self._tasks.start(f"restore ahead on {engine_id}", self._restore(choice))
 
-    def _below(self, thread: Thread[Turn]) -> tuple[Engine, int] | None:
-        """The engine that holds most of a thread, and how many blocks of it lie below its GPU."""
+    def _look_at(self, thread: Thread[Turn], now: float) -> _Choice | None:
+        """The engine that holds most of a thread, and what it is worth to bring it back there; None where
+        none of it lies below the GPU, or the engine has better to do."""
         pool = self._fleet.pools.get(thread.prompt.model)
         if pool is None:
             return None
@@ -113,26 +127,16 @@ class RestoreAhead:
         if best is None:
             return None
         engine, match = self._fleet.engines[best], matches[best]
-        blocks = match.host + match.disk
         thread.on_gpu = match.lead
-        return (engine, blocks) if blocks and _is_able(engine) else None
+        blocks = match.host + match.disk
+        may_restore = best not in self._restoring and now >= self._not_before.get(best, now)
+        if not blocks or not may_restore or not _is_able(engine) or not _is_quiet(engine, now):
+            return None
+        below = Below(thread, blocks, self._threads.closes(thread))
+        return _Choice(_gain(pool, engine, below, now), pool, engine, thread)
 
-    def _start(self, engine: Engine, candidates: list[Below[Turn]], now: float) -> None:
-        """Has the engine bring back the best of `candidates`, if it has nothing better to do."""
-        pool = self._fleet.pool_of(engine)
-        may_restore = engine.id not in self._restoring and now >= self._not_before.get(engine.id, now)
-        if pool is None or not may_restore or not _is_quiet(engine, now):
-            return
-        returns = pool.placer.demand.returns
-        chosen = choose(
-            candidates, now, _free_blocks(pool, engine), partial(_lost, pool, engine, now), returns
-        )
-        if chosen is not None:
-            chosen.thread.restored_on = engine.id
-            self._restoring.add(engine.id)
-            self._tasks.start(f"restore ahead on {engine.id}", self._restore(engine, pool, chosen.thread))
-
-    async def _restore(self, engine: Engine, pool: Pool, thread: Thread[Turn]) -> None:
+    async def _restore(self, choice: _Choice) -> None:
+        engine, thread = choice.engine, choice.thread
         started, done = self._clock(), 0
         try:
             steps = engine.adapter.operate(KvVerb.RESTORE, thread.prompt.prompt.kv)
@@ -150,9 +154,7 @@ class RestoreAhead:
             self._not_before[engine.id] = now + (now - started) * (1 / MOST_TIME - 1)
         engine.ahead.restores += 1
         engine.ahead.blocks += done
-        seat = pool.placer.seats.get(engine.id)
-        if seat is not None:
-            seat.residents.use(now, thread.hashes, 0)
+        _note(choice, done, now)
 
     def _count(self, thread: Thread[Turn], *, used: bool) -> None:
         engine = self._fleet.engines.get(thread.restored_on or "")
@@ -179,17 +181,25 @@ def _is_quiet(engine: Engine, now: float) -> bool:
     return load.in_flight == load.decoding
 
 
-def _free_blocks(pool: Pool, engine: Engine) -> int:
-    held = pool.index.held(engine.id, Tier.GPU) + pool.index.pending(engine.id)
-    return max((pool.placer.seats[engine.id].gpu_blocks or 0) - held, 0)
+def _gain(pool: Pool, engine: Engine, below: Below[Turn], now: float) -> float:
+    """What it is worth to the engine to bring a thread back, see `tiering.gain`."""
+    seat, returns = pool.placer.seats[engine.id], pool.placer.demand.returns
+    on_gpu = seat.on_gpu if seat.on_gpu is not None else seat.residents
+    gpu, _, _, pending = pool.index.counts(engine.id)
+
+    def lost(blocks: int, within_s: float) -> float:
+        return on_gpu.lost(now, blocks, lambda idle_s: soon(returns, idle_s, within_s))
+
+    return gain(below, now, max((seat.gpu_blocks or 0) - gpu - pending, 0), lost, returns)
 
 
-def _lost(pool: Pool, engine: Engine, now: float, blocks: int, within_s: float) -> float:
-    """Of so many blocks that would leave its GPU, those that are asked for within that time, on average. What
-    was used least lies on the host already, and comes before them."""
-    residents, below = pool.placer.seats[engine.id].residents, pool.index.held(engine.id, Tier.HOST)
-
-    def returns(idle_s: float) -> float:
-        return soon(pool.placer.demand.returns, idle_s, within_s)
-
-    return residents.lost(now, below + blocks, returns) - residents.lost(now, below, returns)
+def _note(choice: _Choice, done: int, now: float) -> None:
+    """So many of the engine's blocks of the thread were brought back to its GPU."""
+    pool, thread, info = choice.pool, choice.thread, choice.engine.info
+    seat = pool.placer.seats.get(choice.engine.id)
+    if seat is None or info is None:
+        return
+    seat.residents.use(now, thread.hashes, 0)
+    if seat.on_gpu is not None:
+        blocks = done * (info.tokens_per_block or pool.tokens_per_block) // pool.tokens_per_block
+        seat.on_gpu.use(now, thread.hashes[: thread.on_gpu + blocks], blocks)

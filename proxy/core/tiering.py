@@ -13,7 +13,7 @@ decided here: the engines that have a tier below their GPU write there what they
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from statistics import median
@@ -90,7 +90,7 @@ class Threads(Generic[Prompt]):
         self._threads: OrderedDict[BlockHash, Thread[Prompt]] = OrderedDict()  # by last block, oldest first
         self._tokens = 0
         self._opening: list[tuple[float, BlockHash]] = []  # a heap, of threads that are gone, too
-        self._due: dict[Thread[Prompt], float] = {}  # → when the window closes
+        self._due: OrderedDict[Thread[Prompt], float] = OrderedDict()  # → when the window closes
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -111,19 +111,20 @@ class Threads(Generic[Prompt]):
         self._add(Thread(prompt, hashes, n_tokens, ended, gaps))
         return before
 
-    def due(self, now: float) -> list[Thread[Prompt]]:
-        """The threads whose next turn is due and that were not brought back for it; first those that will not
-        be due for long."""
+    def due(self, now: float) -> Iterator[Thread[Prompt]]:
+        """The threads whose next turn is due and that were not brought back for it, each once. Those that
+        were told come last the next time, so that who cannot look at all of them still comes to each."""
         while self._opening and self._opening[0][0] <= now:
             _, last = heappop(self._opening)
             thread = self._threads.get(last)
             window = thread.window if thread is not None else None
             if thread is not None and window is not None and window[0] <= now < window[1]:
                 self._due[thread] = window[1]
-        open_ = [
-            thread for thread, closes in self._due.items() if closes > now and thread.restored_on is None
-        ]
-        return sorted(open_, key=lambda thread: self._due[thread])
+        for _ in range(len(self._due)):
+            thread, closes = next(iter(self._due.items()))
+            self._due.move_to_end(thread)
+            if closes > now and thread.restored_on is None:
+                yield thread
 
     def lapsed(self, now: float) -> list[Thread[Prompt]]:
         """The threads that were due and did not come; told once."""
@@ -183,31 +184,26 @@ class Below(Generic[Prompt]):
     until: float
 
 
-def choose(
-    candidates: Iterable[Below[Prompt]],
+def gain(
+    below: Below[Prompt],
     now: float,
     free_blocks: int,
     lost: Callable[[int, float], float],
     returns: Returns,
-) -> Below[Prompt] | None:
-    """What an engine brings back now, the densest first; None where nothing is worth its room.
+) -> float:
+    """What bringing a thread back is worth, in blocks that are asked for soon, for each block of it; it is
+    not worth its room where that is not above 0.
 
     Args:
-        candidates: what it could bring back.
+        below: what an engine could bring back.
         now: the time.
         free_blocks: blocks of its GPU that hold nothing.
         lost: of so many blocks that would leave the GPU, those asked for within so many seconds, on average.
         returns: see `Demand.returns`.
     """
-    best, most = None, 0.0
-    for each in candidates:
-        gain = each.blocks * each.thread.chance(now, each.until, returns)
-        leaving = max(each.blocks - free_blocks, 0)
-        price = lost(leaving, each.until - now) if leaving else 0.0
-        density = (gain - MARGIN * price) / each.blocks
-        if density > most:
-            best, most = each, density
-    return best
+    leaving = max(below.blocks - free_blocks, 0)
+    price = lost(leaving, below.until - now) if leaving else 0.0
+    return below.thread.chance(now, below.until, returns) - MARGIN * price / below.blocks
 
 
 def soon(returns: Returns, idle_s: float, within_s: float) -> float:

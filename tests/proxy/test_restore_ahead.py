@@ -15,7 +15,7 @@ from proxy.engine import EngineState
 from proxy.fleet import Fleet
 from proxy.prompt import Prompt
 from proxy.records import RequestRecord
-from proxy.restore_ahead import MOST_TIME, RestoreAhead
+from proxy.restore_ahead import LOOK_S, MOST_TIME, RestoreAhead
 from proxy.tasks import Supervisor
 from tests.fakes import INFO
 from tests.kv_world import KvFake
@@ -52,6 +52,10 @@ class World:
         turn = self.turns.get(name, 0)
         return Prompt(array("i", [1000 * name + n for n in range(16 * (BLOCKS + turn))]))
 
+    def last_prompt(self, name):
+        """What was asked last."""
+        return Prompt(self.prompt(name).token_ids[:-16])
+
     def answer(self, name, *, took_s=1.0, tier=Tier.GPU, **fields):
         """The next turn of a conversation is answered; what it left lies on `tier`."""
         prompt = self.prompt(name)
@@ -81,6 +85,10 @@ class World:
                 self.now += pause_s + 1.0
             self.answer(name, tier=tier)
         self.now += pause_s - 0.5
+
+    def on_gpu(self):
+        """Blocks of prompts that are known to lie on the GPU."""
+        return self.pool.placer.seats["a"].on_gpu.lost(self.now, 1000, lambda _idle_s: 1.0)
 
     async def tick(self):
         """One look, and all it began."""
@@ -116,6 +124,24 @@ async def test_what_is_due_comes_back_before_it_is_asked_for(world):
     assert target.token_ids == Prompt(array("i", [1000 + n for n in range(16 * 6)])).token_ids
     assert set(world.adapter.tiers.values()) == {"gpu"}
     assert (world.counts, world.engine.ahead.blocks) == ((1, 0, 0), 6)
+
+
+async def test_what_came_back_is_known_to_lie_on_the_gpu(world):
+    world.talk(1)
+    hashes = world.pool.chain(world.last_prompt(1)).hashes
+    await world.tick()
+    world.pool.index.store("a", Tier.GPU, hashes)
+    assert world.on_gpu() == len(hashes) == 6
+
+
+async def test_of_what_lay_there_in_part_the_rest_came_back(world):
+    world.talk(1)
+    hashes = world.pool.chain(world.last_prompt(1)).hashes
+    world.pool.index.store("a", Tier.GPU, hashes[:2])
+    world.adapter.keep(Prompt(world.last_prompt(1).token_ids[:32]), "gpu")
+    await world.tick()
+    world.pool.index.store("a", Tier.GPU, hashes)
+    assert (world.on_gpu(), world.engine.ahead.blocks) == (4, 4)
 
 
 async def test_what_is_not_due_stays_where_it_is(world):
@@ -197,8 +223,11 @@ async def test_a_prompt_that_comes_ends_a_restore_after_its_slice(world):
     world.engine.ledger.begin(world.now, 5.0, Work(100))
     world.adapter.gate.set()
     await world.until_quiet()
-    assert 0 < list(world.adapter.tiers.values()).count("host") < 6
+    left = list(world.adapter.tiers.values()).count("host")
+    assert 0 < left < 6
     assert world.counts == (1, 0, 0)
+    world.pool.index.store("a", Tier.GPU, world.pool.chain(world.last_prompt(1)).hashes[: 6 - left])
+    assert world.on_gpu() == world.engine.ahead.blocks > 0
 
 
 async def test_one_at_a_time_and_no_more_than_a_part_of_the_time(world):
@@ -228,7 +257,7 @@ async def test_what_would_leave_the_gpu_may_be_worth_more(world, monkeypatch):
     hashes = world.pool.chain(other).hashes
     # It takes all of the GPU, and is asked for again within any time.
     world.pool.index.store("a", Tier.GPU, range(4))
-    world.pool.placer.seats["a"].residents.use(world.now, hashes, 4 + 6)
+    world.pool.placer.seats["a"].on_gpu.use(world.now, hashes, 4)
     monkeypatch.setattr(world.pool.placer.demand, "returns", lambda idle_s: 0.5 / (1 + idle_s))
     soon = restore_ahead.soon
     monkeypatch.setattr(restore_ahead, "soon", lambda *_: 1.0)
@@ -237,6 +266,39 @@ async def test_what_would_leave_the_gpu_may_be_worth_more(world, monkeypatch):
     monkeypatch.setattr(restore_ahead, "soon", soon)
     await world.tick()
     assert world.restored == 1
+
+
+async def test_a_tick_looks_at_no_more_than_there_is_time_for(world, monkeypatch):
+    for name in (1, 2, 3):
+        world.talk(name)
+        world.now -= 29.0
+    world.now += 29.5
+    world.engine.ledger.begin(world.now, 5.0, Work(100))
+    looked_at, match = [], world.pool.index.match
+
+    def slowly(hashes):
+        looked_at.append(hashes)
+        world.now += LOOK_S / 2
+        return match(hashes)
+
+    monkeypatch.setattr(world.pool.index, "match", slowly)
+    for ticks in (1, 2, 3):
+        world.ahead.tick()
+        assert len(looked_at) == 2 * ticks
+    assert looked_at[:3] == looked_at[3:]
+    assert len(set(looked_at)) == 3
+
+
+@pytest.mark.parametrize("likeliest", [1, 2])
+async def test_of_several_the_likeliest_comes_first(world, likeliest):
+    world.talk(1)
+    world.now -= 28.5
+    world.talk(2)
+    other = world.ahead._threads._threads[world.pool.chain(world.last_prompt(3 - likeliest)).hashes[-1]]
+    other.gaps = (9.0, 9.0, 9.0, 60.0, 60.0)
+    await world.tick()
+    (target,) = world.adapter.targets
+    assert target.token_ids == world.last_prompt(likeliest).token_ids
 
 
 async def test_a_failure_is_borne(world):

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core import tiering
 from proxy.core.demand import Demand
-from proxy.core.tiering import GAPS, Below, Thread, Threads, choose, soon
+from proxy.core.tiering import GAPS, Below, Thread, Threads, gain, soon
 
 
 def never(_idle_s):
@@ -25,6 +23,10 @@ def talk(threads, starts, *, answer_s=1.0, first=0):
         hashes = tuple(range(first, first + number + 2))
         threads.turn(start, start + answer_s, hashes, 16 * len(hashes), f"turn {number}")
     return threads._threads[hashes[-1]]
+
+
+def due(threads, now):
+    return list(threads.due(now))
 
 
 class TestWindow:
@@ -143,95 +145,82 @@ class TestThreads:
     def test_each_is_due_in_its_window_and_lapses_once(self):
         threads = Threads()
         last = talk(threads, (0.0, 11.0, 22.0))  # again at 33
-        assert threads.due(31.4) == []
-        assert threads.due(31.5) == [last]
+        assert due(threads, 31.4) == []
+        assert due(threads, 31.5) == [last]
         assert threads.closes(last) == 34.5
         assert threads.lapsed(34.4) == []
-        assert threads.due(34.5) == []
+        assert due(threads, 34.5) == []
         assert threads.lapsed(34.5) == [last]
         assert threads.lapsed(35.0) == []
 
-    def test_those_that_close_first_come_first(self):
+    def test_who_cannot_look_at_all_comes_to_each(self):
         threads = Threads()
-        late = talk(threads, (0.5, 11.5, 22.5), first=100)
-        soonest = talk(threads, (0.0, 11.0, 22.0))
-        assert threads.due(33.0) == [soonest, late]
+        some = [talk(threads, (0.0, 11.0, 22.0), first=100 * n) for n in range(3)]
+        assert [next(threads.due(32.0 + n / 10)) for n in range(4)] == [*some, some[0]]
+        assert due(threads, 33.0) == [some[1], some[2], some[0]]
+
+    def test_one_that_closed_holds_up_nobody(self):
+        threads = Threads()
+        talk(threads, (0.0, 11.0, 22.0))
+        late = talk(threads, (2.5, 13.5, 24.5), first=100)
+        assert len(due(threads, 34.4)) == 2
+        assert due(threads, 34.5) == [late]
 
     def test_one_that_came_is_not_due(self):
         threads = Threads()
         talk(threads, (0.0, 11.0, 22.0))
-        threads.due(32.0)
+        due(threads, 32.0)
         threads.turn(32.5, 33.0, tuple(range(5)), 80, "came")
-        assert threads.due(33.5) == threads.lapsed(90.0) == []
+        assert due(threads, 33.5) == threads.lapsed(90.0) == []
 
     def test_one_that_came_early_never_is(self):
         threads = Threads()
         talk(threads, (0.0, 11.0, 22.0, 25.0))
-        assert [each.prompt for each in threads.due(36.0)] == ["turn 3"]
+        assert [each.prompt for each in due(threads, 36.0)] == ["turn 3"]
 
     def test_those_that_came_early_are_not_held_on_to(self):
         threads = Threads()
         last = talk(threads, [11.0 * n for n in range(500)])
         assert len(threads._opening) <= 2 + tiering.SPARE
-        assert threads.due(last.ended + 10.0) == [last]
+        assert due(threads, last.ended + 10.0) == [last]
 
     def test_one_that_is_found_late_is_not_due(self):
         threads = Threads()
         talk(threads, (0.0, 11.0, 22.0))
-        assert threads.due(40.0) == threads.lapsed(40.0) == []
+        assert due(threads, 40.0) == threads.lapsed(40.0) == []
 
     def test_one_that_was_brought_back_is_not_due_again(self):
         threads = Threads()
         last = talk(threads, (0.0, 11.0, 22.0))
-        threads.due(32.0)[0].restored_on = "a"
-        assert threads.due(32.5) == []
+        due(threads, 32.0)[0].restored_on = "a"
+        assert due(threads, 32.5) == []
         assert threads.lapsed(34.5) == [last]
 
 
-class TestChoose:
-    def below(self, blocks=10, gaps=(10.0, 10.0), until=11.0):
-        return Below(thread(gaps), blocks, until)
+class TestGain:
+    def gain(self, blocks=10, gaps=(10.0, 10.0), free=0, lost=0.0, until=11.0):
+        asked = []
 
-    def choose(self, *candidates, free=0, lost=0.0):
-        return choose(candidates, 9.5, free, lambda blocks, _within_s: lost * blocks, never)
+        def lost_of(blocks, within_s):
+            asked.append((blocks, within_s))
+            return lost * blocks
 
-    def test_nothing_of_nothing(self):
-        assert self.choose() is None
+        worth = gain(Below(thread(gaps), blocks, until), 9.5, free, lost_of, never)
+        leaving = max(blocks - free, 0)
+        assert asked == ([(leaving, until - 9.5)] if leaving else [])
+        return worth
 
-    def test_the_likeliest_block_comes_first_not_the_most_blocks(self):
-        sure, large = self.below(), self.below(blocks=100, gaps=(10.0, 40.0))
-        assert self.choose(large, sure) is sure
+    def test_it_is_how_likely_a_block_is_needed_not_how_many_there_are(self):
+        assert self.gain() == self.gain(blocks=100) == pytest.approx(2 / 3)
+        assert self.gain(gaps=(10.0, 40.0)) == pytest.approx(1 / 3)
 
     def test_what_leaves_must_be_worth_less_than_half(self):
-        each = self.below()  # 2 of 3 that it comes
-        assert self.choose(each, lost=0.33) is each
-        assert self.choose(each, lost=0.34) is None
+        assert self.gain(lost=0.33) > 0  # 2 of 3 that it comes
+        assert self.gain(lost=0.34) < 0
 
     def test_free_blocks_cost_nothing(self):
-        each = self.below()
-        assert self.choose(each, free=10, lost=1.0) is each
-        assert self.choose(each, free=6, lost=1.0) is None
+        assert self.gain(free=10, lost=1.0) == self.gain()
+        assert self.gain(free=6, lost=1.0) == pytest.approx(2 / 3 - 2 * 4 / 10)
 
-    def test_what_will_not_come_is_not_brought(self):
-        assert self.choose(self.below(gaps=(1.0, 2.0)), free=99) is None
-
-    @given(
-        chances=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 8)), min_size=1, max_size=8),
-        free=st.integers(0, 60),
-        lost=st.floats(0, 1),
-    )
-    def test_nothing_denser_is_passed_over(self, chances, free, lost):
-        candidates = [
-            Below(thread([10.0] * hits + [99.0] * (8 - hits)), blocks, 11.0) for blocks, hits in chances
-        ]
-
-        def density(each):
-            price = 2 * lost * max(each.blocks - free, 0)
-            return each.thread.chance(9.5, 11.0, never) - price / each.blocks
-
-        chosen = self.choose(*candidates, free=free, lost=lost)
-        best = max(map(density, candidates))
-        if chosen is None:
-            assert best <= 1e-9
-        else:
-            assert math.isclose(density(chosen), best, abs_tol=1e-9)
+    def test_what_will_not_come_is_worth_nothing(self):
+        assert self.gain(gaps=(1.0, 2.0), free=99) == 0.0
