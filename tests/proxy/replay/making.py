@@ -1,6 +1,8 @@
 """Requests, traces and engines for tests of the simulator; blocks of 100 tokens."""
 
+from itertools import count as count_up
 from pathlib import Path
+from random import Random
 
 from proxy.core.blocks import Chain
 from proxy.replay.engine import EngineModel, SimEngine
@@ -21,6 +23,18 @@ def trace_of(*requests, common=0):
     """They are numbered in the order given."""
     numbered = [Request(i, r.at, r.chain, r.output_tokens, r.session) for i, r in enumerate(requests)]
     return Trace("made", tuple(numbered), SIZE, common)
+
+
+def chats(count, turns, seed):
+    """A trace of conversations that grow by 1k to 6k tokens a turn; nobody shares anything."""
+    random, requests, blocks = Random(seed), [], count_up()  # noqa: S311 - made up
+    for _ in range(count):
+        at, prompt = random.uniform(0, 10 * turns), []
+        for _ in range(turns):
+            prompt += (next(blocks) for _ in range(random.randint(10, 60)))
+            requests.append(ask(prompt, at=at, output=random.randint(100, 400)))
+            at += random.uniform(6, 34)
+    return trace_of(*sorted(requests, key=lambda request: request.at))
 
 
 def model_of(blocks=10, host=0, **options):
