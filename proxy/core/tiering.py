@@ -25,7 +25,7 @@ from proxy.core.demand import goes_on_from
 # Threads that are remembered, and tokens of their last prompts: some tens of megabytes.
 MAX_THREADS = 10_000
 MAX_TOKENS = 4_000_000
-# A rhythm is told by the last gaps between turns, and not before there are some.
+# A rhythm is told by the last gaps between turns, two at least: one does not say how regular they are.
 GAPS = 8
 MIN_GAPS = 2
 # A window reaches three median deviations to both sides of the usual gap, which are two standard deviations
