@@ -21,6 +21,8 @@ from proxy.core.blocks import BlockHash, Chain
 # Of lines that do not say: Mooncake's.
 BLOCK_TOKENS = 512
 _ERROR_STATUS = 400
+# A client that did not wait for its answer. It asked, and an engine was busy with it.
+_LEFT_STATUS = 499
 _HASHES = 1 << 64
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -57,7 +59,7 @@ class Line(msgspec.Struct, omit_defaults=True):
     @property
     def failed(self) -> bool:
         """Whether the client got an error: engines computed nothing, or nobody knows what."""
-        return self.status is not None and self.status >= _ERROR_STATUS
+        return self.status is not None and self.status >= _ERROR_STATUS and self.status != _LEFT_STATUS
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def test_what_all_requests_share(tmp_path):
 
 
 def test_what_failed_is_left_out_and_counted(tmp_path):
-    statuses = (200, 429, None, 503, 400, 399)
+    statuses = (200, 429, None, 503, 400, 499)
     lines = [{**LINE, "output_length": n, "status": status} for n, status in enumerate(statuses)]
     trace = read_trace(write(tmp_path / "t.jsonl", *lines))
     assert [request.output_tokens for request in trace.requests] == [0, 2, 5]
