@@ -45,7 +45,7 @@ def reason_of(placement: Placement) -> Reason:
 
 def first_token_s(cost: Cost) -> float:
     """Seconds the request itself would wait for its first token."""
-    return cost.queue_s + cost.restore_s + cost.prefill_s + cost.interference_s
+    return cost.queue_s + cost.room_s + cost.restore_s + cost.prefill_s + cost.interference_s
 
 
 def utilisation_of(placement: Placement) -> float:
@@ -130,6 +130,10 @@ def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
     terms = (
         (rival.queue_s - chosen.queue_s, f"{_s(rival.queue_s)} of prefill wait {place}"),
         (
+            rival.room_s - chosen.room_s,
+            f"the streams {place} leave no room for it for {_s(rival.room_s)}",
+        ),
+        (
             (rival.restore_s - chosen.restore_s) * strain,
             f"bringing back {_brought(rival)} {place} takes {_s(rival.restore_s)}",
         ),
@@ -163,6 +167,8 @@ def _takes(cost: Cost, total: int) -> str:
     steps = []
     if cost.queue_s > TIE_S:
         steps.append(f"is free in {_s(cost.queue_s)}")
+    if cost.room_s > TIE_S:
+        steps.append(f"has room {_s(cost.room_s)} after")
     if cost.restore_s > TIE_S:
         steps.append(f"brings back {_brought(cost)} in {_s(cost.restore_s)}")
     steps.append(f"computes {total - cost.cached_tokens:,} tokens in {_s(cost.prefill_s)}")

@@ -9,9 +9,11 @@ from rich.text import Text
 
 from proxy.cli.tables import add_row, console, new_table
 
-# Terms of a cost, and the columns they stand in: eighty characters hold them all.
+# Terms of a cost, and the columns they stand in: eighty characters hold them all but the one that is left out
+# while it is nothing.
 _TERMS = {
     "queue_s": "queue",
+    "room_s": "room",
     "restore_s": "restore",
     "prefill_s": "prefill",
     "interference_s": "decode",
@@ -20,6 +22,7 @@ _TERMS = {
     "regret_s": "regret",
     "total_s": "total",
 }
+_RARE = "room_s"
 
 
 def show_route(route: dict[str, Any]) -> None:
@@ -80,10 +83,11 @@ def _show_costs(
         return
     table = new_table("engine")
     table.padding = (0, 1, 0, 0)
-    for term in ("cached", *_TERMS.values()):
-        table.add_column(term, justify="right", no_wrap=True)
+    shown = [name for name in _TERMS if name != _RARE or any(cost[name] for cost in costs)]
+    for title in ("cached", *map(_TERMS.__getitem__, shown)):
+        table.add_column(title, justify="right", no_wrap=True)
     for cost in sorted(costs, key=lambda cost: (cost["engine"] != chosen, cost["total_s"])):
-        terms = (_milliseconds(cost[name]) for name in _TERMS)
+        terms = (_milliseconds(cost[name]) for name in shown)
         add_row(table, _bold(cost["engine"], cost["engine"] == chosen), f"{cost['cached_tokens']:,}", *terms)
     out.print(table)
     strain = f"{decision['utilisation']:.0%} utilisation, prefill counts {decision['strain']:.1f} times"

@@ -44,11 +44,17 @@ class Demand:
         self._until_refresh = REFRESH
         self._until_half = HALF_LIFE
         self._seconds, self._squares = Recent(), Recent()
+        self._answers, self._answering = Recent(), Recent()
 
     def worked(self, now: float, seconds: float) -> None:
         """An engine spent so long on a prompt before its first token."""
         self._seconds.add(now, seconds)
         self._squares.add(now, seconds * seconds)
+
+    def answered(self, now: float, seconds: float) -> None:
+        """An answer took so long from its first token on."""
+        self._answers.add(now, 1)
+        self._answering.add(now, seconds)
 
     def asked(self, now: float, chain: Chain, computed: int) -> None:
         """A prompt was asked for, `computed` tokens of which an engine had to compute."""
@@ -88,6 +94,11 @@ class Demand:
         E[s²] / 2E[s]."""
         seconds = self._seconds.sum(now)
         return self._squares.sum(now) / (2 * seconds) if seconds else 0.0
+
+    def answer_s(self, now: float) -> float:
+        """Seconds that answers take from their first token on, lately; 0 before there were any."""
+        answers = self._answers.sum(now)
+        return self._answering.sum(now) / answers if answers else 0.0
 
     def _refresh(self) -> None:
         self._until_refresh = REFRESH

@@ -1,9 +1,10 @@
 """Placement: the choice of an engine, with its reasons.
 
-    cost = queue + interference + (restore + prefill + lost) / (1 - utilisation) + later
+    cost = queue + room + interference + (restore + prefill + lost) / (1 - utilisation) + later
 
-in seconds, lowest wins. Queue, interference, restore and prefill are the request's own wait for its first
-token. Every second of restore and prefill is also a second that those who come after wait for, the more of
+in seconds, lowest wins. Queue, room, interference, restore and prefill are the request's own wait for its
+first token: for prefills before it, for streams that hold the memory it needs, beside streams, and for its
+own KV. Every second of restore and prefill is also a second that those who come after wait for, the more of
 them the busier the engines are: in a queue of utilisation ρ, work delays others by ρ / (1 - ρ) of itself. The
 same holds for what the placement brings about by evicting what will be asked for again: `lost`. And where a
 prompt is now, its next turns will be: `later` is what they will wait there, for prefills of others that they
@@ -24,6 +25,7 @@ import msgspec
 
 from engine_adapter.hold import Forecast
 from proxy.core.blocks import Chain, reusable_tokens
+from proxy.core.in_use import InUse
 from proxy.core.index import Match
 from proxy.core.load import IDLE, LoadView, Work
 from proxy.core.rates import EngineRates
@@ -56,6 +58,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         complete: False when the engine may hold blocks that nothing told of.
         is_last: it served this session before.
         busy: share of its time that it computes prompts.
+        in_use: what requests in flight hold of its GPU, None where its capacity is not known.
     """
 
     engine: str
@@ -72,6 +75,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     complete: bool = True
     is_last: bool = False
     busy: float = 0.0
+    in_use: InUse | None = None
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
@@ -80,6 +84,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         engine: its id.
         queue_s: prefill in flight before this one.
+        room_s: until streams that hold the memory it needs have ended.
         restore_s: to bring KV back from lower tiers.
         prefill_s: to compute the rest.
         interference_s: what streams that decode add to that.
@@ -101,6 +106,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
 
     engine: str
     queue_s: float = 0.0
+    room_s: float = 0.0
     restore_s: float = 0.0
     prefill_s: float = 0.0
     interference_s: float = 0.0
@@ -163,6 +169,7 @@ class Outlook:
         returns: seconds idle → how likely a prompt is asked for again.
         turns: how often a prompt is asked for from now on.
         rest_s: left of a prefill that a prompt finds under way.
+        answer_s: from a first token to the last.
     """
 
     now: float
@@ -170,6 +177,7 @@ class Outlook:
     returns: Callable[[float], float]
     turns: float = 1.0
     rest_s: float = 0.0
+    answer_s: float = 0.0
 
 
 # Nothing else runs, and nothing comes back.
@@ -198,19 +206,22 @@ def cost_of(candidate: Candidate, chain: Chain, outlook: Outlook = CALM) -> Cost
             pending = min(match.pending * chain.tokens_per_block, cached - host - disk)
             restore_s = rates.restore_s(host, disk)
     queue_s, prefill_s = load.queue_s, rates.prefill_s(chain.n_tokens - cached)
+    in_use = candidate.in_use
+    room_s = in_use.wait_s(chain.hashes, outlook.answer_s) if in_use is not None and in_use.blocks else 0.0
     interference_s = prefill_s * rates.pool.interference * load.decoding
     congestion_s = (restore_s + prefill_s) * (outlook.strain - 1)
     later_s = (outlook.turns - 1) * candidate.busy * outlook.rest_s
     return Cost(
         candidate.engine,
         queue_s,
+        room_s,
         restore_s,
         prefill_s,
         interference_s,
         congestion_s,
         later_s,
         None,
-        queue_s + restore_s + prefill_s + interference_s + congestion_s + later_s,
+        queue_s + room_s + restore_s + prefill_s + interference_s + congestion_s + later_s,
         cached,
         host,
         disk,

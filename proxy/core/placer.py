@@ -17,6 +17,7 @@ from functools import partial
 from engine_adapter.hold import Forecast
 from proxy.core.blocks import Chain
 from proxy.core.demand import Demand
+from proxy.core.in_use import InUse
 from proxy.core.index import Match, PrefixIndex
 from proxy.core.load import EngineLedger, Work
 from proxy.core.placement import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
@@ -41,6 +42,7 @@ class Seat:
         tokens_per_block: its own block size, or the pool's where that is larger.
         gpu_blocks: what its GPU holds, in blocks of the pool; None where unknown.
         host_blocks: likewise of its host tier; 0 where it has none.
+        in_use: what requests in flight hold of its GPU; None where that is unknown.
         turn: the number of the placement that it was last chosen in, 0 for none.
         epoch: of the rates that its ledger is in.
         worked: seconds it spent on prompts before their first tokens, lately.
@@ -54,6 +56,7 @@ class Seat:
     tokens_per_block: int
     gpu_blocks: int | None
     host_blocks: int
+    in_use: InUse | None
     turn: int = 0
     epoch: int = 0
     worked: Recent = field(default_factory=Recent)
@@ -68,14 +71,14 @@ class Ticket:
         number: of the request in the ledger there.
         chain: its prompt, None where that is not known.
         work: what it asks of the engine before its first token.
-        counted: the engine has done that.
+        begun: when the engine had done that; None before.
     """
 
     seat: Seat
     number: int
     chain: Chain | None
     work: Work
-    counted: bool = False
+    begun: float | None = None
 
 
 class Placer:
@@ -105,6 +108,7 @@ class Placer:
         self.remove(engine)
         self.index.add_engine(engine)
         own, pools = tokens_per_block or self.tokens_per_block, self.tokens_per_block
+        gpu = gpu_blocks * own // pools if gpu_blocks is not None else None
         holds, on_gpu = partial(self.index.holds, engine), partial(self.index.is_on_gpu, engine)
         self.seats[engine] = Seat(
             engine=engine,
@@ -113,8 +117,9 @@ class Placer:
             residents=Residents(holds if host_blocks else on_gpu),
             on_gpu=Residents(on_gpu) if host_blocks else None,
             tokens_per_block=max(own, pools),
-            gpu_blocks=gpu_blocks * own // pools if gpu_blocks is not None else None,
+            gpu_blocks=gpu,
             host_blocks=(host_blocks or 0) * own // pools,
+            in_use=InUse(gpu) if gpu is not None else None,
         )
 
     def remove(self, engine: str) -> None:
@@ -176,6 +181,7 @@ class Placer:
             complete,
             is_last,
             min(seat.worked.sum(now) / WINDOW_S, 1.0),
+            seat.in_use,
         )
 
     def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
@@ -188,7 +194,7 @@ class Placer:
         """What a placement costs others now."""
         demand = self.demand
         strain = 1 / (1 - demand.utilisation(now, len(self.seats)))
-        return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s(now))
+        return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s(now), demand.answer_s(now))
 
     # --- requests ----------------------------------------------------------------------------------
 
@@ -211,6 +217,8 @@ class Placer:
             self._note(session, seat.engine)
         if chain is not None:
             self.index.add_pending(placement.engine, chain.hashes)
+            if seat.in_use is not None:
+                seat.in_use.add(chain.hashes)
         known = known and chain is not None
         number = seat.ledger.begin(now, seat.rates.price(work), work if known else None, seen=streams)
         return Ticket(seat, number, chain, work)
@@ -237,8 +245,12 @@ class Placer:
         """It is over. `computed` tokens of its prompt are new on the engine; None when it failed."""
         seat, chain, size = ticket.seat, ticket.chain, self.tokens_per_block
         seat.ledger.end(now, ticket.number)
+        if chain is not None and seat.in_use is not None:
+            seat.in_use.remove(chain.hashes)
         if computed is None:
             return
+        if ticket.begun is not None:
+            self.demand.answered(now, now - ticket.begun)
         self._count(now, ticket)
         if chain is None:
             return
@@ -249,9 +261,9 @@ class Placer:
     def _count(self, now: float, ticket: Ticket) -> None:
         """An engine has computed a prompt, once; those that it refused are not asked for again by being asked
         for elsewhere. At rates that nothing has taught, what that took is not known."""
-        if ticket.counted:
+        if ticket.begun is not None:
             return
-        ticket.counted = True
+        ticket.begun = now
         if self.rates.learned:
             seconds = ticket.seat.rates.price(ticket.work)
             ticket.seat.worked.add(now, seconds)

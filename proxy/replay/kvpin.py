@@ -24,6 +24,10 @@ def _no_queue(candidate: Candidate) -> Candidate:
     return replace(candidate, load=replace(candidate.load, queue_s=0.0))
 
 
+def _no_room(candidate: Candidate) -> Candidate:
+    return replace(candidate, in_use=None)
+
+
 def _no_restore(candidate: Candidate) -> Candidate:
     """What lies on lower tiers counts as if it lay on the GPU."""
     match = candidate.match
@@ -46,6 +50,7 @@ def _no_later(candidate: Candidate) -> Candidate:
 
 _CANDIDATES: Mapping[str, Callable[[Candidate], Candidate]] = {
     "queue": _no_queue,
+    "room": _no_room,
     "restore": _no_restore,
     "interference": _no_interference,
     "lost": _no_lost,

@@ -12,7 +12,7 @@ def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
     regret = terms.pop("regret", 0.0)
     seconds = {
         f"{name}_s": terms.pop(name)
-        for name in ("queue", "restore", "interference", "later")
+        for name in ("queue", "room", "restore", "interference", "later")
         if name in terms
     }
     congestion = (prefill + seconds.get("restore_s", 0.0)) * (strain - 1)
@@ -29,7 +29,8 @@ def placed(engine, *costs, strain=1.0, rule="lowest cost"):
 
 
 def test_nothing_but_what_the_request_waits_for_is_its_first_token():
-    assert first_token_s(cost("a", 2000, queue=1.0, restore=0.25, interference=0.125, strain=3.0)) == 1.875
+    told = cost("a", 2000, queue=1.0, room=2.0, restore=0.25, interference=0.125, later=9.0, strain=3.0)
+    assert first_token_s(told) == 3.875
 
 
 def test_utilisation_is_what_strain_comes_of():
@@ -55,6 +56,10 @@ class TestHeld:
         assert why(placement).startswith(
             "e1 holds 3,200 of 4,000 tokens; it is free in 300 ms and computes 800 tokens in 200 ms, but"
         )
+
+    def test_streams_are_to_leave_room_for_it(self):
+        placement = placed("e1", cost("e0"), cost("e1", 3200, queue=0.2, room=0.1))
+        assert "it is free in 200 ms, has room 100 ms after and computes 800 tokens" in why(placement)
 
     def test_it_comes_back_from_the_host_tier(self):
         placement = placed("e1", cost("e0"), cost("e1", 3200, queue=0.005, restore=0.05, host_tokens=1600))
@@ -99,6 +104,7 @@ class TestReleased:
         ("terms", "obstacle"),
         [
             ({"queue": 1.9}, "1.9 s of prefill wait there"),
+            ({"room": 1.9}, "the streams there leave no room for it for 1.9 s"),
             (
                 {"restore": 1.9, "host_tokens": 2000, "disk_tokens": 1200},
                 "bringing back 3,200 tokens there takes 1.9 s",

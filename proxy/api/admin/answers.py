@@ -176,6 +176,7 @@ class CostAnswer(_Answer):
 
     engine: str
     queue_s: float
+    room_s: float
     restore_s: float
     prefill_s: float
     interference_s: float

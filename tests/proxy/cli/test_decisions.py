@@ -7,7 +7,7 @@ WHY = "e1 holds 3,200 of [4,000] tokens, but 1.9 s of prefill wait there"
 
 
 def cost(engine, **terms):
-    names = ("queue", "restore", "prefill", "interference", "congestion", "later", "regret", "total")
+    names = ("queue", "room", "restore", "prefill", "interference", "congestion", "later", "regret", "total")
     nothing = {f"{name}_s": 0.0 for name in names}
     return nothing | {"engine": engine, "cached_tokens": 0, "in_flight": 0} | terms
 
@@ -43,6 +43,16 @@ def test_every_term_fits_into_eighty_columns(narrow, capsys):
     assert max(map(len, output.splitlines())) <= 80
     assert "75% utilisation, prefill counts 4.0 times" in output
     assert output.replace("\n", "").startswith(f"tensorrt_llm-12: {WHY}".replace("\n", ""))
+
+
+def test_a_wait_for_room_is_shown_where_there_is_one(capsys):
+    decisions.show_route(ROUTE | {"candidates": [COSTS[0], COSTS[1] | {"room_s": 0.7}]})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:4] for line in lines[-4:-1]] == [
+        ["engine", "cached", "queue", "room"],
+        ["tensorrt_llm-12", "0", "0", "700"],
+        ["e1", "131,072", "23,456", "0"],
+    ]
 
 
 def test_engines_chosen_by_load_alone_have_no_terms(capsys):

@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from engine_adapter import Forecast
 from proxy.core.blocks import Chain
+from proxy.core.in_use import InUse
 from proxy.core.index import Match
 from proxy.core.load import LoadView, Work
 from proxy.core.placement import (
@@ -77,7 +78,8 @@ class TestTerms:
     """By hand: 1000 tokens a second computed, 10,000 restored from host memory, a third of that from disk."""
 
     def test_without_what_is_lost(self):
-        match = Match(gpu=10, host=5, disk=3, pending=2)
+        match, in_use = Match(gpu=10, host=5, disk=3, pending=2), InUse(100)
+        in_use.add(range(50))
         told = candidate(
             match=match,
             queue_s=0.5,
@@ -87,17 +89,19 @@ class TestTerms:
             free_blocks=7,
             turn=9,
             busy=0.25,
+            in_use=in_use,
         )
-        assert cost_of(told, prompt(1000), Outlook(0.0, 3.0, CALM.returns, 5.0, 2.0)) == Cost(
+        assert cost_of(told, prompt(1000), Outlook(0.0, 3.0, CALM.returns, 5.0, 2.0, 8.0)) == Cost(
             engine="a",
             queue_s=0.5,
+            room_s=pytest.approx(8.0 * 12 / 50),
             restore_s=pytest.approx(80 / 10_000 + 48 / (10_000 / 3)),
             prefill_s=pytest.approx(0.68),
             interference_s=pytest.approx(0.68 * 0.05 * 2),
             congestion_s=pytest.approx((0.0224 + 0.68) * 2),
             later_s=pytest.approx(4 * 0.25 * 2.0),
             regret_s=None,
-            total_s=pytest.approx(0.5 + 0.068 + (0.0224 + 0.68) * 3 + 2.0),
+            total_s=pytest.approx(0.5 + 1.92 + 0.068 + (0.0224 + 0.68) * 3 + 2.0),
             cached_tokens=320,
             host_tokens=80,
             disk_tokens=48,

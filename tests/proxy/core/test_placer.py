@@ -195,6 +195,18 @@ class TestPlacement:
             placer.end(second + 0.5, ticket, 1)
         assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
 
+    def test_where_streams_hold_the_memory_a_prompt_waits_for_one_to_end(self, placer):
+        serve(placer, 0.0, prompt(0))
+        streams = [begin(placer, 10.0, prompt(name, blocks=90), "a") for name in (1, 2)]
+        for stream in streams:
+            placer.first_token(10.0, stream)
+        # Answers take a second; 170 blocks are to hold in 100, of 180 in use.
+        assert place(placer, 10.0, prompt(3, blocks=90), "a").costs[0].room_s == pytest.approx(170 / 180)
+        assert place(placer, 10.0, prompt(3, blocks=90), "b").costs[0].room_s == 0.0
+        for stream in streams:
+            placer.end(11.0, stream, None)
+        assert place(placer, 11.0, prompt(3, blocks=90), "a").costs[0].room_s == 0.0
+
     def test_at_rates_that_nothing_taught_nobody_is_busy(self, placer):
         for second in range(100):
             chain = prompt(second, blocks=200)
