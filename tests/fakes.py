@@ -127,6 +127,9 @@ class _Connection(asyncio.Protocol):
         self.exchange: Exchange | None = None
 
     def connection_made(self, transport):
+        if not self._engine.is_up:
+            transport.abort()  # it was accepted just before, and nobody would close it
+            return
         self.transport = transport
         self._engine.connections.append(self)
         self._task = asyncio.get_running_loop().create_task(self._serve())
@@ -216,6 +219,11 @@ class FakeEngine:
 
     async def __aexit__(self, *_):
         await self.stop()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it takes connections."""
+        return self._server.is_serving()
 
     async def stop(self):
         self._server.close()
