@@ -10,12 +10,12 @@ new prefix gathers on one engine, and goes when the request ends; events or usag
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine_adapter.types import Tier
 from proxy.core.blocks import BlockHash
+from proxy.core.flights import InFlight
 from proxy.core.locations import Locations
 
 # Which of an engine's bits.
@@ -62,33 +62,51 @@ class PrefixIndex:
         self._locations = Locations()
         self._shifts: dict[str, int] = {}
         self._slots: list[str] = []  # the engine of each four bits, "" for none
-        self._each = 0  # the lowest bit of each of them
-        self._flights: dict[str, _InFlight] = {}
+        self._free: list[int] = []  # slots whose bits no block has
+        self._each = 0  # the lowest bit of each engine
+        self._flights: dict[str, InFlight] = {}
         self._counts: dict[str, list[int]] = {}  # see `counts`
 
     def __len__(self) -> int:
-        """Blocks known of any engine."""
+        """Blocks known of any engine, and those of wiped ones that are yet to be tidied away."""
         return len(self._locations)
 
     def add_engine(self, engine: str) -> None:
         """Gives the engine its bits; knowing it already is fine."""
         if engine in self._shifts:
             return
-        if "" not in self._slots:
+        if not self._free:
+            self._free.append(len(self._slots))
             self._slots.append("")
-            self._each = self._each << _WIDTH | 1
-        slot = self._slots.index("")
+        slot = min(self._free)
+        self._free.remove(slot)
         self._slots[slot] = engine
-        self._shifts[engine] = _WIDTH * slot
-        self._flights[engine] = _InFlight()
+        self._shifts[engine] = shift = _WIDTH * slot
+        self._each |= 1 << shift
+        self._flights[engine] = InFlight()
         self._counts[engine] = [0, 0, 0, 0]
 
     def remove_engine(self, engine: str) -> None:
-        """Forgets the engine and all it held."""
-        self.wipe(engine)
-        if engine in self._shifts:
-            self._slots[self._shifts.pop(engine) // _WIDTH] = ""
-            del self._flights[engine], self._counts[engine]
+        """Forgets the engine and all it held. Its bits mean nobody from now on, and are somebody's again when
+        they are gone from every block."""
+        if engine not in self._shifts:
+            return
+        shift = self._shifts.pop(engine)
+        self._slots[shift // _WIDTH] = ""
+        self._each ^= 1 << shift
+        held = self._counts.pop(engine)
+        del self._flights[engine]
+        if any(held):
+            self._locations.retire(_ALL << shift)
+            self._tidy()
+        else:
+            self._free.append(shift // _WIDTH)
+
+    def _tidy(self) -> None:
+        """Has a few blocks lose bits that mean nobody."""
+        gone = self._locations.tidy()
+        if gone:
+            self._free += [slot for slot in range(len(self._slots)) if gone >> _WIDTH * slot & 1]
 
     def store(
         self, engine: str, tier: Tier, hashes: Iterable[BlockHash], after: BlockHash | None = None
@@ -100,10 +118,14 @@ class PrefixIndex:
         added, awaited = self._locations.mark(1 << shift + at, tuple(hashes), after, beside=beside)
         counts[at] += added
         counts[_AT_PENDING] -= awaited
+        if self._locations.retired:
+            self._tidy()
 
     def remove(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
         """These blocks, of whatever chains, left `tier` of the engine; unknown ones are fine."""
         self._clear(engine, 1 << _PLACES[tier], tuple(hashes))
+        if self._locations.retired:
+            self._tidy()
 
     def drop(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """The engine was told to forget these blocks: no tier holds them, and none is expected."""
@@ -135,13 +157,10 @@ class PrefixIndex:
         return gpu, host, disk, pending
 
     def wipe(self, engine: str) -> None:
-        """Forgets what the engine held. One pass over the index; for restarts and resyncs, not requests."""
-        if engine not in self._shifts:
-            return
-        if any(self._counts[engine]):
-            self._locations.clear_all(_ALL << self._shifts[engine])
-        self._flights[engine] = _InFlight()
-        self._counts[engine] = [0, 0, 0, 0]
+        """Forgets what the engine held."""
+        if engine in self._shifts:
+            self.remove_engine(engine)
+            self.add_engine(engine)
 
     def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """A request placed on the engine will leave this chain there. Pending is all of it from the first
@@ -149,7 +168,7 @@ class PrefixIndex:
         chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
         if chain:
             start = self._stored(chain, shift)
-            flight.starts.setdefault(chain[-1], []).append(start)
+            flight.begin(chain[-1], start)
             bits = _PENDING << shift, _GPU << shift
             added, there = self._locations.mark(bits[0], chain[start:], None, flight.awaited, beside=bits[1])
             self._counts[engine][_AT_PENDING] += added - there
@@ -158,14 +177,9 @@ class PrefixIndex:
         """That request has ended, whatever came of it. Of several for the same chain, those that added least
         end first; one that a wipe has ended is unknown, which is fine."""
         chain, flight = tuple(hashes), self._flights[engine]
-        starts = flight.starts.get(chain[-1]) if chain else None
-        if not starts:
-            return
-        start = max(starts)
-        starts.remove(start)
-        if not starts:
-            del flight.starts[chain[-1]]
-        self._clear(engine, _PENDING, flight.last_of(chain[start:]))
+        start = flight.end(chain[-1]) if chain else None
+        if start is not None:
+            self._clear(engine, _PENDING, flight.last_of(chain[start:]))
 
     def _stored(self, chain: Sequence[BlockHash], shift: int) -> int:
         """Leading blocks of the chain that a tier of the engine holds."""
@@ -198,7 +212,7 @@ class PrefixIndex:
         """Location bits, and up to where they are the same, of the engines that have all before; up to the
         first block that none of them has."""
         masks, ends, at = list[int](), list[int](), 0
-        last, alive = 0, -1
+        last, alive = -1, self._each * _ALL
         for mask, blocks in self._locations.stretches(chain):
             at += blocks
             here = mask & alive
@@ -227,32 +241,3 @@ def _match_of(column: tuple[str, ...], ends: list[int]) -> Match:
         start = end
     gpu, host, disk, pending = counts
     return Match(gpu, host, disk, pending, lead)
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """What requests in flight are about to leave on one engine.
-
-    Attributes:
-        starts: by the last block of a chain, from where on each request for it is pending.
-        awaited: requests that will leave a block, beyond the first, which its location bit stands for.
-    """
-
-    starts: dict[BlockHash, list[int]] = field(default_factory=dict)
-    awaited: Counter[BlockHash] = field(default_factory=Counter)
-
-    def last_of(self, blocks: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
-        """Counts each block down by one request; those that no other request waits for."""
-        awaited = self.awaited
-        if awaited.keys().isdisjoint(blocks):
-            return blocks
-        last = []
-        for block in blocks:
-            others = awaited.get(block, 0)
-            if others > 1:
-                awaited[block] = others - 1
-            elif others:
-                del awaited[block]
-            else:
-                last.append(block)
-        return tuple(last)

@@ -21,14 +21,25 @@ _PART_BITS = 12
 _PART = 64 - _PART_BITS
 # Segments are in sets by their address, whose last four bits are 0.
 _SETS = 256
+# To look at a segment is a step, of a third of a microsecond; to clear one takes as long as so many. A slice
+# is half a millisecond.
+_STEPS_TO_CLEAR = 60
+SLICE_STEPS = 1500
 
 
 class Locations:
-    """Location bits of blocks. Not thread-safe."""
+    """Location bits of blocks. Not thread-safe.
+
+    Attributes:
+        retired: bits that mean nothing any longer, and that some blocks may have still.
+    """
 
     def __init__(self) -> None:
         self._parts: Spread[BlockHash, Segment] = spread(_PART_BITS)
         self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
+        self.retired = 0
+        self._leaving = 0  # of those, what the pass under way clears
+        self._pass: Iterator[None] = iter(())
 
     def __len__(self) -> int:
         """Blocks that lie anywhere."""
@@ -112,11 +123,37 @@ class Locations:
             at += same
         return lost
 
-    def clear_all(self, bits: int) -> None:
-        """Clears location bits of every block."""
+    def retire(self, bits: int) -> None:
+        """These location bits mean nothing any longer, wherever they are; `tidy` clears them. Until it has
+        told so, they must not be marked."""
+        self.retired |= bits
+
+    def tidy(self) -> int:
+        """Clears retired bits of some blocks, for half a millisecond. Returns those that none has now."""
+        if not self._leaving:
+            if not self.retired:
+                return 0
+            self._leaving = self.retired
+            self._pass = self._sweep(self._leaving)
+        for _ in self._pass:
+            return 0
+        gone, self._leaving = self._leaving, 0
+        self.retired &= ~gone
+        return gone
+
+    def _sweep(self, bits: int) -> Iterator[None]:
+        """Clears location bits of every block, slice by slice. What is parted meanwhile loses them as it is:
+        it may go where the pass has been."""
+        steps = 0
         for each in self._segments:
-            for segment in [s for s in each if any(mask & bits for mask in s.masks)]:
-                self._take(segment, segment.first, segment.ends[-1], bits)
+            for segment in list(each):
+                steps += 1
+                if segment in each and any(mask & bits for mask in segment.masks):
+                    self._take(segment, segment.first, segment.ends[-1], bits)
+                    steps += _STEPS_TO_CLEAR
+                if steps >= SLICE_STEPS:
+                    steps = 0
+                    yield
 
     def _insert(self, chain: tuple[BlockHash, ...], at: int, mask: int, after: BlockHash | None) -> int:
         """Puts unknown blocks of the chain from `at` on into one segment; returns how many."""
@@ -174,6 +211,8 @@ class Locations:
         self._set_of(segment).add(segment)
         for block in segment.hashes:
             self._parts[block >> _PART][block] = segment
+        if self._leaving:
+            self._take(segment, segment.first, segment.ends[-1], self._leaving)
 
     def _set_of(self, segment: Segment) -> set[Segment]:
         return self._segments[id(segment) // 16 % _SETS]

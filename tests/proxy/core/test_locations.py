@@ -1,6 +1,6 @@
 from array import array
 from collections import Counter
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import settings
@@ -54,10 +54,8 @@ class LocationsMachine(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(locations, "SEGMENT_BLOCKS", 5)
-        self.where, self.masks = Locations(), Counter()
-
-    def teardown(self):
-        self.patch.undo()
+        self.patch.setattr(locations, "SLICE_STEPS", 1)
+        self.where, self.masks, self.retired = Locations(), Counter(), 0
 
     @rule(
         bit=bits,
@@ -68,6 +66,9 @@ class LocationsMachine(RuleBasedStateMachine):
         beside=st.sampled_from([0, 1, 4]),
     )
     def mark(self, bit, chain, start, end, told, beside):
+        if bit & self.retired:
+            return
+        beside &= ~self.retired
         blocks = chain[start:end]
         again = Counter()
         after = chain[start - 1] if start and told else None
@@ -87,30 +88,47 @@ class LocationsMachine(RuleBasedStateMachine):
         self.clear(bits, chain[start:end][:: -1 if back else 1])
 
     def clear(self, bits, blocks):
-        lost, of = Counter(), bits | 4
+        bits &= ~self.retired
+        lost, of = Counter(), (bits | 4) & ~self.retired
         for block in blocks:
             if self.masks[block] & bits:
                 lost[self.masks[block] & of] += 1
             self.masks[block] &= ~bits
         assert self.where.clear(bits, tuple(blocks), of) == lost
 
-    @rule(bits=st.sampled_from([1, 6]))
-    def clear_all(self, bits):
-        self.where.clear_all(bits)
+    @rule(bits=st.sampled_from([1, 2, 6]))
+    def retire(self, bits):
+        self.where.retire(bits)
+        self.retired |= bits
         self.masks = Counter({block: mask & ~bits for block, mask in self.masks.items()})
+
+    @rule()
+    def tidy(self):
+        gone = self.where.tidy()
+        assert gone & self.retired == gone
+        assert not any(self.where.get(block) & gone for block in BLOCKS)
+        self.retired &= ~gone
 
     @invariant()
     def blocks_lie_where_they_should(self):
         check(self.where)
-        assert len(self.where) == sum(mask > 0 for mask in self.masks.values())
-        assert all(self.where.get(block) == self.masks[block] for block in BLOCKS)
+        assert all(self.where.get(block) & ~self.retired == self.masks[block] for block in BLOCKS)
+        assert len(self.where) == sum(self.where.get(block) > 0 for block in BLOCKS)
 
     @rule(chain=chains, end=places)
     def read(self, chain, end):
         masks = [self.masks[block] for block in chain[:end]]
         known = masks.index(0) if 0 in masks else end
         read = [mask for mask, blocks in self.where.stretches(chain[:end]) for _ in range(blocks)]
-        assert read == masks[:known]
+        assert [mask & ~self.retired for mask in read[:known]] == masks[:known]
+        assert self.retired or len(read) == known
+
+    def teardown(self):
+        while self.retired:
+            self.tidy()
+            self.blocks_lie_where_they_should()
+        assert not self.where.tidy()
+        self.patch.undo()
 
 
 TestLocationsMachine = LocationsMachine.TestCase
@@ -168,3 +186,51 @@ def test_what_goes_from_several_places_at_once_leaves_the_rest(where):
     check(where)
     assert {blocks_of(segment) for segment in segments_of(where)} == {LONG[2:3], LONG[5:9]}
     assert [where.get(block) for block in LONG[:9]] == [0, 0, 2, 0, 0, 2, 2, 2, 2]
+
+
+def test_retired_bits_go_slice_by_slice(where, monkeypatch):
+    monkeypatch.setattr(locations, "SLICE_STEPS", 1)
+    where.mark(1, LONG)
+    where.mark(2, LONG[:200])
+    where.retire(1)
+    sizes = [len(where)]
+    while not where.tidy():
+        sizes.append(len(where))
+        check(where)
+    assert len(sizes) > len(LONG) // SEGMENT_BLOCKS
+    assert max(before - now for before, now in pairwise(sizes)) <= SEGMENT_BLOCKS
+    assert list(where.stretches(LONG)) == [(2, 64), (2, 64), (2, 64), (2, 8)]
+    assert len(where) == 200
+
+
+def test_what_is_retired_during_a_pass_takes_another(where, monkeypatch):
+    monkeypatch.setattr(locations, "SLICE_STEPS", 1)
+    where.mark(1, LONG[:64])
+    where.mark(2, LONG[:64])
+    where.retire(1)
+    assert where.tidy() == 0
+    where.retire(2)
+    gone = [where.tidy() for _ in range(4)]
+    assert [bits for bits in gone if bits] == [1, 2]
+    assert len(where) == 0
+
+
+def test_what_is_parted_during_a_pass_takes_nothing_retired_along(monkeypatch):
+    """Wherever the pass is, and whichever set the parted piece falls into."""
+    monkeypatch.setattr(locations, "SLICE_STEPS", 1)
+    chain = extend(ROOT, array("i", range(40 * SEGMENT_BLOCKS)), None, 1)
+    middles = chain[10::SEGMENT_BLOCKS]
+    for slices in (0, 10, 20, 30, 39):
+        where = Locations()
+        where.mark(2, chain)
+        where.mark(1, chain)
+        where.clear(1, middles, 1)
+        where.retire(1)
+        for _ in range(slices):
+            assert not where.tidy()
+        assert where.clear(2, middles, 2) == {2: len(middles)}
+        while not where.tidy():
+            check(where)
+        assert {block: where.get(block) for block in chain} == {
+            block: 0 if block in middles else 2 for block in chain
+        }
