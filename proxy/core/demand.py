@@ -27,8 +27,8 @@ HALF_LIFE = 2000
 REFRESH = 16
 # Work is never free: of two ways that take about as long, the one that computes less leaves more to others.
 MIN_UTILISATION = 0.1
-# Beyond so many turns things will have changed.
-MAX_TURNS = 5.0
+# More turns than that nobody can foresee: the share that never returns is too small to be known.
+MAX_TURNS = 20.0
 # A pool that gets more work than it can do is not infinitely dear.
 MAX_UTILISATION = 0.95
 

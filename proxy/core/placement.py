@@ -303,11 +303,10 @@ def _regret_s(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) 
     lost = residents.lost(outlook.now, (chain.n_tokens - cost.cached_tokens) // size - room, returns)
     lost_s = rates.prefill_s(round(lost * size))
     if candidate.on_gpu is not None:
-        # What is lost may be computed anywhere; what is below the GPU comes back here, and drives out others
-        # once more with each turn.
+        # What leaves the GPU alone is brought back.
         in_need = (chain.n_tokens - cost.cached_tokens + cost.host_tokens) // size
         moved = candidate.on_gpu.lost(outlook.now, in_need - (candidate.free_blocks or 0), returns)
-        lost_s += rates.restore_s(round(moved * size), 0) * outlook.turns
+        lost_s += rates.restore_s(round(moved * size), 0)
     return lost_s * outlook.strain
 
 

@@ -140,7 +140,7 @@ class TestTerms:
         assert place([told], prompt(1601), CALM).chosen.regret_s == 0.0
 
     @pytest.mark.parametrize(("free", "moved"), [(200, 0), (70, 10), (40, 40), (0, 80)])
-    def test_what_goes_to_the_host_tier_comes_back_with_each_turn(self, free, moved):
+    def test_what_goes_to_the_host_tier_is_brought_back(self, free, moved):
         """20 of 100 blocks lie on the GPU, 30 below: 80 need room there, and nothing is lost for good."""
         told = candidate(
             room=1000,
@@ -151,7 +151,7 @@ class TestTerms:
         )
         outlook = Outlook(5.0, 3.0, lambda _idle_s: 1.0, turns=4.0)
         assert place([told], prompt(1600), outlook).chosen.regret_s == pytest.approx(
-            moved * 16 / 10_000 * 4.0 * 3.0
+            moved * 16 / 10_000 * 3.0
         )
 
     def test_nothing_is_regretted_where_nothing_is_known_of_it(self):
