@@ -18,6 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("KVPIN_CACHE", Path.home() / ".cache" / "kvpin"))
 
 
+def made_model(name: str, *sizes: str) -> Path:
+    """A Llama of random weights with the default tokenizer, made once; `sizes` are `make_model`'s options."""
+    directory = CACHE / name
+    if not (directory / "config.json").exists():
+        module = "engine_adapter.torch_engine.make_model"
+        subprocess.run([sys.executable, "-m", module, *sizes, str(directory)], cwd=ROOT, check=True)
+    return directory
+
+
 def free_port() -> int:
     """A port nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import httpx
-from harness import CACHE, kvpin
-from ttft import make_model
+from harness import kvpin
+from ttft import bench_model
 
 
 def ask(client: httpx.Client, body: dict[str, object]) -> tuple[float, str]:
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=300)
     parser.add_argument("--model", type=Path)
     arguments = parser.parse_args()
-    model = arguments.model or make_model(CACHE / "bench-100m")
+    model = arguments.model or bench_model()
     times: dict[str, list[float]] = {"cold": [], "restored": [], "restored on demand": [], "warm": []}
     moves: dict[str, list[float]] = {"offload": [], "restore": []}
     same, blocks = 0, 0

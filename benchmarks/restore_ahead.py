@@ -18,8 +18,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,18 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from harness import CACHE, ROOT, kvpin
+from harness import kvpin, made_model
 
 BLOCKS = 512
-
-
-def make_model(directory: Path) -> Path:
-    """A Llama of 25M random weights with as many KV heads as heads."""
-    if not (directory / "config.json").exists():
-        sizes = ["--layers", "8", "--hidden", "512", "--heads", "8", "--kv-heads", "8"]
-        module = "engine_adapter.torch_engine.make_model"
-        subprocess.run([sys.executable, "-m", module, *sizes, str(directory)], cwd=ROOT, check=True)
-    return directory
+# With as many KV heads as heads.
+SIZES = ("--layers", "8", "--hidden", "512", "--heads", "8", "--kv-heads", "8")
 
 
 @dataclass
@@ -173,7 +164,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rhythm", choices=("agents", "people"))
     arguments = parser.parse_args()
-    model = arguments.model or make_model(CACHE / "bench-25m-kv")
+    model = arguments.model or made_model("bench-25m-kv", *SIZES)
     engine = f"embedded: --model {model} --threads 1 --kv-blocks {BLOCKS} --host-cache-bytes 1GiB"
     for rhythm in (arguments.rhythm,) if arguments.rhythm else ("agents", "people"):
         tallies = {True: Tally(), False: Tally()}

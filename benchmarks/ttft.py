@@ -16,16 +16,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import CACHE, ROOT, kvpin
+from harness import ROOT, kvpin, made_model
 
 
-def make_model(directory: Path) -> Path:
+def bench_model() -> Path:
     """A Llama of about 100M random weights with the default tokenizer."""
-    if not (directory / "config.json").exists():
-        sizes = ["--layers", "14", "--hidden", "768", "--heads", "12", "--kv-heads", "4"]
-        module = "engine_adapter.torch_engine.make_model"
-        subprocess.run([sys.executable, "-m", module, *sizes, str(directory)], cwd=ROOT, check=True)
-    return directory
+    sizes = ["--layers", "14", "--hidden", "768", "--heads", "12", "--kv-heads", "4"]
+    return made_model("bench-100m", *sizes)
 
 
 def rounds(url: str, count: int, rows: int) -> list[dict[str, dict[str, float]]]:
@@ -62,7 +59,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-block", type=int, default=16)
     parser.add_argument("--model", type=Path, help="a model directory instead of the one made here")
     arguments = parser.parse_args()
-    model = arguments.model or make_model(CACHE / "bench-100m")
+    model = arguments.model or bench_model()
     blocks = 8192 // arguments.tokens_per_block
     managed = (
         f"embedded: --model {model} --threads 1 "
