@@ -43,8 +43,8 @@ from index_memory import cpu
 from xxhash import xxh3_64_intdigest
 
 from engine_adapter.types import Tier
-from proxy.core.blocks import BlockHash, chain, namespace_root
-from proxy.core.placer import Placer
+from proxy.core.index.blocks import BlockHash, chain, namespace_root
+from proxy.core.placement.placer import Placer
 
 PEER = "ai-dynamo-runtime==1.6.1"
 ROOT = namespace_root("m")

@@ -27,11 +27,12 @@ from harness import CACHE, kvpin
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine_adapter import Capability, EngineInfo, EngineSpec, JsonBody, make_adapter
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.types import Tier
-from proxy.core.placement import place
-from proxy.engine import EngineState
-from proxy.fleet import Fleet, Pool
+from proxy.core.placement.decision import place
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.pool import Pool
 from proxy.prompt import PromptBuilder, PromptTables
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "engine_adapter" / "torch_engine" / "default_model"

@@ -20,8 +20,8 @@ from array import array
 from pathlib import Path
 
 from engine_adapter.types import Tier
-from proxy.core.blocks import BlockHash, extend, namespace_root
-from proxy.core.index import PrefixIndex
+from proxy.core.index.blocks import BlockHash, extend, namespace_root
+from proxy.core.index.prefix_index import PrefixIndex
 
 ENGINES = 64
 PROMPT_BLOCKS = 512

@@ -25,14 +25,14 @@ from multiprocessing.connection import Connection
 import msgspec
 import zmq
 
-from engine_adapter.kv_events import EventReader
-from engine_adapter.kv_keys import read_sglang_keys, read_vllm_keys
-from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.events.keys import read_sglang_keys, read_vllm_keys
+from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.events.wire import EventReader
 from engine_adapter.types import KvEvent
-from proxy.core.blocks import namespace_root
-from proxy.core.index import PrefixIndex
-from proxy.core.slices import slices
-from proxy.core.view import EngineView
+from proxy.core.index.blocks import namespace_root
+from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.index.slices import slices
+from proxy.core.index.view import EngineView
 
 POOL = 16
 VOCABULARY = 128_000
@@ -313,7 +313,7 @@ async def _follow(
 
 
 async def _apply_all(subscriber: KvEventSubscriber, view: EngineView) -> None:
-    """As `proxy/ingest.py` does."""
+    """As `proxy/fleet/ingest.py` does."""
     turn_ends = 0.0
     async with aclosing(subscriber.events()) as events:
         async for event in events:

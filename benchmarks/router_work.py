@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 import engine_adapter.torch_engine
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.types import TokenIds
-from proxy.core.blocks import chain, namespace_root
+from proxy.core.index.blocks import chain, namespace_root
 
 MODEL = "tiny"
 MODEL_DIR = Path(engine_adapter.torch_engine.__file__).parent / "default_model"

@@ -24,7 +24,7 @@ import httpx
 from harness import ROOT
 
 sys.path.insert(0, str(ROOT))
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 from scripts.make_checkpoint import checkpoint_path
 from tests.vllm_live.vllm_world import MODEL, VllmOptions, vllm_world
 

@@ -18,7 +18,6 @@ from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.detect import detect_kind
 from engine_adapter.engine_command import ENGINE_MODULE, run_engine_cli
-from engine_adapter.error_bodies import read_error
 from engine_adapter.errors import (
     ChatError,
     EngineError,
@@ -29,7 +28,10 @@ from engine_adapter.errors import (
     PromptTableError,
 )
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, SelfPlaced
-from engine_adapter.http import AiohttpTransport, IncomingResponse, OutgoingRequest, Transport
+from engine_adapter.http.control import route_of
+from engine_adapter.http.error_bodies import read_error
+from engine_adapter.http.transport import AiohttpTransport, IncomingResponse, OutgoingRequest, Transport
+from engine_adapter.http.usage import read_answer_usage, read_streamed_usage
 from engine_adapter.managed import (
     check_command,
     health_path,
@@ -38,8 +40,7 @@ from engine_adapter.managed import (
     managed_spec,
     prepare_managed,
 )
-from engine_adapter.openai_http import route_of
-from engine_adapter.prefixes import common_prefix
+from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.registry import ENGINE_KINDS, make_adapter
 from engine_adapter.types import (
     BelowGpu,
@@ -62,7 +63,6 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
-from engine_adapter.usage import read_answer_usage, read_streamed_usage
 
 __all__ = [
     "ENGINE_KINDS",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import NotSupported
 from engine_adapter.hold import Forecast, Hold, RequestBody
-from engine_adapter.http import OutgoingRequest
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import (
     BelowGpu,
     Capability,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter.errors import EngineRejected, EngineSpecError
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 
 _MODELS = "/v1/models"

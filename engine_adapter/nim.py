@@ -18,8 +18,8 @@ from engine_adapter.body import JsonBody
 from engine_adapter.detect import detect_inside
 from engine_adapter.errors import EngineRejected, NotSupported
 from engine_adapter.hold import Forecast, Hold, RequestBody
-from engine_adapter.http import OutgoingRequest
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import (
     BelowGpu,
     Capability,

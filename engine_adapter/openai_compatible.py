@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
 from engine_adapter.hold import SelfPlaced
-from engine_adapter.http import OutgoingRequest
-from engine_adapter.openai_http import ControlClient, max_model_len, model_name, prepare_request
+from engine_adapter.http.control import ControlClient, max_model_len, model_name, prepare_request
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import Capability, EngineInfo, EngineLoad, EngineSpec
 from engine_adapter.undeclared import Undeclared
 

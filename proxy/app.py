@@ -37,26 +37,26 @@ from proxy import errors
 from proxy.api.admin import Control, admin_routes
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle, handle_http
+from proxy.api.http1 import Http1Protocol
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
-from proxy.banner import Banner
 from proxy.core.pins import PinBook
-from proxy.fleet import Fleet
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.monitor import Monitor
+from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.flow import Flow
-from proxy.forward import Forwarder
-from proxy.http1 import Http1Protocol
-from proxy.ingest import Ingest
-from proxy.logs import configure_logs
-from proxy.managed import ManagedEngine
-from proxy.metrics import Metrics
-from proxy.monitor import Monitor
+from proxy.observe.banner import Banner
+from proxy.observe.logs import configure_logs
+from proxy.observe.metrics import Metrics
+from proxy.observe.recorder import Recorder
+from proxy.process.managed import ManagedEngine
 from proxy.prompt import MediaUuids, PromptTables
-from proxy.recorder import Recorder
-from proxy.records import RequestLog, RequestRecord
-from proxy.restore_ahead import RestoreAhead
+from proxy.request.forward import Forwarder
+from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from proxy.tasks import Supervisor
-from proxy.tenants import ApiKey, Tenants
 
 log = structlog.get_logger(__name__)
 

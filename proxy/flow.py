@@ -1,17 +1,18 @@
 """The read path.
 
-    request → parse → render + tokenise → block chain → index.match → place → lease
-            → gather → hold → forward → release
+    prepare   request → parse → render + tokenise → block chain
+    place     index.match → cost of each engine → the cheapest
+    run_on    lease → gather → hold → forward → audit → release
 
-`Flow.serve` is all of it, one call a step. Restoring from a lower tier is the engine's own doing, or that of
-its adapter, which does it in `hold`; its time is a term of the placement's cost either way.
+`Flow.serve` is all of it. Warming and dry runs of the admin API call the same steps. KV on a lower tier is
+restored by the engine itself or by its adapter's `hold`; the placement's cost counts that time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -26,25 +27,49 @@ from engine_adapter import (
     JsonBody,
     RequestBody,
 )
-from proxy.calls import Call, Reply
-from proxy.core.blocks import Chain
-from proxy.core.placement import Placement
+from proxy.core.index.blocks import Chain
+from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retention import retention_of
-from proxy.engine import Engine, Lease
 from proxy.errors import EngineFailed, ProxyError
-from proxy.fleet import Fleet, Pool, no_engine_for
-from proxy.forward import REFUSALS, Forwarder, Outcome
-from proxy.ingest import Ingest
-from proxy.lower_tiers import expect_below, look_below
+from proxy.fleet.engine import Engine
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.lower_tiers import expect_below, look_below
+from proxy.fleet.pool import Pool, no_engine_for
 from proxy.prompt import MediaUuids, Prompt, audit_tokens
-from proxy.records import RequestLog, RequestRecord
-from proxy.session import session_of
-from proxy.tenants import Tenants
+from proxy.request.calls import Call, Reply
+from proxy.request.forward import REFUSALS, Forwarder, Outcome
+from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.session import Session, session_of
+from proxy.request.tenants import Tenants
 
 log = structlog.get_logger(__name__)
 
 # The status of an answer nobody waited for, as nginx has it.
 CLIENT_LEFT = 499
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A request that can be placed.
+
+    Attributes:
+        call: the request, its media checked.
+        pool: the engines that serve its model.
+        salt: the cache salt its KV lies under.
+        adapter: the LoRA adapter it runs with.
+        prompt: its prompt as the engine will see it; None when reuse is off or the prompt cannot be known.
+        chain: the prompt's blocks.
+        session: the conversation it belongs to; None when reuse is off.
+    """
+
+    call: Call
+    pool: Pool
+    salt: str | None
+    adapter: str | None
+    prompt: Prompt | None
+    chain: Chain | None
+    session: Session | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +98,28 @@ class Flow:
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request, or raises a ProxyError or EngineError before the answer has begun."""
-        record = _record_of(call)
+        record = RequestRecord.of(call)
         started = time.monotonic()
         try:
-            call = await self._admit(call)
-            pool = self.fleet.pool(call.model)
-            record.served_as = pool.model
-            adapter = pool.adapter_of(call.model)
-            prompt = record.prompt = await self._tokenise(pool, call, adapter)
-            chain = pool.chain(prompt)
-            session = record.session if self.ingest is not None else None
+            ready = await self.prepare(call)
+            record.prompt, record.served_as = ready.prompt, ready.pool.model
             failed: dict[str, EngineError] = {}
             while True:
-                candidates = pool.candidates(chain, prompt, adapter=adapter, session=session, without=failed)
+                candidates = self.candidates(ready, without=failed)
                 if not candidates:
-                    raise _final(failed) if failed else no_engine_for(adapter)
-                placement = record.placement = pool.place(candidates, chain)
-                record.attempts.append(placement.engine)
-                known = prompt is not None and prompt.whole
-                with pool.lease(
-                    placement, chain, streams=call.streams, known=known, session=session
-                ) as lease:
-                    try:
-                        return await self._forward(pool, call, reply, lease, record, chain)
-                    except (EngineUnavailable, EngineRejected) as error:
-                        if isinstance(error, EngineRejected) and error.status not in REFUSALS:
-                            raise  # the client's fault: no engine would take it
-                        self._note_failure(lease.engine, call, error)
-                        failed[placement.engine] = error
-                        if len(failed) > self.retries or not _repeatable(call):
-                            raise _final(failed) from None
+                    raise _final(failed) if failed else no_engine_for(ready.adapter)
+                placement = ready.pool.place(candidates, ready.chain)
+                engine = ready.pool.engines[placement.engine]
+                record.attempts.append(engine.id)
+                try:
+                    return await self.run_on(ready, placement, reply, record)
+                except (EngineUnavailable, EngineRejected) as error:
+                    if isinstance(error, EngineRejected) and error.status not in REFUSALS:
+                        raise  # the client's fault: no engine would take it
+                    self._note_failure(engine, call, error)
+                    failed[engine.id] = error
+                    if len(failed) > self.retries or not _repeatable(call):
+                        raise _final(failed) from None
         except (ProxyError, EngineError) as error:
             record.error = str(error)
             raise
@@ -114,52 +131,69 @@ class Flow:
             self.requests.add(record)
             self.observe(record)
 
-    async def _admit(self, call: Call) -> Call:
-        """The request with clients' names of images checked, and kept within the tenant."""
-        if not isinstance(call.body, JsonBody):
-            return call
-        salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
-        body = await self.media.admit(call.body, salt)
-        return call if body is call.body else replace(call, body=body)
+    async def prepare(self, call: Call) -> Ready:
+        """Reads a request as far as placement needs it: pool, prompt, block chain.
 
-    async def _tokenise(self, pool: Pool, call: Call, adapter: str | None) -> Prompt | None:
-        """The prompt as the engine will see it; None when reuse is off or nothing is known of it."""
-        if self.ingest is None or pool.prompts is None or not isinstance(call.body, JsonBody):
-            return None
-        salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
-        return await pool.prompts.build(call.route, call.body, salt=salt, adapter=adapter)
+        Raises:
+            ProxyError, EngineError: the request is wrong, or no engine serves its model.
+        """
+        salt = None
+        if isinstance(call.body, JsonBody):
+            salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
+            body = await self.media.admit(call.body, salt)
+            call = call if body is call.body else replace(call, body=body)
+        pool = self.fleet.pool(call.model)
+        adapter = pool.adapter_of(call.model)
+        prompt = None
+        if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
+            prompt = await pool.prompts.build(call.route, call.body, salt=salt, adapter=adapter)
+        session = session_of(call.tenant, call.headers, call.body) if self.ingest is not None else None
+        return Ready(call, pool, salt, adapter, prompt, pool.chain(prompt), session)
 
-    async def _forward(
-        self, pool: Pool, call: Call, reply: Reply, lease: Lease, record: RequestRecord, chain: Chain | None
-    ) -> None:
-        """Sends to the leased engine and holds the prediction against its report."""
-        engine = lease.engine
-        async with lease.patience():
-            await lease.gather()
-            async with self._hold(engine, pool, call, record.prompt) as hold:
-                await look_below(pool, lease, record.prompt, chain)
-                placement = record.placement = lease.refine(hold)
-                record.note = hold.note
-                outcome = await self.forwarder.forward(
-                    engine.adapter,
-                    call,
-                    hold,
-                    reply,
-                    _headers(call, placement, hold),
-                    lambda: lease.first_byte(streamed=call.streams),
-                )
-        record.first_byte_s = lease.first_byte_s
-        _note_outcome(record, outcome)
-        self._check_tokens(pool, engine, hold, record)
-        lease.succeeded = outcome.error is None and record.tokens_agree is not False
-        if lease.succeeded:
-            expect_below(pool, engine, chain)
-        if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP
-            self._note_failure(engine, call, EngineUnavailable(outcome.error))
-        is_known = record.prompt is not None and placement.firm and record.tokens_agree is not False
-        if self.ingest is not None and is_known and outcome.cached_tokens is not None:
-            predicted, reported = placement.predicted_tokens, outcome.cached_tokens
-            self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
+    def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
+        """The engines that could serve the request now, with what placement knows of each."""
+        return ready.pool.candidates(
+            ready.chain, ready.prompt, adapter=ready.adapter, session=ready.session, without=without
+        )
+
+    async def run_on(self, ready: Ready, placement: Placement, reply: Reply, record: RequestRecord) -> None:
+        """Leases the placed engine, sends the request there, and audits the prediction.
+
+        Raises:
+            EngineUnavailable, EngineRejected: the engine failed before the answer began.
+        """
+        record.placement, pool, call = placement, ready.pool, ready.call
+        known = ready.prompt is not None and ready.prompt.whole
+        with pool.lease(
+            placement, ready.chain, streams=call.streams, known=known, session=ready.session
+        ) as lease:
+            engine = lease.engine
+            async with lease.patience():
+                await lease.gather()
+                async with self._hold(engine, ready) as hold:
+                    await look_below(pool, lease, ready.prompt, ready.chain)
+                    placement = record.placement = lease.refine(hold)
+                    record.note = hold.note
+                    outcome = await self.forwarder.forward(
+                        engine.adapter,
+                        call,
+                        hold,
+                        reply,
+                        _headers(call, placement, hold),
+                        lambda: lease.first_byte(streamed=call.streams),
+                    )
+            record.first_byte_s = lease.first_byte_s
+            _note_outcome(record, outcome)
+            self._check_tokens(pool, engine, hold, record)
+            lease.succeeded = outcome.error is None and record.tokens_agree is not False
+            if lease.succeeded:
+                expect_below(pool, engine, ready.chain)
+            if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP
+                self._note_failure(engine, call, EngineUnavailable(outcome.error))
+            is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
+            if self.ingest is not None and is_known and outcome.cached_tokens is not None:
+                predicted, reported = placement.predicted_tokens, outcome.cached_tokens
+                self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
 
     def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
         """Holds the prompt's token ids against the engine's own, where the engine was asked to tell them."""
@@ -176,11 +210,9 @@ class Flow:
                 difference=difference,
             )
 
-    def _hold(
-        self, engine: Engine, pool: Pool, call: Call, prompt: Prompt | None
-    ) -> AbstractAsyncContextManager[Hold]:
+    def _hold(self, engine: Engine, ready: Ready) -> AbstractAsyncContextManager[Hold]:
         """The request's hold on its engine. Without reuse the engine is left to itself."""
-        body = self._body_for(engine, pool, call)
+        call, prompt, body = ready.call, ready.prompt, _body_for(engine, ready)
         if self.ingest is None:
             return nullcontext(Hold(body))
         if prompt is None or not prompt.whole or not isinstance(call.body, JsonBody):
@@ -188,23 +220,24 @@ class Flow:
         retention = retention_of(call.body, call.tenant)
         return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=retention))
 
-    def _body_for(self, engine: Engine, pool: Pool, call: Call) -> RequestBody:
-        """The client's body; changed only where the tenant's salt or the engine's model name must stand. A
-        LoRA adapter has one name everywhere."""
-        if not isinstance(call.body, JsonBody):
-            return call.body
-        changes = {}
-        salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
-        if salt != call.body.get("cache_salt") and engine.can(Capability.CACHE_SALT):
-            changes["cache_salt"] = salt
-        if engine.info is not None and call.model == pool.model != engine.info.model:
-            changes["model"] = engine.info.model
-        return call.body.replace(**changes) if changes else call.body
-
     def _note_failure(self, engine: Engine, call: Call, error: EngineError) -> None:
         log.warning("engine failed a request", engine=engine.id, request=call.request_id, error=str(error))
         if isinstance(error, EngineUnavailable):
             engine.suspect(error)
+
+
+def _body_for(engine: Engine, ready: Ready) -> RequestBody:
+    """The client's body; changed only where the tenant's salt or the engine's model name must stand. A
+    LoRA adapter has one name everywhere."""
+    call, pool = ready.call, ready.pool
+    if not isinstance(call.body, JsonBody):
+        return call.body
+    changes = {}
+    if ready.salt != call.body.get("cache_salt") and engine.can(Capability.CACHE_SALT):
+        changes["cache_salt"] = ready.salt
+    if engine.info is not None and call.model == pool.model != engine.info.model:
+        changes["model"] = engine.info.model
+    return call.body.replace(**changes) if changes else call.body
 
 
 def _final(failed: dict[str, EngineError]) -> Exception:
@@ -218,20 +251,6 @@ def _final(failed: dict[str, EngineError]) -> Exception:
 def _repeatable(call: Call) -> bool:
     """Whether it can be sent again: a body that was streamed through is gone."""
     return call.body is None or isinstance(call.body, JsonBody)
-
-
-def _record_of(call: Call) -> RequestRecord:
-    key = call.body.hint("prompt_cache_key") if isinstance(call.body, JsonBody) else None
-    return RequestRecord(
-        request_id=call.request_id,
-        started=time.time(),
-        route=call.route,
-        model=call.model,
-        tenant=call.tenant,
-        stream=call.streams,
-        prompt_cache_key=key if isinstance(key, str) else None,
-        session=session_of(call.tenant, call.headers, call.body),
-    )
 
 
 def _headers(call: Call, placement: Placement, hold: Hold) -> dict[str, str]:

@@ -19,16 +19,16 @@ from engine_adapter import AiohttpTransport, EngineInfo, EngineLoad, EngineSpec
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
-from proxy.engine import Engine, EngineState
-from proxy.fleet import Fleet
+from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import Ingest
 from proxy.flow import Flow
-from proxy.forward import Forwarder
-from proxy.ingest import Ingest
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
-from proxy.records import RequestLog
+from proxy.request.forward import Forwarder
+from proxy.request.records import RequestLog
+from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
-from proxy.tenants import Tenants
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -27,9 +27,9 @@ from proxy.api.errors import handle_http
 from proxy.app import Proxy
 from proxy.control import Control
 from proxy.core.pins import PinBook
-from proxy.engine import Engine, EngineState
+from proxy.fleet.engine import Engine, EngineState
 from proxy.prompt import Prompt, PromptBuilder
-from proxy.records import RequestRecord
+from proxy.request.records import RequestRecord
 from proxy.settings import load_settings
 from tests.fakes import INFO, FakeAdapter
 

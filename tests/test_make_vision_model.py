@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 from scripts.make_vision_model import IMAGE_TOKEN, main
 
 

@@ -16,15 +16,15 @@ import msgspec
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from engine_adapter.kv_events import EventReader
-from engine_adapter.kv_keys import read_vllm_keys
-from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
-from engine_adapter.media import mark_media
+from engine_adapter.events.keys import read_vllm_keys
+from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.events.wire import EventReader
+from engine_adapter.prompt.media import mark_media
 from engine_adapter.types import MediaSpan, Tier, ViewCurrent, token_array
-from proxy.core.blocks import chain, namespace_root
-from proxy.core.index import PrefixIndex
-from proxy.core.slices import slices
-from proxy.core.view import EngineView
+from proxy.core.index.blocks import chain, namespace_root
+from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.index.slices import slices
+from proxy.core.index.view import EngineView
 from tests.fake_engines.publisher import published
 
 DATA = Path(__file__).parent / "data" / "vllm_events"

@@ -17,7 +17,8 @@ from typing import Any
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineSpecError, EngineUnavailable, NotSupported
 from engine_adapter.hold import Forecast, Hold, RequestBody
-from engine_adapter.http import OutgoingRequest
+from engine_adapter.http.control import ControlClient, prepare_request
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.assemble import streaming_body
 from engine_adapter.llama_server.contents import STRANGE
@@ -29,7 +30,6 @@ from engine_adapter.llama_server.session import Session, identity_of
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
-from engine_adapter.openai_http import ControlClient, prepare_request
 from engine_adapter.types import (
     Capability,
     EngineInfo,

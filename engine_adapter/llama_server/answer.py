@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.error_bodies import read_error
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
+from engine_adapter.http.error_bodies import read_error
 from engine_adapter.types import TokenIds
 
 DONE = b"[DONE]"

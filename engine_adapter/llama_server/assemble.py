@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine_adapter.body import JsonBody
-from engine_adapter.error_bodies import read_error
 from engine_adapter.errors import EngineError
+from engine_adapter.http.error_bodies import read_error
 from engine_adapter.llama_server.answer import DONE, stream_payloads
 
 _CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -22,7 +22,7 @@ from engine_adapter.llama_server.saved import STILL_SOUND, Saved, SavedPrefixes,
 from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
-from engine_adapter.prefixes import common_prefix
+from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import Retention, Tier, TokenIds
 
 log = logging.getLogger("kvpin.llama_server")

@@ -17,8 +17,8 @@ import msgspec
 import xxhash
 
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.fingerprint import file_digest, model_parts, remote_digest
-from engine_adapter.openai_http import ControlClient
 from engine_adapter.types import EngineSpec, Finding
 
 _NOT_FOUND, _NOT_IMPLEMENTED = 404, 501

@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 
 _ENDS = 1 << 20  # bytes read at the head (metadata, vocabulary) and at the tail
 _SAMPLES, _SAMPLE = 512, 4096  # evenly between: a tensor of 0.2% of the file is hit at least once

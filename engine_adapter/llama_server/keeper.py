@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable
 from engine_adapter.hold import Forecast
+from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer import Answer, generated_tokens, slot_content
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import SlotState, read_slots
@@ -26,8 +27,7 @@ from engine_adapter.llama_server.plan import plan
 from engine_adapter.llama_server.saved import Saved
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.turns import Ask, SlotPlan, Turns, first_operation
-from engine_adapter.openai_http import ControlClient
-from engine_adapter.prefixes import common_prefix
+from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import TokenIds
 
 log = logging.getLogger("kvpin.llama_server")

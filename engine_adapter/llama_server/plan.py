@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.prefixes import common_prefix
+from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import Tier, TokenIds
 
 LEAST_GAIN = 16  # a file that shares less with a prompt, as every chat begins alike, is not restored for it

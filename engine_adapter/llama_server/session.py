@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file, read_slots, spare_slot
 from engine_adapter.llama_server.keeper import SlotKeeper
@@ -18,7 +19,6 @@ from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.llama_server.verbs import SlotVerbs
 from engine_adapter.llama_server.write_back import save_all, write_back
-from engine_adapter.openai_http import ControlClient
 from engine_adapter.types import Capability, EngineSpec
 
 log = logging.getLogger("kvpin.llama_server")

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 
 
 class _SaveTime(msgspec.Struct):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine_adapter.prefixes import common_prefix
+from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import TokenIds
 
 NEVER = -math.inf

@@ -13,8 +13,8 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.responses import as_chat
-from engine_adapter.openai_http import ControlClient
 from engine_adapter.types import TokenIds
 
 _CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -15,7 +15,7 @@ from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.saved import Saved, salt_digest
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.prefixes import common_prefix
+from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
 
 _Held = TypeVar("_Held", Slot, Saved)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http.control import ControlClient
 from engine_adapter.lmcache import wire
-from engine_adapter.openai_http import ControlClient
 from engine_adapter.types import EngineSpec
 
 _Answer = TypeVar("_Answer")

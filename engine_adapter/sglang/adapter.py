@@ -12,12 +12,12 @@ from typing import Any
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
+from engine_adapter.events.keys import read_sglang_keys
+from engine_adapter.events.sources import reachable_endpoint
+from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.hold import Hold, RequestBody, SelfPlaced
-from engine_adapter.http import OutgoingRequest
-from engine_adapter.kv_keys import read_sglang_keys
-from engine_adapter.kv_sources import reachable_endpoint
-from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
-from engine_adapter.openai_http import ControlClient, prepare_request, route_of
+from engine_adapter.http.control import ControlClient, prepare_request, route_of
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.sglang.findings import find, why_events_do_not_fit
 from engine_adapter.sglang.loads import Loads
 from engine_adapter.sglang.requests import hold_request, kept_apart, tells_cached_tokens

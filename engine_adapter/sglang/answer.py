@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from engine_adapter.openai_answer import OpenAIAnswer, split_events, tells_usage
-from engine_adapter.usage import UNREADABLE
+from engine_adapter.http.openai_answer import OpenAIAnswer, split_events, tells_usage
+from engine_adapter.http.usage import UNREADABLE
 
 _DETAILS, _EXTENSION = "cached_tokens_details", b'"sglext"'
 # An answer that came to its end.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_adapter.kv_sources import reachable_endpoint
+from engine_adapter.events.sources import reachable_endpoint
 from engine_adapter.sglang.server_info import (
     EVENTS_TELL_ADAPTERS,
     EVENTS_TELL_SALTS,

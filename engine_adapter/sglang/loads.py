@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineLoad
 
 _NOT_FOUND = 404

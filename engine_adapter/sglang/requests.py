@@ -12,7 +12,7 @@ import hashlib
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.hold import Hold
-from engine_adapter.openai_answer import hold_openai
+from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.sglang.answer import DetailsAnswer
 from engine_adapter.sglang.server_info import ServerInfo
 from engine_adapter.types import KvTarget

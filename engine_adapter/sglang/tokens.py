@@ -8,7 +8,7 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.requests import CHAT, COMPLETIONS
 from engine_adapter.sglang.server_info import ServerInfo
 from engine_adapter.types import TokenIds

@@ -18,9 +18,9 @@ import msgspec
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
 from engine_adapter.hold import Hold, RequestBody, SelfPlaced
-from engine_adapter.http import OutgoingRequest
-from engine_adapter.openai_answer import hold_openai
-from engine_adapter.openai_http import ControlClient, prepare_request, route_of
+from engine_adapter.http.control import ControlClient, prepare_request, route_of
+from engine_adapter.http.openai_answer import hold_openai
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.tensorrt_llm.discovery import (
     BLOCK_SIZE_UNTOLD,
     DEFAULT_TOKENS_PER_BLOCK,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.openai_http import ControlClient, max_model_len, model_name
+from engine_adapter.http.control import ControlClient, max_model_len, model_name
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG
 from engine_adapter.tensorrt_llm.stats import Stats, read_iterations, read_prometheus

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.prometheus_text import Samples, read_samples
+from engine_adapter.http.prometheus_text import Samples, read_samples
 
 _RUNNING, _WAITING = "trtllm_num_requests_running", "trtllm_num_requests_waiting"
 _MAX_BLOCKS, _USED_BLOCKS = "trtllm_kv_cache_max_blocks", "trtllm_kv_cache_used_blocks"

@@ -12,13 +12,13 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
+from engine_adapter.events.keys import MalformedEvents
+from engine_adapter.events.sources import reachable_endpoint
+from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.events.wire import Snapshot, decode_snapshot
 from engine_adapter.hold import Hold, RequestBody, SelfPlaced
-from engine_adapter.http import OutgoingRequest
-from engine_adapter.kv_events import Snapshot, decode_snapshot
-from engine_adapter.kv_keys import MalformedEvents
-from engine_adapter.kv_sources import reachable_endpoint
-from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
-from engine_adapter.openai_http import ControlClient, prepare_request
+from engine_adapter.http.control import ControlClient, prepare_request
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import (
     Capability,
     EngineInfo,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.requests import Token
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 
 _UNFINISHED = "\ufffd"  # how a tokenizer shows bytes that are not yet a whole character
 

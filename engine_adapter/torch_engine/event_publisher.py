@@ -13,7 +13,7 @@ from socket import SOCK_STREAM, getaddrinfo
 import zmq
 
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.kv_events import encode_batch
+from engine_adapter.events.wire import encode_batch
 from engine_adapter.types import KvEvent
 
 BUFFER_STEPS = 10_000

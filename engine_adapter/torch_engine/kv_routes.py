@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from engine_adapter.kv_events import encode_snapshot
+from engine_adapter.events.wire import encode_snapshot
 from engine_adapter.torch_engine.api_errors import json_response
 from engine_adapter.torch_engine.bodies import read_body
 from engine_adapter.torch_engine.kv_cache import KvCache, SliceResult

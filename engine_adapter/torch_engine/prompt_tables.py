@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from engine_adapter.errors import PromptTableError
-from engine_adapter.extra_ids import (
+from engine_adapter.prompt.extra_ids import (
     UINT64_MAX,
     Embeddings,
     TableRef,

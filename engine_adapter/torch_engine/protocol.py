@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine_adapter.extra_ids import UINT64_MAX
+from engine_adapter.prompt.extra_ids import UINT64_MAX
 from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.requests import SamplingParams
 from engine_adapter.types import KvTarget, Retention, TokenIds, extra_array

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine_adapter.chat import ChatTokenizer
-from engine_adapter.extra_ids import Embeddings
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.prompt.extra_ids import Embeddings
 from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.engine import Engine
 from engine_adapter.torch_engine.event_publisher import EventPublisher

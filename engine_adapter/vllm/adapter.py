@@ -10,11 +10,11 @@ from typing import Any
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable, NotSupported
+from engine_adapter.events.keys import read_vllm_keys
+from engine_adapter.events.subscriber import KvEventSubscriber
 from engine_adapter.hold import Hold, RequestBody, SelfPlaced
-from engine_adapter.http import OutgoingRequest
-from engine_adapter.kv_keys import read_vllm_keys
-from engine_adapter.kv_subscriber import KvEventSubscriber
-from engine_adapter.openai_http import ControlClient, prepare_request
+from engine_adapter.http.control import ControlClient, prepare_request
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import (
     Capability,
     EngineInfo,

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.kv_sources import reachable_endpoint
-from engine_adapter.kv_subscriber import EventEndpoints
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.events.sources import reachable_endpoint
+from engine_adapter.events.subscriber import EventEndpoints
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.metrics import VllmMetrics, look
 from engine_adapter.vllm.ranks import rank_headers

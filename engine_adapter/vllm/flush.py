@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import KvProgress
 from engine_adapter.vllm.event_watch import EventWatch
 from engine_adapter.vllm.ranks import rank_headers

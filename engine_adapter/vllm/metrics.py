@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine_adapter.openai_http import ControlClient
-from engine_adapter.prometheus_text import Samples, read_samples
+from engine_adapter.http.control import ControlClient
+from engine_adapter.http.prometheus_text import Samples, read_samples
 
 _STARTED, _CREATED = "process_start_time_seconds", "vllm:prefix_cache_queries_created"
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_adapter.body import JsonBody
 from engine_adapter.hold import Hold
-from engine_adapter.openai_answer import hold_openai
+from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.types import KvTarget
 from engine_adapter.vllm.prompts import RENDERED_ROUTES
 

@@ -11,10 +11,10 @@ from typing import Any
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineError, EngineSpecError, NotSupported
 from engine_adapter.hold import RequestBody
-from engine_adapter.http import OutgoingRequest
+from engine_adapter.http.control import route_of
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.lmcache import LmCache
 from engine_adapter.lmcache.salts import embeddings_of, salt_for, without_adapter
-from engine_adapter.openai_http import route_of
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,

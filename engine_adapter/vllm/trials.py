@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from engine_adapter.errors import EngineRejected
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.vllm.metrics import VllmMetrics
 
 _NO_SUCH_ROUTE = 404

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 
 from proxy.errors import Forbidden, Unauthorized
-from proxy.tenants import Tenants
+from proxy.request.tenants import Tenants
 
 _KEY_HEADERS = ("authorization", "x-api-key")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")

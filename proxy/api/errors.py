@@ -19,7 +19,7 @@ from engine_adapter import (
     PromptTableError,
 )
 from proxy import errors
-from proxy.forward import error_body
+from proxy.request.forward import error_body
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from starlette.types import Message, Receive, Scope, Send
 from engine_adapter import EngineError, JsonBody, route_of
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
-from proxy.calls import Call, Reply
 from proxy.errors import BadRequest, BodyTooLarge, NoEngine, NotFound, ProxyError
 from proxy.flow import Flow
-from proxy.tenants import Tenants
+from proxy.request.calls import Call, Reply
+from proxy.request.tenants import Tenants
 
 log = structlog.get_logger(__name__)
 

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from proxy.fleet import Fleet
-from proxy.metrics import Metrics
+from proxy.fleet.fleet import Fleet
+from proxy.observe.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,8 @@ def doctor(
     Exit status 0: all is well; 1: there are findings; 2: the engine cannot be examined.
     """
     from engine_adapter import EngineError  # noqa: PLC0415 - the other clients start quicker without
-    from proxy.doctor import examine  # noqa: PLC0415 - likewise
-    from proxy.logs import configure_logs  # noqa: PLC0415 - likewise
+    from proxy.doctor.doctor import examine  # noqa: PLC0415 - likewise
+    from proxy.observe.logs import configure_logs  # noqa: PLC0415 - likewise
     from proxy.settings import LogSettings, SettingsError  # noqa: PLC0415 - likewise
 
     configure_logs(LogSettings(level="error"))

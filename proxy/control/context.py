@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from engine_adapter import EngineAdapter, EngineSpec
 from proxy.control.operations import Operations
 from proxy.core.pins import PinBook
-from proxy.fleet import Fleet
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.monitor import Monitor
 from proxy.flow import Flow
-from proxy.monitor import Monitor
 from proxy.prompt import PromptTables
-from proxy.records import RequestLog
+from proxy.request.records import RequestLog
+from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
-from proxy.tenants import Tenants
 
 
 @dataclass(frozen=True, slots=True)

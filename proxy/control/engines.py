@@ -8,8 +8,8 @@ from typing import Any
 
 from engine_adapter import EngineSpec
 from proxy.control.context import Control
-from proxy.engine import Engine, EngineState
 from proxy.errors import Conflict
+from proxy.fleet.engine import Engine, EngineState
 
 
 def add_engine(control: Control, spec: EngineSpec) -> Engine:

@@ -11,11 +11,11 @@ from typing import Any
 
 from proxy.control.context import Control
 from proxy.control.routing import describe, describe_cost
-from proxy.core.placement import Placement
-from proxy.engine import TOKENS_PER_BLOCK
+from proxy.core.placement.decision import Placement
 from proxy.errors import NoEngine, NotFound
-from proxy.reasons import first_token_s
-from proxy.records import Divergence, RequestRecord
+from proxy.fleet.engine import TOKENS_PER_BLOCK
+from proxy.observe.reasons import first_token_s
+from proxy.request.records import Divergence, RequestRecord
 
 
 def summarize(record: RequestRecord) -> dict[str, Any]:

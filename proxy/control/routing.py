@@ -8,12 +8,11 @@ import msgspec
 
 from engine_adapter import JsonBody
 from proxy.control.context import Control
-from proxy.core.placement import Candidate, Cost, Placement
+from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.errors import BadRequest, NotFound
-from proxy.fleet import Pool, no_engine_for
-from proxy.prompt import Prompt
-from proxy.reasons import first_token_s, reason_of, tie_of, utilisation_of, why
-from proxy.session import session_of
+from proxy.fleet.pool import Pool, no_engine_for
+from proxy.observe.reasons import first_token_s, reason_of, tie_of, utilisation_of, why
+from proxy.request.calls import Call
 
 CHAT = "/v1/chat/completions"
 
@@ -30,21 +29,18 @@ async def route(control: Control, body: JsonBody) -> dict[str, Any]:
     path, tenant = _text(body, "path") or _path_of(body), _text(body, "tenant")
     if tenant is not None and tenant not in control.tenants.names:
         raise NotFound(f"there is no tenant {tenant!r}", param="tenant")
-    request = body.replace(path=None, tenant=None)
-    model = _text(body, "model")
-    pool = control.fleet.pool(model)
-    adapter = pool.adapter_of(model)
-    prompt = await _prompt(control, pool, path, request, tenant, adapter)
-    chain = pool.chain(prompt)
-    session = session_of(tenant, {}, request) if control.flow.ingest is not None else None
-    candidates = pool.candidates(chain, prompt, adapter=adapter, session=session)
+    _text(body, "model")
+    call = Call("route", "POST", path, {}, body.replace(path=None, tenant=None), tenant)
+    ready = await control.flow.prepare(call)
+    pool, chain = ready.pool, ready.chain
+    candidates = control.flow.candidates(ready)
     if not candidates:
-        raise no_engine_for(adapter)
+        raise no_engine_for(ready.adapter)
     placement = pool.place(candidates, chain)
     by_engine = {candidate.engine: candidate for candidate in candidates}
     return {
         "model": pool.model,
-        "adapter": adapter,
+        "adapter": ready.adapter,
         "path": path,
         "n_tokens": chain.n_tokens if chain is not None else None,
         "blocks": len(chain.hashes) if chain is not None else None,
@@ -72,17 +68,6 @@ def describe(placement: Placement, *, reuse: bool) -> dict[str, Any]:
 def describe_cost(cost: Cost) -> dict[str, Any]:
     """A cost as the admin API shows it."""
     return {**msgspec.structs.asdict(cost), "first_token_s": first_token_s(cost)}
-
-
-async def _prompt(
-    control: Control, pool: Pool, path: str, body: JsonBody, tenant: str | None, adapter: str | None
-) -> Prompt | None:
-    """As the flow does it."""
-    if control.flow.ingest is None or pool.prompts is None:
-        return None
-    salt = control.tenants.salt(tenant, body.get("cache_salt"))
-    body = await control.flow.media.admit(body, salt)
-    return await pool.prompts.build(path, body, salt=salt, adapter=adapter)
 
 
 def _candidate(pool: Pool, candidate: Candidate, cost: Cost) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from engine_adapter import EngineError, Tier
 from proxy.control.context import Control
 from proxy.control.engines import describe_engine
 from proxy.control.pinning import active_pins
-from proxy.engine import Engine, EngineState
-from proxy.fleet import Pool
+from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.pool import Pool
 from proxy.prompt import PromptBuilder
 
 ASK_TIMEOUT_S = 2.0

@@ -6,8 +6,8 @@ from typing import Any
 
 from engine_adapter import Capability, EngineError, EngineRejected, EngineUnavailable, PromptTable
 from proxy.control.context import Control
-from proxy.engine import Engine
 from proxy.errors import BadRequest, Conflict
+from proxy.fleet.engine import Engine
 
 
 async def put_table(

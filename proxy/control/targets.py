@@ -13,10 +13,10 @@ import msgspec
 from engine_adapter import Capability, JsonBody, KvTarget
 from proxy.control.context import Control
 from proxy.core.audit import Trust
-from proxy.core.blocks import Chain
-from proxy.engine import Engine
+from proxy.core.index.blocks import Chain
 from proxy.errors import BadRequest, NoEngine, NotFound
-from proxy.fleet import Pool
+from proxy.fleet.engine import Engine
+from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

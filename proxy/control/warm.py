@@ -9,13 +9,14 @@ import msgspec
 from starlette.types import Message
 
 from engine_adapter import Capability, EngineRejected, JsonBody
-from proxy.calls import Call, Reply
 from proxy.control.context import Control
 from proxy.control.operations import Operation, Part, new_operation, run_parts
 from proxy.control.targets import Prefix, Target, prefix_of
-from proxy.engine import Engine
 from proxy.errors import BadRequest, NoEngine
-from proxy.lower_tiers import expect_below, look_below
+from proxy.fleet.engine import Engine
+from proxy.flow import Ready
+from proxy.request.calls import Call, Reply
+from proxy.request.records import RequestRecord
 
 _PATH = "/v1/completions"
 
@@ -47,36 +48,17 @@ async def warm(control: Control, target: Target, *, everywhere: bool = False) ->
 
 
 async def warm_on(control: Control, prefix: Prefix, engine: Engine, part: Part) -> None:
-    """Computes the prefix on one engine, as any request would be: leased, counted, audited."""
-    pool, chain = prefix.pool, prefix.chain
-    candidates = [
-        candidate for candidate in pool.candidates(chain, prefix.prompt) if candidate.engine == engine.id
-    ]
+    """Computes the prefix on one engine. It takes the same way as any request, without a client."""
+    flow, ready = control.flow, _request(prefix)
+    candidates = [candidate for candidate in flow.candidates(ready) if candidate.engine == engine.id]
     if not candidates:
         raise NoEngine(f"engine {engine.id!r} takes no requests now")
-    placement = pool.place(candidates, chain)
-    part.total = len(chain.hashes)
-    body = _body(prefix, engine)
-    call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, {"content-type": "application/json"}, body)
-    with pool.lease(placement, chain) as lease:
-        async with lease.patience(), engine.adapter.hold(_PATH, body, prefix.kv) as hold:
-            await look_below(pool, lease, prefix.prompt, chain)
-            placement = lease.refine(hold)
-            outcome = await control.flow.forwarder.forward(
-                engine.adapter,
-                call,
-                hold,
-                Reply(_discard),
-                {},
-                lambda: lease.first_byte(streamed=False),
-            )
-        lease.succeeded = outcome.error is None
-        if outcome.error is not None:
-            raise EngineRejected(outcome.error, status=outcome.status)
-        expect_below(pool, engine, chain)
+    part.total = len(prefix.chain.hashes)
+    record = RequestRecord.of(ready.call)
+    await flow.run_on(ready, prefix.pool.place(candidates, prefix.chain), Reply(_discard), record)
+    if record.error is not None:
+        raise EngineRejected(record.error, status=record.status or 502)
     part.done = part.total
-    if control.flow.ingest is not None and placement.firm and outcome.cached_tokens is not None:
-        control.flow.ingest.audit(engine, placement.predicted_tokens, outcome.cached_tokens)
 
 
 def _choose(prefix: Prefix, engine_id: str | None, *, everywhere: bool) -> list[Engine]:
@@ -98,21 +80,20 @@ def _choose(prefix: Prefix, engine_id: str | None, *, everywhere: bool) -> list[
     return [ready[prefix.pool.place(candidates, prefix.chain).engine]]
 
 
-def _body(prefix: Prefix, engine: Engine) -> JsonBody:
-    """The completion that leaves the prefix in the engine's cache."""
-    prompt = prefix.prompt
-    model = engine.info.model if engine.info is not None else prefix.pool.model
+def _request(prefix: Prefix) -> Ready:
+    """The one-token completion that leaves the prefix in an engine's cache."""
+    pool, prompt = prefix.pool, prefix.prompt
     fields = {
-        "model": prompt.adapter or model,
+        "model": prompt.adapter or pool.model,
         "prompt": prompt.token_ids.tolist(),
         "max_tokens": 1,
         "temperature": 0,
     }
     if prompt.extra_ids is not None:
         fields["extra_ids"] = prompt.extra_ids.tolist()
-    if prompt.salt is not None and engine.can(Capability.CACHE_SALT):
-        fields["cache_salt"] = prompt.salt
-    return JsonBody(msgspec.json.encode(fields))
+    body = JsonBody(msgspec.json.encode(fields))
+    call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, {"content-type": "application/json"}, body)
+    return Ready(call, pool, prompt.salt, prompt.adapter, prompt, prefix.chain)
 
 
 async def _discard(_message: Message) -> None:

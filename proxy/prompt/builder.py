@@ -17,7 +17,7 @@ from engine_adapter import (
     KvTarget,
     common_prefix,
 )
-from engine_adapter.chat import ChatPrompt, ChatTokenizer
+from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of

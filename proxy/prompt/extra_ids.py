@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_adapter.extra_ids import resolve_extra_ids
+from engine_adapter.prompt.extra_ids import resolve_extra_ids
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.render import CompletionInput

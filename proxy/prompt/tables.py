@@ -6,7 +6,7 @@ import re
 
 import xxhash
 
-from engine_adapter.extra_ids import UINT64_MAX, TableRef, parse_embeddings, prompt_table_extra_id
+from engine_adapter.prompt.extra_ids import UINT64_MAX, TableRef, parse_embeddings, prompt_table_extra_id
 from engine_adapter.types import PromptTable
 from proxy.errors import BadRequest, BodyTooLarge, Conflict, NotFound
 

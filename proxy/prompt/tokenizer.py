@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
-from engine_adapter.chat import ChatPrompt, ChatTokenizer
-from engine_adapter.media import mark_media
+from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
+from engine_adapter.prompt.media import mark_media
 from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
 
 

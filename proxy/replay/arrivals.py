@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from random import Random
 
-from proxy.core.blocks import BlockHash
+from proxy.core.index.blocks import BlockHash
 from proxy.replay.engine import EngineModel
 from proxy.replay.trace import Request, Trace
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from proxy.core.blocks import BlockHash
+from proxy.core.index.blocks import BlockHash
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from math import inf
 from typing import Protocol
 
 from engine_adapter.types import Tier
-from proxy.core.blocks import BlockHash, Chain, reusable_tokens
+from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
 from proxy.replay.cache import Taken, TieredCache
 from proxy.replay.trace import Request
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec.structs import replace
 
 from engine_adapter.types import Tier
-from proxy.core.blocks import BlockHash, Chain
-from proxy.core.index import Match
-from proxy.core.placement import Candidate, Placement, place
-from proxy.core.placer import Placer, Ticket
+from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.index.prefix_index import Match
+from proxy.core.placement.decision import Candidate, Placement, place
+from proxy.core.placement.placer import Placer, Ticket
 from proxy.replay.policy import Choice, EngineTruth, Fleet
 from proxy.replay.trace import Request
 

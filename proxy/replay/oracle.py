@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from proxy.core.blocks import reusable_tokens
+from proxy.core.index.blocks import reusable_tokens
 from proxy.replay.cache import TieredCache
 from proxy.replay.engine import EngineModel
 from proxy.replay.trace import Request

@@ -10,8 +10,8 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from proxy.core.blocks import BlockHash, Chain
-from proxy.core.index import Match
+from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.index.prefix_index import Match
 from proxy.replay.policy import Blind, Choice, Counting, EngineTruth, Fleet, Seeing, cached_tokens
 from proxy.replay.trace import Request
 

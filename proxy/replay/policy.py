@@ -8,8 +8,8 @@ from random import Random
 from typing import NamedTuple, Protocol, TypeVar
 
 from engine_adapter.types import Tier
-from proxy.core.blocks import BlockHash, Chain, reusable_tokens
-from proxy.core.index import Match, PrefixIndex
+from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
+from proxy.core.index.prefix_index import Match, PrefixIndex
 from proxy.replay.engine import EngineModel
 from proxy.replay.trace import Request
 

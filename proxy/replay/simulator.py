@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from math import ceil, inf
 
 from engine_adapter.types import Tier
-from proxy.core.blocks import BlockHash
+from proxy.core.index.blocks import BlockHash
 from proxy.replay.arrivals import arrivals, fitting
 from proxy.replay.engine import EngineModel, SimEngine
 from proxy.replay.oracle import oracle_hits

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from proxy.core.blocks import BlockHash, Chain
+from proxy.core.index.blocks import BlockHash, Chain
 
 # Of lines that do not say: Mooncake's.
 BLOCK_TOKENS = 512

@@ -26,8 +26,8 @@ from engine_adapter import (
     ViewCurrent,
     ViewLost,
 )
-from engine_adapter.kv_events import decode_snapshot
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.events.wire import decode_snapshot
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import extra_array, token_array
 
 T = 16

@@ -21,10 +21,10 @@ from engine_adapter import (
     NotSupported,
     ViewCurrent,
 )
-from engine_adapter.openai_http import ControlClient
-from proxy.core.blocks import chain, namespace_root
-from proxy.core.index import PrefixIndex
-from proxy.core.view import EngineView
+from engine_adapter.http.control import ControlClient
+from proxy.core.index.blocks import chain, namespace_root
+from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.index.view import EngineView
 
 PAGE = 16
 WAIT_S = 20.0

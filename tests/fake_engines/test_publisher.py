@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.types import BlocksStored, ViewCurrent, ViewLost
 from tests.fake_engines.publisher import published
 

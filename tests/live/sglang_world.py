@@ -12,8 +12,8 @@ import httpx
 from engine_adapter import AiohttpTransport, Capability
 from proxy.app import Proxy, build_app
 from proxy.core.audit import Trust
-from proxy.engine import Engine, EngineState
-from proxy.records import RequestRecord
+from proxy.fleet.engine import Engine, EngineState
+from proxy.request.records import RequestRecord
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.sglang import RunningSglang
 from tests.fakes import serving

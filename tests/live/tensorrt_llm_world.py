@@ -11,8 +11,8 @@ import httpx
 
 from engine_adapter import AiohttpTransport, Tier
 from proxy.app import Proxy, build_app
-from proxy.engine import Engine, EngineState
-from proxy.records import RequestRecord
+from proxy.fleet.engine import Engine, EngineState
+from proxy.request.records import RequestRecord
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.tensorrt_llm import FakeTrtllm, RunningTrtllm
 from tests.fake_engines.text import MODEL_DIR

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from engine_adapter import AiohttpTransport
-from proxy import fleet
 from proxy.app import Proxy, build_app
 from proxy.core.audit import Trust
+from proxy.fleet import fleet
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.vllm import running_vllm
 from tests.fakes import serving

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from proxy import fleet
 from proxy.core.audit import Trust
+from proxy.fleet import fleet
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.text import words
 from tests.fakes import is_openai_error

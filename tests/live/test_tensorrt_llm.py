@@ -8,8 +8,8 @@ import random
 import pytest
 
 from engine_adapter.tensorrt_llm import poller
-from proxy import fleet
 from proxy.core.audit import Trust
+from proxy.fleet import fleet
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.tensorrt_llm import CHAT, RunningTrtllm, running_trtllm
 from tests.fake_engines.text import words

@@ -11,7 +11,7 @@ from proxy import app
 from proxy.app import Proxy, build_app, check_engines, listen, managed_engines
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
-from proxy.records import RequestRecord
+from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from scripts.make_gguf import gguf_path
 from tests.llama import llama_server

@@ -17,14 +17,14 @@ from engine_adapter import (
     JsonBody,
     ViewCurrent,
 )
-from proxy.calls import Call, Reply
-from proxy.core.demand import MIN_UTILISATION
-from proxy.core.view import EngineView
-from proxy.engine import EngineState
-from proxy.forward import Outcome
+from proxy.core.index.view import EngineView
+from proxy.core.placement.demand import MIN_UTILISATION
+from proxy.fleet.engine import EngineState
 from proxy.prompt import PromptBuilder, PromptTables
-from proxy.session import Session
-from proxy.tenants import ApiKey, Tenants
+from proxy.request.calls import Call, Reply
+from proxy.request.forward import Outcome
+from proxy.request.session import Session
+from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
     ANSWER,
     ASK,

@@ -18,8 +18,8 @@ from typing import Any
 from openai import APIError, AsyncOpenAI
 
 from engine_adapter import BlocksRemoved, EngineUnavailable
-from engine_adapter.kv_keys import read_vllm_keys
-from engine_adapter.kv_subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.events.keys import read_vllm_keys
+from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from tests.vllm_live.vllm_world import LORA, MODEL, WAIT_S, VllmOptions, VllmWorld
 
 OPTIONS = VllmOptions(blocks=160, context=1024)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from tests.engine_adapter.llama_server.keeper_world import SMALL_STEPS, KeeperWorld, keeper_world
 from tests.llama import RunningLlama, memory_dir, running_llama_server

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 
 import httpx
 
+from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.contents import STRANGE, Contents
 from engine_adapter.llama_server.discovery import ServerFacts, discover, probe, read_slots
@@ -20,7 +21,6 @@ from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.slots import Operation
 from engine_adapter.llama_server.state_file import read_tokens
 from engine_adapter.llama_server.turns import Ask
-from engine_adapter.openai_http import ControlClient
 from engine_adapter.types import EngineSpec
 
 COMPLETIONS = "/v1/completions"

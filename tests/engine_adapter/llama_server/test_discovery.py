@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.discovery import (
     SlotState,
     discover,
@@ -25,7 +26,6 @@ from engine_adapter.llama_server.discovery import (
     read_slots,
     spare_slot,
 )
-from engine_adapter.openai_http import ControlClient
 from engine_adapter.types import EngineSpec
 from scripts.make_gguf import gguf_path
 from tests.engines import served

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engine_adapter.llama_server.mirror_events import MAX_SALTS, TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent, ViewLost
-from proxy.core.blocks import extend, namespace_root
-from proxy.core.index import PrefixIndex
-from proxy.core.view import EngineView
+from proxy.core.index.blocks import extend, namespace_root
+from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.index.view import EngineView
 
 BLOCK = TOKENS_PER_BLOCK
 END = 10_000

@@ -3,10 +3,10 @@
 import pytest
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.discovery import read_slots
 from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.state_file import read_tokens
-from engine_adapter.openai_http import ControlClient
 from tests.fakes import FakeEngine
 
 PROMPT = list(range(100, 164))

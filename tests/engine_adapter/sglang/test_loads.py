@@ -4,7 +4,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter import EngineRejected, EngineSpec, EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.loads import Loads
 from tests.engines import served
 

@@ -5,7 +5,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from engine_adapter import EngineRejected, EngineSpec, EngineUnavailable, JsonBody
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.requests import CHAT, COMPLETIONS
 from engine_adapter.sglang.tokens import tokenize, tokenizes_chats
 from tests.engines import served

@@ -4,7 +4,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.tensorrt_llm import discovery as found
 from engine_adapter.tensorrt_llm.discovery import Discovered, discover
 from engine_adapter.types import Capability, EngineSpec

@@ -8,7 +8,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.answers import (
     AnswerWriter,
     ChatShape,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.detokenize import Detokenizer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from engine_adapter.kv_events import decode_batch
+from engine_adapter.events.wire import decode_batch
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.types import BlocksRemoved, CacheCleared, Tier
 

@@ -23,7 +23,7 @@ from engine_adapter import (
     ViewLost,
     make_adapter,
 )
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from tests.fake_engines.text import chat_tokens, encode
 from tests.fake_engines.vllm import running_vllm

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as changed
 
-from engine_adapter.kv_subscriber import EventEndpoints
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.events.subscriber import EventEndpoints
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.discovery import discover, event_endpoints
 from engine_adapter.vllm.findings import findings_of

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import BlocksStored, CacheCleared, EngineSpec, KvProgress, Tier, token_array
 from engine_adapter.vllm.event_watch import EventWatch
 from engine_adapter.vllm.flush import flush

@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.metrics import VllmMetrics, look, read_metrics
 from tests.fake_engines.vllm import running_vllm

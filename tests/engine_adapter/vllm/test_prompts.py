@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec, MediaSpan
 from engine_adapter.vllm.prompts import render, tokenize
 from tests.engines import served

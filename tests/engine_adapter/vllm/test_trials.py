@@ -1,6 +1,6 @@
 import pytest
 
-from engine_adapter.openai_http import ControlClient
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.metrics import look
 from engine_adapter.vllm.trials import Trials, try_out

@@ -4,7 +4,7 @@ from starlette.requests import HTTPConnection
 
 from proxy.api.auth import AdminGuard, authenticate, bearer, is_loopback, passed_on_headers
 from proxy.errors import Forbidden, Unauthorized
-from proxy.tenants import ApiKey, Tenants
+from proxy.request.tenants import ApiKey, Tenants
 
 TENANTS = Tenants([ApiKey.of("k1", "alice"), ApiKey.of("k2", "bob")])
 

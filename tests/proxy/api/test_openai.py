@@ -9,7 +9,7 @@ import structlog
 
 from engine_adapter import Capability
 from proxy.api.openai import DataPlane
-from proxy.tenants import ApiKey, Tenants
+from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
     ASK,
     CHAT,

@@ -1,4 +1,4 @@
-from proxy.engine import EngineState
+from proxy.fleet.engine import EngineState
 
 
 async def test_live_while_it_serves(proxy, client):

@@ -4,9 +4,9 @@ from engine_adapter import EngineSpec, EngineSpecError, KvVerb
 from proxy.control.engines import add_engine, describe_engine, drain_engine, free_id, remove_engine
 from proxy.control.kv import operate
 from proxy.control.targets import Target
-from proxy.engine import EngineState
 from proxy.errors import Conflict, NotFound
-from proxy.managed import ManagedEngine
+from proxy.fleet.engine import EngineState
+from proxy.process.managed import ManagedEngine
 from proxy.settings import ManagedSettings
 from tests.fakes import FakeEngine
 from tests.kv_world import KvFake, tokens, until

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.control.explain import explain, summarize
-from proxy.core.placement import Cost, Placement
+from proxy.core.placement.decision import Cost, Placement
 from tests.kv_world import KvFake, tokens
 
 

@@ -5,9 +5,9 @@ import pytest
 
 from engine_adapter import JsonBody, Tier
 from proxy.control.routing import route
-from proxy.core.load import Work
-from proxy.engine import EngineState
+from proxy.core.placement.load import Work
 from proxy.errors import BadRequest, NoEngine, NotFound
+from proxy.fleet.engine import EngineState
 from tests.kv_world import KvFake, kv_world, tokens
 
 IDS = tokens(64)

@@ -7,8 +7,8 @@ from engine_adapter import Capability, NotSupported
 from proxy.control.operations import OperationState, Part
 from proxy.control.targets import Prefix, Target
 from proxy.control.warm import warm, warm_on
-from proxy.engine import EngineState
 from proxy.errors import BadRequest, NoEngine
+from proxy.fleet.engine import EngineState
 from proxy.prompt import Prompt
 from tests.fakes import ANSWER, FakeEngine
 from tests.kv_world import ALL, KvFake, tokens

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_adapter import Capability, EngineInfo, EngineRejected, EngineUnavailable
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.types import token_array
 from proxy.prompt.render import ChatInput, ResponseInput, read_prompt
 

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save
 
 from engine_adapter import Capability, ChatError, JsonBody, PromptTableError
-from engine_adapter.extra_ids import parse_embeddings, prompt_embeds_extra_id
+from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, PromptTables
 

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
-from engine_adapter.media import mark_media
+from engine_adapter.prompt.media import mark_media
 from engine_adapter.types import MediaSpan, RenderedPrompt, token_array
 from proxy.errors import BadRequest
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from engine_adapter import JsonBody
-from engine_adapter.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.prompt.render import read_prompt
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
 from tests.proxy.prompt.conftest import TokenizingEngine

@@ -4,7 +4,7 @@ from itertools import count as count_up
 from pathlib import Path
 from random import Random
 
-from proxy.core.blocks import Chain
+from proxy.core.index.blocks import Chain
 from proxy.replay.engine import EngineModel, SimEngine
 from proxy.replay.policy import Fleet
 from proxy.replay.trace import Request, Trace

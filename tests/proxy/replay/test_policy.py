@@ -1,5 +1,5 @@
 from engine_adapter.types import Tier
-from proxy.core.index import Match
+from proxy.core.index.prefix_index import Match
 from proxy.replay.policy import Blind, Choice, Counting, Seeing, cached_tokens
 from tests.proxy.replay.making import ask, fleet_of
 

@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.engine import EngineState
+from proxy.fleet.engine import EngineState
 from tests.fakes import FakeEngine
 from tests.kv_world import tokens, until
 

@@ -1,8 +1,8 @@
 import pytest
 
-from proxy.core.index import Match
-from proxy.core.placement import Candidate, place
-from proxy.core.rates import EngineRates, PoolRates
+from proxy.core.index.prefix_index import Match
+from proxy.core.placement.decision import Candidate, place
+from proxy.core.placement.rates import EngineRates, PoolRates
 from tests.kv_world import tokens
 
 

@@ -1,0 +1,259 @@
+"""What stands beside the tokens of a stored block, as each engine writes it.
+
+A reader turns an event's fields into extra ids, cache salt and LoRA adapter. A key that it does not
+understand makes the event unreadable: indexed as plain text, its blocks would be predicted for prompts that
+have nothing to do with them. Where an engine leaves things open, readers decide so that at worst a
+prediction is missing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_adapter.prompt.extra_ids import UINT64_MAX, extra_id
+from engine_adapter.prompt.media import mark_media
+from engine_adapter.types import ExtraIds, MediaSpan, TokenIds
+
+Fields = Mapping[str, Any]
+
+_EXTRA_IDS, _CACHE_SALT = "extra_ids", "cache_salt"
+
+
+class MalformedEvents(ValueError):
+    """Bytes that are not a batch of KV events, or an event that breaks the format; says what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKeys:
+    """What a reader found beside, or in, the tokens of a run.
+
+    Attributes:
+        extra_ids: one per token, None when all are 0.
+        salt: cache salt of the chain.
+        adapter: name of its LoRA adapter.
+        token_ids: the tokens, where they had to be rewritten.
+        told: False when the event leaves out what else its blocks depend on: its hashes then name blocks
+            that were stored before, and its tokens say nothing.
+    """
+
+    extra_ids: ExtraIds[int] | None = None
+    salt: str | None = None
+    adapter: str | None = None
+    token_ids: TokenIds[int] | None = None
+    told: bool = True
+
+
+# Reads the fields of a BlockStored that holds `len(block_hashes)` blocks of `block_size` tokens.
+KeyReader = Callable[[Fields], BlockKeys]
+
+_TEXT = BlockKeys()
+_NOT_TOLD = BlockKeys(told=False)
+
+
+# --- the embedded engine ---------------------------------------------------------------------------
+
+
+def read_named_keys(fields: Fields) -> BlockKeys:
+    """Reads the embedded engine's `extra_keys`: per block nil or `[[name, value]…]`.
+
+    Raises:
+        MalformedEvents: for a key it does not know.
+    """
+    per_block = _per_block(fields)
+    if not any(per_block):
+        return _TEXT
+    block_bytes = 8 * fields["block_size"]
+    pieces: list[bytes] = []
+    salt: str | None = None
+    for index, keys in enumerate(per_block):
+        piece, block_salt = _named_block(keys, block_bytes)
+        pieces.append(piece or bytes(block_bytes))
+        if block_salt is not None:
+            if index:
+                raise MalformedEvents("cache_salt stands on the first block only")
+            salt = block_salt
+    joined = b"".join(pieces)
+    return BlockKeys(array("Q", joined) if any(joined) else None, salt)
+
+
+def _named_block(keys: Sequence[object], block_bytes: int) -> tuple[bytes | None, str | None]:
+    """Extra-id bytes and salt of one block."""
+    extra_ids: bytes | None = None
+    salt: str | None = None
+    for key in keys:
+        match key:
+            case [str(name), bytes(value)] if name == _EXTRA_IDS and len(value) == block_bytes:
+                extra_ids = value
+            case [str(name), str(value)] if name == _CACHE_SALT:
+                salt = value
+            case _:
+                raise MalformedEvents("an extra key of an unknown kind")
+    return extra_ids, salt
+
+
+def named_keys(
+    extra_ids: ExtraIds[int] | None, salt: str | None, blocks: int, tokens_per_block: int
+) -> list[list[list[str | bytes]] | None] | None:
+    """`extra_keys` of a run as `read_named_keys` has them, None when it has none."""
+    if extra_ids is None and salt is None:
+        return None
+    per_block: list[list[list[str | bytes]] | None] = [None] * blocks
+    if extra_ids is not None:
+        data, step = extra_ids.tobytes(), 8 * tokens_per_block
+        for index in range(blocks):
+            piece = data[index * step : (index + 1) * step]
+            if any(piece):
+                per_block[index] = [[_EXTRA_IDS, piece]]
+    if salt is not None and per_block:
+        per_block[0] = [*(per_block[0] or []), [_CACHE_SALT, salt]]
+    return per_block
+
+
+# --- vLLM ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the blocks of a run held so far; positions are in tokens of the run."""
+
+    media: list[MediaSpan] = field(default_factory=list)
+    embeds: list[tuple[int, int]] = field(default_factory=list)
+    salt: str | None = None
+
+    def extra_ids(self, n_tokens: int) -> ExtraIds[int] | None:
+        ids = mark_media(n_tokens, self.media)
+        if not self.embeds:
+            return ids
+        if ids is None:
+            ids = array("Q", bytes(8 * n_tokens))
+        for at, value in self.embeds:
+            ids[at] = (ids[at] + value) & UINT64_MAX or 1
+        return ids
+
+
+def read_vllm_keys(fields: Fields) -> BlockKeys:
+    """Reads vLLM's `extra_keys`: per block nil or, without names and in this order, the LoRA adapter's
+    name, an `[identifier, offset]` for each multimodal item in it, the cache salt, and a digest of prompt
+    embeddings.
+
+    What a key is follows from its place: a string is the adapter only where it comes first and is the
+    event's `lora_name`, and the salt only in the first block of a prompt. vLLM before it gave offsets
+    published items as bare strings: those are not understood, unless the only one is in the first block,
+    where it passes for a salt that no request has.
+
+    Raises:
+        MalformedEvents: for a key it cannot place, or an adapter without its name.
+    """
+    adapter = fields.get("lora_name")
+    if fields.get("extra_keys") is None and str(fields.get("medium") or "GPU").upper() != "GPU":
+        # Events of offloaded blocks leave the keys out: not even salted ones tell so.
+        return _NOT_TOLD
+    if adapter is None and fields.get("lora_id") is not None:
+        raise MalformedEvents("a LoRA adapter without its name")
+    if not isinstance(adapter, str | None):
+        raise MalformedEvents("lora_name is a string")
+    per_block = _per_block(fields)
+    if not any(per_block):
+        return BlockKeys(adapter=adapter) if adapter is not None else _TEXT
+    size = fields["block_size"]
+    begins = fields.get("parent_block_hash") is None
+    found = _Found()
+    for index, keys in enumerate(per_block):
+        _read_block(keys, found, index * size, size, adapter=adapter, first=begins and index == 0)
+    return BlockKeys(found.extra_ids(size * len(per_block)), found.salt, adapter)
+
+
+def _read_block(
+    keys: Sequence[object], found: _Found, start: int, size: int, *, adapter: str | None, first: bool
+) -> None:
+    """One block that begins at token `start`; `first` of a prompt."""
+    salted = False
+    for at, key in enumerate(keys):
+        match key:
+            case str() if at == 0 and adapter is not None:
+                if key != adapter:
+                    raise MalformedEvents("the first key of a LoRA adapter's block is its name")
+            case str() if first and key and not salted:
+                found.salt, salted = key, True
+            case [str(identity), int(offset)] if offset < size and not salted:
+                # Below 0 the item began in a block before, which has its marker.
+                if offset >= 0:
+                    found.media.append(MediaSpan(identity, start + offset, 1))
+            case bytes() if at == len(keys) - 1:
+                found.embeds.append((start, extra_id("prompt_embeds_rows", key)))
+            case _:
+                raise MalformedEvents("an extra key that is in no place it could be in")
+
+
+# --- SGLang ----------------------------------------------------------------------------------------
+
+
+def read_sglang_keys(fields: Fields) -> BlockKeys:
+    """Reads SGLang's fields: `lora_name`, `cache_salt` (in `metadata` before 0.5.21), and its tokens, of
+    which those of images, audio and video are numbers up to 2**62 made from the item's hash.
+
+    Raises:
+        MalformedEvents: for keys of another engine, or tokens it cannot read, such as the pairs that
+            speculative decoding with EAGLE caches by.
+    """
+    adapter, salt, metadata = fields.get("lora_name"), fields.get("cache_salt"), fields.get("metadata")
+    if isinstance(adapter, dict):  # the array form of 0.5.18 to 0.5.20 has metadata in this place
+        adapter, metadata = None, adapter
+    if isinstance(metadata, dict):
+        salt = metadata.get("cache_salt", salt)
+    if fields.get("extra_keys") is not None:
+        raise MalformedEvents("SGLang's events have no extra_keys")
+    if adapter is None and fields.get("lora_id") is not None:
+        raise MalformedEvents("a LoRA adapter without its name")
+    if not isinstance(adapter, str | None) or not isinstance(salt, str | None):
+        raise MalformedEvents("lora_name and cache_salt are strings")
+    token_ids, extra_ids = narrow_tokens(fields["token_ids"])
+    return BlockKeys(extra_ids, salt or None, adapter or None, token_ids)
+
+
+def narrow_tokens(raw: Sequence[int]) -> tuple[TokenIds[int], ExtraIds[int] | None]:
+    """Token ids as int32, and extra ids or None: one that does not fit becomes token 0 with the extra id of
+    its value. SGLang's pad values for multimodal items are such.
+
+    Raises:
+        MalformedEvents: for what is no integer, or none of 64 bits.
+    """
+    try:
+        return array("i", raw), None
+    except OverflowError:
+        pass
+    except TypeError as error:
+        raise MalformedEvents(f"token_ids: {error}") from error
+    try:
+        wide = array("q", raw)
+    except (TypeError, OverflowError) as error:
+        raise MalformedEvents(f"token_ids: {error}") from error
+    known: dict[int, int] = {}
+    token_ids, extra_ids = array("i", bytes(4 * len(wide))), array("Q", bytes(8 * len(wide)))
+    for at, value in enumerate(wide):
+        if -(2**31) <= value < 2**31:
+            token_ids[at] = value
+        else:
+            marker = known.get(value)
+            if marker is None:
+                marker = known[value] = extra_id("media", value.to_bytes(8, "little", signed=True))
+            extra_ids[at] = marker
+    return token_ids, extra_ids
+
+
+def _per_block(fields: Fields) -> list[list[object]]:
+    """The keys of each block; [] when no block has any."""
+    raw = fields.get("extra_keys")
+    if raw is None:
+        return []
+    if not isinstance(raw, list) or len(raw) != len(fields["block_hashes"]):
+        raise MalformedEvents("extra_keys needs one entry per block")
+    if not any(raw):
+        return []
+    per_block = [[] if keys is None else keys for keys in raw]
+    if not all(isinstance(keys, list) for keys in per_block):
+        raise MalformedEvents("the keys of a block are a list")
+    return per_block

@@ -1,0 +1,8 @@
+"""HTTP towards engines.
+
+transport.py      the data plane's seam: streams bytes both ways
+control.py        control requests: health, discovery, tokenise
+openai_answer.py  fields kvpin asks of an answer and hides from the client
+error_bodies.py   engines' error bodies in one shape
+usage.py          cached tokens in answers           prometheus_text.py  an engine's metrics
+"""

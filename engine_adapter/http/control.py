@@ -1,0 +1,189 @@
+"""What adapters of HTTP engines share: the client's request made the engine's, control calls, errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
+
+import httpx
+import msgspec
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.http.error_bodies import read_error
+from engine_adapter.http.transport import KEEPALIVE_S, OutgoingRequest, describe
+from engine_adapter.types import EngineSpec
+
+_CONNECT_S, _ANSWER_S = 5.0, 60.0
+_MAX_CONNECTIONS = 32
+# RFC 9110 7.6.1, and what the next connection sets for itself. Accept-encoding: usage is read on its way.
+_ENDS_HERE = frozenset(
+    {
+        "accept-encoding",
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_KEYS = frozenset({"authorization", "x-api-key"})
+_OWN_PREFIX = "x-kvpin-"
+
+
+@lru_cache
+def base_url(spec: EngineSpec) -> str:
+    """The engine's address without `/v1` and without a slash at its end.
+
+    Raises:
+        EngineSpecError: not an http or https address.
+    """
+    try:
+        url = httpx.URL(spec.url)
+    except httpx.InvalidURL as error:
+        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is no address: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is no http:// or https:// address")
+    if url.query or url.fragment:
+        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has a query or a fragment")
+    return spec.url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def route_of(path: str) -> str:
+    """The route that a server will take a path for: without its query, decoded, one slash at a time. What a
+    route needs, a salt above all, must not hang on how its name was spelt."""
+    route = unquote(path.partition("?")[0])
+    while "//" in route:
+        route = route.replace("//", "/")
+    return route
+
+
+def prepare_request(
+    spec: EngineSpec,
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: JsonBody | AsyncIterator[bytes] | None,
+) -> OutgoingRequest:
+    """The client's request with the engine's address and credentials; see `EngineAdapter.prepare`."""
+    named = {
+        name.strip().lower()
+        for key, value in headers.items()
+        if key.lower() == "connection"
+        for name in value.split(",")
+    }
+    # A key the engine was given by the operator stands for every client.
+    ends_here = _ENDS_HERE | _KEYS if spec.api_key else _ENDS_HERE
+    kept = {
+        name: value
+        for name, value in headers.items()
+        if (lower := name.lower()) not in ends_here
+        and lower not in named
+        and not lower.startswith(_OWN_PREFIX)
+    }
+    kept["accept-encoding"] = "identity"
+    kept.update(_credentials(spec))
+    return OutgoingRequest(
+        method, base_url(spec) + path, kept, body.raw if isinstance(body, JsonBody) else body
+    )
+
+
+class ControlClient:
+    """Calls an engine's own routes, apart from the data plane.
+
+    Every call raises EngineUnavailable when no answer comes and EngineRejected when it is an error.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Raises EngineSpecError for an address that is none."""
+        self._client = httpx.AsyncClient(
+            base_url=base_url(spec),
+            headers=_credentials(spec),
+            timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S),
+            trust_env=False,
+        )
+
+    async def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
+        """The JSON at `path`."""
+        return await self.call("GET", path)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:  # noqa: ANN401 - JSON
+        """Sends JSON or raw bytes; returns the JSON answered."""
+        if content is None and json is not None:
+            content = msgspec.json.encode(json)
+        raw = await self.fetch(method, path, content, headers)
+        try:
+            return msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineUnavailable(f"{method} {path}: the answer is not JSON") from error
+
+    async def fetch(
+        self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        """The bytes answered."""
+        kind = {"content-type": "application/json"} if content is not None else {}
+        try:
+            response = await self._client.request(
+                method, path, content=content, headers={**kind, **(headers or {})}
+            )
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"{method} {path}: {describe(error)}") from error
+        if response.is_success:
+            return response.content
+        raise _rejection(response)
+
+    async def aclose(self) -> None:
+        """Closes its connections."""
+        await self._client.aclose()
+
+
+def model_name(models: object) -> str:
+    """The first model of a `/v1/models` answer.
+
+    Raises:
+        EngineUnavailable: the answer names none.
+    """
+    match models:
+        case {"data": [{"id": str(name)}, *_]}:
+            return name
+        case _:
+            raise EngineUnavailable("/v1/models names no model")
+
+
+def max_model_len(models: object) -> int | None:
+    """The context of the first model of a `/v1/models` answer, where it says so."""
+    match models:
+        case {"data": [{"max_model_len": int(length)}, *_]}:
+            return length
+        case _:
+            return None
+
+
+def _credentials(spec: EngineSpec) -> dict[str, str]:
+    return {"authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
+
+
+def _rejection(response: httpx.Response) -> EngineRejected | EngineUnavailable:
+    """What an error answer means."""
+    error = read_error(response.content)
+    if response.status_code in (502, 503, 504):
+        return EngineUnavailable(f"the engine answered {response.status_code}: {error.message}")
+    return EngineRejected(error.message, status=response.status_code, param=error.param)

@@ -1,0 +1,227 @@
+"""What kvpin asks of an OpenAI answer beyond what its client did, and how that is taken out again.
+
+A stream tells its usage only when it is asked to, in a chunk of its own at the end. Where kvpin asked, it
+holds that chunk back. A prompt's token ids are told with `return_token_ids`; each event of such an answer is
+read, and written again without them. All else goes on as the engine's own bytes, once it is a whole event.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Collection, Iterator, Mapping
+
+import msgspec
+
+from engine_adapter.body import JsonBody
+from engine_adapter.hold import AnswerReader, Hold
+from engine_adapter.http.usage import UNREADABLE, USAGE_KEY, read_answer_usage, read_usage
+from engine_adapter.types import TokenIds
+
+_ROUTES = ("/v1/chat/completions", "/v1/completions")
+# The ends of an event. Both occur; no engine ends lines with a bare carriage return.
+_ENDS = (b"\n\n", b"\r\n\r\n")
+_USAGE_OBJECT = re.compile(USAGE_KEY + rb"\s*:\s*\{")
+_NULL = msgspec.Raw(b"null")
+_Fields = dict[str, msgspec.Raw]
+# What `return_token_ids` fills in an answer and in each of its choices. Without it they are null.
+_IN_ANSWER, _IN_CHOICE = ("prompt_token_ids",), ("prompt_token_ids", "token_ids")
+_decode_fields = msgspec.json.Decoder(_Fields).decode
+_decode_choices = msgspec.json.Decoder(list[_Fields]).decode
+_decode_ids = msgspec.json.Decoder(list[int] | None).decode
+
+
+def hold_openai(
+    path: str,
+    body: JsonBody,
+    *,
+    changes: Mapping[str, object] | None = None,
+    drop: Collection[str] = (),
+    ask_usage: bool = False,
+    ask_tokens: bool = False,
+    note: str = "",
+) -> Hold:
+    """The hold of a request that its engine places itself, asked for what kvpin wants to know of it.
+
+    Args:
+        path: the request's route.
+        body: its body.
+        changes: fields to set.
+        drop: fields to leave out.
+        ask_usage: a stream whose client did not ask for usage is asked for it; the chunk that tells it is
+            held back from the client.
+        ask_tokens: the answer is asked for the prompt's token ids, which `Hold.answer.prompt_tokens()` gives;
+            the client does not see them unless it asked itself.
+        note: what people should know of how the request is served.
+    """
+    fields: dict[str, object] = {**dict.fromkeys(drop), **(changes or {})}
+    streams = body.get("stream") is True
+    answers = path in _ROUTES
+    options = _usage_options(body) if ask_usage and answers and streams else None
+    if options is not None:
+        fields["stream_options"] = options
+    # An echoed prompt comes out as ids alone when ids are asked for.
+    reads_tokens = ask_tokens and answers and not body.get("echo")
+    hides_tokens = reads_tokens and body.get("return_token_ids") is not True
+    if hides_tokens:
+        fields["return_token_ids"] = True
+    answer: AnswerReader | None = None
+    if options is not None or reads_tokens:
+        answer = OpenAIAnswer(
+            streams=streams,
+            hides_usage=options is not None,
+            reads_tokens=reads_tokens,
+            hides_tokens=hides_tokens,
+        )
+    return Hold(body.replace(**fields) if fields else body, answer=answer, note=note)
+
+
+class OpenAIAnswer:
+    """`AnswerReader` of a chat's or completion's answer."""
+
+    assembles = False
+
+    def __init__(self, *, streams: bool, hides_usage: bool, reads_tokens: bool, hides_tokens: bool) -> None:
+        """`streams`: a stream was asked for; else the answer comes whole."""
+        self._streams = streams
+        self._hides_usage = hides_usage
+        self._reads_tokens = reads_tokens
+        self._hides_tokens = hides_tokens
+        self._held = bytearray()  # an event that is not whole yet
+        self._cached: int | None = None
+        self._prompt: TokenIds[int] | None = None
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `AnswerReader.feed`."""
+        if not self._streams:
+            self._cached = read_answer_usage(chunk).cached_tokens
+            return self._pass_json(chunk) if self._reads_tokens else chunk
+        if not self._held and chunk.endswith(_ENDS):
+            return self._pass_events(chunk)
+        searched = max(len(self._held) - 3, 0)  # an end may have come in part
+        self._held += chunk
+        end = max(at + len(mark) if (at := self._held.rfind(mark, searched)) >= 0 else 0 for mark in _ENDS)
+        if not end:
+            return b""
+        whole = bytes(self._held[:end])
+        del self._held[:end]
+        return self._pass_events(whole)
+
+    def finish(self) -> bytes:
+        """See `AnswerReader.finish`."""
+        rest = bytes(self._held)
+        self._held.clear()
+        return self._pass_events(rest) if rest else b""
+
+    def cached_tokens(self) -> int | None:
+        """See `AnswerReader.cached_tokens`."""
+        return self._cached
+
+    def prompt_tokens(self) -> TokenIds[int] | None:
+        """See `AnswerReader.prompt_tokens`."""
+        return self._prompt
+
+    @property
+    def _wants_tokens(self) -> bool:
+        return self._hides_tokens or (self._reads_tokens and self._prompt is None)
+
+    def _pass_events(self, events: bytes) -> bytes:
+        """Whole events; what the client gets of them."""
+        if not self._wants_tokens and not tells_usage(events):
+            return events
+        return b"".join(map(self._pass_event, split_events(events)))
+
+    def _pass_event(self, event: bytes) -> bytes:
+        read = _read_event(event) if self._wants_tokens or tells_usage(event) else None
+        if read is None:
+            return event
+        answer, choices = read
+        usage = bytes(answer.get("usage", _NULL))
+        if usage.startswith(b"{"):
+            cached = read_usage(usage).cached_tokens
+            self._cached = cached if cached is not None else self._cached
+            if self._hides_usage and not choices:
+                return b""
+        if self._wants_tokens:
+            self._read_prompt(answer, choices)
+        if not self._hides_tokens or not choices:
+            return event
+        return b"" if all(map(_says_nothing, choices)) else _rewritten(event, answer, choices)
+
+    def _pass_json(self, content: bytes) -> bytes:
+        read = _read_event(content)
+        if read is None:
+            return content
+        self._read_prompt(*read)
+        return _without_tokens(*read) if self._hides_tokens else content
+
+    def _read_prompt(self, answer: _Fields, choices: list[_Fields]) -> None:
+        """Chats tell the prompt beside their choices, completions in each of them."""
+        for fields in (answer, *choices):
+            if self._prompt is None and "prompt_token_ids" in fields:
+                self._prompt = _token_ids(fields["prompt_token_ids"])
+
+
+def _usage_options(body: JsonBody) -> dict[str, object] | None:
+    """The stream options of a request with usage asked for; None where its client asked itself."""
+    options = body.get("stream_options")
+    if options is None:
+        options = {}
+    if not isinstance(options, dict) or options.get("include_usage"):
+        return None
+    # This one means nothing without usage, and would put it into every chunk with it.
+    return {name: options[name] for name in options if name != "continuous_usage_stats"} | {
+        "include_usage": True
+    }
+
+
+def split_events(events: bytes) -> Iterator[bytes]:
+    """One event after the other, each with its end."""
+    at = 0
+    while at < len(events):
+        ends = [found + len(mark) for mark in _ENDS if (found := events.find(mark, at)) >= 0]
+        end = min(ends, default=len(events))
+        yield events[at:end]
+        at = end
+
+
+def tells_usage(events: bytes) -> bool:
+    """Whether there is usage in them; some engines put a null for it into every event."""
+    return USAGE_KEY in events and _USAGE_OBJECT.search(events) is not None
+
+
+def _read_event(event: bytes) -> tuple[_Fields, list[_Fields]] | None:
+    """Fields and choices of a chunk, or of a whole answer; None for anything else."""
+    try:
+        answer = _decode_fields(event[event.find(b"{") : event.rfind(b"}") + 1])
+        return answer, _decode_choices(answer["choices"])
+    except (*UNREADABLE, KeyError):
+        return None
+
+
+def _rewritten(event: bytes, answer: _Fields, choices: list[_Fields]) -> bytes:
+    """The event without token ids, in its own frame."""
+    return event[: event.find(b"{")] + _without_tokens(answer, choices) + event[event.rfind(b"}") + 1 :]
+
+
+def _token_ids(raw: msgspec.Raw) -> TokenIds[int] | None:
+    try:
+        ids = _decode_ids(raw)
+        return None if ids is None else array("i", ids)
+    except (*UNREADABLE, OverflowError):
+        return None
+
+
+def _says_nothing(choice: _Fields) -> bool:
+    """Whether a chunk of a chat was sent for its token ids alone: its text is yet to come."""
+    silent = all(choice.get(name, _NULL) == _NULL for name in ("finish_reason", "logprobs"))
+    return silent and choice.get("delta") == msgspec.Raw(b"{}")
+
+
+def _without_tokens(answer: _Fields, choices: list[_Fields]) -> bytes:
+    """The answer with null for the token ids; every other value keeps its bytes."""
+    for names, fields in ((_IN_ANSWER, answer), *((_IN_CHOICE, choice) for choice in choices)):
+        for name in names:
+            if name in fields:
+                fields[name] = _NULL
+    return msgspec.json.encode({**answer, "choices": choices})

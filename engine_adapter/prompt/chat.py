@@ -1,0 +1,293 @@
+"""Renders and tokenises requests exactly as transformers does. The proxy and the embedded engine share it.
+
+`ChatTokenizer.load` reads a tokenizer; `render` gives the prompt's text, `encode` its ids, and `chat` does
+both at once, with prompt embeddings standing where their content parts stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+import msgspec
+
+from engine_adapter.errors import ChatError, EngineSpecError
+from engine_adapter.prompt.chat_messages import EmbeddingSlot, normalize_messages
+from engine_adapter.prompt.content_format import content_format
+from engine_adapter.prompt.encoders import exact_encoder
+from engine_adapter.prompt.extra_ids import Embeddings, prompt_embeds_extra_id
+from engine_adapter.prompt.gguf_tokenizer import load_gguf_tokenizer
+from engine_adapter.types import ExtraIds, TokenIds
+
+_Result = TypeVar("_Result")
+
+# transformers imports its parts as they are asked for, which two threads must not do at once.
+_LOADING = threading.Lock()
+# Options of apply_chat_template itself that a client must not reach through chat_template_kwargs.
+_RESERVED_KWARGS = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length",
+        "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+        "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
+# What a template, which is a program, can raise on messages it does not expect.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A tokenised chat.
+
+    Attributes:
+        token_ids: the prompt; an id from the vocabulary size on is a row of some embeddings.
+        extra_ids: one per token, None when it is all text.
+        embeddings: what the fake ids stand for, by extra id.
+    """
+
+    token_ids: TokenIds[int]
+    extra_ids: ExtraIds[int] | None = None
+    embeddings: Mapping[int, Embeddings] = field(default_factory=dict, repr=False)
+
+
+class ChatTokenizer:
+    """A tokenizer and its chat template. Calls are thread-safe; encoding releases the GIL.
+
+    Attributes:
+        source: the directory or hub id it was loaded from.
+    """
+
+    def __init__(self, tokenizer: Any, *, source: str) -> None:  # noqa: ANN401 - transformers is untyped
+        """Wraps a transformers tokenizer; `load` is the usual way to one."""
+        self.source = source
+        self._tokenizer = tokenizer
+        self._encoder = exact_encoder(tokenizer)
+
+    @classmethod
+    def load(cls, source: str) -> ChatTokenizer:
+        """Reads a tokenizer from a directory, from a GGUF file (`….gguf`) or, by its id, from the hub.
+
+        Raises:
+            EngineSpecError: nothing usable is there; one sentence says why.
+        """
+        looks_like_path = source.startswith(("/", ".", "~"))
+        path = Path(source).expanduser()
+        is_gguf = path.suffix == ".gguf"
+        if looks_like_path and not is_gguf and not path.is_dir():
+            raise EngineSpecError(f"tokenizer {source!r} is not a directory")
+        try:
+            with _LOADING:
+                if is_gguf:
+                    tokenizer = load_gguf_tokenizer(path)
+                else:
+                    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, used here alone
+
+                    tokenizer = AutoTokenizer.from_pretrained(str(path) if looks_like_path else source)
+        except Exception as error:  # the Rust tokenizers raise the bare class for a broken file
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise EngineSpecError(f"tokenizer {source!r} cannot be loaded: {reason}") from error
+        return cls(tokenizer, source=source)
+
+    @property
+    def encoder(self) -> str:
+        """Name of the library that encodes."""
+        return self._encoder.name
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added tokens included; a model's embedding may have more rows."""
+        return len(self._tokenizer)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, where the tokenizer names one."""
+        token: int | None = self._tokenizer.eos_token_id
+        return token
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
+        """Token ids of `text`, as transformers gives them."""
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+
+    async def off_loop(self, chars: int, work: Callable[[], _Result]) -> _Result:
+        """Does `work`, which encodes a text of `chars` characters: here when that takes about a millisecond
+        at the most, in a thread when it would hold up the event loop."""
+        return work() if chars <= self._encoder.chars_per_ms else await asyncio.to_thread(work)
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of `token_ids`; ids outside the vocabulary have none."""
+        size = self.vocab_size
+        known = [token for token in token_ids if 0 <= token < size]
+        text: str = self._tokenizer.decode(
+            known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def render(
+        self,
+        messages: object,
+        *,
+        tools: object = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: object = None,
+    ) -> str:
+        """The prompt's text, by the tokenizer's chat template.
+
+        A list of text parts is given to templates that loop over parts and joined with newlines for
+        those that do not; a tool call's `arguments` are given as an object.
+
+        Raises:
+            ChatError: naming the field that cannot be rendered.
+        """
+        chat = _Chat(self._tokenizer, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        return chat.render(normalize_messages(messages, chat.format).messages)
+
+    def chat(
+        self,
+        messages: object,
+        *,
+        tools: object = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: object = None,
+        vocab_size: int | None = None,
+        hidden_size: int | None = None,
+    ) -> ChatPrompt:
+        """Token ids of a chat, with prompt embeddings as rows of fake ids.
+
+        `vocab_size` is the model's: fake id `vocab_size + r` is row r of the embeddings its extra id
+        names. Without it, or without `hidden_size`, embeddings are refused. Text on either side of
+        embeddings is encoded by itself; a chat without any is encoded in one piece.
+
+        Raises:
+            ChatError: naming the field that cannot be rendered.
+            PromptTableError: embeddings that cannot be read.
+        """
+        chat = _Chat(self._tokenizer, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        normal = normalize_messages(
+            messages,
+            chat.format,
+            make_word=lambda: _word_absent_from(messages, tools, template_kwargs),
+            hidden_size=hidden_size,
+        )
+        text = chat.render(normal.messages)
+        if not normal.embeddings:
+            return ChatPrompt(self.encode(text, add_special_tokens=False))
+        if vocab_size is None:
+            raise ChatError(
+                "this engine takes no prompt_embeds: its vocabulary size is unknown", param="messages"
+            )
+        return self._join(text, normal.embeddings, vocab_size)
+
+    def _join(self, text: str, slots: Sequence[EmbeddingSlot], vocab_size: int) -> ChatPrompt:
+        """Encodes the text between the markers and puts rows of fake ids in their places."""
+        by_marker = {slot.marker: slot for slot in slots}
+        pieces = re.split(f"({'|'.join(by_marker)})", text)
+        rendered = set(pieces[1::2])
+        for slot in slots:
+            if slot.marker not in rendered:
+                raise ChatError(f"the chat template leaves out {slot.param}", param=slot.param)
+        token_ids, extra_ids = array("i"), array("Q")
+        embeddings: dict[int, Embeddings] = {}
+        for index, piece in enumerate(pieces):
+            if index % 2 == 0:
+                ids = self.encode(piece, add_special_tokens=False) if piece else array("i")
+                identity = 0
+            else:
+                rows = by_marker[piece].embeddings
+                ids = array("i", range(vocab_size, vocab_size + rows.rows))
+                identity = prompt_embeds_extra_id(rows)
+                embeddings[identity] = rows
+            token_ids.extend(ids)
+            extra_ids.extend(array("Q", [identity]) * len(ids))
+        return ChatPrompt(token_ids, extra_ids, embeddings)
+
+
+class _Chat:
+    """One call's template and options, checked."""
+
+    def __init__(
+        self,
+        tokenizer: Any,  # noqa: ANN401 - transformers is untyped
+        tools: object,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: object,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools = _checked_tools(tools)
+        self._kwargs = _checked_kwargs(template_kwargs)
+        self._add_generation_prompt = add_generation_prompt
+        self._continue_final_message = continue_final_message
+        if add_generation_prompt and continue_final_message:
+            raise ChatError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        try:
+            template: str = tokenizer.get_chat_template(None, self._tools)
+        except ValueError as error:
+            raise ChatError(
+                "this model has no chat template: use /v1/completions", param="messages"
+            ) from error
+        self.format = content_format(template)
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The text of normalised messages."""
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=self._tools,
+                add_generation_prompt=self._add_generation_prompt,
+                continue_final_message=self._continue_final_message,
+                tokenize=False,
+                **self._kwargs,
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise ChatError(
+                f"the chat template cannot render these messages: {error}", param="messages"
+            ) from error
+        return text
+
+
+def _checked_tools(tools: object) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise ChatError("tools must be a list of objects", param="tools")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise ChatError(f"tools[{index}] must be an object", param=f"tools[{index}]")
+    return tools or None  # templates differ on an empty list; OpenAI's meaning is "no tools"
+
+
+def _checked_kwargs(template_kwargs: object) -> dict[str, Any]:
+    if template_kwargs is None:
+        return {}
+    if not isinstance(template_kwargs, dict):
+        raise ChatError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    for name in template_kwargs:
+        if name in _RESERVED_KWARGS:
+            raise ChatError(
+                f"chat_template_kwargs.{name} is not an option of the template",
+                param=f"chat_template_kwargs.{name}",
+            )
+    return template_kwargs
+
+
+def _word_absent_from(*values: object) -> str:
+    """A random word that stands nowhere in `values`: 128 bits, and looked for all the same."""
+    text = msgspec.json.encode(values)
+    while (word := f"kvpin{secrets.token_hex(16)}").encode() in text:
+        pass
+    return word

@@ -1,0 +1,161 @@
+"""Messages as a client sends them → messages as chat templates expect them.
+
+Checks shapes, so that an error names the field instead of surfacing from inside a template; joins text
+parts; reads tool-call arguments; puts a marker in the place of each prompt embedding.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_adapter.errors import ChatError
+from engine_adapter.prompt.content_format import ContentFormat
+from engine_adapter.prompt.extra_ids import Embeddings, parse_embeddings
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSlot:
+    """Prompt embeddings, the marker that stands for them in the text, and the field they came in."""
+
+    marker: str
+    param: str
+    embeddings: Embeddings = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NormalMessages:
+    """Messages ready for a template, and the embeddings taken out of them in their order."""
+
+    messages: list[dict[str, Any]]
+    embeddings: list[EmbeddingSlot]
+
+
+def normalize_messages(
+    messages: object,
+    wanted: ContentFormat,
+    *,
+    make_word: Callable[[], str] | None = None,
+    hidden_size: int | None = None,
+) -> NormalMessages:
+    """Checks and converts `messages`; the originals are left as they are.
+
+    Args:
+        messages: the request's field, decoded from JSON.
+        wanted: what the template reads a list of parts as.
+        make_word: gives a word that stands nowhere in the chat; without it, embeddings are refused.
+        hidden_size: columns that embeddings must have; None refuses them.
+
+    Raises:
+        ChatError: naming the field at fault.
+        PromptTableError: embeddings that cannot be read.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ChatError("messages must be a list of at least one message", param="messages")
+    reader = _Reader(wanted, make_word, hidden_size)
+    normal = [reader.message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return NormalMessages(normal, reader.embeddings)
+
+
+class _Reader:
+    """Converts one chat's messages and gathers its embeddings."""
+
+    def __init__(
+        self, wanted: ContentFormat, make_word: Callable[[], str] | None, hidden_size: int | None
+    ) -> None:
+        self.embeddings: list[EmbeddingSlot] = []
+        self._wanted = wanted
+        self._make_word = make_word
+        self._word = ""
+        self._hidden_size = hidden_size
+
+    def message(self, message: object, name: str) -> dict[str, Any]:
+        if not isinstance(message, dict):
+            raise ChatError(f"{name} must be an object", param=name)
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise ChatError(f"{name}.role must be a non-empty string", param=f"{name}.role")
+        normal = dict(message)
+        content = message.get("content")
+        if isinstance(content, list):
+            normal["content"] = self._parts(content, f"{name}.content")
+        elif content is not None and not isinstance(content, str):
+            raise ChatError(f"{name}.content must be a string or a list of parts", param=f"{name}.content")
+        if message.get("tool_calls") is not None:
+            normal["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls")
+        return normal
+
+    def _parts(self, parts: list[Any], name: str) -> str | list[dict[str, Any]]:
+        texts = [self._part(part, f"{name}[{j}]") for j, part in enumerate(parts)]
+        if self._wanted is ContentFormat.PARTS:
+            return [{"type": "text", "text": text} for text, _ in texts]
+        joined = ""
+        after_text = False
+        for text, is_embedding in texts:
+            # A newline parts two texts; embeddings touch what stands beside them.
+            joined += "\n" + text if after_text and not is_embedding else text
+            after_text = not is_embedding
+        return joined
+
+    def _part(self, part: object, name: str) -> tuple[str, bool]:
+        """The text that stands for a part, and whether it is a marker."""
+        if not isinstance(part, dict):
+            raise ChatError(f"{name} must be an object with a type", param=name)
+        kind = part.get("type")
+        if kind == "text":
+            text = part.get("text")
+            if not isinstance(text, str):
+                raise ChatError(f"{name}.text must be a string", param=f"{name}.text")
+            return text, False
+        if kind == "prompt_embeds":
+            return self._embedding(part.get("data"), f"{name}.data"), True
+        raise ChatError(
+            f"{name} has type {kind!r}: this engine takes text and prompt_embeds", param=f"{name}.type"
+        )
+
+    def _embedding(self, data: object, name: str) -> str:
+        if self._make_word is None or self._hidden_size is None:
+            raise ChatError(f"{name}: prompt embeddings cannot be used here", param=name)
+        if not isinstance(data, str):
+            raise ChatError(f"{name} must be base64 text", param=name)
+        try:
+            raw = base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ChatError(f"{name} is not base64: {error}", param=name) from error
+        embeddings = parse_embeddings(raw, param=name)
+        if embeddings.hidden != self._hidden_size:
+            raise ChatError(
+                f"{name} has {embeddings.hidden} columns; the model's hidden size is {self._hidden_size}",
+                param=name,
+            )
+        self._word = self._word or self._make_word()
+        marker = f"{self._word}x{len(self.embeddings)}x"
+        self.embeddings.append(EmbeddingSlot(marker, name, embeddings))
+        return marker
+
+
+def _tool_calls(calls: object, name: str) -> list[dict[str, Any]]:
+    """Tool calls whose `arguments` are objects, as templates expect, not JSON text as OpenAI sends them."""
+    if not isinstance(calls, list):
+        raise ChatError(f"{name} must be a list", param=name)
+    normal = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ChatError(f"{name}[{index}].function must be an object", param=f"{name}[{index}].function")
+        if isinstance(function.get("arguments"), str):
+            function = function | {"arguments": _arguments(function["arguments"])}
+        normal.append(call | {"function": function})
+    return normal
+
+
+def _arguments(text: str) -> Any:  # noqa: ANN401 - JSON
+    """A call's arguments; a model's broken JSON counts as none, as it does in vLLM."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}

@@ -1,0 +1,41 @@
+"""What an engine without KV events probably holds: the prompts it served, least recently used out first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from proxy.core.index.blocks import BlockHash
+
+
+class LearnedBlocks:
+    """A mirror of one engine's cache, made from its responses, with the capacity the engine has.
+
+    Within one prompt the last block counts as the oldest, as engines evict leaves first.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` is in blocks."""
+        self.capacity = capacity
+        self._blocks: OrderedDict[BlockHash, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def learn(self, hashes: Iterable[BlockHash]) -> tuple[BlockHash, ...]:
+        """The engine has just served this chain. Returns the blocks that had to make room."""
+        blocks = self._blocks
+        for block in reversed(tuple(hashes)):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        surplus = len(blocks) - self.capacity
+        return tuple(blocks.popitem(last=False)[0] for _ in range(surplus)) if surplus > 0 else ()
+
+    def forget(self, hashes: Iterable[BlockHash]) -> None:
+        """The engine was told to drop these blocks; unknown ones are fine."""
+        for block in hashes:
+            self._blocks.pop(block, None)
+
+    def clear(self) -> None:
+        """The engine lost everything."""
+        self._blocks.clear()

@@ -1,0 +1,218 @@
+"""Where blocks lie: location bits for each, kept by segments of chains.
+
+Dicts map a block hash to the segment the block is in. A chain goes from segment to segment, so what is known
+of a prompt is read, and written, in a few steps for every 64 blocks, however many locations there are. Blocks
+without location are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from proxy.core.index import segments
+from proxy.core.index.blocks import BlockHash
+from proxy.core.index.segments import SEGMENT_BLOCKS, Segment
+from proxy.core.index.spread import Spread, spread
+
+# Of 10 million blocks, each of 4,096 dicts has 2,400: when it grows that takes 0.1 ms. Dicts of less than
+# 32,768 places also take half the memory to find them.
+_PART_BITS = 12
+_PART = 64 - _PART_BITS
+# Segments are in sets by their address, whose last four bits are 0.
+_SETS = 256
+# To look at a segment is a step, of a third of a microsecond; to clear one takes as long as so many. A slice
+# is half a millisecond.
+_STEPS_TO_CLEAR = 60
+SLICE_STEPS = 1500
+
+
+class Locations:
+    """Location bits of blocks. Not thread-safe.
+
+    Attributes:
+        retired: bits that mean nothing any longer, and that some blocks may have still.
+    """
+
+    def __init__(self) -> None:
+        self._parts: Spread[BlockHash, Segment] = spread(_PART_BITS)
+        self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
+        self.retired = 0
+        self._leaving = 0  # of those, what the pass under way clears
+        self._pass: Iterator[None] = iter(())
+
+    def __len__(self) -> int:
+        """Blocks that lie anywhere."""
+        return sum(map(len, self._parts))
+
+    def get(self, block: BlockHash) -> int:
+        """The block's location bits."""
+        segment = self._parts[block >> _PART].get(block)
+        if segment is None:
+            return 0
+        if len(segment.masks) == 1:
+            return segment.masks[0]
+        at = segments.position(segment, block)
+        return segments.runs(segment, at, at + 1)[0][0]
+
+    def stretches(self, chain: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
+        """Location bits of leading blocks of a chain, and how many blocks in a row have them; up to the first
+        block that lies nowhere."""
+        parts, at, end = self._parts, 0, len(chain)
+        while at < end:
+            block = chain[at]
+            segment = parts[block >> _PART].get(block)
+            if segment is None:
+                return
+            start = segments.position(segment, block)
+            blocks = segments.agreed(segment, start, chain, at)
+            for mask, begin, stop in segments.runs(segment, start, start + blocks):
+                yield mask, stop - begin
+            at += blocks
+
+    def mark(
+        self,
+        bit: int,
+        chain: tuple[BlockHash, ...],
+        after: BlockHash | None = None,
+        again: Counter[BlockHash] | None = None,
+        beside: int = 0,
+    ) -> tuple[int, int]:
+        """Sets a location bit of consecutive blocks of one chain, of which `after` is the block before them.
+        Returns how many had it not, and how many of these have the bit `beside`; those that had it are
+        counted in `again`."""
+        parts, added, both, at = self._parts, 0, 0, 0
+        while at < len(chain):
+            block = chain[at]
+            segment = parts[block >> _PART].get(block)
+            if segment is None:
+                blocks = self._insert(chain, at, bit, chain[at - 1] if at else after)
+                added += blocks
+            else:
+                start = segments.position(segment, block)
+                blocks = segments.equal(segment, start, chain, at)
+                had = 0
+                for mask, begin, end in segments.runs(segment, start, start + blocks):
+                    if mask & bit:
+                        had += end - begin
+                        if again is not None:
+                            again.update(segment.hashes[begin:end])
+                    elif mask & beside:
+                        both += end - begin
+                if had < blocks:
+                    segments.change(segment, start, start + blocks, on=bit)
+                    added += blocks - had
+            at += blocks
+        return added, both
+
+    def clear(self, bits: int, blocks: tuple[BlockHash, ...], of: int) -> dict[int, int]:
+        """Clears location bits of blocks, of whatever chains. Returns how many lost any, by what they had of
+        the bits `of`."""
+        parts, at = self._parts, 0
+        lost: dict[int, int] = {}
+        while at < len(blocks):
+            block = blocks[at]
+            segment = parts[block >> _PART].get(block)
+            if segment is None:
+                at += 1
+                continue
+            start = segments.position(segment, block)
+            same = segments.equal(segment, start, blocks, at)
+            for mask, n in self._take(segment, start, start + same, bits):
+                lost[mask & of] = lost.get(mask & of, 0) + n
+            at += same
+        return lost
+
+    def retire(self, bits: int) -> None:
+        """These location bits mean nothing any longer, wherever they are; `tidy` clears them. Until it has
+        told so, they must not be marked."""
+        self.retired |= bits
+
+    def tidy(self) -> int:
+        """Clears retired bits of some blocks, for half a millisecond. Returns those that none has now."""
+        if not self._leaving:
+            if not self.retired:
+                return 0
+            self._leaving = self.retired
+            self._pass = self._sweep(self._leaving)
+        for _ in self._pass:
+            return 0
+        gone, self._leaving = self._leaving, 0
+        self.retired &= ~gone
+        return gone
+
+    def _sweep(self, bits: int) -> Iterator[None]:
+        """Clears location bits of every block, slice by slice. What is parted meanwhile loses them as it is:
+        it may go where the pass has been."""
+        steps = 0
+        for each in self._segments:
+            for segment in list(each):
+                steps += 1
+                if segment in each and any(mask & bits for mask in segment.masks):
+                    self._take(segment, segment.first, segment.ends[-1], bits)
+                    steps += _STEPS_TO_CLEAR
+                if steps >= SLICE_STEPS:
+                    steps = 0
+                    yield
+
+    def _insert(self, chain: tuple[BlockHash, ...], at: int, mask: int, after: BlockHash | None) -> int:
+        """Puts unknown blocks of the chain from `at` on into one segment; returns how many."""
+        parts, segment = self._parts, self._open(after, mask)
+        if segment is None:
+            segment = segments.new((), mask)
+            self._set_of(segment).add(segment)
+        fresh = chain[at : at + SEGMENT_BLOCKS - segment.ends[-1]]
+        for n, block in enumerate(fresh):
+            if parts[block >> _PART].setdefault(block, segment) is not segment:
+                fresh = fresh[:n]
+                break
+        segments.extend(segment, fresh)
+        return len(fresh)
+
+    def _open(self, after: BlockHash | None, mask: int) -> Segment | None:
+        """The segment that ends in the block `after`, if more that lies at `mask` can go on there."""
+        segment = self._parts[after >> _PART].get(after) if after is not None else None
+        if segment is None or segment.masks[-1] != mask:
+            return None
+        end = segment.ends[-1]
+        return segment if end < SEGMENT_BLOCKS and segment.hashes[end - 1] == after else None
+
+    def _take(self, segment: Segment, start: int, end: int, bits: int) -> list[tuple[int, int]]:
+        """Clears location bits of blocks of a segment; those that lie nowhere leave it. Returns the masks of
+        those that lost any, and of how many."""
+        lost = list[tuple[int, int]]()
+        # From behind, where places stay what they are when something goes.
+        for mask, begin, stop in segments.runs(segment, start, end)[::-1]:
+            gone = mask & bits
+            if gone:
+                lost.append((mask, stop - begin))
+                if gone == mask:
+                    self._bury(segment, begin, stop)
+                else:
+                    segments.change(segment, begin, stop, off=bits)
+        return lost
+
+    def _bury(self, segment: Segment, start: int, end: int) -> None:
+        """Takes blocks out of the segment, and of the index; those behind them move to another segment."""
+        parts, first, last = self._parts, segment.first, segment.ends[-1]
+        for block in segment.hashes[start:end]:
+            del parts[block >> _PART][block]
+        if start > first:
+            if end < last:
+                self._move(segments.split(segment, end))
+            segments.keep(segment, first, start)
+        elif end < last:
+            segments.keep(segment, end, last)
+        else:
+            self._set_of(segment).remove(segment)
+
+    def _move(self, segment: Segment) -> None:
+        """The blocks of the segment are in this one now."""
+        self._set_of(segment).add(segment)
+        for block in segment.hashes:
+            self._parts[block >> _PART][block] = segment
+        if self._leaving:
+            self._take(segment, segment.first, segment.ends[-1], self._leaving)
+
+    def _set_of(self, segment: Segment) -> set[Segment]:
+        return self._segments[id(segment) // 16 % _SETS]

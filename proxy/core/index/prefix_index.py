@@ -1,0 +1,243 @@
+"""The prefix index: which engine holds which block, on which tier.
+
+Each block has an int whose bits are locations, four per engine, for gpu, host, disk and pending, which
+`locations.py` keeps. A look-up reads how far equal bits reach along the chain, and then what they mean, once
+for all engines that have the same of it.
+
+Pending marks what a request in flight is about to leave behind: it counts as held, so that a burst of one
+new prefix gathers on one engine, and goes when the request ends; events or usage have confirmed it by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine_adapter.types import Tier
+from proxy.core.index.blocks import BlockHash
+from proxy.core.index.flights import InFlight
+from proxy.core.index.locations import Locations
+
+# Which of an engine's bits.
+_PLACES = {Tier.GPU: 0, Tier.HOST: 1, Tier.DISK: 2}
+_AT_PENDING = 3
+_PENDING = 1 << _AT_PENDING
+_WIDTH = 4  # bits of an engine: one hexadecimal digit
+_ALL = 15
+_STORED = _ALL - _PENDING
+_GPU = 1 << _PLACES[Tier.GPU]
+_ON_GPU = _GPU | _PENDING
+# Of each digit: which of gpu, host, disk and pending is the fastest (the lowest bit), and whether that is or
+# will be on the GPU.
+_READ = {f"{held:x}": ((held & -held).bit_length() - 1, held & _ON_GPU > 0) for held in range(1, _ALL + 1)}
+# Of what an engine may have of a block: where it counts. What its GPU has is no longer expected there.
+_COUNTED = [
+    [held >> place & 1 for place in range(3)] + [held & _ON_GPU == _PENDING] for held in range(_ALL + 1)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How many leading blocks of a chain one engine holds, by the fastest tier each lies on.
+
+    `lead` are those before the first that lies on no GPU, nor will in a moment.
+    """
+
+    gpu: int = 0
+    host: int = 0
+    disk: int = 0
+    pending: int = 0
+    lead: int = field(default=0, compare=False)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in all."""
+        return self.gpu + self.host + self.disk + self.pending
+
+
+class PrefixIndex:
+    """What every engine of a pool holds, as far as is known. Not thread-safe; one event loop owns it."""
+
+    def __init__(self) -> None:
+        self._locations = Locations()
+        self._shifts: dict[str, int] = {}
+        self._slots: list[str] = []  # the engine of each four bits, "" for none
+        self._free: list[int] = []  # slots whose bits no block has
+        self._each = 0  # the lowest bit of each engine
+        self._flights: dict[str, InFlight] = {}
+        self._counts: dict[str, list[int]] = {}  # see `counts`
+
+    def __len__(self) -> int:
+        """Blocks known of any engine, and those of wiped ones that are yet to be tidied away."""
+        return len(self._locations)
+
+    def add_engine(self, engine: str) -> None:
+        """Gives the engine its bits; knowing it already is fine."""
+        if engine in self._shifts:
+            return
+        if not self._free:
+            self._free.append(len(self._slots))
+            self._slots.append("")
+        slot = min(self._free)
+        self._free.remove(slot)
+        self._slots[slot] = engine
+        self._shifts[engine] = shift = _WIDTH * slot
+        self._each |= 1 << shift
+        self._flights[engine] = InFlight()
+        self._counts[engine] = [0, 0, 0, 0]
+
+    def remove_engine(self, engine: str) -> None:
+        """Forgets the engine and all it held. Its bits mean nobody from now on, and are somebody's again when
+        they are gone from every block."""
+        if engine not in self._shifts:
+            return
+        shift = self._shifts.pop(engine)
+        self._slots[shift // _WIDTH] = ""
+        self._each ^= 1 << shift
+        held = self._counts.pop(engine)
+        del self._flights[engine]
+        if any(held):
+            self._locations.retire(_ALL << shift)
+            self._tidy()
+        else:
+            self._free.append(shift // _WIDTH)
+
+    def _tidy(self) -> None:
+        """Has a few blocks lose bits that mean nobody."""
+        gone = self._locations.tidy()
+        if gone:
+            self._free += [slot for slot in range(len(self._slots)) if gone >> _WIDTH * slot & 1]
+
+    def store(
+        self, engine: str, tier: Tier, hashes: Iterable[BlockHash], after: BlockHash | None = None
+    ) -> None:
+        """These consecutive blocks of one chain now lie on `tier` of the engine; `after` is the block before
+        them, where it is known."""
+        at, shift, counts = _PLACES[tier], self._shifts[engine], self._counts[engine]
+        beside = _PENDING << shift if tier is Tier.GPU else 0
+        added, awaited = self._locations.mark(1 << shift + at, tuple(hashes), after, beside=beside)
+        counts[at] += added
+        counts[_AT_PENDING] -= awaited
+        if self._locations.retired:
+            self._tidy()
+
+    def remove(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
+        """These blocks, of whatever chains, left `tier` of the engine; unknown ones are fine."""
+        self._clear(engine, 1 << _PLACES[tier], tuple(hashes))
+        if self._locations.retired:
+            self._tidy()
+
+    def drop(self, engine: str, hashes: Iterable[BlockHash]) -> None:
+        """The engine was told to forget these blocks: no tier holds them, and none is expected."""
+        hashes = tuple(hashes)
+        self._clear(engine, _ALL, hashes)
+        awaited = self._flights[engine].awaited
+        for block in awaited and hashes:
+            awaited.pop(block, None)
+
+    def holds(self, engine: str, block: BlockHash) -> bool:
+        """Whether any tier of the engine holds the block; pending does not count."""
+        return bool(self._locations.get(block) >> self._shifts[engine] & _STORED)
+
+    def is_on_gpu(self, engine: str, block: BlockHash) -> bool:
+        """Whether the block lies on the engine's GPU; pending does not count."""
+        return bool(self._locations.get(block) >> self._shifts[engine] & _GPU)
+
+    def held(self, engine: str, tier: Tier) -> int:
+        """Blocks that lie on `tier` of the engine."""
+        return self._counts[engine][_PLACES[tier]]
+
+    def pending(self, engine: str) -> int:
+        """Blocks that requests in flight are about to leave on the engine, and its GPU does not hold yet."""
+        return self._counts[engine][_AT_PENDING]
+
+    def counts(self, engine: str) -> tuple[int, int, int, int]:
+        """Blocks on its gpu, host and disk, and `pending`."""
+        gpu, host, disk, pending = self._counts[engine]
+        return gpu, host, disk, pending
+
+    def wipe(self, engine: str) -> None:
+        """Forgets what the engine held."""
+        if engine in self._shifts:
+            self.remove_engine(engine)
+            self.add_engine(engine)
+
+    def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
+        """A request placed on the engine will leave this chain there. Pending is all of it from the first
+        block on that no tier of the engine holds."""
+        chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
+        if chain:
+            start = self._stored(chain, shift)
+            flight.begin(chain[-1], start)
+            bits = _PENDING << shift, _GPU << shift
+            added, there = self._locations.mark(bits[0], chain[start:], None, flight.awaited, beside=bits[1])
+            self._counts[engine][_AT_PENDING] += added - there
+
+    def end_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
+        """That request has ended, whatever came of it. Of several for the same chain, those that added least
+        end first; one that a wipe has ended is unknown, which is fine."""
+        chain, flight = tuple(hashes), self._flights[engine]
+        start = flight.end(chain[-1]) if chain else None
+        if start is not None:
+            self._clear(engine, _PENDING, flight.last_of(chain[start:]))
+
+    def _stored(self, chain: Sequence[BlockHash], shift: int) -> int:
+        """Leading blocks of the chain that a tier of the engine holds."""
+        stored = 0
+        for mask, blocks in self._locations.stretches(chain):
+            if not mask >> shift & _STORED:
+                break
+            stored += blocks
+        return stored
+
+    def _clear(self, engine: str, bits: int, hashes: tuple[BlockHash, ...]) -> None:
+        """Clears some of the engine's four bits."""
+        shift, counts = self._shifts[engine], self._counts[engine]
+        for mask, blocks in self._locations.clear(bits << shift, hashes, _ALL << shift).items():
+            had = mask >> shift
+            for at, (then, now) in enumerate(zip(_COUNTED[had], _COUNTED[had & ~bits], strict=True)):
+                counts[at] += (now - then) * blocks
+
+    def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
+        """For each engine that holds the first block of a chain, how far its copy of the chain reaches."""
+        masks, ends = self._reach(hashes)
+        # Each digit is an engine, each column what it has of the chain from stretch to stretch.
+        digits = [f"{mask:0{len(self._slots)}x}"[::-1] for mask in masks]
+        columns = tuple(zip(*digits, strict=True))
+        told = {column: _match_of(column, ends) for column in set(columns) if column[0] != "0"}
+        found = zip(self._slots, map(told.get, columns), strict=bool(digits))
+        return {engine: match for engine, match in found if match is not None}
+
+    def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
+        """Location bits, and up to where they are the same, of the engines that have all before; up to the
+        first block that none of them has."""
+        masks, ends, at = list[int](), list[int](), 0
+        last, alive = -1, self._each * _ALL
+        for mask, blocks in self._locations.stretches(chain):
+            at += blocks
+            here = mask & alive
+            if here == last:
+                ends[-1] = at
+                continue
+            alive = ((here | here >> 1 | here >> 2 | here >> 3) & self._each) * _ALL
+            if not alive:
+                break
+            last = here
+            masks.append(here)
+            ends.append(at)
+        return masks, ends
+
+
+def _match_of(column: tuple[str, ...], ends: list[int]) -> Match:
+    """What an engine has of a chain, from its digit in each stretch and where these end."""
+    counts, lead, start = [0, 0, 0, 0], 0, 0
+    for digit, end in zip(column, ends, strict=True):
+        if digit == "0":
+            break
+        fastest, on_gpu = _READ[digit]
+        counts[fastest] += end - start
+        if on_gpu and lead == start:
+            lead = end
+        start = end
+    gpu, host, disk, pending = counts
+    return Match(gpu, host, disk, pending, lead)

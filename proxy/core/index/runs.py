@@ -1,0 +1,154 @@
+"""Where the blocks of an engine stand in our chain, compactly.
+
+A run is up to RUN_BLOCKS consecutive blocks of one chain. Per block it keeps a name, four bits, and the
+hashes of the pool blocks that end in it; where blocks end inside pool blocks, as pages smaller than those do,
+also their tokens, from which the chain can go on anywhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_adapter.types import ExtraIds, Tier, TokenIds
+from proxy.core.index.blocks import BlockHash, extend
+
+Name = int | bytes
+
+# A run lives while any of its blocks does, so this bounds what one block keeps alive.
+RUN_BLOCKS = 64
+TIER_BITS = {Tier.GPU: 1, Tier.HOST: 2, Tier.DISK: 4}
+_BITS = 4
+_HELD = (1 << _BITS) - 1
+# One bit for each of n blocks.
+_ONES = tuple(sum(1 << _BITS * at for at in range(n)) for n in range(RUN_BLOCKS + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A place in a chain: after the pool block `base`, and the tokens since, too few for another."""
+
+    base: BlockHash
+    tokens: TokenIds[int] | None = None
+    extra_ids: ExtraIds[int] | None = None
+
+
+class Run:
+    """Consecutive blocks of one chain.
+
+    Attributes:
+        size: tokens of each.
+        names: what the engine calls them.
+        held: `TIER_BITS` of each, four bits a block.
+        is_whole: they end where pool blocks end.
+        shares: pool blocks may end inside them, which blocks that differ later have too.
+    """
+
+    __slots__ = (
+        *("_base", "_extra_ids", "_hashes", "_lead", "_pool", "_tokens"),
+        *("held", "is_whole", "names", "shares", "size"),
+    )
+
+    def __init__(self, start: Point, size: int, pool: int) -> None:
+        """An empty run at `start`, of blocks of `size` tokens, over pool blocks of `pool` tokens."""
+        self.size = size
+        self.names: list[Name] = []
+        self.held = 0
+        self._pool = pool
+        self._base = start.base
+        self._lead = len(start.tokens) if start.tokens is not None else 0
+        self._hashes: list[BlockHash] = []
+        self.is_whole = not self._lead and not size % pool
+        self.shares = size != pool if self.is_whole else bool(pool % size or self._lead % size)
+        self._tokens = None if self.is_whole else (start.tokens or array("i"))[:]
+        self._extra_ids = start.extra_ids
+
+    @classmethod
+    def of_block(cls, name: Name, hashes: Sequence[BlockHash], pool: int) -> Run:
+        """A run of one block, held by nothing yet, in which these pool blocks end."""
+        run = cls(Point(hashes[0]), len(hashes) * pool, pool)
+        run.names.append(name)
+        run._hashes += hashes
+        return run
+
+    @property
+    def last(self) -> BlockHash:
+        """The last pool block, or the one before the first."""
+        return self._hashes[-1] if self._hashes else self._base
+
+    def append(
+        self, names: Sequence[Name], token_ids: TokenIds[int], extra_ids: ExtraIds[int] | None, bit: int
+    ) -> tuple[BlockHash, ...]:
+        """More blocks, held by the tier of `bit`; returns the hashes of the pool blocks that end in them."""
+        if self._tokens is not None:
+            token_ids, extra_ids = self._join(token_ids, extra_ids)
+        hashes = extend(self.last, token_ids, extra_ids, self._pool)
+        self._hashes += hashes
+        self.held |= bit * _ONES[len(names)] << _BITS * len(self.names)
+        self.names += names
+        return hashes
+
+    def _join(
+        self, token_ids: TokenIds[int], extra_ids: ExtraIds[int] | None
+    ) -> tuple[TokenIds[int], ExtraIds[int] | None]:
+        """Keeps the tokens; returns them together with those since the last pool block."""
+        kept = self._tokens if self._tokens is not None else array("i")
+        before, done = len(kept), len(self._hashes) * self._pool
+        kept += token_ids
+        if extra_ids is None and self._extra_ids is None:
+            return kept[done:], None
+        ids = array("Q", bytes(8 * before)) if self._extra_ids is None else self._extra_ids[:before]
+        ids += extra_ids if extra_ids is not None else array("Q", bytes(8 * len(token_ids)))
+        self._extra_ids = ids
+        return kept[done:], ids[done:]
+
+    def hashes_of(self, at: int) -> Sequence[BlockHash]:
+        """The pool blocks that end in the block at `at`."""
+        start = self._lead + at * self.size
+        return self._hashes[start // self._pool : (start + self.size) // self._pool]
+
+    def inner(self, first: int, end: int | None = None) -> list[BlockHash]:
+        """Of the blocks from `first` to before `end`: the pool blocks that end before the end of theirs."""
+        end = len(self.names) if end is None else end
+        size, pool, inner = self.size, self._pool, list[BlockHash]()
+        if not self.shares:
+            return inner
+        if self.is_whole:
+            each = size // pool
+            inner = self._hashes[first * each : end * each]
+            del inner[each - 1 :: each]
+            return inner
+        for stop in range(self._lead + (first + 1) * size, self._lead + (end + 1) * size, size):
+            inner += self._hashes[(stop - size) // pool : (stop - 1) // pool]
+        return inner
+
+    def after(self, at: int) -> Point:
+        """Where the block at `at` ends."""
+        end = self._lead + (at + 1) * self.size
+        whole, rest = divmod(end, self._pool)
+        base = self._hashes[whole - 1] if whole else self._base
+        if not rest or self._tokens is None:
+            return Point(base)
+        extra_ids = self._extra_ids
+        return Point(base, self._tokens[end - rest : end], extra_ids and extra_ids[end - rest : end])
+
+    def held_at(self, at: int) -> int:
+        """`TIER_BITS` of the block at `at`."""
+        return self.held >> _BITS * at & _HELD
+
+    def hold(self, at: int, bits: int) -> None:
+        """Tiers that hold the block at `at`, beside those that did."""
+        self.held |= bits << _BITS * at
+
+    def release(self, at: int, bits: int) -> None:
+        """Tiers that hold the block at `at` no longer. The end of the run that nothing holds is dropped: an
+        engine evicts from there, and may go on elsewhere."""
+        self.held &= ~(bits << _BITS * at)
+        if at == len(self.names) - 1 and not self.held_at(at):
+            blocks = (self.held.bit_length() + _BITS - 1) // _BITS
+            end = self._lead + blocks * self.size
+            del self.names[blocks:]
+            del self._hashes[end // self._pool :]
+            if self._tokens is not None:
+                del self._tokens[end:]

@@ -1,0 +1,238 @@
+"""One engine's KV events, re-hashed into our chain and written to the index.
+
+The engine's own hashes are names: they say which block a removal means, or which one a new block follows,
+and nothing else. Identity comes from the token ids and extra ids the event carries.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine_adapter.types import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    KvEvent,
+    Tier,
+    ViewLost,
+)
+from proxy.core.index.blocks import BlockHash
+from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.index.runs import RUN_BLOCKS, TIER_BITS, Name, Point, Run
+from proxy.core.index.spread import KEY_SHIFT, Spread, place, spread
+
+# In a count of holders, one that holds a block on this tier.
+_LIMIT = 1 << 20  # holders of one entry
+_ONE = {tier: 1 << 20 * at for at, tier in enumerate(TIER_BITS)}
+# Removed blocks that a lower tier may still announce by name alone.
+MAX_RECALLED = 8192
+
+
+@dataclass(slots=True)
+class ViewCounts:
+    """Blocks stored and removed, in the engine's own blocks, and runs whose content could not be known."""
+
+    stored: int = 0
+    removed: int = 0
+    orphaned: int = 0
+
+
+class EngineView:
+    """Applies one engine's events to the index of its pool.
+
+    The engine's blocks need not be the pool's. A larger one becomes several entries, which it may share with
+    blocks that differ later on. Smaller ones, pages, are gathered: an entry is there while the last page of
+    its block is, since engines evict from the end.
+
+    Attributes:
+        counts: what was applied so far.
+        complete: False when the engine may hold blocks that no event told of.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        index: PrefixIndex,
+        root_of: Callable[[str | None, str | None], BlockHash],
+        tokens_per_block: int,
+    ) -> None:
+        """`root_of` gives the namespace root of a salt and a LoRA adapter; the block size is the pool's."""
+        self._engine = engine
+        self._index = index
+        self._root_of = root_of
+        self._tokens_per_block = tokens_per_block
+        self._runs: Spread[Name, Run] = spread()
+        # Entries that several blocks may share → how many do, for each tier.
+        self._holders: Spread[BlockHash, int] = spread()
+        # Kept once the engine announces blocks by name; None before.
+        self._recalled: OrderedDict[Name, Sequence[BlockHash]] | None = None
+        self.counts = ViewCounts()
+        self.complete = False
+
+    def apply(self, event: KvEvent) -> None:
+        """Writes one event to the index."""
+        match event:
+            case BlocksStored():
+                if event.token_ids:
+                    self._store(event)
+                else:
+                    self._store_named(event)
+            case BlocksRemoved():
+                self._remove(event)
+            case CacheCleared():
+                self._clear()
+                self.complete = True
+            case ViewLost():
+                self._clear()
+                self.complete = False
+            case _:
+                self.complete = event.complete
+
+    def _clear(self) -> None:
+        self._runs = spread()
+        self._holders = spread()
+        self._recalled = None
+        self._index.wipe(self._engine)
+
+    # --- stored ------------------------------------------------------------------------------------
+
+    def _store(self, event: BlocksStored) -> None:
+        names, size, bit = event.hashes, event.tokens_per_block, TIER_BITS[event.tier]
+        run = self._run_for(event)
+        if run is None or len(event.token_ids) != len(names) * size:
+            # What it holds cannot be told, so no request can be matched to it.
+            self.counts.orphaned += 1
+            return
+        at = 0
+        while at < len(names):
+            if len(run.names) == RUN_BLOCKS:
+                run = Run(run.after(RUN_BLOCKS - 1), size, self._tokens_per_block)
+            end = min(at + RUN_BLOCKS - len(run.names), len(names))
+            extra_ids = event.extra_ids[at * size : end * size] if event.extra_ids is not None else None
+            first, part, after = len(run.names), names[at:end], run.last
+            hashes = run.append(part, event.token_ids[at * size : end * size], extra_ids, bit)
+            if run.shares:
+                self._share(run.inner(first), event.tier)
+            for name_at, name in enumerate(part, first):
+                here = self._runs[place(name)]
+                old = here.setdefault(name, run)
+                if old is not run:
+                    self._take_over(old, name, run, name_at, event.tier)
+                    here[name] = run
+            self._index.store(self._engine, event.tier, hashes, after)
+            at = end
+        self.counts.stored += len(names)
+
+    def _run_for(self, event: BlocksStored) -> Run | None:
+        """The run that the event's blocks go on, or a new one; None when what they follow is not known."""
+        size = event.tokens_per_block
+        if size < 1:
+            return None
+        if event.parent is None:
+            return Run(Point(self._root_of(event.salt, event.adapter)), size, self._tokens_per_block)
+        run = self._runs[place(event.parent)].get(event.parent)
+        if run is None:
+            return None
+        at = run.names.index(event.parent)
+        if at == len(run.names) - 1 and run.size == size:
+            return run
+        return Run(run.after(at), size, self._tokens_per_block)
+
+    def _take_over(self, old: Run, name: Name, run: Run, at: int, tier: Tier) -> None:
+        """A block that is known already goes on in `run`, with the tiers that hold it, if it is the same: its
+        name says so no more than anywhere else, its hashes do."""
+        old_at = old.names.index(name)
+        bits = old.held_at(old_at)
+        if old.hashes_of(old_at) == run.hashes_of(at):
+            if bits & TIER_BITS[tier]:  # shared twice now
+                self._unshare(run.inner(at, at + 1), tier)
+            run.hold(at, bits)
+        else:
+            for each, bit in TIER_BITS.items():
+                if bits & bit:
+                    self._index.remove(self._engine, each, self._ended(old, old_at, each))
+        old.release(old_at, bits)
+
+    def _store_named(self, event: BlocksStored) -> None:
+        """Blocks stored before now lie on another tier too."""
+        if self._recalled is None:
+            self._recalled = OrderedDict()
+        unknown = 0
+        for name in event.hashes:
+            run = self._runs[place(name)].get(name) or self._recall(name)
+            if run is None:
+                unknown += 1
+                continue
+            at = run.names.index(name)
+            if not run.held_at(at) & TIER_BITS[event.tier]:
+                run.hold(at, TIER_BITS[event.tier])
+                self._share(run.inner(at, at + 1), event.tier)
+                self._index.store(self._engine, event.tier, run.hashes_of(at))
+        self.counts.stored += len(event.hashes) - unknown
+        self.counts.orphaned += unknown > 0
+
+    # --- removed -----------------------------------------------------------------------------------
+
+    def _remove(self, event: BlocksRemoved) -> None:
+        bit, hashes = TIER_BITS[event.tier], list[BlockHash]()
+        for name in event.hashes:
+            here = self._runs[place(name)]
+            run = here.get(name)
+            if run is None:
+                continue
+            at = run.names.index(name)
+            if not run.held_at(at) & bit:
+                continue
+            hashes += self._ended(run, at, event.tier)
+            if run.held_at(at) == bit:
+                del here[name]
+                self._bury(name, run, at)
+            run.release(at, bit)
+            self.counts.removed += 1
+        self._index.remove(self._engine, event.tier, hashes)
+
+    def _ended(self, run: Run, at: int, tier: Tier) -> Sequence[BlockHash]:
+        """The entries that end when the tier no longer holds the block: those no other block shares."""
+        hashes = run.hashes_of(at)
+        if not run.shares:
+            return hashes
+        inner = run.inner(at, at + 1)
+        return [*self._unshare(inner, tier), *hashes[len(inner) :]]
+
+    def _share(self, inner: Sequence[BlockHash], tier: Tier) -> None:
+        """One more block of the tier holds these entries."""
+        one = _ONE[tier]
+        for block in inner:
+            here = self._holders[block >> KEY_SHIFT]
+            here[block] = here.get(block, 0) + one
+
+    def _unshare(self, inner: Sequence[BlockHash], tier: Tier) -> list[BlockHash]:
+        """One block of the tier less does; returns the entries none of it holds now."""
+        one, ended = _ONE[tier], list[BlockHash]()
+        for block in inner:
+            here = self._holders[block >> KEY_SHIFT]
+            left = here[block] - one
+            if left:
+                here[block] = left
+            else:
+                del here[block]
+            if not left // one % _LIMIT:
+                ended.append(block)
+        return ended
+
+    def _bury(self, name: Name, run: Run, at: int) -> None:
+        if self._recalled is None or not run.is_whole:
+            return
+        self._recalled[name] = run.hashes_of(at)
+        if len(self._recalled) > MAX_RECALLED:
+            self._recalled.popitem(last=False)
+
+    def _recall(self, name: Name) -> Run | None:
+        """A run of the one block that was removed lately; None when it is not known."""
+        hashes = self._recalled.pop(name, None) if self._recalled is not None else None
+        if hashes is None:
+            return None
+        run = self._runs[place(name)][name] = Run.of_block(name, hashes, self._tokens_per_block)
+        return run

@@ -1,0 +1,10 @@
+"""Which engine a request goes to.
+
+decision.py   the cost of each candidate, and the choice
+placer.py     all state of one pool that the choice uses
+load.py       each engine's work in flight            rates.py      how fast each engine is
+demand.py     how likely a prompt is requested again  residents.py  prompts an engine would evict
+in_use.py     blocks held by running requests         recent.py     sums that fade with time
+gather.py     whether to wait for another request that computes the same prefix
+tiering.py    what to restore ahead of the next turn
+"""

@@ -1,0 +1,124 @@
+"""What comes back, and how busy it keeps the engines: the two things that say what a placement costs others.
+
+A prompt is known by its last full block. When a later prompt goes on from there it has come back, and how
+long that took is remembered. So, after a while, it is known how likely a prompt that nobody asked for since
+some time will still be asked for: conversations come back within a minute or two, or never.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from math import log2
+
+from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.placement.recent import WINDOW_S, Recent
+
+# Prompts whose return is waited for; older ones are taken not to come back.
+MAX_PROMPTS = 50_000
+# Ages are counted in half octaves from this many seconds on, up to some months.
+YOUNGEST_S = 0.1
+AGES = 56
+# Until something is learned, three blocks of ten come back, which this many blocks stand for.
+PRIOR_BLOCKS = 100.0
+PRIOR = 0.3
+# Prompts after which what was learned counts half: what people ask for changes.
+HALF_LIFE = 2000
+REFRESH = 16
+# Work is never free: of two ways that take about as long, the one that computes less leaves more to others.
+MIN_UTILISATION = 0.1
+# More turns than that nobody can foresee: the share that never returns is too small to be known.
+MAX_TURNS = 20.0
+# A pool that gets more work than it can do is not infinitely dear.
+MAX_UTILISATION = 0.95
+
+
+class Demand:
+    """What the clients of a pool ask for."""
+
+    def __init__(self) -> None:
+        self._asked: OrderedDict[BlockHash, tuple[float, int]] = OrderedDict()  # → when, blocks
+        self._came_back = [0.0] * AGES  # blocks, by the age at which they did
+        self._made = 0.0
+        self._returns = [PRIOR] * AGES
+        self._until_refresh = REFRESH
+        self._until_half = HALF_LIFE
+        self._seconds, self._squares = Recent(), Recent()
+        self._answers, self._answering = Recent(), Recent()
+
+    def worked(self, now: float, seconds: float) -> None:
+        """An engine spent so long on a prompt before its first token."""
+        self._seconds.add(now, seconds)
+        self._squares.add(now, seconds * seconds)
+
+    def answered(self, now: float, seconds: float) -> None:
+        """An answer took so long from its first token on."""
+        self._answers.add(now, 1)
+        self._answering.add(now, seconds)
+
+    def asked(self, now: float, chain: Chain, computed: int) -> None:
+        """A prompt was asked for, `computed` tokens of which an engine had to compute."""
+        hashes = chain.hashes
+        if not hashes:
+            return
+        blocks = computed // chain.tokens_per_block
+        for last in goes_on_from(self._asked, hashes):
+            then, before = self._asked.pop(last)
+            self._came_back[_age(now - then)] += before
+            blocks += before
+        self._made += blocks
+        self._asked[hashes[-1]] = (now, blocks)
+        if len(self._asked) > MAX_PROMPTS:
+            self._asked.popitem(last=False)
+        self._until_refresh -= 1
+        if not self._until_refresh:
+            self._refresh()
+
+    def returns(self, idle_s: float) -> float:
+        """How likely a prompt is asked for again, of which nobody did for so long."""
+        return self._returns[_age(idle_s)]
+
+    @property
+    def turns(self) -> float:
+        """How often a prompt is asked for from now on, the present one included; 1 to MAX_TURNS."""
+        return min(1 / (1 - self._returns[0]), MAX_TURNS)
+
+    def utilisation(self, now: float, engines: int) -> float:
+        """Share of their time that so many engines spend on prompts, lately; MIN_UTILISATION to
+        MAX_UTILISATION."""
+        busy = self._seconds.sum(now) / (engines * WINDOW_S)
+        return min(max(busy, MIN_UTILISATION), MAX_UTILISATION)
+
+    def rest_s(self, now: float) -> float:
+        """Seconds left of the work that a prompt finds under way, on average: long ones are found more often,
+        E[s²] / 2E[s]."""
+        seconds = self._seconds.sum(now)
+        return self._squares.sum(now) / (2 * seconds) if seconds else 0.0
+
+    def answer_s(self, now: float) -> float:
+        """Seconds that answers take from their first token on, lately; 0 before there were any."""
+        answers = self._answers.sum(now)
+        return self._answering.sum(now) / answers if answers else 0.0
+
+    def _refresh(self) -> None:
+        self._until_refresh = REFRESH
+        self._until_half -= REFRESH
+        if self._until_half <= 0:
+            self._until_half = HALF_LIFE
+            self._made /= 2
+            self._came_back = [blocks / 2 for blocks in self._came_back]
+        never = max(self._made - sum(self._came_back), 0.0) + (1 - PRIOR) * PRIOR_BLOCKS
+        later = PRIOR * PRIOR_BLOCKS
+        for age in range(AGES - 1, -1, -1):
+            later += self._came_back[age]
+            self._returns[age] = later / (later + never)
+
+
+def goes_on_from(prompts: Mapping[BlockHash, object], hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
+    """The prompts, by their last blocks, that a prompt goes on from."""
+    return prompts.keys() & hashes
+
+
+def _age(seconds: float) -> int:
+    """The half octave of an age."""
+    return min(int(2 * log2(seconds / YOUNGEST_S)) + 1, AGES - 1) if seconds > YOUNGEST_S else 0

@@ -1,0 +1,212 @@
+"""How fast engines are: seconds to compute, and to bring back, so many tokens.
+
+Learned from first tokens, in medians, so that one odd request teaches little. The engines of a pool serve
+the same model, mostly on the same hardware: they learn together, as a curve of seconds over prompt lengths,
+and an engine that is clearly faster or slower than they usually are has a pace of its own. Costs of equal
+engines are then equal, and not a matter of noise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from itertools import accumulate
+from statistics import fmean, median, median_low, quantiles
+from weakref import WeakKeyDictionary
+
+from engine_adapter.types import Tier
+from proxy.core.placement.load import Sample, Work
+
+# Before anything is learned: a small model on a CPU. Only ratios between engines matter at first.
+DEFAULT_PREFILL_TOK_S = 4000.0
+# Memory is copied some ten times as fast as a model computes; disks are slower than memory.
+HOST_SPEEDUP = 10.0
+DISK_SPEEDUP = 3.0
+# First tokens of fewer tokens measure round trips.
+MIN_SAMPLE_TOKENS = 64
+# Samples whose median counts.
+WINDOW = 16
+# Where one figure has to stand for the curve.
+TYPICAL_TOKENS = 1024
+# An engine three quarters of whose samples are this far off the usual pace is another kind of hardware; less
+# is noise.
+OWN_PACE = 1.25
+# A stream that decodes slows a prefill by less than this share of it.
+MAX_INTERFERENCE = 0.2
+_MEMO = 4096
+
+
+class PoolRates:
+    """What the engines of one pool have taught together.
+
+    Attributes:
+        prefill_tok_s: prompt tokens computed per second, in prompts of a usual length.
+        interference: share that each decoding stream adds to the time of a prefill.
+        epoch: changes when the rates turn out to be quite others than before.
+    """
+
+    def __init__(self) -> None:
+        self.prefill_tok_s = DEFAULT_PREFILL_TOK_S
+        self.interference = 0.0
+        self.epoch = 0
+        self._epoch_tok_s = self.prefill_tok_s
+        self._samples: dict[int, deque[tuple[int, float]]] = {}  # octave of tokens → (tokens, seconds)
+        self._points: dict[int, tuple[float, float]] = {}  # octave → medians of those
+        self._lengths: list[float] = []  # the curve: tokens, and
+        self._seconds: list[float] = []  # seconds that they take
+        self._memo: dict[int, float] = {}
+        self._slowdowns = deque[tuple[float, float]](maxlen=4 * WINDOW)  # (streams, times as long)
+        self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
+        self._restore_tok_s: dict[Tier, float] = {}
+        self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → times the curve
+        self._clear = False  # what was learned, others had no part in
+
+    @property
+    def learned(self) -> bool:
+        """Whether any first token taught how fast the engines are."""
+        return bool(self._lengths)
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to compute so many prompt tokens on an engine that does nothing else; never less for more
+        tokens."""
+        seconds = self._memo.get(tokens)
+        if seconds is None:
+            if len(self._memo) >= _MEMO:
+                self._memo.clear()
+            seconds = self._memo[tokens] = self._on_curve(tokens)
+        return seconds
+
+    def restore_tok_s(self, tier: Tier) -> float:
+        """Tokens brought back from a lower tier per second."""
+        learned = self._restore_tok_s.get(tier)
+        if learned is not None:
+            return learned
+        if tier is Tier.DISK:
+            return self.restore_tok_s(Tier.HOST) / DISK_SPEEDUP
+        return HOST_SPEEDUP * self.prefill_tok_s
+
+    def computed(self, tokens: int, seconds: float, decoding: float) -> None:
+        """A prefill took so long while so many streams were decoding."""
+        self._slowdowns.append((decoding, seconds / self.prefill_s(tokens)))
+        self._relearn_interference()
+        octave = tokens.bit_length()
+        samples = self._samples.setdefault(octave, deque(maxlen=WINDOW))
+        samples.append((tokens, seconds / (1 + self.interference * decoding)))
+        self._points[octave] = median(n for n, _ in samples), median(s for _, s in samples)
+        self._redraw()
+
+    def usual(self, engine: EngineRates, ratio: float) -> float:
+        """Times the curve that engines take which are neither fast nor slow, now that `engine` takes `ratio`
+        times. Paces are held against this, not the curve: they are in what the curve is learned from, and
+        both would run away together."""
+        self._ratios[engine] = ratio
+        return median_low(self._ratios.values())
+
+    def admits(self, *, blurred: bool) -> bool:
+        """Whether a sample teaches something: a blurred one does until a clear one has come."""
+        if blurred or self._clear:
+            return not (blurred and self._clear)
+        self._clear = True
+        for learned in (self._samples, self._points, self._slowdowns):
+            learned.clear()
+        return True
+
+    def restored(self, tier: Tier, tokens: int, seconds: float) -> None:
+        """So many tokens were brought back from `tier` in that time."""
+        self._restores[tier].append(tokens / seconds)
+        self._restore_tok_s[tier] = median(self._restores[tier])
+
+    def _on_curve(self, tokens: int) -> float:
+        """On the line through the learned points; straight from nothing to the first, and on from the last
+        in proportion."""
+        lengths, seconds = self._lengths, self._seconds
+        if not lengths:
+            return tokens / DEFAULT_PREFILL_TOK_S
+        at = bisect_left(lengths, tokens)
+        if at == len(lengths):
+            return seconds[-1] * tokens / lengths[-1]
+        left, low = (lengths[at - 1], seconds[at - 1]) if at else (0.0, 0.0)
+        return low + (seconds[at] - low) * (tokens - left) / (lengths[at] - left)
+
+    def _redraw(self) -> None:
+        """The curve, which never falls."""
+        points = [self._points[octave] for octave in sorted(self._points)]
+        self._lengths = [tokens for tokens, _ in points]
+        self._seconds = list(accumulate((seconds for _, seconds in points), max))
+        self._memo.clear()
+        self.prefill_tok_s = TYPICAL_TOKENS / self.prefill_s(TYPICAL_TOKENS)
+        if not 1 / OWN_PACE < self.prefill_tok_s / self._epoch_tok_s < OWN_PACE:
+            self.epoch, self._epoch_tok_s = self.epoch + 1, self.prefill_tok_s
+
+    def _relearn_interference(self) -> None:
+        """How much longer a prefill takes for each stream that decodes: the slope between the busier half of
+        the samples and the other."""
+        if len(self._slowdowns) < WINDOW:
+            return
+        by_streams = sorted(self._slowdowns)
+        half = len(by_streams) // 2
+        quiet, busy = by_streams[:half], by_streams[half:]
+        apart = fmean(n for n, _ in busy) - fmean(n for n, _ in quiet)
+        if apart >= 1:
+            slower = median(times for _, times in busy) - median(times for _, times in quiet)
+            self.interference = min(max(slower / apart, 0.0), MAX_INTERFERENCE)
+
+
+class EngineRates:
+    """One engine's rates: its pool's, at its own pace.
+
+    Attributes:
+        pool: what it shares with the others.
+        pace: times the pool's seconds; 1.0 unless it is clearly another kind of hardware.
+    """
+
+    def __init__(self, pool: PoolRates) -> None:
+        self.pool = pool
+        self.pace = 1.0
+        self._samples = deque[tuple[int, float]](maxlen=WINDOW)  # (tokens, seconds with nothing decoding)
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """Prompt tokens it computes per second, in prompts of a usual length."""
+        return self.pool.prefill_tok_s / self.pace
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to compute so many prompt tokens on an otherwise idle engine."""
+        return self.pool.prefill_s(tokens) * self.pace
+
+    def restore_s(self, host_tokens: int, disk_tokens: int) -> float:
+        """Seconds to bring back so many tokens from each tier."""
+        host_s = host_tokens / self.pool.restore_tok_s(Tier.HOST)
+        return host_s + disk_tokens / self.pool.restore_tok_s(Tier.DISK)
+
+    def price(self, work: Work) -> float:
+        """Seconds of the engine's time that some work takes."""
+        return self.prefill_s(work.computed) + self.restore_s(work.host, work.disk)
+
+    def learn(self, sample: Sample) -> None:
+        """A sample of the engine's time. Those that say little are passed over."""
+        work, pool = sample.work, self.pool
+        if not pool.admits(blurred=sample.blurred):
+            return
+        computing_s = sample.seconds - self.restore_s(work.host, work.disk)
+        restoring_s = sample.seconds - self.prefill_s(work.computed)
+        brought = work.host + work.disk
+        # What the work mostly consists of is learned; the rest of it is known well enough. Tokens tell what
+        # that is, not times: else all that holds up an engine would pass for slowness of its lower tiers,
+        # nothing would be brought back any more, and nothing would be learned of it.
+        if brought >= max(HOST_SPEEDUP * work.computed, MIN_SAMPLE_TOKENS):
+            if restoring_s > sample.seconds / 2:
+                pool.restored(Tier.HOST if work.host >= work.disk else Tier.DISK, brought, restoring_s)
+        elif work.computed >= max(brought, MIN_SAMPLE_TOKENS) and computing_s > sample.seconds / 2:
+            pool.computed(work.computed, computing_s / self.pace, sample.decoding)
+            alone_s = computing_s / (1 + pool.interference * sample.decoding)
+            self._samples.append((work.computed, alone_s))
+            self._relearn_pace()
+
+    def _relearn_pace(self) -> None:
+        if len(self._samples) < WINDOW:
+            return
+        low, middle, high = quantiles((s / self.pool.prefill_s(n) for n, s in self._samples), n=4)
+        usual = self.pool.usual(self, middle)
+        is_other = low > usual * OWN_PACE or high < usual / OWN_PACE
+        self.pace = middle / usual if is_other else 1.0

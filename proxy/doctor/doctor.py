@@ -1,0 +1,161 @@
+"""An engine examined: what it is, what it can do, and what keeps kvpin from using it fully.
+
+connect → findings → tokenisation → first view of its events → two equal requests, where those are asked for
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from engine_adapter import (
+    Capability,
+    EngineAdapter,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    EngineUnavailable,
+    Finding,
+    detect_kind,
+    make_adapter,
+)
+from proxy.doctor.probe import Probe, View, Ward
+from proxy.prompt import Exactness, PromptBuilder, PromptTables, verify_exactness
+
+CONNECT_S = 30.0
+_REACH_EVENTS = (
+    "see that its event address can be reached from here, or name one that can: events=tcp://HOST:PORT"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """All that was found.
+
+    Attributes:
+        spec: the engine, of the kind it was named or found to be.
+        detected: the kind was found, not named.
+        info, load: what it says of itself.
+        missing: capabilities it lacks, each with what there is in its place.
+        tokenisation: how prompts become tokens.
+        view: of its cache.
+        probe: None where no requests were asked for.
+        findings: what keeps kvpin from using it fully.
+    """
+
+    spec: EngineSpec
+    detected: bool
+    info: EngineInfo
+    load: EngineLoad
+    missing: dict[str, str]
+    tokenisation: Exactness
+    view: View
+    probe: Probe | None
+    findings: tuple[Finding, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON has it; no keys."""
+        info = self.info
+        return {
+            "url": self.spec.url,
+            "kind": self.spec.kind,
+            "detected": self.detected,
+            "version": info.version,
+            "model": info.model,
+            "adapters": sorted(info.adapters),
+            "max_model_len": info.max_model_len,
+            "tokens_per_block": info.tokens_per_block,
+            "gpu_blocks": info.gpu_blocks,
+            "host_blocks": info.host_blocks,
+            "running": self.load.running,
+            "waiting": self.load.waiting,
+            "can": sorted(info.capabilities),
+            "cannot": self.missing,
+            "tokenisation": asdict(self.tokenisation),
+            "view": asdict(self.view),
+            "probe": asdict(self.probe) if self.probe is not None else None,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+async def examine(spec: EngineSpec, *, probe: bool) -> Examination:
+    """Examines the engine at `spec.url`. An empty `spec.kind` is found out. With `probe`, the engine serves
+    two short requests.
+
+    Raises:
+        EngineSpecError: the description cannot be used.
+        EngineUnavailable: the engine does not answer.
+        EngineRejected: it refuses what every engine of its kind answers.
+    """
+    detected = not spec.kind
+    if detected:
+        spec = replace(spec, kind=await detect_kind(spec))
+    adapter = make_adapter(spec)
+    try:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                info, load = await adapter.connect(), await adapter.load()
+        except TimeoutError:
+            raise EngineUnavailable(f"{spec.url} does not answer within {CONNECT_S:.0f} s") from None
+        builder = await asyncio.to_thread(
+            PromptBuilder,
+            info,
+            tables=PromptTables(),
+            tokenizer=spec.tokenizer,
+            engines=lambda: (adapter,),
+        )
+        tokenisation = await verify_exactness(builder, adapter)
+        async with Ward(adapter, info, builder) as ward:
+            view = await ward.first_view(takes_events=probe)
+            probed = await ward.probe() if probe else None
+        findings = (
+            *adapter.findings(),
+            *_of_tokenisation(tokenisation),
+            *_of_view(view),
+            *_of_probe(probed, view),
+        )
+        return Examination(
+            spec, detected, info, load, _missing(adapter, info), tokenisation, view, probed, findings
+        )
+    finally:
+        await adapter.aclose()
+
+
+def _missing(adapter: EngineAdapter, info: EngineInfo) -> dict[str, str]:
+    lacking = sorted(set(Capability) - info.capabilities)
+    return {capability.value: adapter.not_supported(capability).instead for capability in lacking}
+
+
+def _of_tokenisation(found: Exactness) -> tuple[Finding, ...]:
+    if found.source != "none":
+        return ()
+    return (Finding(found.detail, "name the tokenizer of its model: tokenizer=DIR_OR_HUB_ID"),)
+
+
+def _of_view(view: View) -> tuple[Finding, ...]:
+    if view.state == "unfit":
+        return (
+            Finding(f"its KV events do not fit: {view.detail}", "give it blocks of a power of two tokens"),
+        )
+    if view.state == "late":
+        return (Finding(f"its KV events do not come: {view.detail}", _REACH_EVENTS),)
+    return ()
+
+
+def _of_probe(probe: Probe | None, view: View) -> tuple[Finding, ...]:
+    if probe is None or probe.reported == probe.predicted != 0:
+        return ()
+    again = f"of two equal requests of {probe.n_tokens} tokens, the second"
+    if probe.error is not None:
+        finding = Finding(f"it did not serve a prompt of {probe.n_tokens} token ids: {probe.error}")
+    elif probe.reported is None:
+        finding = Finding(f"{again} did not tell what it reused: predictions cannot be checked")
+    elif probe.reported == 0:
+        finding = Finding(f"{again} reused nothing", "see that prefix caching is on")
+    elif probe.reported > probe.predicted and view.state == "current":
+        told = f"{again} reused {probe.reported} tokens, of which its KV events told {probe.predicted}"
+        finding = Finding(told, _REACH_EVENTS)
+    else:
+        finding = Finding(f"{again} reused {probe.reported} tokens, while {probe.predicted} were predicted")
+    return (finding,)

@@ -1,0 +1,162 @@
+"""One engine put through kvpin's read and write path: do its events come, is what it reuses as predicted?"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import msgspec
+from starlette.types import Message
+
+from engine_adapter import AiohttpTransport, Capability, EngineAdapter, EngineError, EngineInfo, JsonBody
+from proxy.core.audit import Trust
+from proxy.errors import ProxyError
+from proxy.fleet.engine import TOKENS_PER_BLOCK, EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import Ingest, has_exact_events
+from proxy.flow import Flow
+from proxy.prompt import MediaUuids, PromptBuilder
+from proxy.request.calls import Call, Reply
+from proxy.request.forward import Forwarder
+from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.tenants import Tenants
+from proxy.tasks import Supervisor
+
+# Until the first view of a cache is there, and until what a request left in it is in the view.
+VIEW_S, SETTLE_S, LOOK_S = 10.0, 5.0, 0.02
+# The requests of a probe: so many blocks of the engine's and one token, of ids that every vocabulary has.
+PROBE_BLOCKS = 3
+_IDS = range(10, 250)
+# Whoever takes the events of such an engine first has them: one that follows it would miss them.
+_EVENTS_ONCE = frozenset({"tensorrt_llm", "nim"})
+_PATH = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What an engine's KV events tell.
+
+    Attributes:
+        state: `current`, `late`, `unfit`, `none` where it sends none, `unasked` where asking would take them
+            from others.
+        blocks: the engine's blocks that the first view holds.
+        complete: False when the engine may hold more than was told.
+        detail: one sentence.
+    """
+
+    state: Literal["current", "late", "unfit", "none", "unasked"]
+    detail: str
+    blocks: int = 0
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The second of two equal requests: its prompt tokens, those predicted to be reused, and those reported;
+    `error` says why there is no such request."""
+
+    n_tokens: int
+    predicted: int = 0
+    reported: int | None = None
+    error: str | None = None
+
+
+class Ward:
+    """One engine behind kvpin's own read and write path, without a server."""
+
+    def __init__(self, adapter: EngineAdapter, info: EngineInfo, builder: PromptBuilder) -> None:
+        """`info` as the adapter's `connect` gave it."""
+        self._tasks = Supervisor()
+        self._transport = AiohttpTransport()
+        fleet = Fleet()
+        self._ingest = Ingest(fleet, self._tasks)
+        self._engine = fleet.add(adapter)
+        self._pool = fleet.join(self._engine, info)
+        self._pool.prompts = builder
+        self._engine.state = EngineState.READY
+        self._records = RequestLog(capacity=2)
+        self._flow = Flow(
+            fleet=fleet,
+            forwarder=Forwarder(self._transport),
+            ingest=self._ingest,
+            tenants=Tenants(()),
+            media=MediaUuids(),
+            requests=self._records,
+            retries=0,
+            observe=lambda _record: None,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._tasks.stop()
+        await self._transport.aclose()
+
+    async def first_view(self, *, takes_events: bool) -> View:
+        """Follows the engine's events until they tell what it holds."""
+        engine = self._engine
+        if not engine.can(Capability.KV_EVENTS):
+            return View("none", "it sends none: what it holds is learned from its answers")
+        if not has_exact_events(engine, self._pool):
+            return View(
+                "unfit", f"they are in blocks of {engine.info and engine.info.tokens_per_block} tokens"
+            )
+        if engine.adapter.spec.kind in _EVENTS_ONCE and not takes_events:
+            return View("unasked", "whoever asks takes them from others: --probe asks, where no kvpin runs")
+        self._ingest.follow(engine, self._pool)
+        if not await _until(lambda: engine.audit.trust is Trust.PRECISE, VIEW_S) or engine.view is None:
+            return View("late", f"no view within {VIEW_S:.0f} s: {engine.audit.why}")
+        engine.state = EngineState.READY
+        view = engine.view
+        more = "" if view.complete else "; it may hold more from before"
+        told = f"the view is current, with {view.counts.stored} blocks{more}"
+        return View("current", told, view.counts.stored, view.complete)
+
+    async def probe(self) -> Probe:
+        """Has the engine serve a new prompt twice."""
+        info, pool = self._engine.info, self._pool
+        block = max((info and info.tokens_per_block) or TOKENS_PER_BLOCK, pool.tokens_per_block)
+        n_tokens = PROBE_BLOCKS * block + 1
+        if info is not None and info.max_model_len is not None:
+            n_tokens = max(min(n_tokens, info.max_model_len - 1), 1)
+        ids = random.choices(_IDS, k=n_tokens)  # noqa: S311 - only to be new
+        first = await self._ask(ids)
+        if first.error is not None:
+            return Probe(n_tokens, error=first.error)
+        await _until(lambda: self._holds(first), SETTLE_S)
+        second = await self._ask(ids)
+        predicted = second.placement.predicted_tokens if second.placement is not None else 0
+        return Probe(n_tokens, predicted, second.reported_tokens, second.error)
+
+    async def _ask(self, ids: list[int]) -> RequestRecord:
+        fields = {"model": self._pool.model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        body = JsonBody(msgspec.json.encode(fields))
+        call = Call("doctor", "POST", _PATH, {"content-type": "application/json"}, body)
+        self._engine.state = EngineState.READY
+        with suppress(EngineError, ProxyError):  # the record says what went wrong
+            await self._flow.serve(call, Reply(_discard))
+        return list(self._records)[-1]
+
+    def _holds(self, record: RequestRecord) -> bool:
+        """Whether the view has every full block of a request's prompt."""
+        chain = self._pool.chain(record.prompt)
+        match = self._pool.index.match(chain.hashes).get(self._engine.id) if chain is not None else None
+        return chain is None or match is None or match.blocks - match.pending == len(chain.hashes)
+
+
+async def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Waits for a condition; whether it came."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(LOOK_S)
+    return condition()
+
+
+async def _discard(_message: Message) -> None:
+    """Nobody waits for the answers."""

@@ -1,0 +1,9 @@
+"""The engines: what kvpin knows of each, and who changes it.
+
+fleet.py          all engines and pools          pool.py    engines that serve one model, and their index
+engine.py         one engine's state             lease.py   a request's hold on an engine
+monitor.py        connects, checks health, drops and reconnects engines
+ingest.py         the write path: KV events and audits into the index
+lower_tiers.py    asks host and disk tiers that send no events
+restore_ahead.py  restores KV before the turn that needs it
+"""

@@ -1,0 +1,142 @@
+"""The engines as the proxy sees them now, gathered into pools of the same model.
+
+State only: `monitor.py` changes it when engines come and go, `ingest.py` when their caches do, `flow.py`
+when requests do.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from engine_adapter import EngineAdapter, EngineInfo
+from proxy.errors import Conflict, NoEngine, NotFound
+from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
+from proxy.fleet.pool import Pool
+
+log = structlog.get_logger(__name__)
+
+# Of pages so small that a request would cost too many look-ups, several make a block of the pool.
+PAGES_BELOW = 4
+
+
+class Fleet:
+    """All engines and their pools."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.pools: dict[str, Pool] = {}
+        self._warned: set[str] = set()
+
+    def add(self, adapter: EngineAdapter) -> Engine:
+        """Takes an engine in; it joins a pool once it is connected. Raises Conflict for a known id."""
+        if adapter.spec.id in self.engines:
+            raise Conflict(f"an engine with id {adapter.spec.id!r} exists", param="id")
+        engine = self.engines[adapter.spec.id] = Engine(adapter)
+        return engine
+
+    def remove(self, engine_id: str) -> Engine:
+        """Drops an engine and all that is known of it. Raises NotFound."""
+        engine = self.engine(engine_id)
+        self.leave(engine)
+        del self.engines[engine_id]
+        self._not_away(engine_id)
+        return engine
+
+    def engine(self, engine_id: str) -> Engine:
+        """The engine of that id; raises NotFound."""
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            known = ", ".join(self.engines) or "none"
+            raise NotFound(f"there is no engine {engine_id!r}; known: {known}", param="engine")
+        return engine
+
+    def pool_of(self, engine: Engine) -> Pool | None:
+        """The pool an engine is in."""
+        return next((pool for pool in self.pools.values() if engine.id in pool.engines), None)
+
+    def join(self, engine: Engine, info: EngineInfo) -> Pool:
+        """The engine is connected: puts it into the pool of its model, made if need be."""
+        model = engine.adapter.spec.model or info.model
+        pool = self.pools.get(model)
+        tokens_per_block = min(info.tokens_per_block or TOKENS_PER_BLOCK, TOKENS_PER_BLOCK)
+        if tokens_per_block < PAGES_BELOW:
+            tokens_per_block = TOKENS_PER_BLOCK
+        if pool is None or (not pool.engines and pool.tokens_per_block != tokens_per_block):
+            pool = self.pools[model] = Pool(model, tokens_per_block)
+        engine.info = info
+        if info.gpu_blocks is not None and info.tokens_per_block is not None:
+            engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
+        pool.placer.add(
+            engine.id,
+            engine.ledger,
+            tokens_per_block=info.tokens_per_block,
+            gpu_blocks=info.gpu_blocks if info.tokens_per_block is not None else None,
+            host_blocks=info.host_blocks if info.tokens_per_block is not None else None,
+        )
+        pool.engines[engine.id] = engine
+        self._not_away(engine.id)
+        self._warn_of_names()
+        return pool
+
+    def leave(self, engine: Engine) -> None:
+        """The engine is gone: all that was known of its KV is void."""
+        pool = self.pool_of(engine)
+        if pool is not None:
+            pool.wipe(engine)
+            pool.placer.remove(engine.id)
+            del pool.engines[engine.id]
+            pool.away[engine.id] = engine.adapters
+
+    def _not_away(self, engine_id: str) -> None:
+        """A lost engine came back, or will not: pools that have no engine left to wait for end."""
+        for pool in list(self.pools.values()):
+            pool.away.pop(engine_id, None)
+            if not pool.engines and not pool.away:
+                del self.pools[pool.model]
+
+    def _warn_of_names(self) -> None:
+        for pool in self.pools.values():
+            for name in sorted((pool.adapters & self.pools.keys()) - self._warned):
+                self._warned.add(name)
+                log.warning(
+                    "a LoRA adapter has the name of a model, and is not served",
+                    adapter=name,
+                    parent=pool.model,
+                )
+
+    def is_ready(self) -> bool:
+        """True while any engine takes requests and none is in its first start."""
+        states = {engine.state for engine in self.engines.values()}
+        return EngineState.READY in states and EngineState.CONNECTING not in states
+
+    def served(self) -> dict[str, str]:
+        """The names that clients send as `model` → the model of the pool; where a model and a LoRA adapter
+        of another one have the same name, it is the model's."""
+        pools = self.pools.values()
+        adapters = {name: pool.model for pool in pools for name in sorted(pool.adapters)}
+        return {pool.model: pool.model for pool in pools} | {
+            name: model for name, model in adapters.items() if name not in self.pools
+        }
+
+    def pool(self, model: str | None) -> Pool:
+        """The pool that serves `model`, or the LoRA adapter of that name; without a name, the only one.
+
+        Raises:
+            NotFound: no engine serves that model.
+            NoEngine: nothing has connected yet.
+        """
+        if model is not None and model in self.pools:
+            return self.pools[model]
+        for pool in self.pools.values():
+            if pool.adapter_of(model) is not None:
+                return pool
+        if not self.pools:
+            raise NoEngine("no engine is connected yet; try again shortly")
+        if model is None and len(self.pools) == 1:
+            return next(iter(self.pools.values()))
+        known = ", ".join(sorted(self.served()))
+        if model is None:
+            raise NotFound(f"name a model; served: {known}", param="model", code="model_not_found")
+        raise NotFound(
+            f"the model {model!r} does not exist; served: {known}", param="model", code="model_not_found"
+        )

@@ -1,0 +1,108 @@
+"""The write path: engine KV events → index, reported cached tokens → audit.
+
+engine KV events ──→ slices ──→ EngineView.apply → index
+reported tokens  ──→ EngineAudit.observe → trust → resync
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from engine_adapter import Capability, EngineError, ViewCurrent, ViewLost
+from proxy.core.index.slices import slices
+from proxy.core.index.view import EngineView
+from proxy.fleet.engine import Engine
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.pool import Pool
+from proxy.tasks import Supervisor
+
+log = structlog.get_logger(__name__)
+
+RETRY_S = 1.0
+# Applying events for so long, the loop gives requests a turn.
+TURN_S = 0.001
+
+
+class Ingest:
+    """Keeps the index true to what the engines say."""
+
+    def __init__(self, fleet: Fleet, tasks: Supervisor) -> None:
+        self._fleet = fleet
+        self._tasks = tasks
+
+    def follow(self, engine: Engine, pool: Pool) -> None:
+        """Starts, or starts over, following the engine's events; ends with `leave`."""
+        if has_exact_events(engine, pool):
+            self._tasks.keep(_task(engine), lambda: self._follow(engine, pool))
+        else:
+            engine.audit.lost("no KV events that fit: learning from responses")
+
+    def leave(self, engine: Engine) -> None:
+        """The engine is gone."""
+        self._tasks.cancel(_task(engine))
+
+    def audit(self, engine: Engine, predicted: int, reported: int, *, evicted_since: bool = False) -> None:
+        """Holds a prediction against the engine's report, in tokens; persistent misses start a resync."""
+        pool = self._fleet.pool_of(engine)
+        within = pool.tokens_per_block if pool is not None and _has_pages(engine, pool) else 1
+        if engine.audit.observe(predicted, reported, within=within, evicted_since=evicted_since):
+            log.warning("predictions miss: the view is rebuilt", engine=engine.id, why=engine.audit.why)
+            if pool is not None:
+                self.follow(engine, pool)
+
+    async def _follow(self, engine: Engine, pool: Pool) -> None:
+        while True:
+            reason = "it ended"
+            try:
+                await self._apply_all(engine, pool)
+            except EngineError as error:
+                reason = str(error)
+                engine.suspect(error)
+            engine.audit.lost(f"the event stream broke: {reason}")
+            await asyncio.sleep(RETRY_S)
+
+    async def _apply_all(self, engine: Engine, pool: Pool) -> None:
+        """One subscription, from an empty view to its end."""
+        view = engine.view = EngineView(engine.id, pool.index, pool.root_of, pool.tokens_per_block)
+        turn_ends = 0.0
+        async for event in engine.adapter.events():
+            if isinstance(event, ViewLost):
+                engine.audit.lost(event.reason)
+                engine.learned.clear()
+                log.info("an engine's cache is viewed afresh", engine=engine.id, why=event.reason)
+            for part in slices(event):
+                view.apply(part)
+                if time.monotonic() > turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + TURN_S
+            if isinstance(event, ViewCurrent):
+                engine.audit.synced()
+                _log_current(engine, view)
+
+
+def has_exact_events(engine: Engine, pool: Pool) -> bool:
+    """Whether the engine sends events, in blocks that map onto the pool's: so many of one make one of the
+    other."""
+    own = engine.info.tokens_per_block if engine.info is not None else None
+    fits = own is not None and (own % pool.tokens_per_block == 0 or _has_pages(engine, pool))
+    return engine.can(Capability.KV_EVENTS) and fits
+
+
+def _has_pages(engine: Engine, pool: Pool) -> bool:
+    """Whether some of the engine's blocks make one of the pool's."""
+    own = engine.info.tokens_per_block if engine.info is not None else None
+    return own is not None and own < pool.tokens_per_block and pool.tokens_per_block % own == 0
+
+
+def _log_current(engine: Engine, view: EngineView) -> None:
+    what = "the view of the engine's cache is exact"
+    if not view.complete:
+        what = "what is seen of the engine's cache is exact, and it may hold more"
+    log.info(what, engine=engine.id, blocks=view.counts.stored)
+
+
+def _task(engine: Engine) -> str:
+    return f"events {engine.id}"

@@ -1,0 +1,172 @@
+"""Engines that serve the same model, and the index of what they hold. State only, as in `fleet.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+
+from engine_adapter import Capability, EngineAdapter, Tier
+from proxy.core.audit import Trust
+from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
+from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.placement.decision import Candidate, Placement
+from proxy.core.placement.placer import Placer
+from proxy.errors import NoEngine
+from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.lease import Lease
+from proxy.prompt import Prompt, PromptBuilder
+from proxy.request.session import Session
+
+# Events of the last step may still be on their way when a request ends: its blocks stay pending this long.
+PENDING_LINGER_S = 0.25
+
+
+class Pool:
+    """Engines that serve the same model, and the index of what they hold."""
+
+    def __init__(self, model: str, tokens_per_block: int) -> None:
+        self.model = model
+        self.tokens_per_block = tokens_per_block
+        self.engines: dict[str, Engine] = {}
+        self.placer = Placer(tokens_per_block)
+        self.prompts: PromptBuilder | None = None
+        self.away: dict[str, frozenset[str]] = {}  # engines that were lost, and the adapters they served
+        self._roots: dict[tuple[str | None, str | None], BlockHash] = {}
+
+    @property
+    def index(self) -> PrefixIndex:
+        """What its engines hold."""
+        return self.placer.index
+
+    def root_of(self, salt: str | None, adapter: str | None = None) -> BlockHash:
+        """The namespace root of this model under a salt, with a LoRA adapter."""
+        root = self._roots.get((salt, adapter))
+        if root is None:
+            if len(self._roots) > 10_000:  # noqa: PLR2004 - salts are the clients' to invent: bounded
+                self._roots.clear()
+            root = self._roots[salt, adapter] = namespace_root(self.model, adapter=adapter, salt=salt)
+        return root
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """The LoRA adapters of its engines, by the names that clients send as `model`."""
+        return frozenset().union(*(engine.adapters for engine in self.engines.values()), *self.away.values())
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The LoRA adapter that a request's `model` means; None for the model itself."""
+        return model if model is not None and model != self.model and model in self.adapters else None
+
+    def salts(self) -> list[str]:
+        """The cache salts seen so far, in requests and in events of engines."""
+        return list(dict.fromkeys(salt for salt, _ in self._roots if salt is not None))
+
+    def chain(self, prompt: Prompt | None) -> Chain | None:
+        """The block chain of a prompt; None for a prompt nothing is known of."""
+        if prompt is None:
+            return None
+        root = self.root_of(prompt.salt, prompt.adapter)
+        return chain(root, prompt.token_ids, prompt.extra_ids, self.tokens_per_block)
+
+    def ready(self) -> list[Engine]:
+        """Engines that take requests."""
+        return [engine for engine in self.engines.values() if engine.state is EngineState.READY]
+
+    def tokenisers(self) -> list[EngineAdapter]:
+        """Those of them that can be asked for the tokens of a request."""
+        return [engine.adapter for engine in self.ready() if engine.can(Capability.TOKENIZE)]
+
+    def renderers(self) -> list[EngineAdapter]:
+        """Those that tell the tokens of a request that holds images, and where these lie."""
+        return [engine.adapter for engine in self.ready() if engine.can(Capability.RENDER)]
+
+    def candidates(
+        self,
+        chain: Chain | None,
+        prompt: Prompt | None = None,
+        *,
+        adapter: str | None = None,
+        session: Session | None = None,
+        without: Container[str] = (),
+    ) -> list[Candidate]:
+        """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is.
+        With `adapter`, or a prompt that runs with one, those that serve it."""
+        last = self.placer.last_engine(session)
+        adapter = prompt.adapter if prompt is not None else adapter
+        target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
+        now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
+        for engine in self.ready():
+            if engine.id in without or (adapter is not None and adapter not in engine.adapters):
+                continue
+            match = matches.get(engine.id)
+            forecast = engine.adapter.forecast(target) if target is not None else None
+            if forecast is not None and not whole:
+                # Who leases its slots reuses nothing for a prompt that it does not know.
+                match = forecast = None
+            complete = whole and (engine.view is None or engine.view.complete)
+            candidates.append(
+                self.placer.candidate(
+                    now,
+                    engine.id,
+                    match,
+                    forecast=forecast,
+                    complete=complete,
+                    is_last=engine.id == last,
+                )
+            )
+        return candidates
+
+    def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
+        """Where a request goes, of `candidates`; by load alone when its prompt is not known."""
+        return self.placer.place(monotonic(), candidates, chain)
+
+    @contextmanager
+    def lease(
+        self,
+        placement: Placement,
+        chain: Chain | None,
+        *,
+        streams: bool = False,
+        known: bool = True,
+        session: Session | None = None,
+    ) -> Iterator[Lease]:
+        """A request's hold on the engine it was placed on: its load, and its blocks as pending. Nothing is
+        learned from one whose tokens are not all `known`."""
+        engine, placer = self.engines[placement.engine], self.placer
+        now = monotonic()
+        ticket = placer.begin(now, placement, chain, streams=streams, known=known, session=session)
+        lease = Lease(engine, placement, placer, ticket, now, engine.removals)
+        try:
+            yield lease
+        finally:
+            computed = lease.placement.uncached_tokens if lease.succeeded else None
+            placer.end(monotonic(), ticket, computed)
+            if lease.succeeded and chain is not None:
+                self.learn(engine, chain.hashes)
+                asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, ticket)
+            else:
+                placer.settled(ticket)
+
+    def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
+        """An engine without healthy events served this chain: it holds it now."""
+        if engine.audit.trust is Trust.APPROXIMATE and engine.id in self.engines:
+            self.index.store(engine.id, Tier.GPU, hashes)
+            self.index.remove(engine.id, Tier.GPU, engine.learned.learn(hashes))
+
+    def forget(self, engine: Engine, hashes: Sequence[BlockHash]) -> None:
+        """The engine was told to flush these blocks."""
+        engine.learned.forget(hashes)
+        self.index.drop(engine.id, hashes)
+
+    def wipe(self, engine: Engine) -> None:
+        """The engine lost its KV, or we lost sight of it."""
+        engine.learned.clear()
+        engine.below.clear()
+        self.placer.wipe(engine.id)
+
+
+def no_engine_for(adapter: str | None) -> NoEngine:
+    """No engine that could serve a request takes any."""
+    what = "this model" if adapter is None else f"the LoRA adapter {adapter!r}"
+    return NoEngine(f"no engine is ready for {what}; try again shortly")

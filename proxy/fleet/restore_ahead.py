@@ -1,0 +1,206 @@
+"""Brings KV back to the GPU ahead of the turn that will need it.
+
+    answered requests → threads → due? → worth its room? → adapter.operate(RESTORE), one at a time an engine
+
+It takes what nobody needs: an engine that computes a prompt is left alone, a restore ends after its current
+slice when a prompt comes, and no more than a part of an engine's time is spent on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import structlog
+
+from engine_adapter import Capability, EngineError, KvVerb
+from proxy.core.placement.tiering import Below, Thread, Threads, gain, soon
+from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.pool import Pool
+from proxy.prompt import Prompt
+from proxy.request.records import RequestRecord
+from proxy.tasks import Supervisor
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 0.1
+# Of an engine's time; requests that come meanwhile wait for a slice of a restore at most.
+MOST_TIME = 0.25
+# Of a tick, in which nobody else gets a turn. Threads it does not come to are looked at in the next.
+LOOK_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What it takes to bring a thread back."""
+
+    model: str
+    prompt: Prompt
+
+
+class _Choice(NamedTuple):
+    """A thread that an engine could bring back, and what that is worth, see `tiering.gain`."""
+
+    gain: float
+    pool: Pool
+    engine: Engine
+    thread: Thread[Turn]
+
+
+class RestoreAhead:
+    """Watches requests, and restores what is due.
+
+    Args:
+        fleet: the engines.
+        tasks: runs the restores.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, fleet: Fleet, tasks: Supervisor, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fleet = fleet
+        self._tasks = tasks
+        self._clock = clock
+        self._threads = Threads[Turn]()
+        self._not_before: dict[str, float] = {}  # engine → when it may restore again
+        self._restoring: set[str] = set()
+
+    def observe(self, record: RequestRecord) -> None:
+        """A request is over."""
+        prompt, placement = record.prompt, record.placement
+        if prompt is None or placement is None or record.error is not None or not prompt.whole:
+            return
+        engine = self._fleet.engines.get(placement.engine)
+        pool = self._fleet.pool_of(engine) if engine is not None else None
+        if engine is None or pool is None or not _is_able(engine):
+            return
+        chain = pool.chain(prompt)
+        hashes = chain.hashes if chain is not None else ()
+        now = self._clock()
+        started = now - (record.duration_s or 0.0)
+        before = self._threads.turn(started, now, hashes, len(prompt.token_ids), Turn(pool.model, prompt))
+        if before is not None and before.restored_on is not None:
+            is_used = (
+                before.restored_on == engine.id
+                and placement.gpu_tokens > before.on_gpu * pool.tokens_per_block
+            )
+            self._count(before, used=is_used)
+
+    async def run(self) -> None:
+        """Restores what is due, for as long as it is not cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def tick(self) -> None:
+        """Starts what is worth it now, at most one restore an engine."""
+        now = self._clock()
+        for thread in self._threads.lapsed(now):
+            if thread.restored_on is not None:
+                self._count(thread, used=False)
+        best: dict[str, _Choice] = {}
+        for thread in self._threads.due(now):
+            choice = self._look_at(thread, now)
+            if choice is not None:
+                rival = best.get(choice.engine.id)
+                if choice.gain > (rival.gain if rival is not None else 0.0):
+                    best[choice.engine.id] = choice
+            if self._clock() - now >= LOOK_S:
+                break
+        for engine_id, choice in best.items():
+            choice.thread.restored_on = engine_id
+            self._restoring.add(engine_id)
+            self._tasks.start(f"restore ahead on {engine_id}", self._restore(choice))
+
+    def _look_at(self, thread: Thread[Turn], now: float) -> _Choice | None:
+        """The engine that holds most of a thread, and what it is worth to bring it back there; None where
+        none of it lies below the GPU, or the engine has better to do."""
+        pool = self._fleet.pools.get(thread.prompt.model)
+        if pool is None:
+            return None
+        matches = pool.index.match(thread.hashes)
+        best = max(matches, key=lambda engine: (matches[engine].blocks, matches[engine].lead), default=None)
+        if best is None:
+            return None
+        engine, match = self._fleet.engines[best], matches[best]
+        thread.on_gpu = match.lead
+        blocks = match.host + match.disk
+        may_restore = best not in self._restoring and now >= self._not_before.get(best, now)
+        if not blocks or not may_restore or not _is_able(engine) or not _is_quiet(engine, now):
+            return None
+        below = Below(thread, blocks, self._threads.closes(thread))
+        return _Choice(_gain(pool, engine, below, now), pool, engine, thread)
+
+    async def _restore(self, choice: _Choice) -> None:
+        engine, thread = choice.engine, choice.thread
+        started, done = self._clock(), 0
+        try:
+            steps = engine.adapter.operate(KvVerb.RESTORE, thread.prompt.prompt.kv)
+            async for step in steps:
+                done = step.done
+                if not _is_quiet(engine, self._clock()):
+                    break
+            if isinstance(steps, AsyncGenerator):
+                await steps.aclose()
+        except EngineError as error:
+            log.info("restoring ahead failed", engine=engine.id, error=str(error))
+        finally:
+            now = self._clock()
+            self._restoring.discard(engine.id)
+            self._not_before[engine.id] = now + (now - started) * (1 / MOST_TIME - 1)
+        engine.ahead.restores += 1
+        engine.ahead.blocks += done
+        _note(choice, done, now)
+
+    def _count(self, thread: Thread[Turn], *, used: bool) -> None:
+        engine = self._fleet.engines.get(thread.restored_on or "")
+        if engine is not None:
+            engine.ahead.used += used
+            engine.ahead.wasted += not used
+        thread.restored_on = None
+
+
+def _is_able(engine: Engine) -> bool:
+    """Whether it has a tier of blocks below its GPU that can be restored from. A slot of a llama-server is no
+    such thing: what is brought back takes a whole conversation's place."""
+    info = engine.info
+    return (
+        engine.state is EngineState.READY
+        and engine.can(Capability.RESTORE)
+        and bool(info and info.host_blocks)
+    )
+
+
+def _is_quiet(engine: Engine, now: float) -> bool:
+    """Whether nobody waits for a first token there."""
+    load = engine.ledger.view(now)
+    return load.in_flight == load.decoding
+
+
+def _gain(pool: Pool, engine: Engine, below: Below[Turn], now: float) -> float:
+    """What it is worth to the engine to bring a thread back, see `tiering.gain`."""
+    seat, returns = pool.placer.seats[engine.id], pool.placer.demand.returns
+    on_gpu = seat.on_gpu if seat.on_gpu is not None else seat.residents
+    gpu, _, _, pending = pool.index.counts(engine.id)
+
+    def lost(blocks: int, within_s: float) -> float:
+        return on_gpu.lost(now, blocks, lambda idle_s: soon(returns, idle_s, within_s))
+
+    return gain(below, now, max((seat.gpu_blocks or 0) - gpu - pending, 0), lost, returns)
+
+
+def _note(choice: _Choice, done: int, now: float) -> None:
+    """So many of the engine's blocks of the thread were brought back to its GPU."""
+    pool, thread, info = choice.pool, choice.thread, choice.engine.info
+    seat = pool.placer.seats.get(choice.engine.id)
+    if seat is None or info is None:
+        return
+    seat.residents.use(now, thread.hashes, 0)
+    if seat.on_gpu is not None:
+        blocks = done * (info.tokens_per_block or pool.tokens_per_block) // pool.tokens_per_block
+        seat.on_gpu.use(now, thread.hashes[: thread.on_gpu + blocks], blocks)

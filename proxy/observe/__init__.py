@@ -1,0 +1,6 @@
+"""What people see of a running kvpin.
+
+banner.py  the text at start          logs.py      structured logs
+metrics.py Prometheus metrics         recorder.py  traffic recordings for `kvpin replay`
+reasons.py why a request missed
+"""

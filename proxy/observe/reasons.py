@@ -1,0 +1,218 @@
+"""Why a request was placed where it was: in a word for metrics, and in a sentence for people.
+
+reason_of   which of few cases it was
+why         what made the difference, with figures
+tie_of      what decided where costs did not
+
+All of it follows from the placement itself: a past decision is explained by what was known then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from proxy.core.placement.decision import TIE_S, Cost, Placement
+
+
+class Reason(StrEnum):
+    """What sent a request to its engine."""
+
+    HELD = "held"  # it has the most of the prompt
+    GATHERED = "gathered"  # it will have, once requests in flight are through
+    RELEASED = "released"  # another has more of it, and costs more
+    SPREAD = "spread"  # nobody has any of it
+    ONLY = "only"  # no other could take it
+    BALANCED = "balanced"  # the prompt is not known here: by requests in flight alone
+
+
+def reason_of(placement: Placement) -> Reason:
+    """Which case a placement is."""
+    if placement.rule == "least loaded":
+        return Reason.BALANCED
+    chosen, others = placement.chosen, _others(placement)
+    if not others:
+        return Reason.ONLY
+    elsewhere = max(cost.cached_tokens for cost in others)
+    if elsewhere > chosen.cached_tokens:
+        return Reason.RELEASED
+    if not chosen.cached_tokens:
+        return Reason.SPREAD
+    there_now = chosen.cached_tokens - chosen.pending_tokens
+    is_ahead_by_it = there_now <= elsewhere < chosen.cached_tokens
+    return Reason.GATHERED if is_ahead_by_it or there_now < chosen.pending_tokens else Reason.HELD
+
+
+def first_token_s(cost: Cost) -> float:
+    """Seconds the request itself would wait for its first token."""
+    return cost.queue_s + cost.room_s + cost.restore_s + cost.prefill_s + cost.interference_s
+
+
+def utilisation_of(placement: Placement) -> float:
+    """The share of their time that engines compute prompts, as the placement counted with it."""
+    return 1 - 1 / placement.strain
+
+
+def tie_of(placement: Placement) -> str | None:
+    """What the engine was chosen for among those that cost the same; None where costs decided."""
+    chosen, equals = placement.chosen, _equals(placement)
+    if not equals:
+        return None
+    equals = [cost for cost in equals if cost.is_last == chosen.is_last]
+    if not equals:
+        return "served this session before"
+    free = chosen.free_blocks or 0
+    if all(free > (cost.free_blocks or 0) for cost in equals):
+        return f"has the most free cache ({free:,} blocks)"
+    return "was chosen longest ago" if chosen.turn else "was not chosen before"
+
+
+def why(placement: Placement, *, unknown: str = "the prompt is not known here") -> str:
+    """What made the difference, in one sentence. `unknown` says why nothing is known of a prompt."""
+    name, chosen, total = placement.engine, placement.chosen, placement.n_tokens
+    reason = reason_of(placement)
+    if reason is Reason.BALANCED:
+        fewest = f"{name} has the fewest requests in flight ({chosen.in_flight})"
+        return f"{unknown}: {fewest}{_tie(placement)}"
+    if reason is Reason.ONLY:
+        return f"{name} is the only engine that can take it, and holds {_held(chosen, total)}"
+    if reason is Reason.RELEASED:
+        return _of_a_release(placement)
+    said, subject = f"{name} holds {_held(chosen, total)}", "it"
+    if reason is Reason.GATHERED:
+        said = f"{name} is computing {chosen.pending_tokens:,} of {total:,} tokens for requests in flight"
+    elif reason is Reason.SPREAD:
+        said, subject = "no engine holds any of it", name
+    if _equals(placement):
+        return said + _tie(placement)
+    others = _others(placement)
+    sooner = min(others, key=first_token_s)
+    if first_token_s(sooner) + TIE_S < first_token_s(chosen):
+        return f"{said}; {_of_the_sooner(sooner, placement)}"
+    rival = min(others, key=lambda cost: cost.total_s)
+    obstacle = _obstacle(rival, placement, f"on {rival.engine}")
+    return f"{said}; {subject} {_takes(chosen, total)}, but {obstacle}"
+
+
+def _of_a_release(placement: Placement) -> str:
+    """Another engine has more of the prompt."""
+    chosen, total = placement.chosen, placement.n_tokens
+    holder = max(_others(placement), key=lambda cost: (cost.cached_tokens, -cost.total_s))
+    said = f"{holder.engine} holds {_held(holder, total)}"
+    if holder in _equals(placement):
+        return f"{said}, which saves less than a millisecond{_tie(placement)}"
+    obstacle = _obstacle(holder, placement, "there")
+    return f"{said}, but {obstacle}; {chosen.engine} {_takes(chosen, total)}"
+
+
+def _of_the_sooner(sooner: Cost, placement: Placement) -> str:
+    """An engine that would answer sooner, at a cost to others."""
+    chosen = placement.chosen
+    times = f"{_s(first_token_s(sooner))} against {_s(first_token_s(chosen))}"
+    said = f"{sooner.engine} would answer sooner, in {times}, but would"
+    price_s, dearest = max(
+        (sooner.congestion_s - chosen.congestion_s, "congestion"),
+        (_regret_s(sooner) - _regret_s(chosen), "regret"),
+        (sooner.later_s - chosen.later_s, "later"),
+    )
+    if dearest == "regret":
+        return f"{said} evict what is worth {_s(_regret_s(sooner))}"
+    if dearest == "later":
+        return f"{said} make the next turns wait {_s(price_s)} longer, as it is busier"
+    busy = f"at {utilisation_of(placement):.0%} utilisation"
+    return f"{said} hold up what comes after by {_s(sooner.congestion_s)}, {busy}"
+
+
+def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
+    """The term by which the rival is dearer than the chosen engine, most of all."""
+    chosen, strain = placement.chosen, placement.strain
+    computed = f"{placement.n_tokens - rival.cached_tokens:,} tokens"
+    terms = (
+        (rival.queue_s - chosen.queue_s, f"{_s(rival.queue_s)} of prefill wait {place}"),
+        (
+            rival.room_s - chosen.room_s,
+            f"the streams {place} leave no room for it for {_s(rival.room_s)}",
+        ),
+        (
+            (rival.restore_s - chosen.restore_s) * strain,
+            f"bringing back {_brought(rival)} {place} takes {_s(rival.restore_s)}",
+        ),
+        (
+            (rival.prefill_s - chosen.prefill_s) * strain,
+            f"computing {computed} {place} takes {_s(rival.prefill_s)}",
+        ),
+        (
+            rival.interference_s - chosen.interference_s,
+            f"the streams {place} slow the prompt by {_s(rival.interference_s)}",
+        ),
+        (
+            rival.later_s - chosen.later_s,
+            f"the next turns would wait {_s(rival.later_s)} {place}",
+        ),
+        (
+            _regret_s(rival) - _regret_s(chosen),
+            f"making room {place} evicts what is worth {_s(_regret_s(rival))}",
+        ),
+    )
+    return max(terms)[1]
+
+
+def _regret_s(cost: Cost) -> float:
+    """What it evicts; nothing that is known where that was not looked at."""
+    return cost.regret_s or 0.0
+
+
+def _takes(cost: Cost, total: int) -> str:
+    """What an engine has to do before the first token."""
+    steps = []
+    if cost.queue_s > TIE_S:
+        steps.append(f"is free in {_s(cost.queue_s)}")
+    if cost.room_s > TIE_S:
+        steps.append(f"has room {_s(cost.room_s)} after")
+    if cost.restore_s > TIE_S:
+        steps.append(f"brings back {_brought(cost)} in {_s(cost.restore_s)}")
+    steps.append(f"computes {total - cost.cached_tokens:,} tokens in {_s(cost.prefill_s)}")
+    return _listed(steps)
+
+
+def _tie(placement: Placement) -> str:
+    """What decided among equals, as the end of a sentence; nothing where costs did."""
+    tie = tie_of(placement)
+    if tie is None:
+        return ""
+    return f"; of {len(_equals(placement)) + 1} equals, {placement.engine} {tie}"
+
+
+def _equals(placement: Placement) -> list[Cost]:
+    """The other engines that cost the same."""
+    chosen, others = placement.chosen, _others(placement)
+    if placement.rule == "least loaded":
+        return [cost for cost in others if cost.in_flight == chosen.in_flight]
+    looked_at = [cost for cost in others if cost.regret_s is not None]
+    least = min(cost.total_s for cost in (chosen, *looked_at))
+    return [cost for cost in looked_at if cost.total_s <= least + TIE_S]
+
+
+def _others(placement: Placement) -> list[Cost]:
+    return [cost for cost in placement.costs if cost.engine != placement.engine]
+
+
+def _held(cost: Cost, total: int) -> str:
+    return f"{cost.cached_tokens:,} of {total:,} tokens"
+
+
+def _brought(cost: Cost) -> str:
+    tokens = cost.host_tokens + cost.disk_tokens
+    return f"{tokens:,} tokens" if tokens else "its KV"
+
+
+def _listed(steps: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join((", ".join(steps[:-1]), steps[-1])) if len(steps) > 1 else steps[0]
+
+
+def _s(seconds: float) -> str:
+    """A time as people say it."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"  # noqa: PLR2004 - rounding

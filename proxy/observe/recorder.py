@@ -1,0 +1,244 @@
+"""kvpin's own traffic as a trace that `kvpin replay` reads: when requests came, how long they were, and which
+blocks they share. No text, no token ids.
+
+A block's id is a keyed hash of its tokens and of all before them, under the model, the adapter and the
+tenant's salt. The key is drawn when a recording begins and kept nowhere: who has the file can count what
+requests share, and cannot try out whether one held a text that they guess.
+
+    request is over → waits in memory → twice a second, off the event loop: hashed, written
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from hashlib import blake2b
+from io import FileIO
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from proxy.prompt import Prompt
+from proxy.replay.trace import Line
+from proxy.request.records import RequestRecord
+from proxy.request.session import Session
+from proxy.settings import SettingsError
+
+log = structlog.get_logger(__name__)
+
+# Mooncake's 512 would hide what chats of a thousand tokens share; a pool's own 16 would make lines as long as
+# the prompts. Here 20 digits stand for 64 tokens.
+BLOCK_TOKENS = 64
+_BLOCK_BYTES = 4 * BLOCK_TOKENS
+# A process that is killed loses what came since the last write.
+WRITE_S = 0.5
+# Prompts that wait to be written, in tokens: a disk that hangs must not fill the memory.
+MAX_WAITING_TOKENS = 8_000_000
+_ID_BYTES = 8
+_TEXT = bytes(8 * BLOCK_TOKENS)  # extra ids of a block without any
+_Waiting = tuple[float, RequestRecord, Prompt]
+
+
+class RecordedLine(Line, kw_only=True):
+    """A request of a recording, with what replay passes over.
+
+    Attributes:
+        engine: who answered, or was to.
+        counted: `output_length` is the number of events of the stream, for want of the engine's own word.
+        cached_tokens: prompt tokens the engine reused, as it said.
+        ttft_ms: from placement to the first byte, of streams.
+    """
+
+    engine: str | None = None
+    counted: bool = False
+    cached_tokens: int | None = None
+    ttft_ms: float | None = None
+
+
+class Hasher:
+    """What stands in a recording for prompts and sessions, under a key of its own."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(blake2b.MAX_KEY_SIZE)
+
+    def block_ids(self, model: str | None, prompt: Prompt) -> list[int]:
+        """One 64-bit id for each full block of the prompt, which covers all before it and the namespace."""
+        hashed = self._keyed(msgspec.msgpack.encode(("blocks", model, prompt.adapter, prompt.salt)))
+        tokens, extra_ids, ids = prompt.token_ids.tobytes(), prompt.extra_ids, []
+        extras = extra_ids.tobytes() if extra_ids is not None else None
+        for at in range(0, len(tokens) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+            block = tokens[at : at + _BLOCK_BYTES]
+            extra = extras[2 * at : 2 * (at + _BLOCK_BYTES)] if extras is not None else _TEXT
+            hashed.update(b"t" + block if extra == _TEXT else b"x" + block + extra)
+            ids.append(int.from_bytes(hashed.digest(), "little"))
+        return ids
+
+    def session_id(self, session: Session) -> str:
+        """The conversation, told apart from equal names of other tenants."""
+        return self._keyed(msgspec.msgpack.encode(("session", *session))).hexdigest()
+
+    def _keyed(self, data: bytes) -> blake2b:
+        return blake2b(data, digest_size=_ID_BYTES, key=self._key)
+
+
+class Recorder:
+    """Writes finished requests to a file of its own, until that is full, fails, or is closed.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Begins a recording in a new file, which takes `max_bytes` at most: `path`, or `traffic-1.jsonl`
+        where `traffic.jsonl` holds an earlier one.
+
+        Raises:
+            SettingsError: no file can be written there.
+        """
+        self.path, self._file = _open_new(path)
+        self._max_bytes = max_bytes
+        self._began = time.monotonic()
+        self._hasher = Hasher()
+        self._is_open = True
+        self._waiting: list[_Waiting] = []
+        self._waiting_tokens = self._unknown = 0
+        self._lock = threading.Lock()  # of what threads have: the file, its size, and its lines
+        self._size = self._recorded = 0
+
+    def observe(self, record: RequestRecord) -> None:
+        """A request is over. It is recorded when all of its prompt is known."""
+        if not self._is_open:
+            return
+        prompt = record.prompt
+        if prompt is None or not prompt.whole or not prompt.token_ids:
+            self._unknown += 1
+            return
+        arrived = time.monotonic() - (record.duration_s or 0.0) - self._began
+        self._waiting.append((max(arrived, 0.0), record, prompt))
+        self._waiting_tokens += len(prompt.token_ids)
+        if self._waiting_tokens > MAX_WAITING_TOKENS:
+            self._give_up("the disk does not keep up")
+
+    async def run(self) -> None:
+        """Writes what came, until the recording is over."""
+        log.info("traffic is recorded, as hashes", file=str(self.path))
+        while self._is_open:
+            await asyncio.sleep(WRITE_S)
+            await self.write()
+
+    async def write(self) -> None:
+        """Writes what came so far."""
+        waiting, self._waiting = self._waiting, []
+        problem = await asyncio.to_thread(self._write, waiting)
+        self._waiting_tokens -= sum(len(prompt.token_ids) for _, _, prompt in waiting)
+        if problem is not None and self._is_open:
+            self._give_up(problem)
+
+    async def aclose(self) -> None:
+        """Writes the rest, and ends the recording."""
+        await self.write()
+        self._is_open = False
+        await asyncio.to_thread(self._close)
+        log.info(
+            "traffic was recorded", file=str(self.path), requests=self._recorded, not_known_here=self._unknown
+        )
+
+    def _give_up(self, problem: str) -> None:
+        self._is_open = False
+        self._waiting.clear()
+        log.warning("the recording of traffic ends", file=str(self.path), why=problem)
+
+    # --- in a thread -------------------------------------------------------------------------------
+
+    def _write(self, waiting: Iterable[_Waiting]) -> str | None:
+        """Writes lines; says why no more can be."""
+        data, lines, problem = bytearray(), 0, None
+        with self._lock:
+            for at, record, prompt in waiting:
+                line = msgspec.json.encode(line_of(self._hasher, at, record, prompt)) + b"\n"
+                if self._size + len(data) + len(line) > self._max_bytes:
+                    problem = f"it has reached record_traffic_bytes, {self._max_bytes}"
+                    break
+                data += line
+                lines += 1
+                time.sleep(0)  # between prompts the event loop has its turn
+            try:
+                _write_all(self._file, data)
+            except OSError as error:
+                with suppress(OSError):
+                    self._file.truncate(self._size)  # no half of a line
+                return f"it cannot be written: {error.strerror}"
+            self._size += len(data)
+            self._recorded += lines
+        return problem
+
+    def _close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Prompt) -> RecordedLine:
+    """The line of a request, which arrived so long after the recording began."""
+    told, session = record.output_tokens, record.session
+    first_byte_s = record.first_byte_s if record.stream else None
+    return RecordedLine(
+        timestamp=round(arrived_s * 1000, 1),
+        input_length=len(prompt.token_ids),
+        output_length=told if told is not None else record.events,
+        hash_ids=hasher.block_ids(record.served_as, prompt),
+        session_id=hasher.session_id(session) if session is not None else None,
+        block_tokens=BLOCK_TOKENS,
+        model=record.served_as,
+        engine=record.placement.engine if record.placement is not None else None,
+        status=record.status,
+        counted=told is None and record.events > 0,
+        cached_tokens=record.reported_tokens,
+        ttft_ms=round(first_byte_s * 1000, 1) if first_byte_s is not None else None,
+    )
+
+
+def _open_new(path: Path) -> tuple[Path, FileIO]:
+    """An empty file that nobody else records to, for this user alone: `path`, or the first of those numbered
+    after it."""
+    attempts = (path.with_stem(f"{path.stem}-{number}") if number else path for number in count())
+    try:
+        return next((attempt, file) for attempt in attempts if (file := _open_empty(attempt)) is not None)
+    except OSError as error:
+        where = error.filename or str(path)
+        raise SettingsError(f"record_traffic: {where!r} cannot be written: {error.strerror}") from error
+
+
+def _open_empty(path: Path) -> FileIO | None:
+    """The file, to append to; None where it holds something, or somebody writes it."""
+    with ExitStack() as on_failure:
+        file = on_failure.enter_context(FileIO(path, "ab", opener=_open_private))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(file.fileno()).st_size:
+                os.fchmod(file.fileno(), 0o600)
+                on_failure.pop_all()
+                return file
+    return None
+
+
+def _open_private(path: str, flags: int) -> int:
+    # Not blocking: whoever would read from a pipe may never come.
+    return os.open(path, flags | os.O_NONBLOCK, 0o600)
+
+
+def _write_all(file: FileIO, data: bytearray) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) or 0 :]

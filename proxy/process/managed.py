@@ -1,0 +1,313 @@
+"""An engine that kvpin starts, watches and restarts: one process, with all its children.
+
+    starting ──healthy──▶ ready ──exit, or no health for long──▶ backing_off ──▶ starting …
+    stop() from anywhere: SIGTERM, a grace, SIGKILL ──▶ stopped
+
+This looks after the process alone. What the engine serves and holds is the monitor's and the adapter's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from asyncio.subprocess import Process
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import httpx
+import structlog
+
+from engine_adapter import EngineSpecError, health_path, managed_advice, managed_command, prepare_managed
+from proxy.process.end_with_parent import ends_with_parent
+from proxy.process.output import log_output
+from proxy.settings import ManagedSettings
+
+log = structlog.get_logger(__name__)
+
+_DRAIN_S = 1.0
+
+
+class ProcessState(StrEnum):
+    """Where a managed engine is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BACKING_OFF = "backing_off"
+    STOPPED = "stopped"
+
+
+_NOT_YET = (ProcessState.STOPPED, ProcessState.STARTING)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """A managed engine's process, as data.
+
+    Attributes:
+        state: where it is in its life.
+        port: the port it has, or will have, on 127.0.0.1.
+        pid: its process id, None when it does not run.
+        restarts: times it was started again.
+        last_exit_code: of the last process that ended, −N for signal N; None before the first.
+    """
+
+    state: ProcessState
+    port: int
+    pid: int | None
+    restarts: int
+    last_exit_code: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The times a managed engine lives by, in seconds.
+
+    Attributes:
+        backoff_s: wait before the first restart, doubled with each further one.
+        max_backoff_s: longest wait.
+        healthy_s: time in `ready` after which the wait starts over.
+        poll_s: from one health check to the next.
+        unhealthy_s: a ready engine without a good check for that long is restarted.
+        grace_s: from SIGTERM to SIGKILL.
+    """
+
+    backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    healthy_s: float = 60.0
+    poll_s: float = 0.5
+    unhealthy_s: float = 30.0
+    grace_s: float = 20.0
+
+
+class ManagedEngine:
+    """Keeps one engine process running for as long as `run` runs.
+
+    Attributes:
+        id: the engine's name in kvpin.
+        port: picked once; the engine comes back on it.
+        spec: what its adapter is made from.
+
+    Raises:
+        EngineSpecError: the settings contradict each other.
+    """
+
+    def __init__(self, settings: ManagedSettings, *, timing: Timing | None = None) -> None:
+        self.id = settings.id
+        self.port = _free_port()
+        self.spec = settings.spec(self.port)
+        self._words = settings.command
+        self._timing = timing if timing is not None else Timing()
+        self._health_url = f"http://127.0.0.1:{self.port}{health_path(settings.kind)}"
+        self._process: Process | None = None
+        self._state = ProcessState.STOPPED
+        self._starts = 0
+        self._last_exit_code: int | None = None
+        self._ready_since: float | None = None
+        self._stopping = asyncio.Event()
+
+    @property
+    def status(self) -> ProcessStatus:
+        """How it is now."""
+        pid = self._process.pid if self._process is not None else None
+        return ProcessStatus(self._state, self.port, pid, max(self._starts - 1, 0), self._last_exit_code)
+
+    @property
+    def starting(self) -> bool:
+        """Whether it is in its first start: not healthy yet, and nothing is wrong."""
+        return self._starts <= 1 and not self._stopping.is_set() and self._state in _NOT_YET
+
+    def describe(self) -> dict[str, str | int | None]:
+        """`status` as plain values."""
+        return asdict(self.status)
+
+    def command(self) -> list[str]:
+        """The command line it is started with."""
+        return managed_command(self.spec.kind, self._words, port=self.port, spec=self.spec)
+
+    async def run(self) -> None:
+        """Starts the engine, and again whenever it ends, until `stop`. Cancelling it ends the engine too."""
+        for sentence in managed_advice(self.spec.kind, self._words):
+            log.warning("managed engine: its command works against reuse", engine=self.id, advice=sentence)
+        backoff_s = self._timing.backoff_s
+        try:
+            while True:
+                await self._run_once()
+                if self._stopping.is_set():
+                    return
+                if self._ready_for_s() >= self._timing.healthy_s:
+                    backoff_s = self._timing.backoff_s
+                self._state = ProcessState.BACKING_OFF
+                log.warning(
+                    "managed engine ended",
+                    engine=self.id,
+                    exit_code=self._last_exit_code,
+                    restart_in_s=backoff_s,
+                )
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(backoff_s):
+                        await self._stopping.wait()
+                    return
+                backoff_s = min(2 * backoff_s, self._timing.max_backoff_s)
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Ends the process and its children for good: SIGTERM, then SIGKILL. Again is fine."""
+        self._stopping.set()
+        self._state = ProcessState.STOPPED
+        process = self._process
+        if process is None:
+            return
+        try:
+            await self._end(process)
+        finally:
+            _signal_group(process.pid, signal.SIGKILL)
+        self._note_end(process)
+
+    async def _run_once(self) -> None:
+        """One life of the process, from its start to its end."""
+        self._state = ProcessState.STARTING
+        self._ready_since = None
+        self._starts += 1
+        with _pipe() as output, _pipe() as keep_alive:
+            try:
+                prepare_managed(self.spec, self._words)
+                process = await asyncio.create_subprocess_exec(
+                    *ends_with_parent(self.command()),
+                    # Ends with kvpin too, for engines that watch it and on systems without that signal.
+                    stdin=keep_alive.reading,
+                    stdout=output.writing,
+                    stderr=output.writing,
+                    env=_environment(),
+                    start_new_session=True,
+                )
+            except (OSError, EngineSpecError) as error:
+                self._last_exit_code = None
+                log.error("managed engine cannot be started", engine=self.id, error=str(error))  # noqa: TRY400
+                return
+            self._process = process
+            if self._stopping.is_set():  # stopped while it was being started
+                _signal_group(process.pid, signal.SIGKILL)
+            output.close_writing()
+            keep_alive.close_reading()
+            log.info("managed engine started", engine=self.id, port=self.port, pid=process.pid)
+            await self._attend(process, output.take_reading())
+
+    async def _attend(self, process: Process, output: int) -> None:
+        """Logs what the process says and watches its health until it ends."""
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(log_output(output, engine=self.id))
+            health = tasks.create_task(self._watch_health(process))
+            await process.wait()
+            health.cancel()
+            # Its children are of no use without it, and would keep the port and the memory.
+            _signal_group(process.pid, signal.SIGKILL)
+            self._note_end(process)
+            await asyncio.wait([reader], timeout=_DRAIN_S)
+            reader.cancel()
+
+    async def _watch_health(self, process: Process) -> None:
+        """Marks the engine ready, and ends it when it stays unhealthy after that."""
+        last_good = time.monotonic()
+        timeout = httpx.Timeout(max(self._timing.poll_s, 1.0))
+        async with httpx.AsyncClient(trust_env=False, timeout=timeout) as client:
+            while True:
+                if await self._is_healthy(client):
+                    last_good = time.monotonic()
+                    if self._state is ProcessState.STARTING:
+                        self._state, self._ready_since = ProcessState.READY, last_good
+                        log.info("managed engine is healthy", engine=self.id, port=self.port)
+                elif (
+                    self._state is ProcessState.READY
+                    and time.monotonic() - last_good > self._timing.unhealthy_s
+                ):
+                    log.warning("managed engine stays unhealthy: restarting it", engine=self.id)
+                    await self._end(process)
+                    return
+                await asyncio.sleep(self._timing.poll_s)
+
+    async def _is_healthy(self, client: httpx.AsyncClient) -> bool:
+        try:
+            return (await client.get(self._health_url)).is_success
+        except httpx.HTTPError:
+            return False
+
+    async def _end(self, process: Process) -> None:
+        """SIGTERM, and after the grace SIGKILL, to the process and all its children."""
+        if process.returncode is not None:
+            return
+        _signal_group(process.pid, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self._timing.grace_s):
+                await process.wait()
+        except TimeoutError:
+            log.warning("managed engine does not end: killing it", engine=self.id)
+            _signal_group(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    def _note_end(self, process: Process) -> None:
+        if self._process is process:
+            self._process = None
+            self._last_exit_code = process.returncode
+
+    def _ready_for_s(self) -> float:
+        return time.monotonic() - self._ready_since if self._ready_since is not None else 0.0
+
+
+class _Pipe:
+    """A pipe whose ends are closed at the latest with the block that made it."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+        self._open = {self.reading, self.writing}
+
+    def close_reading(self) -> None:
+        self._close(self.reading)
+
+    def close_writing(self) -> None:
+        self._close(self.writing)
+
+    def take_reading(self) -> int:
+        """The reading end, which the caller closes from now on."""
+        self._open.discard(self.reading)
+        return self.reading
+
+    def close(self) -> None:
+        for end in tuple(self._open):
+            self._close(end)
+
+    def _close(self, end: int) -> None:
+        self._open.discard(end)
+        os.close(end)
+
+
+@contextmanager
+def _pipe() -> Iterator[_Pipe]:
+    pipe = _Pipe()
+    try:
+        yield pipe
+    finally:
+        pipe.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _environment() -> dict[str, str]:
+    """Ours less kvpin's own settings, some of which are secret."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith("KVPIN_")}
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    """Signals a process and its children; those that are gone already are fine."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

@@ -1,0 +1,154 @@
+"""The last requests, for `GET /admin/v1/requests`: what was predicted, what came, and why a cache missed.
+
+Token ids are kept, text is not. Memory is bounded by a number of records and a number of tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine_adapter import JsonBody, common_prefix
+from proxy.core.placement.decision import Placement
+from proxy.prompt import Prompt
+from proxy.request.calls import Call
+from proxy.request.session import Session, session_of
+
+MAX_TOKENS = 8_000_000
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, filled in as it goes on. Times in seconds; `started` in Unix time.
+
+    Attributes:
+        model: as its client named it.
+        session: the conversation it says it is of.
+        served_as: the model of the engines that were to serve it.
+        tokens_agree: whether its engine made the same tokens of the prompt, None where it did not tell.
+        output_tokens: of the answer, None where the engine did not tell.
+        events: of the answer's stream, as far as the client got it.
+    """
+
+    request_id: str
+    started: float
+    route: str
+    model: str | None
+    tenant: str | None
+    stream: bool
+    prompt_cache_key: str | None = None
+    session: Session | None = None
+    served_as: str | None = None
+    prompt: Prompt | None = field(default=None, repr=False)
+    placement: Placement | None = None
+    attempts: list[str] = field(default_factory=list)
+    status: int | None = None
+    reported_tokens: int | None = None
+    output_tokens: int | None = None
+    events: int = 0
+    tokens_agree: bool | None = None
+    first_byte_s: float | None = None
+    duration_s: float | None = None
+    error: str | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, call: Call) -> RequestRecord:
+        """The record of a request that came in now."""
+        key = call.body.hint("prompt_cache_key") if isinstance(call.body, JsonBody) else None
+        return cls(
+            request_id=call.request_id,
+            started=time.time(),
+            route=call.route,
+            model=call.model,
+            tenant=call.tenant,
+            stream=call.streams,
+            prompt_cache_key=key if isinstance(key, str) else None,
+            session=session_of(call.tenant, call.headers, call.body),
+        )
+
+    @property
+    def n_tokens(self) -> int | None:
+        """Prompt tokens, None where they are not known."""
+        return len(self.prompt.token_ids) if self.prompt is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a prompt leaves the earlier one it shares most with.
+
+    Attributes:
+        request_id: of the earlier request.
+        common_tokens: leading tokens both have.
+        token_ids: of this request, from the first that differs.
+        other_token_ids: of the earlier one, likewise.
+    """
+
+    request_id: str
+    common_tokens: int
+    token_ids: tuple[int, ...]
+    other_token_ids: tuple[int, ...]
+
+
+class RequestLog:
+    """The last requests, newest last."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._tokens = 0
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self._records.values())
+
+    def add(self, record: RequestRecord) -> None:
+        """Notes a finished request; the oldest leave when there is no room."""
+        old = self._records.pop(record.request_id, None)
+        self._tokens += (record.n_tokens or 0) - ((old and old.n_tokens) or 0)
+        self._records[record.request_id] = record
+        while len(self._records) > self._capacity or (self._tokens > MAX_TOKENS and len(self._records) > 1):
+            _, dropped = self._records.popitem(last=False)
+            self._tokens -= dropped.n_tokens or 0
+
+    def get(self, request_id: str) -> RequestRecord | None:
+        """The record of that id."""
+        return self._records.get(request_id)
+
+    def last_prompt(self, prompt_cache_key: str, tenant: str | None) -> tuple[str | None, Prompt] | None:
+        """Model and prompt of the newest request with that `prompt_cache_key`."""
+        for record in reversed(self._records.values()):
+            if record.prompt_cache_key == prompt_cache_key and record.prompt and record.tenant == tenant:
+                return record.model, record.prompt
+        return None
+
+    def divergence(self, record: RequestRecord, *, context: int = 16) -> Divergence | None:
+        """Where the prompt leaves the earlier one it shares most with; None when none was earlier."""
+        if record.prompt is None:
+            return None
+        best: Divergence | None = None
+        for other in self._records.values():
+            if other is record or other.started >= record.started:
+                continue
+            if other.prompt is None or (other.model, other.prompt.salt) != (record.model, record.prompt.salt):
+                continue
+            common = _common_tokens(record.prompt, other.prompt)
+            if best is None or common >= best.common_tokens:
+                best = Divergence(
+                    other.request_id,
+                    common,
+                    tuple(record.prompt.token_ids[common : common + context]),
+                    tuple(other.prompt.token_ids[common : common + context]),
+                )
+        return best
+
+
+def _common_tokens(one: Prompt, other: Prompt) -> int:
+    """Leading tokens that mean the same in both."""
+    common = common_prefix(one.token_ids, other.token_ids)
+    if one.extra_ids is None and other.extra_ids is None:
+        return common
+    text = array("Q", bytes(8 * common))
+    return common_prefix((one.extra_ids or text)[:common], (other.extra_ids or text)[:common])

@@ -1,0 +1,260 @@
+"""What stands beside a block's tokens. Each way in which it is easily misread has a test of its own name."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.events.keys import (
+    BlockKeys,
+    MalformedEvents,
+    narrow_tokens,
+    read_named_keys,
+    read_sglang_keys,
+    read_vllm_keys,
+)
+from engine_adapter.events.wire import decode_batch
+from engine_adapter.prompt.extra_ids import extra_id
+from engine_adapter.prompt.media import media_extra_id
+from engine_adapter.types import BlocksStored, Tier, extra_array, token_array
+
+SIZE = 4
+DIGEST = bytes(range(32))
+
+
+def run(*per_block, parent=None, **fields):
+    """Fields of blocks of 4 tokens, with these keys."""
+    n = max(len(per_block), 1)
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(range(1, n + 1)),
+        "parent_block_hash": parent,
+        "token_ids": list(range(SIZE * n)),
+        "block_size": SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": list(per_block) or None,
+        **fields,
+    }
+
+
+def ids(n_tokens, **marks):
+    """Extra ids of so many tokens: `t5=…` is that of token 5."""
+    values = [0] * n_tokens
+    for at, value in marks.items():
+        values[int(at[1:])] = value
+    return extra_array(values)
+
+
+def embeds(digest=DIGEST):
+    return extra_id("prompt_embeds_rows", digest)
+
+
+class TestVllm:
+    def test_text_has_none(self):
+        assert read_vllm_keys(run(None, None)) == BlockKeys()
+        assert read_vllm_keys(run()) == BlockKeys()
+
+    def test_the_salt_stands_in_the_first_block_only(self):
+        assert read_vllm_keys(run(["tenant-Ü"], None)) == BlockKeys(salt="tenant-Ü")
+
+    @pytest.mark.parametrize(
+        "fields",
+        [run(None, ["salt"]), run(["salt"], parent=7), run(["salt"], ["salt"]), run([""])],
+        ids=["second block", "after a parent", "twice", "empty"],
+    )
+    def test_a_string_elsewhere_is_nothing_known(self, fields):
+        with pytest.raises(MalformedEvents):
+            read_vllm_keys(fields)
+
+    def test_the_lora_name_is_no_hash_of_an_image(self):
+        keys = read_vllm_keys(run(["ada"], ["ada"], lora_name="ada", lora_id=1))
+        assert keys == BlockKeys(adapter="ada")
+
+    def test_a_lora_run_that_follows_a_parent(self):
+        assert read_vllm_keys(run(["ada"], parent=7, lora_name="ada")) == BlockKeys(adapter="ada")
+
+    def test_the_same_string_as_adapter_and_as_salt(self):
+        adapter = read_vllm_keys(run(["x"], ["x"], lora_name="x"))
+        salt = read_vllm_keys(run(["x"], None))
+        both = read_vllm_keys(run(["x", "x"], ["x"], lora_name="x"))
+        assert (adapter, salt, both) == (
+            BlockKeys(adapter="x"),
+            BlockKeys(salt="x"),
+            BlockKeys(salt="x", adapter="x"),
+        )
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            run(["eve"], lora_name="ada"),
+            run(["salt", "ada"], lora_name="ada"),
+            run([["cat", 0], "ada"], parent=7, lora_name="ada"),
+            run(None, lora_id=1),
+            run(None, lora_name=5),
+        ],
+        ids=["another name", "not first", "after an image", "a number without a name", "no string"],
+    )
+    def test_an_adapter_that_is_not_where_it_should_be(self, fields):
+        with pytest.raises(MalformedEvents):
+            read_vllm_keys(fields)
+
+    def test_an_image_marks_the_token_it_begins_at(self):
+        keys = read_vllm_keys(run(None, [["cat", 2]], [["cat", -2]], None))
+        assert keys == BlockKeys(ids(16, t6=media_extra_id("cat")))
+
+    def test_an_image_that_began_before_the_run_adds_nothing(self):
+        assert read_vllm_keys(run([["cat", -3]], None, parent=7)) == BlockKeys()
+
+    def test_two_images_in_a_block(self):
+        keys = read_vllm_keys(run([["cat", -9], ["dog", 3]], [["dog", -1]], parent=7))
+        assert keys == BlockKeys(ids(8, t3=media_extra_id("dog")))
+
+    def test_a_uuid_is_an_identity_like_a_hash(self):
+        keys = read_vllm_keys(run([["my-uuid-1", 0]], parent=7))
+        assert keys == BlockKeys(ids(4, t0=media_extra_id("my-uuid-1")))
+
+    def test_an_image_whose_identity_is_also_the_salt(self):
+        keys = read_vllm_keys(run([["x", 1], "x"]))
+        assert keys == BlockKeys(ids(4, t1=media_extra_id("x")), salt="x")
+
+    def test_prompt_embeddings_mark_the_first_token_of_each_block(self):
+        keys = read_vllm_keys(run([DIGEST], [b"other"]))
+        assert keys == BlockKeys(ids(8, t0=embeds(), t4=embeds(b"other")))
+
+    def test_all_of_them_at_once(self):
+        first = ["ada", ["cat", 1], "salt", DIGEST]
+        keys = read_vllm_keys(run(first, ["ada", ["cat", -3], ["dog", 0], DIGEST], lora_name="ada"))
+        both = (media_extra_id("dog") + embeds()) % 2**64
+        marks = ids(8, t0=embeds(), t1=media_extra_id("cat"), t4=both)
+        assert keys == BlockKeys(marks, "salt", "ada")
+
+    @pytest.mark.parametrize(
+        "key",
+        [["cat", 4], ["cat"], ["cat", 1, 2], ["cat", "1"], [5, 1], 5, None, {"a": 1}, True, ["cat", 1.0]],
+    )
+    def test_a_key_of_an_unknown_kind(self, key):
+        with pytest.raises(MalformedEvents):
+            read_vllm_keys(run([key]))
+
+    @pytest.mark.parametrize(
+        "keys",
+        [["salt", ["cat", 1]], [DIGEST, "salt"], [DIGEST, ["cat", 1]], [DIGEST, DIGEST]],
+        ids=["image after salt", "salt after embeds", "image after embeds", "two digests"],
+    )
+    def test_keys_out_of_order_are_not_understood(self, keys):
+        with pytest.raises(MalformedEvents):
+            read_vllm_keys(run(keys))
+
+    def test_bare_image_hashes_of_older_versions_are_at_most_an_unknown_salt(self):
+        assert read_vllm_keys(run(["8d67"], None)) == BlockKeys(salt="8d67")
+        for fields in (run(["8d67"], ["8d67"]), run(["8d67", "salt"]), run(["8d67"], parent=7)):
+            with pytest.raises(MalformedEvents):
+                read_vllm_keys(fields)
+
+    @pytest.mark.parametrize("bad", ["salt", [None, None], [5], [["a"], None]])
+    def test_one_entry_a_block(self, bad):
+        with pytest.raises(MalformedEvents):
+            read_vllm_keys(run(None) | {"extra_keys": bad})
+
+    @pytest.mark.parametrize("medium", ["CPU", "cpu", "STORAGE"])
+    def test_offloaded_blocks_without_keys_are_names_and_no_text(self, medium):
+        fields = run(medium=medium)
+        assert read_vllm_keys(fields) == BlockKeys(told=False)
+        batch = decode_batch(msgspec.msgpack.encode([0, [fields], 0]), read_vllm_keys)
+        assert batch.events == (BlocksStored(Tier.HOST, None, (1,), token_array([]), SIZE),) or (
+            batch.events == (BlocksStored(Tier.DISK, None, (1,), token_array([]), SIZE),)
+        )
+
+    def test_offloaded_blocks_with_keys_say_what_they_are(self):
+        assert read_vllm_keys(run(["salt"], medium="CPU")) == BlockKeys(salt="salt")
+
+    def test_no_two_kinds_of_key_are_ever_the_same(self):
+        """One name as adapter, salt, image and embeddings, in every combination."""
+        seen = set()
+        for n in range(5):
+            for kinds in combinations(("adapter", "image", "salt", "embeds"), n):
+                keys = {"adapter": "x", "image": ["x", 0], "salt": "x", "embeds": b"x"}
+                fields = run([keys[kind] for kind in kinds], lora_name="x" if "adapter" in kinds else None)
+                found = read_vllm_keys(fields)
+                seen.add((found.adapter, found.salt, tuple(found.extra_ids or ())))
+        assert len(seen) == 16
+
+    @given(st.lists(st.lists(st.text() | st.binary() | st.tuples(st.text(), st.integers(-9, 3)), max_size=4)))
+    def test_any_keys_are_read_or_refused(self, per_block):
+        keys = [[list(key) if isinstance(key, tuple) else key for key in block] for block in per_block]
+        try:
+            found = read_vllm_keys(run(*keys))
+        except MalformedEvents:
+            return
+        assert found.extra_ids is None or len(found.extra_ids) == SIZE * max(len(keys), 1)
+
+
+class TestSglang:
+    def sglang(self, **fields):
+        event = run(None, None)
+        del event["extra_keys"]
+        return event | fields
+
+    def test_text_has_none(self):
+        assert read_sglang_keys(self.sglang()) == BlockKeys(token_ids=token_array(range(8)))
+
+    def test_salt_and_adapter_are_fields_on_every_run(self):
+        keys = read_sglang_keys(self.sglang(cache_salt="s", lora_name="ada", parent_block_hash=7))
+        assert keys == BlockKeys(salt="s", adapter="ada", token_ids=token_array(range(8)))
+
+    def test_the_array_form_with_metadata_where_vllm_has_the_adapter(self):
+        event = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", {"cache_salt": "s"}]
+        batch = decode_batch(msgspec.msgpack.encode([0, [event]]), read_sglang_keys)
+        assert batch.events == (
+            BlocksStored(Tier.GPU, None, (1, 2), token_array(range(8)), 4, None, "s", None),
+        )
+
+    def test_images_are_tokens_too_large_for_a_vocabulary(self):
+        pad = 1_000_000 + 2**61
+        keys = read_sglang_keys(self.sglang(token_ids=[1, pad, pad, 4, 5, -(2**40), 7, 8]))
+        marker, other = (
+            extra_id("media", value.to_bytes(8, "little", signed=True)) for value in (pad, -(2**40))
+        )
+        assert keys.token_ids == token_array([1, 0, 0, 4, 5, 0, 7, 8])
+        assert keys.extra_ids == ids(8, t1=marker, t2=marker, t5=other)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"token_ids": [[1, 2], [2, 3]]},  # EAGLE
+            {"token_ids": [1, "2"]},
+            {"token_ids": [1, 2**63]},
+            {"token_ids": [2**40, None]},
+            {"extra_keys": [["salt"]]},
+            {"lora_id": 1},
+            {"cache_salt": 5},
+            {"lora_name": 5},
+            {"metadata": {"cache_salt": 5}},
+        ],
+    )
+    def test_what_it_cannot_read(self, fields):
+        with pytest.raises(MalformedEvents):
+            read_sglang_keys(self.sglang(**fields))
+
+    @given(st.lists(st.integers(-(2**63), 2**63 - 1)))
+    def test_narrow_tokens_tell_all_values_apart(self, raw):
+        token_ids, extra_ids = narrow_tokens(raw)
+        pairs = list(zip(token_ids, extra_ids or [0] * len(raw), strict=True))
+        assert len(set(pairs)) == len(set(raw))
+
+
+class TestEmbedded:
+    def test_names_are_needed(self):
+        with pytest.raises(MalformedEvents):
+            read_named_keys(run(["salt"]))
+
+    def test_salt_and_extra_ids_by_name(self):
+        piece = extra_array([0, 9, 0, 0]).tobytes()
+        keys = read_named_keys(run([["cache_salt", "s"], ["extra_ids", piece]], None))
+        assert keys == BlockKeys(ids(8, t1=9), "s")

@@ -1,0 +1,487 @@
+"""The subscriber against a real publisher, and against a scripted one that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import aclosing
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.events.keys import read_vllm_keys
+from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber, SubscriberCounts
+from engine_adapter.events.wire import Snapshot, encode_batch, event_fields
+from engine_adapter.torch_engine.event_publisher import EventPublisher
+from engine_adapter.types import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+    token_array,
+)
+from proxy.core.index.blocks import extend, namespace_root
+from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.index.view import EngineView
+from tests.fake_engines.publisher import published
+
+WAIT_S = 10.0
+END = 2**64 - 1
+
+
+def removed(name: int) -> BlocksRemoved:
+    return BlocksRemoved(Tier.GPU, (name,))
+
+
+def payload(name: int) -> bytes:
+    return encode_batch([removed(name)], timestamp=0.0)
+
+
+class ScriptedEngine:
+    """A PUB and a ROUTER that send what the test says, when it says so."""
+
+    def __init__(self, *, replies: bool = True) -> None:
+        self.context = zmq.asyncio.Context()
+        self.pub = self.context.socket(zmq.XPUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        self.ports = [s.bind_to_random_port("tcp://127.0.0.1") for s in (self.pub, self.router)]
+        self.history: deque[tuple[int, bytes]] = deque()
+        self.topic_in_replay = True
+        self.asked: list[int] = []
+        self.odd: list[bytes] = []  # sent before the next answer
+        self.drops: list[set[int]] = []  # numbers each of the next answers leaves out
+        self._task: asyncio.Task[None] | None = None
+        if replies:
+            self.answer()
+
+    @property
+    def endpoints(self) -> EventEndpoints:
+        return EventEndpoints(*(f"tcp://127.0.0.1:{port}" for port in self.ports))
+
+    async def subscribed(self) -> None:
+        await asyncio.wait_for(self.pub.recv(), WAIT_S)
+
+    def record(self, *names: int) -> None:
+        """Puts batches into the replay history without publishing them."""
+        for name in names:
+            self.history.append((name, payload(name)))
+
+    async def publish(self, sequence: int, data: bytes | None = None) -> None:
+        await self.pub.send_multipart((b"kv", sequence.to_bytes(8, "big"), data or payload(sequence)))
+
+    async def _serve(self) -> None:
+        while True:
+            identity, _, start = await self.router.recv_multipart()
+            self.asked.append(int.from_bytes(start, "big"))
+            head = (identity, b"", b"kv") if self.topic_in_replay else (identity, b"")
+            dropped = self.drops.pop(0) if self.drops else set()
+            while self.odd:
+                await self.router.send_multipart((identity, self.odd.pop()))
+            for sequence, data in [*self.history, (END, b"")]:
+                if sequence >= self.asked[-1] and sequence not in dropped:
+                    await self.router.send_multipart((*head, sequence.to_bytes(8, "big"), data))
+
+    def answer(self) -> None:
+        """Answers on the replay socket from now on."""
+        self._task = asyncio.create_task(self._serve())
+
+    async def fall_silent(self) -> None:
+        """Answers no more on the replay socket."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        await self.fall_silent()
+        self.pub.close(linger=0)
+        self.router.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+async def engine():
+    engine = ScriptedEngine()
+    yield engine
+    await engine.aclose()
+
+
+class Reader:
+    """Pulls a known number of events out of a subscriber."""
+
+    def __init__(self, subscriber: KvEventSubscriber) -> None:
+        self.events = subscriber.events()
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc):
+        await self.events.aclose()
+
+    async def take(self, count: int):
+        return [await asyncio.wait_for(anext(self.events), WAIT_S) for _ in range(count)]
+
+
+def reader(engine: ScriptedEngine, **options) -> Reader:
+    return Reader(KvEventSubscriber(engine.endpoints, **options))
+
+
+async def test_history_then_current_then_changes(engine):
+    engine.record(0, 1)
+    async with reader(engine, idle_check_s=60) as view:
+        assert await view.take(4) == [ViewLost("connected"), removed(0), removed(1), ViewCurrent()]
+        await engine.subscribed()
+        await engine.publish(2)
+        assert await view.take(1) == [removed(2)]
+
+
+async def test_a_late_joiner_gets_the_snapshot_and_what_came_after_it(engine):
+    engine.record(0, 1, 2, 3)
+    block = BlocksStored(Tier.GPU, None, (1,), token_array([1, 2]), 2)
+
+    async def snapshot():
+        return Snapshot(1, (block,))
+
+    async with reader(engine, snapshot=snapshot, idle_check_s=60) as view:
+        assert await view.take(5) == [ViewLost("connected"), block, removed(2), removed(3), ViewCurrent()]
+
+
+async def test_batches_that_came_twice_count_once(engine):
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(2)
+        await engine.subscribed()
+        engine.record(0, 1, 2)
+        await engine.publish(0)
+        await engine.publish(2)  # 1 is missing: replayed up to 2, and 3 was replayed before it came
+        assert await view.take(3) == [removed(0), removed(1), removed(2)]
+        await engine.publish(3)
+        assert await view.take(1) == [removed(3)]
+
+
+async def test_a_hole_is_filled_by_replay(engine):
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
+    async with Reader(subscriber) as view:
+        await view.take(2)
+        await engine.subscribed()
+        engine.record(0, 1, 2, 3)
+        await engine.publish(0)
+        await view.take(1)
+        await engine.publish(3)
+        assert await view.take(3) == [removed(1), removed(2), removed(3)]
+        assert (subscriber.counts.gaps, subscriber.counts.replays) == (1, 1)
+
+
+async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.publish(0)
+        await view.take(1)
+        engine.record(5, 6)
+        await engine.publish(6)
+        lost, *rest = await view.take(4)
+        assert lost == ViewLost("batch 0 left the replay buffer")
+        assert rest == [removed(5), removed(6), ViewCurrent(complete=False)]
+
+
+async def test_a_lost_last_batch_is_noticed_when_idle(engine):
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02) as view:
+        await view.take(3)
+        engine.record(1)  # never published
+        assert await view.take(1) == [removed(1)]
+
+
+async def test_a_sequence_that_falls_starts_over(engine):
+    engine.record(0, 1)
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(4)
+        await engine.subscribed()
+        await engine.publish(2)
+        await view.take(1)
+        engine.history.clear()
+        engine.record(0)
+        await engine.publish(0)
+        assert await view.take(3) == [ViewLost("sequence fell from 2 to 0"), removed(0), ViewCurrent()]
+
+
+async def test_another_process_with_the_same_numbers_is_noticed(engine):
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02) as view:
+        await view.take(3)
+        engine.history.clear()
+        engine.history.append((0, payload(77)))
+        lost, *rest = await view.take(3)
+        assert "restarted" in lost.reason
+        assert rest == [removed(77), ViewCurrent()]
+
+
+async def test_another_process_with_no_history_is_noticed(engine):
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02) as view:
+        await view.take(3)
+        engine.history.clear()
+        lost, current = await view.take(2)
+        assert "no longer has batch 0" in lost.reason
+        assert current == ViewCurrent()
+
+
+async def test_replies_without_a_topic_are_understood(engine):
+    engine.topic_in_replay = False
+    engine.record(0)
+    async with reader(engine, idle_check_s=60) as view:
+        assert await view.take(3) == [ViewLost("connected"), removed(0), ViewCurrent()]
+
+
+async def test_malformed_messages_are_counted_and_skipped(engine):
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
+    async with Reader(subscriber) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.pub.send(b"alone")
+        await engine.pub.send_multipart((b"kv", b"short", payload(0)))
+        await engine.publish(0, b"\xc1 no msgpack")
+        await engine.publish(1)
+        assert await view.take(1) == [removed(1)]
+        assert subscriber.counts.malformed == 3
+
+
+async def test_malformed_answers_are_counted_and_skipped(engine):
+    engine.record(0)
+    engine.history.append((1, b"\xc1 no msgpack"))
+    engine.record(2)
+    engine.odd = [b"alone"]
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
+    async with Reader(subscriber) as view:
+        assert await view.take(4) == [ViewLost("connected"), removed(0), removed(2), ViewCurrent()]
+        assert subscriber.counts.malformed == 2
+
+
+async def test_a_dropped_connection_is_unavailable(engine):
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(2)
+        await engine.subscribed()
+        engine.pub.close(linger=0)
+        with pytest.raises(EngineUnavailable):
+            await view.take(1)
+
+
+async def test_a_silent_replay_socket_costs_completeness_and_nothing_else():
+    engine = ScriptedEngine(replies=False)
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=0.02, replay_timeout_s=0.05)
+    try:
+        async with Reader(subscriber) as view:
+            assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+            assert subscriber.replay_is_silent
+            await engine.subscribed()
+            await engine.publish(4)
+            await engine.publish(5)
+            assert await view.take(2) == [removed(4), removed(5)]
+            await engine.publish(7)
+            assert await view.take(2) == [ViewLost("batches 6 to 7 are lost"), ViewCurrent(complete=False)]
+            assert (subscriber.counts.unanswered, subscriber.counts.gaps) == (2, 1)
+    finally:
+        await engine.aclose()
+
+
+async def test_a_replay_socket_that_falls_silent_starts_over(engine):
+    """Whatever is lost from then on could not be noticed."""
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02, replay_timeout_s=0.2, idle_timeout_s=0.05) as view:
+        assert await view.take(3) == [ViewLost("connected"), removed(0), ViewCurrent(complete=True)]
+        await engine.fall_silent()
+        engine.record(1)  # never published
+        lost = ViewLost("the replay socket no longer answers")
+        assert await view.take(2) == [lost, ViewCurrent(complete=False)]
+        await engine.subscribed()
+        await engine.publish(2)  # this view had none to begin with, and goes on
+        assert await view.take(1) == [removed(2)]
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["late", "asked-anew"])
+async def test_a_replay_socket_that_answers_again_is_found(forgets):
+    engine = ScriptedEngine(replies=False)
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=0.01, replay_timeout_s=0.3)
+    try:
+        async with Reader(subscriber) as view:
+            assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+            if forgets:
+                await asyncio.wait_for(engine.router.recv_multipart(), WAIT_S)
+            engine.record(0)
+            engine.answer()
+            found = [ViewLost("the replay socket answers again"), removed(0), ViewCurrent(complete=True)]
+            assert await view.take(3) == found
+            assert not subscriber.replay_is_silent
+    finally:
+        await engine.aclose()
+
+
+async def test_without_replay_a_hole_starts_over(engine):
+    subscriber = KvEventSubscriber(EventEndpoints(engine.endpoints.events, None), idle_check_s=0.02)
+    async with Reader(subscriber) as view:
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+        await engine.subscribed()
+        await engine.publish(4)
+        assert await view.take(1) == [removed(4)]
+        await engine.publish(6)
+        assert await view.take(2) == [ViewLost("batches 5 to 6 are lost"), ViewCurrent(complete=False)]
+
+
+async def test_without_replay_a_view_is_complete_from_the_first_batch_of_all(engine):
+    async with Reader(KvEventSubscriber(EventEndpoints(engine.endpoints.events, None))) as view:
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+        await engine.subscribed()
+        await engine.publish(0)
+        assert await view.take(2) == [removed(0), ViewCurrent(complete=True)]
+
+
+async def test_a_late_joiner_whom_replay_cannot_tell_all_is_not_complete_until_a_clearing(engine):
+    engine.record(3, 4)
+    async with reader(engine, idle_check_s=60) as view:
+        assert (await view.take(4))[1:] == [removed(3), removed(4), ViewCurrent(complete=False)]
+        await engine.subscribed()
+        await engine.publish(5, encode_batch([CacheCleared(), removed(5)], timestamp=0.0))
+        await engine.publish(6)
+        assert await view.take(3) == [CacheCleared(), removed(5), removed(6)]  # views conclude it themselves
+
+
+async def test_an_engine_that_published_nothing_yet_holds_nothing(engine):
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
+    async with Reader(subscriber) as view:
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=True)]
+        await engine.subscribed()
+        engine.record(0, 1)
+        await engine.publish(1)  # 0 was lost: it is known to have been the first
+        assert await view.take(2) == [removed(0), removed(1)]
+        assert subscriber.counts.gaps == 1
+
+
+async def test_with_several_groups_no_view_is_complete(engine):
+    def stored(group: int, kind: str) -> dict[str, object]:
+        event = {"type": "BlockStored", "block_hashes": [group], "token_ids": [1, 2], "block_size": 2}
+        return event | {"group_idx": group, "kv_cache_spec_kind": kind}
+
+    def batch(*events: dict[str, object]) -> bytes:
+        return msgspec.msgpack.encode([0.0, events, 0])
+
+    subscriber = KvEventSubscriber(engine.endpoints, read_keys=read_vllm_keys, idle_check_s=60)
+    full = BlocksStored(Tier.GPU, None, (0,), token_array([1, 2]), 2)
+    async with Reader(subscriber) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.publish(0, batch(stored(0, "full_attention")))
+        await engine.publish(1, batch(stored(1, "sliding_window"), stored(0, "full_attention")))
+        assert await view.take(3) == [full, full, ViewCurrent(complete=False)]
+        await engine.publish(2, batch({"type": "AllBlocksCleared"}))
+        await engine.publish(3, batch(stored(0, "full_attention")))
+        assert await view.take(3) == [CacheCleared(), ViewCurrent(complete=False), full]
+        assert subscriber.counts == SubscriberCounts(batches=4, events=4)
+
+
+async def test_topics_that_only_begin_the_same_are_others(engine):
+    endpoints = EventEndpoints(engine.endpoints.events, engine.endpoints.replay, topic="kv")
+    async with Reader(KvEventSubscriber(endpoints, idle_check_s=60)) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.pub.send_multipart((b"kv2", bytes(8), payload(77)))
+        await engine.publish(0)
+        assert await view.take(1) == [removed(0)]
+
+
+async def test_an_answer_with_holes_is_asked_for_again(engine):
+    """A ROUTER drops what its peer is too slow for, the end mark too."""
+    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60, replay_timeout_s=0.05)
+    async with Reader(subscriber) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.publish(0)
+        await view.take(1)
+        engine.record(0, 1, 2, 3, 4)
+        engine.drops = [{2, 4, END}, {3, END}, set()]
+        await engine.publish(4)
+        assert await view.take(4) == [removed(1), removed(2), removed(3), removed(4)]
+        assert engine.asked == [0, 0, 1, 2]
+        assert (subscriber.counts.gaps, subscriber.counts.replays) == (1, 1)
+
+
+async def test_a_hole_that_no_answer_fills_starts_over(engine):
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(2)
+        await engine.subscribed()
+        await engine.publish(0)
+        await view.take(1)
+        engine.record(0, 1, 3)
+        await engine.publish(3)
+        assert await view.take(2) == [removed(1), ViewLost("batches 2 to 3 are lost")]
+
+
+async def test_fifteen_thousand_lost_batches_leave_nothing_stale():
+    """More than the 10,000 that replay has: what is left of them is learned afresh, the rest forgotten."""
+    index = PrefixIndex()
+    index.add_engine("e")
+    view = EngineView("e", index, lambda salt, adapter: namespace_root("m", adapter=adapter, salt=salt), 2)
+
+    def block(number: int) -> BlocksStored:
+        return BlocksStored(Tier.GPU, None, (number,), token_array([number, number + 1]), 2)
+
+    with published() as publisher:
+        endpoints = EventEndpoints(publisher.endpoint, publisher.replay_endpoint, publisher.topic)
+        subscriber = KvEventSubscriber(endpoints, idle_check_s=0.05)
+        async with Reader(subscriber) as stream:
+            for event in await stream.take(2):
+                view.apply(event)
+            publisher.publish([event_fields(block(0))])
+            view.apply(*await stream.take(1))
+            publisher.dropping = 15_000
+            for number in range(1, 15_002):
+                publisher.publish([event_fields(block(number))])
+            # ViewLost, the last 10,000, ViewCurrent
+            told = await stream.take(10_002)
+    for event in told:
+        view.apply(event)
+    assert told[0] == ViewLost("batch 0 left the replay buffer")
+    assert told[-1] == ViewCurrent(complete=False)
+    assert index.held("e", Tier.GPU) == 10_000
+    assert view.complete is False
+    match = index.match(extend(namespace_root("m"), token_array([5_001, 5_002]), None, 2))
+    assert match == {}
+    assert index.match(extend(namespace_root("m"), token_array([15_001, 15_002]), None, 2))["e"].gpu == 1
+
+
+async def test_nothing_is_missed_while_the_real_publisher_goes_on():
+    publisher = EventPublisher()
+    held = 0
+
+    async def snapshot() -> Snapshot:
+        nonlocal held
+        held = publisher.last_sequence
+        for name in range(held + 1, held + 50):  # published between the snapshot and its arrival
+            publisher.publish([removed(name)])
+        return Snapshot(held, ())
+
+    for name in range(100):
+        publisher.publish([removed(name)])
+    endpoints = EventEndpoints(
+        publisher.source.endpoint, publisher.source.replay_endpoint, publisher.source.topic
+    )
+    try:
+        async with aclosing(
+            KvEventSubscriber(endpoints, snapshot=snapshot, idle_check_s=0.02).events()
+        ) as events:
+            seen = []
+            async for event in events:
+                if isinstance(event, ViewCurrent):
+                    for name in range(150, 200):
+                        publisher.publish([removed(name - 1)])
+                elif isinstance(event, BlocksRemoved):
+                    seen.extend(event.hashes)
+                    if len(seen) == 99:
+                        break
+        assert held == 99
+        assert seen == list(range(100, 199))
+    finally:
+        publisher.close()

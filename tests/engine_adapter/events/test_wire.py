@@ -1,0 +1,259 @@
+"""The wire form of KV events, both ways, and what happens to bytes that are not that."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.events.keys import BlockKeys, MalformedEvents
+from engine_adapter.events.wire import (
+    EventReader,
+    decode_batch,
+    decode_snapshot,
+    encode_batch,
+    encode_snapshot,
+    event_fields,
+)
+from engine_adapter.types import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Tier,
+    ViewCurrent,
+    extra_array,
+    token_array,
+)
+
+PLAIN = BlocksStored(Tier.GPU, None, (11, 12), token_array([1, 2, 3, 4]), 2)
+SALTED = BlocksStored(
+    Tier.HOST, None, (21, 22), token_array([1, 2, 900, 4]), 2, extra_array([0, 0, 2**64 - 1, 0]), "tenant-Ü"
+)
+CHILD = BlocksStored(Tier.DISK, 22, (23,), token_array([5, 6]), 2)
+REMOVED = BlocksRemoved(Tier.HOST, (21, b"\x01"))
+
+
+def wire(*events):
+    return msgspec.msgpack.encode([1.5, list(events), 0])
+
+
+def stored(**changes):
+    fields = {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [7, 8],
+        "block_size": 2,
+    }
+    return fields | changes
+
+
+def test_every_event_survives_the_wire():
+    events = (PLAIN, SALTED, CHILD, REMOVED, CacheCleared())
+    batch = decode_batch(encode_batch(events, timestamp=1.0))
+    assert batch.events == events
+    assert batch.skipped == 0
+
+
+def test_the_payload_is_as_the_wire_document_says():
+    timestamp, (event, removed), rank = msgspec.msgpack.decode(encode_batch([SALTED, REMOVED], timestamp=2.5))
+    assert (timestamp, rank) == (2.5, 0)
+    assert event == {
+        "type": "BlockStored",
+        "block_hashes": [21, 22],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 900, 4],
+        "block_size": 2,
+        "medium": "CPU",
+        "extra_keys": [
+            [["cache_salt", "tenant-Ü"]],
+            [["extra_ids", b"\xff" * 8 + bytes(8)]],
+        ],
+    }
+    assert removed == {"type": "BlockRemoved", "block_hashes": [21, b"\x01"], "medium": "CPU"}
+
+
+def test_defaults_may_be_left_out():
+    (event,) = decode_batch(wire({"type": "BlockRemoved", "block_hashes": [3]})).events
+    assert event == BlocksRemoved(Tier.GPU, (3,))
+
+
+def test_the_array_form_of_older_engines():
+    batch = decode_batch(
+        wire(
+            ["BlockStored", [1, 2], None, [5, 6, 7, 8], 2, None, "GPU"],
+            ["BlockRemoved", [1], "CPU"],
+            ["AllBlocksCleared"],
+        )
+    )
+    assert batch.events == (
+        BlocksStored(Tier.GPU, None, (1, 2), token_array([5, 6, 7, 8]), 2),
+        BlocksRemoved(Tier.HOST, (1,)),
+        CacheCleared(),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 0, None])
+def test_offload_may_name_blocks_without_their_tokens_and_their_size(size):
+    (event,) = decode_batch(wire(stored(token_ids=[], medium="CPU", block_size=size))).events
+    assert event == BlocksStored(Tier.HOST, None, (1,), token_array([]), size or 0)
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        (None, Tier.GPU),
+        ("GPU", Tier.GPU),
+        ("CPU", Tier.HOST),
+        ("cpu", Tier.HOST),
+        ("CPU_PINNED", Tier.HOST),
+        ("DISK", Tier.DISK),
+        ("STORAGE", Tier.DISK),
+        ("EXTERNAL", Tier.DISK),
+    ],
+)
+def test_every_medium_is_a_tier(medium, tier):
+    removed = {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}
+    assert [event.tier for event in decode_batch(wire(stored(medium=medium), removed)).events] == [tier] * 2
+
+
+def test_fields_from_a_later_version_are_fine_and_its_event_types_are_counted():
+    batch = decode_batch(wire(stored(locality="LOCAL", colour=7), {"type": "BlockMoved", "colour": 7}))
+    assert batch.events == (BlocksStored(Tier.GPU, None, (1,), token_array([7, 8]), 2),)
+    assert batch.skipped == 1
+
+
+@pytest.mark.parametrize("name", [0, 2**64 - 1, -(2**63), b"", b"\x00" * 32])
+def test_names_are_integers_of_either_sign_or_bytes(name):
+    (event,) = decode_batch(wire(stored(block_hashes=[name], parent_block_hash=name))).events
+    assert (event.parent, event.hashes) == (name, (name,))
+
+
+def test_events_of_groups_that_are_not_followed_are_left_out_and_not_counted():
+    """Whatever they look like: sliding windows tell of fewer blocks than they have tokens for."""
+    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "token_ids": [1, 2, 3, 4, 5]}
+    reader = EventReader()
+    gone = [{"type": "BlockRemoved", "block_hashes": [n], "group_idx": n} for n in (0, 1)]
+    events = tuple(reader.read(wire(stored(**full), stored(**window), *gone)))
+    assert events == (
+        BlocksStored(Tier.GPU, None, (1,), token_array([7, 8]), 2),
+        BlocksRemoved(Tier.GPU, (0,)),
+    )
+    assert (reader.skipped, reader.groups.several) == (0, True)
+
+
+def test_events_are_decoded_one_at_a_time():
+    events = EventReader().read(wire(stored(), {"type": "BlockMoved"}))
+    assert isinstance(next(events), BlocksStored)
+    assert next(events, None) is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        stored(extra_keys=[["tenantA"]]),  # untagged: could be a salt or an adapter
+        stored(extra_keys=[[["lora", "ada"]]]),
+        stored(extra_keys=[[["extra_ids", b"short"]]]),
+        stored(extra_keys=[[["cache_salt", 5]]]),
+        stored(extra_keys=["salt"]),
+        stored(extra_keys=[None, None]),
+        stored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], extra_keys=[None, [["cache_salt", "late"]]]),
+        stored(block_hashes="1"),
+        stored(block_hashes=[None]),
+        stored(block_size=0),
+        stored(block_size=True),
+        stored(token_ids=[1]),
+        stored(token_ids=[1, "2"]),
+        stored(token_ids=[1, 2**40]),
+        stored(token_ids=None),
+        stored(parent_block_hash="x"),
+        stored(medium="TAPE"),
+        stored(medium=["GPU"]),
+        {"type": "BlockMoved"},
+        {"type": ["BlockStored"]},
+        [["BlockStored"]],
+        [],
+        5,
+    ],
+)
+def test_an_unreadable_event_is_skipped_and_the_others_kept(bad):
+    batch = decode_batch(wire(bad, {"type": "AllBlocksCleared"}))
+    assert batch.events == (CacheCleared(),)
+    assert batch.skipped == 1
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xc1", wire()[:-1], msgspec.msgpack.encode({"a": 1}), b"\x91\x01"]
+)
+def test_a_payload_that_is_no_batch(payload):
+    with pytest.raises(MalformedEvents):
+        decode_batch(payload)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_batch_or_malformed(payload):
+    with contextlib.suppress(MalformedEvents):
+        decode_batch(payload)
+
+
+def test_deep_nesting_is_malformed():
+    with pytest.raises(MalformedEvents):
+        decode_batch(b"\x91" * 100_000)
+
+
+def test_another_engine_brings_its_own_reader():
+    event = stored(extra_keys=[["tenantA"]], lora_name="ada")
+    batch = decode_batch(wire(event), lambda fields: BlockKeys(salt=fields["extra_keys"][0][0]))
+    assert batch.events[0].salt == "tenantA"
+
+
+def test_a_readers_own_events_do_not_travel():
+    with pytest.raises(TypeError):
+        event_fields(ViewCurrent())
+
+
+def test_a_snapshot_survives_the_wire():
+    snapshot = decode_snapshot(encode_snapshot(7, [PLAIN, SALTED]))
+    assert snapshot.sequence == 7
+    assert snapshot.events == (PLAIN, SALTED)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", wire(), msgspec.msgpack.encode([0, [5]])])
+def test_a_snapshot_that_cannot_be_read_whole_is_refused(payload):
+    with pytest.raises(MalformedEvents):
+        decode_snapshot(payload)
+
+
+token = st.integers(0, 2**31 - 1)
+
+
+@given(
+    st.integers(0, 3).flatmap(
+        lambda log: st.tuples(
+            st.just(2**log),
+            st.integers(1, 5).flatmap(lambda n: st.lists(token, min_size=n * 2**log, max_size=n * 2**log)),
+        )
+    ),
+    st.data(),
+)
+def test_any_run_of_blocks_survives(run, data):
+    size, tokens = run
+    blocks = len(tokens) // size
+    ids = data.draw(
+        st.none()
+        | st.lists(st.integers(0, 2**64 - 1), min_size=len(tokens), max_size=len(tokens)).filter(any)
+    )
+    event = BlocksStored(
+        data.draw(st.sampled_from(Tier)),
+        data.draw(st.none() | st.integers(0, 2**64 - 1)),
+        tuple(data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=blocks, max_size=blocks))),
+        token_array(tokens),
+        size,
+        None if ids is None else extra_array(ids),
+        data.draw(st.none() | st.text(min_size=1)),
+    )
+    assert decode_batch(encode_batch([event], timestamp=0.0)).events == (event,)

@@ -1,0 +1,98 @@
+"""Sockets read from an event loop. What is made of their messages: test_kv_subscriber.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.events import zmq_inbox
+from engine_adapter.events.zmq_inbox import replay_client, subscription
+
+WAIT_S = 10.0
+
+
+@pytest.fixture
+async def bound():
+    """Makes sockets of a kind that are bound to a port of their own; returns one and its address."""
+    context = zmq.asyncio.Context()
+    sockets = []
+
+    def make(kind):
+        sockets.append(context.socket(kind))
+        return sockets[-1], f"tcp://127.0.0.1:{sockets[-1].bind_to_random_port('tcp://127.0.0.1')}"
+
+    yield make
+    for socket in sockets:
+        socket.close(linger=0)
+    context.term()
+
+
+async def subscribed(pub):
+    await asyncio.wait_for(pub.recv(), WAIT_S)
+
+
+async def test_messages_come_in_order_and_then_none_in_time(bound):
+    pub, endpoint = bound(zmq.XPUB)
+    with subscription(endpoint, "") as inbox:
+        await subscribed(pub)
+        for number in range(100):
+            await pub.send_multipart([b"kv", b"%d" % number])
+        assert [await inbox.receive(WAIT_S) for _ in range(100)] == [[b"kv", b"%d" % n] for n in range(100)]
+        assert await inbox.receive(0.01) is None
+
+
+async def test_a_waiting_reader_is_woken(bound):
+    pub, endpoint = bound(zmq.XPUB)
+    with subscription(endpoint, "") as inbox:
+        await subscribed(pub)
+        waiting = asyncio.create_task(inbox.receive(WAIT_S))
+        await asyncio.sleep(0)
+        await pub.send_multipart([b"kv", b"1"])
+        assert await waiting == [b"kv", b"1"]
+
+
+async def test_a_flood_leaves_turns_to_others(bound, monkeypatch):
+    monkeypatch.setattr(zmq_inbox, "_TURN_S", 0.0)
+    pub, endpoint = bound(zmq.XPUB)
+    with subscription(endpoint, "") as inbox:
+        await subscribed(pub)
+        for _ in range(10):
+            await pub.send_multipart([b"kv", b"1"])
+        assert await inbox.receive(WAIT_S) is not None
+        turns = []
+        for _ in range(9):
+            asyncio.get_running_loop().call_soon(turns.append, 1)
+            assert await inbox.receive(WAIT_S) is not None
+    assert len(turns) == 9
+
+
+async def test_nothing_is_passed_on_after_the_connection_dropped(bound):
+    pub, endpoint = bound(zmq.XPUB)
+    with subscription(endpoint, "") as inbox:
+        await subscribed(pub)
+        await pub.send_multipart([b"kv", b"1"])
+        assert await inbox.receive(WAIT_S) == [b"kv", b"1"]
+        pub.close(linger=0)
+        for _ in range(2):
+            with pytest.raises(EngineUnavailable, match="closed its event stream"):
+                await inbox.receive(WAIT_S)
+
+
+async def test_a_question_and_its_answer(bound):
+    router, endpoint = bound(zmq.ROUTER)
+    with replay_client(endpoint) as replay:
+        await replay.ask(258)
+        identity, empty, start = await asyncio.wait_for(router.recv_multipart(), WAIT_S)
+        assert (empty, start) == (b"", b"\x00" * 6 + b"\x01\x02")
+        await router.send_multipart([identity, b"", b"kv", b"payload"])
+        assert await replay.receive(WAIT_S) == [b"", b"kv", b"payload"]
+        assert await replay.receive(0.01) is None
+
+
+async def test_without_an_endpoint_there_is_no_client():
+    with replay_client(None) as replay:
+        assert replay is None

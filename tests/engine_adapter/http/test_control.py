@@ -1,0 +1,189 @@
+"""What goes on to an engine, and what its answers are taken for."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.http.control import ControlClient, base_url, max_model_len, model_name, prepare_request
+from engine_adapter.types import EngineSpec
+from tests.engines import served
+
+
+def spec(url="http://127.0.0.1:8000", **fields):
+    return EngineSpec(kind="openai_compatible", url=url, id="e", **fields)
+
+
+def prepared(headers, **fields):
+    body = JsonBody(b'{"a" : 1}')
+    return prepare_request(spec(**fields), "POST", "/v1/chat/completions", headers, body)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"],
+)
+def test_addresses_with_and_without_v1(url):
+    assert base_url(spec(url)) == "http://h:1"
+    request = prepare_request(spec(url), "GET", "/v1/models", {}, JsonBody(b"{}"))
+    assert request.url == "http://h:1/v1/models"
+
+
+def test_an_address_below_a_path():
+    assert base_url(spec("https://h/engines/a/v1")) == "https://h/engines/a"
+
+
+@pytest.mark.parametrize(
+    "url", ["", "h:1", "ftp://h", "http://", "http://h?x=1", "http://h/#x", "http://h:port"]
+)
+def test_bad_addresses_are_named(url):
+    with pytest.raises(EngineSpecError, match="engine 'e'"):
+        base_url(spec(url))
+
+
+def test_the_body_goes_on_byte_for_byte():
+    assert prepared({}).body == b'{"a" : 1}'
+
+
+async def test_an_unread_body_is_passed_through():
+    async def parts():
+        yield b"x"
+
+    body = parts()
+    assert prepare_request(spec(), "POST", "/v1/audio", {}, body).body is body
+    await body.aclose()
+
+
+def test_headers_that_end_at_a_proxy():
+    request = prepared(
+        {
+            "Host": "proxy",
+            "Content-Length": "5",
+            "Connection": "keep-alive, X-Hop",
+            "X-Hop": "1",
+            "Keep-Alive": "timeout=5",
+            "Transfer-Encoding": "chunked",
+            "TE": "trailers",
+            "Upgrade": "h2c",
+            "Proxy-Authorization": "Basic x",
+            "Accept-Encoding": "gzip, br",
+            "Authorization": "Bearer clients-own",
+            "X-Kvpin-Session": "s",
+            "x-request-id": "r1",
+            "traceparent": "00-1",
+            "Content-Type": "application/json",
+        }
+    )
+    assert request.headers == {
+        "Authorization": "Bearer clients-own",
+        "x-request-id": "r1",
+        "traceparent": "00-1",
+        "Content-Type": "application/json",
+        "accept-encoding": "identity",
+    }
+
+
+def test_the_engines_own_key_takes_the_place_of_the_clients():
+    client = {"Authorization": "Bearer clients-own", "X-Api-Key": "clients-own"}
+    request = prepared(client, api_key="engines-own")
+    assert request.headers == {"accept-encoding": "identity", "authorization": "Bearer engines-own"}
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"data": []}, {"data": [{}]}, {"data": [{"id": 5}]}])
+def test_models_without_a_name(answer):
+    with pytest.raises(EngineUnavailable):
+        model_name(answer)
+    assert max_model_len(answer) is None
+
+
+def test_models():
+    answer = {"data": [{"id": "m", "max_model_len": 9}, {"id": "other"}]}
+    assert model_name(answer) == "m"
+    assert max_model_len(answer) == 9
+
+
+ERRORS = {
+    "openai": (400, {"error": {"message": "why", "param": "p", "code": 400}}),
+    "flat": (422, {"object": "error", "message": "why"}),
+    "string": (401, {"error": "why"}),
+    "detail": (404, {"detail": "why"}),
+}
+
+
+async def error(request: Request) -> Response:
+    status, content = ERRORS[request.path_params["name"]]
+    return JSONResponse(content, status)
+
+
+async def echo(request: Request) -> Response:
+    return JSONResponse(
+        {
+            "body": (await request.body()).decode(),
+            "key": request.headers.get("authorization"),
+            "rank": request.headers.get("x-rank"),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def url():
+    routes = [
+        Route("/error/{name}", error),
+        Route("/echo", echo, methods=["POST"]),
+        Route("/busy", lambda _: JSONResponse({"error": {"message": "why"}}, 503)),
+        Route("/text", lambda _: Response("boom \xff", 500)),
+        Route("/nothing", lambda _: Response(status_code=500)),
+        Route("/html", lambda _: Response("<html>")),
+    ]
+    with served(Starlette(routes=routes)) as address:
+        yield address
+
+
+@pytest.fixture
+async def control(url):
+    client = ControlClient(spec(url, api_key="k"))
+    yield client
+    await client.aclose()
+
+
+async def test_calls_bring_json_and_the_key(control):
+    answer = await control.call("POST", "/echo", json={"a": 1}, headers={"x-rank": "1"})
+    assert answer == {"body": '{"a":1}', "key": "Bearer k", "rank": "1"}
+    assert (await control.call("POST", "/echo", content=b"raw"))["body"] == "raw"
+
+
+@pytest.mark.parametrize("name", ERRORS)
+async def test_errors_of_every_shape_keep_their_message(control, name):
+    with pytest.raises(EngineRejected, match="why") as caught:
+        await control.get(f"/error/{name}")
+    assert caught.value.status == ERRORS[name][0]
+    assert caught.value.param == ("p" if name == "openai" else None)
+
+
+async def test_errors_without_a_shape(control):
+    with pytest.raises(EngineRejected, match="boom"):
+        await control.get("/text")
+    with pytest.raises(EngineRejected, match="no reason"):
+        await control.get("/nothing")
+
+
+async def test_an_engine_that_says_it_is_unavailable(control):
+    with pytest.raises(EngineUnavailable, match="why"):
+        await control.get("/busy")
+
+
+async def test_an_answer_that_is_not_json(control):
+    with pytest.raises(EngineUnavailable, match="not JSON"):
+        await control.get("/html")
+
+
+async def test_nobody_there():
+    client = ControlClient(spec("http://127.0.0.1:1"))
+    with pytest.raises(EngineUnavailable):
+        await client.get("/x")
+    await client.aclose()

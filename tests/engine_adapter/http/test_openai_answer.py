@@ -1,0 +1,280 @@
+"""What is asked of an answer beyond what its client asked, and that its client sees none of it."""
+
+import json
+from array import array
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter import JsonBody
+from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai
+from tests.fakes import DONE, event
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# As a real vLLM 0.32 streams them, with usage and ids asked for and without.
+CARD = {"id": "c-1", "object": "chat.completion.chunk", "created": 1795251698, "model": "tiny"}
+COUNTS = {"prompt_tokens": 11, "total_tokens": 17, "completion_tokens": 6}
+USAGE = event(
+    {**CARD, "choices": [], "usage": {**COUNTS, "prompt_tokens_details": {"cached_tokens": 8}}}
+).replace(b'": ', b'":')
+
+
+def compact(content) -> bytes:
+    return b"data: " + json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+def chat_chunk(index=0, *, ids=None, first=None, text=None, finish=None, **more):
+    delta = {"role": "assistant", "content": ""} if first is not None else {}
+    if text is not None:
+        delta = {"content": text}
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    if first is not None:
+        return compact({**CARD, "choices": [choice], "prompt_token_ids": first or None, "prompt_text": None})
+    return compact({**CARD, "choices": [{**choice, "token_ids": ids, **more}]})
+
+
+def completion_chunk(index, text, *, prompt=None, ids=None, finish=None):
+    choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+    return compact({**CARD, "choices": [{**choice, "prompt_token_ids": prompt, "token_ids": ids}]})
+
+
+PROMPT = [1, 2029, 201, 2810]
+LOGPROBS = {"content": [{"token": "é", "logprob": -1e-05, "bytes": [1]}]}
+TEXT = 'say "usage": {"x": 1} – é\n\ndata: no'
+# (as the engine streams it when asked for ids, as it does when not)
+CHATS = [
+    (
+        chat_chunk(first=PROMPT) + chat_chunk(1, first=PROMPT)
+        + chat_chunk(ids=[5]) + chat_chunk(1, text=TEXT, ids=[6])
+        + chat_chunk(text="ed", ids=[7], logprobs=LOGPROBS) + chat_chunk(ids=[8], finish="length")
+        + chat_chunk(1, ids=[9], finish="stop", stop_reason=2),
+        chat_chunk(first=[]) + chat_chunk(1, first=[])
+        + chat_chunk(1, text=TEXT)
+        + chat_chunk(text="ed", logprobs=LOGPROBS) + chat_chunk(finish="length")
+        + chat_chunk(1, finish="stop", stop_reason=2),
+    ),
+    (
+        completion_chunk(0, " a", prompt=PROMPT, ids=[5]) + completion_chunk(1, "", prompt=PROMPT, ids=[6])
+        + completion_chunk(0, TEXT, ids=[7], finish="length") + completion_chunk(1, "", finish="stop"),
+        completion_chunk(0, " a") + completion_chunk(1, "")
+        + completion_chunk(0, TEXT, finish="length") + completion_chunk(1, "", finish="stop"),
+    ),
+]  # fmt: skip
+
+
+def body_of(**fields) -> JsonBody:
+    return JsonBody(json.dumps({"model": "m", **fields}).encode())
+
+
+def sent(hold) -> dict:
+    return json.loads(hold.body.raw)
+
+
+def read(answer: OpenAIAnswer, chunks) -> bytes:
+    """What the client gets."""
+    return b"".join([*map(answer.feed, chunks), answer.finish()])
+
+
+@st.composite
+def splits(draw, raw: bytes) -> list[bytes]:
+    """The bytes as network chunks, cut anywhere."""
+    cuts = sorted({0, len(raw), *draw(st.lists(st.integers(0, len(raw)), max_size=12))})
+    return [raw[a:b] for a, b in pairwise(cuts)]
+
+
+class TestRequest:
+    def test_one_that_needs_nothing_goes_as_it_came(self):
+        body = body_of(messages=[], stream=True)
+        hold = hold_openai(CHAT, body)
+        assert (hold.body, hold.answer, hold.note) == (body, None, "")
+
+    def test_changes_drops_and_note(self):
+        hold = hold_openai(
+            CHAT,
+            body_of(messages=[1], prompt_table="p"),
+            changes={"ids": [1]},
+            drop=["messages", "none"],
+            note="n",
+        )
+        assert sent(hold) == {"model": "m", "prompt_table": "p", "ids": [1]}
+        assert (hold.answer, hold.note) == (None, "n")
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+    @pytest.mark.parametrize(
+        ("options", "asked"),
+        [
+            (None, {"include_usage": True}),
+            ({}, {"include_usage": True}),
+            ({"include_usage": False, "x": 1}, {"x": 1, "include_usage": True}),
+            ({"continuous_usage_stats": True}, {"include_usage": True}),
+        ],
+    )
+    def test_a_stream_is_asked_for_usage(self, path, options, asked):
+        given_options = {} if options is None else {"stream_options": options}
+        hold = hold_openai(path, body_of(stream=True, **given_options), ask_usage=True)
+        assert sent(hold)["stream_options"] == asked
+        assert hold.answer is not None
+
+    @pytest.mark.parametrize(
+        ("path", "fields"),
+        [
+            (CHAT, {"stream": True, "stream_options": {"include_usage": True}}),
+            (CHAT, {"stream": True, "stream_options": "wrong: the engine's to tell"}),
+            (CHAT, {"stream": False}),
+            (COMPLETIONS, {}),
+            ("/v1/responses", {"stream": True}),
+            ("/v1/messages", {"stream": True}),
+        ],
+    )
+    def test_where_usage_comes_anyway_nothing_is_asked(self, path, fields):
+        body = body_of(**fields)
+        hold = hold_openai(path, body, ask_usage=True)
+        assert (hold.body, hold.answer) == (body, None)
+
+    @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"return_token_ids": False}])
+    def test_ids_are_asked_for(self, fields):
+        hold = hold_openai(CHAT, body_of(**fields), ask_tokens=True)
+        assert sent(hold) == {"model": "m", **fields, "return_token_ids": True}
+
+    @pytest.mark.parametrize(
+        ("path", "fields"), [("/v1/responses", {}), (COMPLETIONS, {"echo": True}), (CHAT, {"echo": True})]
+    )
+    def test_not_where_they_cannot_be_had_or_change_the_answer(self, path, fields):
+        body = body_of(**fields)
+        hold = hold_openai(path, body, ask_tokens=True)
+        assert (hold.body, hold.answer) == (body, None)
+
+
+class TestUsageOfAStream:
+    @pytest.fixture
+    def answer(self):
+        return hold_openai(CHAT, body_of(stream=True), ask_usage=True).answer
+
+    @pytest.mark.parametrize("ends", [b"\n\n", b"\r\n\r\n"])
+    @given(data=st.data())
+    def test_is_held_back_however_the_stream_is_cut(self, ends, data):
+        answer = hold_openai(CHAT, body_of(stream=True), ask_usage=True).answer
+        text = CHATS[data.draw(st.integers(0, 1))][1].replace(b"\n\n", ends)
+        chunks = data.draw(splits(text + USAGE.replace(b"\n\n", ends) + DONE.replace(b"\n\n", ends)))
+        assert read(answer, chunks) == text + DONE.replace(b"\n\n", ends)
+        assert (answer.cached_tokens(), answer.prompt_tokens()) == (8, None)
+
+    def test_a_chunk_of_whole_events_is_passed_on_as_it_is(self, answer):
+        chunk = chat_chunk(text="a") + chat_chunk(text="b")
+        assert answer.feed(chunk) is chunk
+
+    def test_an_event_is_held_until_it_is_whole(self, answer):
+        first, second = chat_chunk(text="a"), chat_chunk(text="b")
+        assert answer.feed(first + second[:-1]) == first
+        assert answer.feed(b"\n") == second
+        assert answer.feed(DONE) == DONE
+
+    def test_a_chunk_that_says_more_passes(self, answer):
+        both = compact(
+            {**CARD, "choices": [{"delta": {}}], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}
+        )
+        filtered = compact({**CARD, "choices": [], "prompt_filter_results": [{"usage": {"x": 1}}]})
+        for chunk in (both, filtered):
+            assert answer.feed(chunk) == chunk
+        assert answer.cached_tokens() == 3
+
+    def test_null_usage_in_each_chunk_passes(self, answer):
+        chunk = compact({**CARD, "choices": [], "usage": None})
+        assert answer.feed(chunk) is chunk
+
+    def test_what_the_last_usage_leaves_open_an_earlier_one_says(self, answer):
+        first = compact({**CARD, "choices": [{}], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}})
+        assert read(answer, [first, compact({"choices": [], "usage": COUNTS})]) == first
+        assert answer.cached_tokens() == 3
+
+    def test_an_engine_that_reports_none_is_not_helped(self, answer):
+        usage = compact({"choices": [], "usage": {**COUNTS, "prompt_tokens_details": None}})
+        assert read(answer, [usage, DONE]) == DONE
+        assert answer.cached_tokens() is None
+
+    @pytest.mark.parametrize("last", [USAGE[:-2], USAGE[:-1]])
+    def test_a_stream_without_its_last_line_end(self, answer, last):
+        assert read(answer, [chat_chunk(text="a"), last]) == chat_chunk(text="a")
+        assert answer.cached_tokens() == 8
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            b": ping\n\n",
+            b'data: {"usage": {broken\n\n',
+            b'data: {"usage": {"x": 1}}\n\n',
+            b"\n\n",
+            b"data: x",
+        ],
+    )
+    def test_what_is_no_chunk_passes(self, answer, odd):
+        assert read(answer, [odd]) == odd
+
+    def test_one_json_answer_in_place_of_a_stream_passes(self, answer):
+        raw = json.dumps({"choices": [{"message": {}}], "usage": COUNTS}).encode()
+        assert read(answer, [raw]) == raw
+
+
+class TestTokenIds:
+    @pytest.mark.parametrize(("asked", "plain"), CHATS, ids=["chat", "completion"])
+    @given(data=st.data())
+    def test_of_a_stream_are_taken_out_however_it_is_cut(self, asked, plain, data):
+        answer = hold_openai(CHAT, body_of(stream=True), ask_tokens=True).answer
+        assert read(answer, data.draw(splits(asked + DONE))) == plain + DONE
+        assert answer.prompt_tokens() == array("i", PROMPT)
+
+    @pytest.mark.parametrize(("asked", "plain"), CHATS, ids=["chat", "completion"])
+    @given(data=st.data())
+    def test_and_usage_with_them(self, asked, plain, data):
+        answer = hold_openai(CHAT, body_of(stream=True), ask_tokens=True, ask_usage=True).answer
+        assert read(answer, data.draw(splits(asked + USAGE + DONE))) == plain + DONE
+        assert (answer.prompt_tokens(), answer.cached_tokens()) == (array("i", PROMPT), 8)
+
+    def test_usage_the_client_asked_for_stays(self):
+        options = {"stream_options": {"include_usage": True}}
+        answer = hold_openai(CHAT, body_of(stream=True, **options), ask_tokens=True, ask_usage=True).answer
+        assert read(answer, [CHATS[0][0], USAGE, DONE]) == CHATS[0][1] + USAGE + DONE
+
+    @pytest.mark.parametrize(("asked", "plain"), CHATS, ids=["chat", "completion"])
+    def test_stay_where_the_client_asked_itself(self, asked, plain):
+        hold = hold_openai(CHAT, body_of(stream=True, return_token_ids=True), ask_tokens=True)
+        assert sent(hold)["return_token_ids"] is True
+        assert read(hold.answer, [asked, DONE]) == asked + DONE != plain
+        assert hold.answer.prompt_tokens() == array("i", PROMPT)
+
+    @pytest.mark.parametrize("in_choice", [False, True], ids=["chat", "completion"])
+    @pytest.mark.parametrize("client_asked", [False, True])
+    def test_of_a_json_answer(self, in_choice, client_asked):
+        choice = {"index": 0, "logprobs": LOGPROBS, "token_ids": [5, 6]}
+        answer = {
+            "id": "x",
+            "choices": [choice, choice],
+            "usage": {"prompt_tokens_details": {"cached_tokens": 8}},
+        }
+        for fields in (choice,) if in_choice else (answer,):
+            fields["prompt_token_ids"] = PROMPT
+        hold = hold_openai(COMPLETIONS, body_of(return_token_ids=client_asked), ask_tokens=True)
+        raw = json.dumps(answer).encode()
+        passed = hold.answer.feed(raw) + hold.answer.finish()
+        assert (hold.answer.prompt_tokens(), hold.answer.cached_tokens()) == (array("i", PROMPT), 8)
+        if client_asked:
+            assert passed == raw
+            return
+        assert b"-1e-05" in passed, "all else keeps its bytes"
+        choice.update({name: None for name in choice if name.endswith("token_ids")})
+        answer.update({name: None for name in answer if name.endswith("token_ids")})
+        assert json.loads(passed) == answer
+
+    @pytest.mark.parametrize("raw", [b"", b"[]", b'{"choices": 1}', b'{"error": {}}', b"\xff"])
+    def test_what_is_no_answer_passes(self, raw):
+        answer = hold_openai(CHAT, body_of(), ask_tokens=True).answer
+        assert answer.feed(raw) + answer.finish() == raw
+        assert answer.prompt_tokens() is None
+
+    @pytest.mark.parametrize("ids", [None, "x", [1.5], [2**31], {}])
+    def test_ids_that_are_none_are_not_taken(self, ids):
+        answer = hold_openai(CHAT, body_of(), ask_tokens=True).answer
+        answer.feed(json.dumps({"choices": [], "prompt_token_ids": ids}).encode())
+        assert answer.prompt_tokens() is None

@@ -1,0 +1,277 @@
+import asyncio
+import gzip
+
+import pytest
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http.transport import AiohttpTransport, OutgoingRequest, describe
+from tests.fakes import FakeEngine
+
+
+@pytest.fixture
+async def engine():
+    async with FakeEngine() as engine:
+        yield engine
+
+
+@pytest.fixture
+async def transport():
+    transport = AiohttpTransport(connect_timeout_s=2)
+    yield transport
+    await transport.aclose()
+
+
+def request(engine, path="/x", method="POST", body=b"{}", **headers):
+    return OutgoingRequest(method, engine.url + path, headers, body)
+
+
+async def fetch(transport, outgoing):
+    async with await transport.send(outgoing) as response:
+        return await response.read()
+
+
+class TestRequests:
+    @pytest.mark.parametrize(
+        "target",
+        [
+            "/v1/a%2Fb%20c",
+            "/v1/%7Euser%41",
+            "/v1/x?q=%41%2b+&r=a%20b&empty",
+            "/v1/a;b=c,d",
+            "/v1//x//",
+            "/v1/x?a[]=[b]",
+        ],
+    )
+    async def test_the_address_is_sent_as_it_stands(self, engine, transport, target):
+        await fetch(transport, request(engine, target))
+        assert engine.seen[0].target == target
+
+    async def test_headers_are_those_given(self, engine, transport):
+        await fetch(transport, request(engine, body=b'{"a":1}', **{"x-a": "1"}))
+        seen = engine.seen[0]
+        assert seen.headers == {"host": engine.url[7:], "x-a": "1", "content-length": "7"}
+        assert seen.body == b'{"a":1}'
+
+    async def test_no_body_is_no_body(self, engine, transport):
+        for body in (None, b""):
+            await fetch(transport, request(engine, method="GET", body=body))
+            assert not {"transfer-encoding", "content-type"} & set(engine.seen[-1].headers)
+
+    async def test_a_streamed_body_goes_on_as_it_comes(self, engine, transport):
+        first_is_there = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.receive(b"one")
+            first_is_there.set()
+            await exchange.receive(b"0\r\n\r\n")
+            await exchange.send({})
+
+        script.reads_body = False
+        engine.script = script
+
+        async def body():
+            yield b"one"
+            await asyncio.wait_for(first_is_there.wait(), 5)
+            yield b"two"
+
+        await fetch(transport, request(engine, body=body()))
+
+    @pytest.mark.parametrize("answered", [False, True], ids=["before the answer", "during it"])
+    async def test_an_error_of_the_body_comes_through_as_it_is(self, engine, transport, answered):
+        class ClientsFault(Exception):
+            pass
+
+        fail = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.receive(b"one")
+            if answered:
+                await exchange.start()
+                await exchange.chunk(b"x")
+            fail.set()
+            await exchange.left.wait()
+
+        script.reads_body = False
+        engine.script = script
+
+        async def body():
+            yield b"one"
+            await fail.wait()
+            await asyncio.sleep(0.02)
+            raise ClientsFault
+
+        with pytest.raises(ClientsFault):
+            await fetch(transport, request(engine, body=body()))
+        await asyncio.wait_for(engine.seen[0].left.wait(), 5)
+
+    async def test_cookies_and_redirects_are_left_alone(self, engine, transport):
+        async def script(exchange):
+            await exchange.send({}, status=307, headers=[("location", "/elsewhere"), ("set-cookie", "a=b")])
+
+        engine.script = script
+        for _ in range(2):
+            async with await transport.send(request(engine)) as response:
+                assert (response.status, response.headers["location"]) == (307, "/elsewhere")
+        assert "cookie" not in engine.seen[1].headers
+
+
+class TestAnswers:
+    async def test_chunks_come_as_they_are_sent(self, engine, transport):
+        go = asyncio.Queue()
+
+        async def script(exchange):
+            await exchange.start()
+            for text in (b"one", b"two", b"three"):
+                await exchange.chunk(text)
+                await go.get()
+            await exchange.end()
+
+        engine.script = script
+        got = []
+        async with await transport.send(request(engine)) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream"
+            async for chunk in response.chunks():
+                got.append(chunk)
+                go.put_nowait(None)
+        assert got == [b"one", b"two", b"three"]
+
+    async def test_nothing_is_decompressed(self, engine, transport):
+        content = gzip.compress(b"hello")
+
+        async def script(exchange):
+            await exchange.send(content, headers=[("content-encoding", "gzip")])
+
+        engine.script = script
+        assert await fetch(transport, request(engine)) == content
+
+    async def test_closing_early_is_seen_by_the_engine(self, engine, transport):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"x")
+            await exchange.left.wait()
+
+        engine.script = script
+        async with await transport.send(request(engine)) as response:
+            assert await anext(response.chunks()) == b"x"
+        await asyncio.wait_for(engine.seen[0].left.wait(), 5)
+
+    async def test_so_is_giving_up_before_the_headers(self, engine, transport):
+        async def script(exchange):
+            await exchange.left.wait()
+
+        engine.script = script
+        task = asyncio.create_task(transport.send(request(engine)))
+        exchange = await engine.request()
+        task.cancel()
+        await asyncio.wait_for(exchange.left.wait(), 5)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def test_a_reader_that_waits_slows_the_engine(self, engine, transport):
+        sent = 0
+
+        async def script(exchange):
+            nonlocal sent
+            await exchange.start()
+            while not exchange.left.is_set():
+                await exchange.chunk(b"x" * 65536)
+                sent += 1
+
+        engine.script = script
+        async with await transport.send(request(engine)):
+            before = -1
+            while sent != before:
+                before = sent
+                await asyncio.sleep(0.1)
+        assert sent < 250
+
+
+class TestConnections:
+    async def test_are_used_again_once_an_answer_was_read(self, engine, transport):
+        for _ in range(3):
+            await fetch(transport, request(engine))
+            async with await transport.send(request(engine)) as response:
+                assert [chunk async for chunk in response.chunks()]
+        assert len(engine.connections) == 1
+
+    async def test_one_the_engine_closed_meanwhile_costs_nothing(self, engine, transport):
+        async def script(exchange):
+            if len(engine.connections) == 1 and len(engine.seen) > 1:
+                exchange.die()  # as if it had been closed while the request was on its way
+            else:
+                await exchange.send({"n": len(engine.seen)})
+
+        engine.script = script
+        await fetch(transport, request(engine))
+        assert await fetch(transport, request(engine, body=b'{"same": 1}')) == b'{"n": 3}'
+        assert [exchange.body for exchange in engine.seen[1:]] == [b'{"same": 1}'] * 2
+
+    async def test_an_upload_is_not_sent_twice(self, engine, transport):
+        async def script(exchange):
+            await (exchange.send({}) if len(engine.seen) == 1 else asyncio.sleep(0))
+            if len(engine.seen) > 1:
+                exchange.die()
+
+        engine.script = script
+        await fetch(transport, request(engine))
+
+        async def body():
+            yield b"x"
+
+        with pytest.raises(EngineUnavailable):
+            await fetch(transport, request(engine, body=body()))
+        assert len(engine.seen) == 2
+
+    async def test_on_a_new_connection_nothing_is_repeated(self, engine, transport):
+        async def script(exchange):
+            exchange.die()
+
+        engine.script = script
+        with pytest.raises(EngineUnavailable):
+            await fetch(transport, request(engine))
+        assert len(engine.seen) == 1
+
+
+class TestFailures:
+    async def test_a_refused_connection(self, engine, transport):
+        await engine.stop()
+        with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1"):
+            await transport.send(request(engine))
+
+    async def test_an_answer_that_is_not_http(self, transport):
+        async def talk(reader, writer):
+            writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EngineUnavailable):
+            await transport.send(OutgoingRequest("GET", f"http://127.0.0.1:{port}/"))
+        server.close()
+        await server.wait_closed()
+
+    @pytest.mark.parametrize("abort", [False, True], ids=["closed", "reset"])
+    @pytest.mark.parametrize("headers", [[], [("content-length", "100")]], ids=["chunked", "length"])
+    async def test_death_in_mid_answer(self, engine, transport, abort, headers):
+        async def script(exchange):
+            await exchange.start(headers=headers)
+            await exchange.chunk(b"some")
+            await asyncio.sleep(0.02)
+            exchange.die(abort=abort)
+
+        engine.script = script
+        async with await transport.send(request(engine)) as response:
+            with pytest.raises(EngineUnavailable, match="mid-answer"):
+                await response.read()
+        async with await transport.send(request(engine)) as response:
+            got = []
+            with pytest.raises(EngineUnavailable, match="mid-answer"):  # noqa: PT012 - the loop breaks
+                async for chunk in response.chunks():
+                    got += [chunk]
+            assert got == [b"some"]
+
+
+def test_an_error_without_text_has_its_name():
+    assert describe(TimeoutError()) == "TimeoutError"
+    assert describe(OSError("no route")) == "no route"

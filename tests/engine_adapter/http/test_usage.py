@@ -1,0 +1,66 @@
+"""Tokens in the usage of every route."""
+
+import json
+
+import pytest
+
+from engine_adapter.http.usage import NOTHING, Usage, read_answer_usage, read_streamed_usage, read_usage
+from tests.fakes import DONE, event
+
+DETAILS = {"cached_tokens": 7}
+USAGES = [
+    ({"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": DETAILS}, Usage(7, 4)),
+    ({"input_tokens": 9, "input_tokens_details": DETAILS, "output_tokens_details": {"x": 1}}, Usage(7)),
+    ({"input_tokens": 9, "cache_read_input_tokens": 7, "output_tokens": 0}, Usage(7, 0)),
+    ({"cache_read_input_tokens": 0, "cache_creation": {"a": 1}}, Usage(0)),
+    ({"prompt_tokens_details": None, "input_tokens_details": DETAILS}, Usage(7)),
+    ({"prompt_tokens_details": {}}, NOTHING),
+    ({"prompt_tokens_details": {"cached_tokens": "7"}}, NOTHING),
+    ({"output_tokens": 3}, Usage(None, 3)),
+    ({}, NOTHING),
+    (None, NOTHING),
+]
+
+
+class TestUsage:
+    @pytest.mark.parametrize(("usage", "said"), USAGES)
+    def test_of_an_answer(self, usage, said):
+        assert read_answer_usage(json.dumps({"output": [{"usage": 1}], "usage": usage}).encode()) == said
+
+    @pytest.mark.parametrize(("usage", "said"), USAGES)
+    def test_by_itself(self, usage, said):
+        assert read_usage(json.dumps(usage).encode()) == said
+
+    @pytest.mark.parametrize("content", [b"", b"[]", b'{"usage":[]}', b'{"usage', b"[" * 5000, b'{"\xff":1}'])
+    def test_of_what_is_none(self, content):
+        assert read_answer_usage(content) == NOTHING
+        assert read_streamed_usage(content) == NOTHING
+
+    @pytest.mark.parametrize(("usage", "said"), USAGES)
+    @pytest.mark.parametrize("place", [None, "response", "message"])
+    def test_of_a_stream(self, usage, said, place):
+        last = event({"type": "last", place: {"usage": usage}} if place else {"usage": usage})
+        assert read_streamed_usage(event({"usage": None}) + last + DONE) == said
+
+    def test_of_the_last_event_that_says_so(self):
+        events = [
+            event({"usage": usage})
+            for usage in (
+                {"cache_read_input_tokens": 1},
+                {"cache_read_input_tokens": 2},
+                {"output_tokens": 3},
+            )
+        ]
+        assert read_streamed_usage(b"".join(events)) == Usage(2, 3)
+
+    def test_of_an_event_whose_start_is_cut_off(self):
+        last = event(
+            {"response": {"output": ["x" * 50], "usage": {"input_tokens_details": DETAILS}, "user": "u"}}
+        )
+        assert read_streamed_usage(last[40:]) == Usage(7)
+        assert read_streamed_usage(last[:-30]) == NOTHING
+
+    def test_is_not_looked_for_in_texts(self):
+        quoted = json.dumps({"usage": {"cache_read_input_tokens": 5}})
+        delta = event({"delta": quoted, "of": "usage", "usage": {"cache_read_input_tokens": 6}})
+        assert read_streamed_usage(delta + event({"delta": quoted})) == Usage(6)

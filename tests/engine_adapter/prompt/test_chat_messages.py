@@ -1,0 +1,116 @@
+import base64
+import copy
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from engine_adapter.errors import ChatError, PromptTableError
+from engine_adapter.prompt.chat_messages import normalize_messages
+from engine_adapter.prompt.content_format import ContentFormat
+
+PNG = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def embeds(rows=2, hidden=4):
+    return base64.b64encode(save({"t": np.ones((rows, hidden), np.float32)})).decode()
+
+
+def content_of(parts, wanted=ContentFormat.STRING):
+    normal = normalize_messages(
+        [{"role": "user", "content": parts}], wanted, make_word=lambda: "M", hidden_size=4
+    )
+    return normal.messages[0]["content"], normal.embeddings
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def test_text_parts_are_joined_with_newlines():
+    assert content_of([text("a"), text(""), text("b")])[0] == "a\n\nb"
+
+
+def test_text_parts_stay_parts_where_the_template_takes_them():
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    assert content_of([part, text("b")], ContentFormat.PARTS)[0] == [text("a"), text("b")]
+
+
+def test_embeddings_touch_the_text_beside_them():
+    part = {"type": "prompt_embeds", "data": embeds()}
+    content, slots = content_of([text("a"), part, part, text("b"), text("c")])
+    assert content == "aMx0xMx1xb\nc"
+    assert [(s.param, s.embeddings.rows) for s in slots] == [
+        ("messages[0].content[1].data", 2),
+        ("messages[0].content[2].data", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Paris", "n": 12345678901234567890123}', {"city": "Paris", "n": 12345678901234567890123}),
+        ({"already": "an object"}, {"already": "an object"}),
+        ('{"city": ', {}),
+        ("", {}),
+    ],
+)
+def test_tool_call_arguments_become_objects(arguments, expected):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    before = copy.deepcopy(messages)
+    normal = normalize_messages(messages, ContentFormat.STRING).messages
+    assert normal[0]["tool_calls"] == [call | {"function": {"name": "f", "arguments": expected}}]
+    assert messages == before
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hello", "messages"),
+        (["hello"], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": 3, "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": 5}], "messages[1].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [text("x"), PNG]}], "messages[0].content[1].type"),
+        ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0].function"),
+    ],
+)
+def test_an_error_names_the_field(messages, param):
+    with pytest.raises(ChatError) as caught:
+        normalize_messages(messages, ContentFormat.STRING)
+    assert caught.value.param == param
+    assert param.removesuffix(".type") in str(caught.value)
+
+
+def test_other_part_types_are_told_what_the_engine_takes():
+    with pytest.raises(ChatError, match="'image_url': this engine takes text and prompt_embeds"):
+        content_of([PNG])
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (None, ChatError, "must be base64 text"),
+        ("not base64!", ChatError, "is not base64"),
+        ("żółć", ChatError, "is not base64"),
+        (base64.b64encode(b"\x80\x04K\x01.").decode(), PromptTableError, "pickle"),
+        (base64.b64encode(b"junk").decode(), PromptTableError, "is not safetensors"),
+        (embeds(hidden=5), ChatError, "5 columns; the model's hidden size is 4"),
+    ],
+)
+def test_bad_embeddings_name_their_field(data, error, message):
+    with pytest.raises(error, match=message) as caught:
+        content_of([text("a"), {"type": "prompt_embeds", "data": data}])
+    assert caught.value.param == "messages[0].content[1].data"
+
+
+def test_embeddings_need_a_hidden_size():
+    message = {"role": "user", "content": [{"type": "prompt_embeds", "data": embeds()}]}
+    with pytest.raises(ChatError, match="cannot be used here"):
+        normalize_messages([message], ContentFormat.STRING, make_word=lambda: "M")

@@ -1,0 +1,188 @@
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from engine_adapter.prompt.encoders import (
+    FastokensEncoder,
+    TokenizersEncoder,
+    TransformersEncoder,
+    exact_encoder,
+)
+from engine_adapter.torch_engine.model import DEFAULT_MODEL
+
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. It's 1234 o'clock, isn't it?",
+    "def encode(text):\n    return [token for token in text.split()]\n",
+    "Zażółć gęślą jaźń, größer, naïve café, Ελληνικά, русский текст, 漢字かな交じり文, 한국어, ไทย, हिन्दी 🙂",
+] * 20
+# Special tokens whole and in pieces, words, and anything Unicode has that a request can carry.
+TEXTS = st.lists(
+    st.one_of(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+        st.sampled_from(
+            [*" \n\t\r", "  ", "\r\n", "'s", "'LL", "e\u0301", "👩\u200d👧", "\ufeff", "123", "½"]
+        ),
+        st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "start|>", "<|endoftext|>", "</s>", "<s>"]),
+        st.sampled_from(["the", "ing", "def", " self", " return", "language", "    ", "://", "->", "..."]),
+    ),
+    max_size=24,
+).map("".join)
+
+
+def trained(normalizer=None, split=None, **options):
+    """A byte-level BPE tokenizer as served models have them."""
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizer
+    steps = [pre_tokenizers.Split(Regex(split), behavior="isolated")] if split else []
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(CORPUS, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **options)
+
+
+@pytest.fixture(scope="module")
+def default():
+    return AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def default_encoder(default):
+    return exact_encoder(default)
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return trained(normalizers.NFC(), QWEN)
+
+
+@pytest.fixture(scope="module")
+def qwen_encoder(qwen):
+    return exact_encoder(qwen)
+
+
+def test_the_fastest_exact_encoder_is_taken(default_encoder, qwen_encoder):
+    assert default_encoder.name == qwen_encoder.name == "fastokens"
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=TEXTS, special=st.booleans())
+def test_the_default_tokenizer_gives_the_ids_of_transformers(default, default_encoder, text, special):
+    expected = default.encode(text, add_special_tokens=special)
+    assert default_encoder.encode(text, add_special_tokens=special).tolist() == expected
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=TEXTS, special=st.booleans())
+def test_a_tokenizer_like_a_served_model_gives_the_ids_of_transformers(qwen, qwen_encoder, text, special):
+    expected = qwen.encode(text, add_special_tokens=special)
+    assert qwen_encoder.encode(text, add_special_tokens=special).tolist() == expected
+
+
+def test_a_growing_chat_gives_the_same_ids_with_what_was_kept_of_its_turns(default, default_encoder):
+    turns = random.Random(1)  # noqa: S311 - not for secrets
+    text = ""
+    for number in range(30):
+        words = " ".join(turns.choices(CORPUS, k=3))
+        text += f"<|im_start|>{('user', 'assistant')[number % 2]}\n{words}<|im_end|>\n"
+        expected = default.encode(text, add_special_tokens=False)
+        assert default_encoder.encode(text, add_special_tokens=False).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 100_000, " " * 100_000, "\n \n" * 30_000, "🙂" * 20_000, "x1" * 50_000]
+)
+def test_long_monotonous_texts(default, default_encoder, qwen, qwen_encoder, text):
+    for tokenizer, encoder in ((default, default_encoder), (qwen, qwen_encoder)):
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        assert encoder.encode(text, add_special_tokens=False).tolist() == expected
+
+
+def test_what_fastokens_does_not_implement_is_left_to_tokenizers():
+    tokenizer = trained(normalizers.NFKC())
+    encoder = exact_encoder(tokenizer)
+    assert encoder.name == "tokenizers"
+    assert encoder.encode("ﬁn ½", add_special_tokens=True).tolist() == tokenizer.encode("ﬁn ½")
+
+
+def test_an_encoder_that_differs_on_a_probe_is_not_taken(default, monkeypatch):
+    kept = FastokensEncoder.encode
+
+    def differs(self, text, *, add_special_tokens):
+        return kept(self, text.replace("½", "1/2"), add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(FastokensEncoder, "encode", differs)
+    assert exact_encoder(default).name == "tokenizers"
+
+
+def test_a_tokenizer_that_adds_to_what_its_backend_gives_is_asked_itself(default):
+    class Shifted:
+        """Gives other ids than the backend it shows."""
+
+        backend_tokenizer = default.backend_tokenizer
+        split_special_tokens = False
+
+        def encode(self, text, add_special_tokens):
+            return [token + 1 for token in default.encode(text, add_special_tokens=add_special_tokens)]
+
+        def __len__(self):
+            return len(default)
+
+        get_added_vocab = default.get_added_vocab
+        decode = default.decode
+
+    encoder = exact_encoder(Shifted())
+    assert isinstance(encoder, TransformersEncoder)
+    assert encoder.encode("a", add_special_tokens=False).tolist() == Shifted().encode("a", False)
+
+
+def test_a_tokenizer_in_python_is_asked_itself():
+    class Bytes:
+        def encode(self, text, add_special_tokens):
+            return [*b"\x01" * add_special_tokens, *text.encode()]
+
+    encoder = exact_encoder(Bytes())
+    assert encoder.name == "transformers"
+    assert encoder.encode("é", add_special_tokens=True).tolist() == [1, 0xC3, 0xA9]
+
+
+def test_a_text_fastokens_gives_up_on_goes_to_the_slower_encoder(default):
+    backend = default.backend_tokenizer
+    settings_of = json.loads(backend.to_str())
+    encoder = FastokensEncoder(
+        json.dumps(settings_of), TokenizersEncoder(backend), split_special_tokens=False
+    )
+
+    class GivesUp:
+        def encode_batch_flat(self, *_):
+            raise ValueError("match limit exceeded")
+
+    expected = encoder.encode("hello", add_special_tokens=False)
+    encoder._tokenizer = GivesUp()
+    assert encoder.encode("hello", add_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_special_tokens_in_a_text_count_as_the_tokenizer_says(split):
+    tokenizer = trained(split_special_tokens=split)
+    encoder = exact_encoder(tokenizer)
+    text = "a<|im_start|>b"
+    ids = encoder.encode(text, add_special_tokens=False).tolist()
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+    assert (1 in ids) is not split

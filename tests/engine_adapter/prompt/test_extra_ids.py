@@ -1,0 +1,177 @@
+import struct
+from array import array
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.errors import PromptTableError
+from engine_adapter.prompt.extra_ids import (
+    UINT64_MAX,
+    TableRef,
+    client_extra_id,
+    extra_id,
+    parse_embeddings,
+    prompt_embeds_extra_id,
+    prompt_table_extra_id,
+    resolve_extra_ids,
+)
+
+VOCAB = 100
+A, B = TableRef(extra_id=11, rows=4), TableRef(extra_id=22, rows=8)
+
+
+def tensors(**arrays):
+    return safetensors.numpy.save(arrays)
+
+
+def embeddings(values, dtype=np.float32):
+    return parse_embeddings(tensors(t=np.asarray(values, dtype=dtype)), param="p")
+
+
+def resolve(tokens, *, explicit=None, table=None, registered=(A, B)):
+    known = {ref.extra_id: ref for ref in registered}
+    return resolve_extra_ids(
+        array("i", tokens), vocab_size=VOCAB, explicit=explicit, table=table, registered=known
+    )
+
+
+class TestIdentity:
+    def test_kinds_and_contents_are_told_apart(self):
+        pairs = [
+            ("a", b"bc"),
+            ("ab", b"c"),
+            ("abc", b""),
+            ("", b"abc"),
+            ("prompt_table", b"x"),
+            ("prompt_embeds", b"x"),
+        ]
+        assert len({extra_id(*pair) for pair in pairs}) == len(pairs)
+
+    @given(st.text(max_size=5), st.binary(max_size=20))
+    def test_is_a_uint64_and_never_0(self, kind, content):
+        assert 0 < extra_id(kind, content) <= UINT64_MAX
+        assert extra_id(kind, content) == extra_id(kind, content)
+
+    def test_0_is_given_to_text_alone(self, monkeypatch):
+        monkeypatch.setattr("engine_adapter.prompt.extra_ids.xxhash.xxh3_64_intdigest", lambda _: 0)
+        assert extra_id("a", b"b") == 1
+
+    def test_the_same_values_in_another_shape_or_type_are_another_table(self):
+        zeros = [
+            embeddings(np.zeros((2, 4))),
+            embeddings(np.zeros((4, 2))),
+            embeddings(np.zeros((4, 4)), np.float16),
+        ]
+        assert len({prompt_table_extra_id(each) for each in zeros}) == 3
+
+    def test_equal_embeddings_have_one_id_whatever_their_tensors_name(self):
+        values = np.ones((2, 4), np.float32)
+        one, two = (parse_embeddings(tensors(**{name: values}), param="p") for name in ("x", "y"))
+        assert prompt_table_extra_id(one) == prompt_table_extra_id(two)
+        assert prompt_table_extra_id(one) != prompt_embeds_extra_id(one)
+
+    def test_a_clients_label_never_joins_two_tables(self):
+        assert client_extra_id(11, 5) != client_extra_id(22, 5) != client_extra_id(22, 6)
+
+
+class TestParseEmbeddings:
+    def test_reads_rows_columns_type_and_bytes(self):
+        values = np.arange(6, dtype=np.float32).reshape(2, 3)
+        result = embeddings(values)
+        assert (result.rows, result.hidden, result.dtype) == (2, 3, "F32")
+        assert result.values == values.tobytes()
+
+    @pytest.mark.parametrize(
+        ("data", "reason"),
+        [
+            (b"PK\x03\x04rest", "pickle"),
+            (b"\x80\x02rest", "pickle"),
+            (b"", "not safetensors"),
+            (b"nonsense" * 4, "not safetensors"),
+            (struct.pack("<Q", 2**60) + b"{}", "not safetensors"),
+            (safetensors.numpy.save({}), "holds 0 tensors"),
+            (tensors(a=np.ones((1, 1), np.float32), b=np.ones((1, 1), np.float32)), "holds 2 tensors"),
+            (tensors(a=np.ones(4, np.float32)), r"shape \[4\]"),
+            (tensors(a=np.ones((1, 2, 3), np.float32)), r"shape \[1, 2, 3\]"),
+            (tensors(a=np.ones((0, 3), np.float32)), r"shape \[0, 3\]"),
+            (tensors(a=np.ones((2, 2), np.int32)), "type I32"),
+        ],
+    )
+    def test_refuses_with_the_field_and_the_reason(self, data, reason):
+        with pytest.raises(PromptTableError, match=reason) as caught:
+            parse_embeddings(data, param="messages[0].content[1]")
+        assert caught.value.param == "messages[0].content[1]"
+        assert str(caught.value).startswith("messages[0].content[1]")
+
+
+class TestResolve:
+    def test_text_has_none(self):
+        assert resolve([1, 2, 99]).extra_ids is None
+        assert resolve([], explicit=[]).extra_ids is None
+        assert resolve([1, 2], explicit=[0, 0], table=A).extra_ids is None
+
+    def test_the_worked_example(self):
+        registered = (TableRef(1, 4), TableRef(2, 4))
+        fake = [100, 101, 102, 103]
+        one = resolve([*fake, 1, 2, 3, 4], explicit=[1] * 4 + [0] * 4, registered=registered)
+        two = resolve([*fake, 1, 2, 3, 4], explicit=[2] * 4 + [0] * 4, registered=registered)
+        assert list(one.extra_ids) == [1] * 4 + [0] * 4
+        assert list(two.extra_ids) == [2] * 4 + [0] * 4
+        assert one.tables == {1: registered[0]}
+
+    def test_a_named_table_stands_behind_every_fake_id(self):
+        result = resolve([1, 103, 100, 2], table=A)
+        assert list(result.extra_ids) == [0, 11, 11, 0]
+        assert result.tables == {11: A}
+
+    def test_a_named_table_is_mixed_into_the_clients_labels(self):
+        result = resolve([100, 101, 102], table=A, explicit=[5, 11, 6])
+        assert list(result.extra_ids) == [client_extra_id(11, 5), 11, client_extra_id(11, 6)]
+        assert set(result.tables.values()) == {A}
+        assert list(resolve([100], table=B, explicit=[5]).extra_ids) != [client_extra_id(11, 5)]
+
+    def test_several_registered_tables_may_stand_in_one_prompt(self):
+        result = resolve([100, 1, 107], explicit=[11, 0, 22])
+        assert result.tables == {11: A, 22: B}
+
+    def test_the_largest_uint64_is_one(self):
+        top = TableRef(UINT64_MAX, 1)
+        assert list(resolve([100], explicit=[UINT64_MAX], registered=[top]).extra_ids) == [UINT64_MAX]
+
+    @pytest.mark.parametrize(
+        ("tokens", "options", "param", "reason"),
+        [
+            ([1, 2], {"explicit": [0]}, "extra_ids", "1 entries for 2 prompt tokens"),
+            ([1], {"explicit": [0, 0]}, "extra_ids", "2 entries for 1 prompt tokens"),
+            ([1, 100], {"explicit": [0, 0]}, "extra_ids[1]", "0 beside the fake id 100"),
+            ([1, 2], {"explicit": [0, 7]}, "extra_ids[1]", "7 beside the text id 2"),
+            ([100], {"explicit": [2**64]}, "extra_ids[0]", "0 to 2**64-1"),
+            ([100], {"explicit": [-1]}, "extra_ids[0]", "0 to 2**64-1"),
+            ([100], {"explicit": [True]}, "extra_ids[0]", "True"),
+            ([1], {"explicit": [False]}, "extra_ids[0]", "False"),
+            ([100], {"explicit": [1.0]}, "extra_ids[0]", "1.0"),
+            ([100], {"explicit": ["11"]}, "extra_ids[0]", "'11'"),
+            ([100], {"explicit": [None]}, "extra_ids[0]", "None"),
+            ([1, -1], {}, "prompt[1]", "negative"),
+            ([1, -5], {"explicit": [0, 0]}, "prompt[1]", "negative"),
+            ([1, 100], {}, "prompt[1]", "name a prompt_table"),
+            ([1, 100], {"explicit": [0, 33]}, "extra_ids[1]", "no prompt table"),
+            ([100, 104], {"table": A}, "prompt[1]", "row 4 of a table of 4 rows"),
+            ([107, 108], {"explicit": [22, 22]}, "prompt[1]", "row 8 of a table of 8 rows"),
+        ],
+    )
+    def test_a_broken_rule_names_its_index(self, tokens, options, param, reason):
+        with pytest.raises(PromptTableError) as caught:
+            resolve(tokens, **options)
+        assert caught.value.param == param
+        assert reason in str(caught.value)
+        assert str(caught.value).startswith(param)
+
+    @given(st.lists(st.integers(0, 107), max_size=30))
+    def test_zero_stands_beside_text_and_only_there(self, tokens):
+        result = resolve(tokens, table=B)
+        extra = result.extra_ids or [0] * len(tokens)
+        assert [value == 0 for value in extra] == [token < VOCAB for token in tokens]

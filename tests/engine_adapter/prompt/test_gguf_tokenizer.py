@@ -1,0 +1,155 @@
+"""Ids of each family are those of a real llama-server that reads the very same file."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import httpx
+import pytest
+
+from engine_adapter.prompt.gguf_metadata import GgufError, read_metadata
+from engine_adapter.prompt.gguf_tokenizer import load_gguf_tokenizer
+from scripts.make_gguf import gguf_path
+from tests.llama import running_llama_server
+
+FAMILIES = ("gpt-2", "llama-bpe", "qwen2", "qwen35")
+KEYS = "tokenizer.ggml."
+TOOL_CALL, UNUSED = "<tool call>", "<unused>"
+TEXTS = (
+    "Hello, world!", " leading and trailing ", "I'll WE'LL it's IT'S don't 'tis 'S",
+    "   \n \n\n\r\n\t\t  x   ", "1,234.56 ½ Ⅷ ٣٤ 百 x² H₂O 1234567", "def f(x):\n    return 1234567",
+    "zażółć 漢字 🙂\n\n\t<|x|>", "İstanbul ſtraße ﬁn Ǆ Å Å e\u0301 ҈ हिन्दी ไทย 한국어 ﷺ",
+    "👩\u200d👩\u200d👧 🏳️\u200d🌈 \ufeff\u200b\u00a0\u3000\x7f", "a" * 300 + " " * 300 + "\n" * 50,
+    "<|im_start|>user\n<|im_end|> <|im_end|><|endoftext|>",
+    f"a{TOOL_CALL}b {TOOL_CALL} <tool_call>", f"a{UNUSED}b",
+)  # fmt: skip
+PIECES = (
+    *"aBé漢🙂Ωßก१٣½7 \t\n\r_-.<>|'\"/\\",
+    *("  ", "\r\n", "e\u0301", "\u0300", "\u200d", "\ufe0f", "\u00a0", "\u3000", "\ufeff", "ﬁ", "İ", "ſ"),
+    *("the", " the", "ing", "'s", "'LL", "123", "...", "</s>", "<|im_start|>", TOOL_CALL, "    ", "한국"),
+)
+
+
+def texts() -> Iterator[str]:
+    yield from TEXTS
+    mixed = random.Random(0)  # noqa: S311 - the same texts each time
+    for _ in range(150):
+        yield "".join(mixed.choices(PIECES, k=12))
+
+
+@functools.cache
+def tiny() -> tuple[dict[str, tuple[Any, ...]], list[Any]]:
+    """The tiny model: its entries with their types, and its tensors."""
+    reader = gguf.GGUFReader(gguf_path("tiny"))
+    entries = {
+        name: (field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None)
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.") and name != "general.architecture"
+    }
+    return entries, reader.tensors
+
+
+def rewrite(path: Path, *, without: tuple[str, ...] = (), **changes: Any) -> Path:
+    """The tiny model with other entries of its tokenizer, written to `path`."""
+    entries, tensors = tiny()
+    entries = {**entries, f"{KEYS}add_eos_token": (False, gguf.GGUFValueType.BOOL, None)}
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, (value, kind, item) in entries.items():
+        key = name.removeprefix(KEYS)
+        if key not in without:
+            writer.add_key_value(name, changes.get(key, value), kind, sub_type=item)
+    for tensor in tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def with_other_tokens() -> dict[str, Any]:
+    """The last two tokens, and the merges that make them, give way to one of a user and one not in use."""
+    metadata = read_metadata(gguf_path("tiny"))
+    tokens, kinds = metadata[f"{KEYS}tokens"], metadata[f"{KEYS}token_type"]
+    tokens[-2:], kinds[-2:] = [TOOL_CALL, UNUSED], [gguf.TokenType.USER_DEFINED, gguf.TokenType.UNUSED]
+    return {
+        "tokens": tokens,
+        "token_type": [int(kind) for kind in kinds],
+        "merges": metadata[f"{KEYS}merges"][:-2],
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_are_the_servers(family, tmp_path):
+    path = rewrite(tmp_path / "m.gguf", without=("add_bos_token",), pre=family, **with_other_tokens())
+    ours = load_gguf_tokenizer(path)
+    with (
+        running_llama_server(tmp_path / "log", path, slots=1, ctx=512) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as client,
+    ):
+        for text in texts():
+            for special in (True, False):
+                body = {"content": text, "add_special": special, "parse_special": True}
+                theirs = client.post("/tokenize", json=body).json()["tokens"]
+                assert ours.encode(text, add_special_tokens=special) == theirs, text
+
+
+def test_families_cut_differently(tmp_path):
+    cuts = set()
+    for family in FAMILIES:
+        tokenizer = load_gguf_tokenizer(rewrite(tmp_path / f"{family}.gguf", pre=family))
+        pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("IT'S 12345 x\n\n  हिन्दी")
+        cuts.add(tuple(piece for piece, _ in pieces))
+    assert len(cuts) == len(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "ids"),
+    [
+        ("gpt-2", {}, []),
+        ("llama-bpe", {}, [0]),
+        ("llama-bpe", {"add_bos_token": False}, []),
+        ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, [0, 2]),
+    ],
+)
+def test_what_is_put_around_a_text(tmp_path, family, fields, ids):
+    path = rewrite(
+        tmp_path / "m.gguf", without=("add_bos_token",) if not fields else (), pre=family, **fields
+    )
+    assert load_gguf_tokenizer(path).encode("") == ids
+
+
+def test_names_of_tokens_and_the_template():
+    tokenizer = load_gguf_tokenizer(gguf_path("tiny"))
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+    )
+    assert "<|im_start|>" in tokenizer.chat_template
+    assert tokenizer.decode([0, *tokenizer.encode("größer 漢字")]) == "<|endoftext|>größer 漢字"
+
+
+@pytest.mark.parametrize(
+    ("without", "fields", "message"),
+    [
+        ((), {"model": "llama"}, "its kind, 'llama' with 'gpt-2', is not read here"),
+        (
+            (),
+            {"pre": "falcon"},
+            "its kind, 'gpt2' with 'falcon', is not read here; known are 'gpt2' with gpt-2",
+        ),
+        (("pre",), {}, "'gpt2' with None"),
+        (("tokens",), {}, "it has no tokenizer.ggml.tokens"),
+        (("token_type",), {}, "it has no tokenizer.ggml.token_type"),
+    ],
+)
+def test_a_tokenizer_that_is_not_read(tmp_path, without, fields, message):
+    path = rewrite(tmp_path / "m.gguf", without=without, **fields)
+    with pytest.raises(GgufError, match=message):
+        load_gguf_tokenizer(path)

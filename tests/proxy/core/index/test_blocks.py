@@ -1,0 +1,116 @@
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from proxy.core.index.blocks import chain, extend, namespace_root, reusable_tokens
+
+ROOT = namespace_root("m")
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+
+
+def ids(values):
+    return array("i", values)
+
+
+def extras(values):
+    return array("Q", values)
+
+
+class TestNamespaceRoot:
+    def test_is_the_same_for_the_same_parts(self):
+        assert namespace_root("m", adapter="a", salt="s") == namespace_root("m", adapter="a", salt="s")
+
+    def test_kinds_never_collide_by_being_the_same_string(self):
+        parts = [None, "", "x", "model", "salt"]
+        roots = [
+            namespace_root(model, adapter=adapter, salt=salt)
+            for model in ("", "x", "model", "salt")
+            for adapter in parts
+            for salt in parts
+        ]
+        assert len(set(roots)) == len(roots)
+
+    @given(st.text(), st.text(), st.text(), st.text())
+    def test_a_cut_elsewhere_is_another_namespace(self, model, salt, other_model, other_salt):
+        same = (model, salt) == (other_model, other_salt)
+        assert (namespace_root(model, salt=salt) == namespace_root(other_model, salt=other_salt)) is same
+
+    def test_text_that_imitates_the_frame_does_not_collide(self):
+        framed = (4).to_bytes(8, "little").decode("latin-1") + "salt"
+        assert namespace_root("m" + framed) != namespace_root("m", salt="")
+
+
+class TestChain:
+    def test_hashes_are_what_the_design_says(self):
+        tokens = ids([1, 2, 3, 4])
+        first = xxh3_64_intdigest(ROOT.to_bytes(8, "little") + ids([1, 2]).tobytes())
+        second = xxh3_64_intdigest(first.to_bytes(8, "little") + ids([3, 4]).tobytes())
+        assert chain(ROOT, tokens, None, 2).hashes == (first, second)
+
+    def test_extra_ids_are_hashed_after_the_tokens(self):
+        tokens, extra = ids([1, 100]), extras([0, 7])
+        expected = xxh3_64_intdigest(ROOT.to_bytes(8, "little") + tokens.tobytes() + extra.tobytes())
+        assert chain(ROOT, tokens, extra, 2).hashes == (expected,)
+
+    def test_the_tail_has_no_block_but_counts_as_tokens(self):
+        result = chain(ROOT, ids(range(11)), None, 4)
+        assert (len(result.hashes), result.n_tokens, result.tokens_per_block) == (2, 11, 4)
+
+    def test_an_empty_prompt_has_no_blocks(self):
+        assert chain(ROOT, ids([]), None, 4).hashes == ()
+        assert chain(ROOT, ids([]), extras([]), 4).hashes == ()
+
+    @given(TOKENS)
+    def test_zeros_hash_as_no_extra_ids(self, tokens):
+        zeros = extras([0] * len(tokens))
+        assert extend(ROOT, ids(tokens), zeros, 4) == extend(ROOT, ids(tokens), None, 4)
+
+    @given(TOKENS, TOKENS, st.integers(1, 8))
+    def test_equal_hashes_mean_equal_prefixes(self, a, b, size):
+        chain_a, chain_b = (extend(ROOT, ids(x), None, size) for x in (a, b))
+        for at, (hash_a, hash_b) in enumerate(zip(chain_a, chain_b, strict=False)):
+            assert (hash_a == hash_b) is (a[: (at + 1) * size] == b[: (at + 1) * size])
+
+    @given(TOKENS, st.integers(0, 10))
+    def test_extending_in_two_steps_is_extending_in_one(self, tokens, blocks):
+        extra = extras([i % 3 for i in range(len(tokens))])
+        cut = min(blocks * 4, len(tokens) // 4 * 4)
+        head = extend(ROOT, ids(tokens[:cut]), extra[:cut], 4)
+        rest = extend(head[-1] if head else ROOT, ids(tokens[cut:]), extra[cut:], 4)
+        assert head + rest == extend(ROOT, ids(tokens), extra, 4)
+
+    def test_blocks_are_named_by_namespace(self):
+        tokens = ids(range(8))
+        other = namespace_root("m", salt="tenant")
+        assert not set(extend(ROOT, tokens, None, 4)) & set(extend(other, tokens, None, 4))
+
+
+class TestWorkedExample:
+    """The example of the cache identity: vocabulary 100, fake ids from 100 on, four tokens a block."""
+
+    FAKE = (100, 101, 102, 103)
+
+    def hashes(self, text, label):
+        return extend(ROOT, ids([*self.FAKE, *text]), extras([label] * 4 + [0] * 4), 4)
+
+    def test_one_and_three_share_the_first_block_one_and_two_nothing(self):
+        one, two = self.hashes([1, 2, 3, 4], 1), self.hashes([1, 2, 3, 4], 2)
+        three = self.hashes([5, 6, 7, 8], 1)
+        assert one[0] == three[0]
+        assert one[1] != three[1]
+        assert not set(one) & set(two)
+
+    def test_fake_ids_without_extra_ids_are_yet_another_prompt(self):
+        bare = extend(ROOT, ids([*self.FAKE, 1, 2, 3, 4]), None, 4)
+        assert not set(bare) & set(self.hashes([1, 2, 3, 4], 1))
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "size", "reusable"),
+    [(0, 16, 0), (1, 16, 0), (16, 16, 0), (17, 16, 16), (32, 16, 16), (33, 16, 32), (5, 1, 4)],
+)
+def test_the_last_prompt_token_is_never_reusable(n_tokens, size, reusable):
+    assert reusable_tokens(n_tokens, size) == reusable

@@ -1,0 +1,347 @@
+from array import array
+from collections import Counter
+from itertools import product
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine_adapter.types import Tier
+from proxy.core.index import locations
+from proxy.core.index.blocks import extend, namespace_root
+from proxy.core.index.prefix_index import Match, PrefixIndex
+
+ROOT = namespace_root("m")
+DEPTH = 5
+# Every chain of five blocks, of two kinds of token.
+CHAINS = [extend(ROOT, array("i", tokens), None, 1) for tokens in product((0, 1), repeat=DEPTH)]
+BLOCKS = sorted({block for chain in CHAINS for block in chain})
+
+
+@pytest.fixture
+def index():
+    index = PrefixIndex()
+    index.add_engine("a")
+    index.add_engine("b")
+    return index
+
+
+class TestMatch:
+    def test_counts_leading_blocks_of_each_engine(self, index):
+        index.store("a", Tier.GPU, [1, 2, 3])
+        index.store("b", Tier.GPU, [1])
+        assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=3), "b": Match(gpu=1)}
+
+    def test_stops_at_the_first_block_an_engine_lacks(self, index):
+        index.store("a", Tier.GPU, [1, 3, 4])
+        assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=1)}
+
+    def test_stops_where_only_others_go_on(self, index):
+        index.store("a", Tier.GPU, [1, 3])
+        index.store("b", Tier.GPU, [2, 3])
+        assert index.match([1, 2, 3]) == {"a": Match(gpu=1)}
+
+    def test_an_engine_without_the_first_block_is_left_out(self, index):
+        index.store("b", Tier.GPU, [2, 3])
+        assert index.match([1, 2, 3]) == {}
+        assert index.match([]) == {}
+
+    def test_each_block_counts_for_its_fastest_tier(self, index):
+        index.store("a", Tier.GPU, [1])
+        for tier in Tier:
+            index.store("a", tier, [2])
+        index.store("a", Tier.HOST, [3])
+        index.store("a", Tier.DISK, [4])
+        index.add_pending("a", [4, 5])
+        assert index.match([1, 2, 3, 4, 5]) == {"a": Match(gpu=2, host=1, disk=1, pending=1)}
+        assert index.match([1, 2, 3, 4, 5])["a"].blocks == 5
+
+    def test_tells_how_many_need_no_lower_tier(self, index):
+        index.store("a", Tier.GPU, [1, 2, 4])
+        index.store("a", Tier.HOST, [2, 3])
+        index.add_pending("a", [5])
+        index.store("b", Tier.HOST, [1, 2])
+        index.store("b", Tier.GPU, [3])
+        leads = {n: [m.lead for m in (index.match(range(1, n + 1))[e] for e in "ab")] for n in range(1, 6)}
+        assert leads == {1: [1, 0], 2: [2, 0], 3: [2, 0], 4: [2, 0], 5: [2, 0]}
+        index.store("a", Tier.GPU, [3])
+        assert index.match([1, 2, 3, 4, 5])["a"].lead == 5
+
+    def test_the_worked_example(self, index):
+        root = namespace_root("m")
+
+        def hashes(text, label):
+            labels = array("Q", [label] * 4 + [0] * 4)
+            return extend(root, array("i", [100, 101, 102, 103, *text]), labels, 4)
+
+        index.store("a", Tier.GPU, hashes([1, 2, 3, 4], 1))
+        assert index.match(hashes([1, 2, 3, 4], 1)) == {"a": Match(gpu=2)}
+        assert index.match(hashes([1, 2, 3, 4], 2)) == {}
+        assert index.match(hashes([5, 6, 7, 8], 1)) == {"a": Match(gpu=1)}
+
+
+class TestPending:
+    def test_counts_until_the_last_request_has_ended(self, index):
+        index.add_pending("a", [1, 2])
+        index.add_pending("a", [1])
+        index.end_pending("a", [1, 2])
+        assert index.match([1, 2]) == {"a": Match(pending=1)}
+        index.end_pending("a", [1])
+        assert (index.match([1]), len(index)) == ({}, 0)
+
+    def test_of_many_requests_the_last_to_end_counts(self, index):
+        for _ in range(4):
+            index.add_pending("a", [1, 2])
+        for left in (2, 2, 2, 0):
+            index.end_pending("a", [1, 2])
+            assert index.pending("a") == left
+
+    def test_does_not_count_as_held(self, index):
+        index.add_pending("a", [1])
+        assert not index.holds("a", 1)
+        index.store("a", Tier.DISK, [1])
+        assert index.holds("a", 1)
+        assert not index.is_on_gpu("a", 1)
+        assert not index.holds("b", 1)
+        index.store("a", Tier.GPU, [1])
+        assert index.is_on_gpu("a", 1)
+
+    def test_its_end_leaves_what_was_confirmed(self, index):
+        index.add_pending("a", [1])
+        index.store("a", Tier.GPU, [1])
+        index.end_pending("a", [1])
+        assert index.match([1]) == {"a": Match(gpu=1)}
+
+    def test_what_the_gpu_has_is_expected_there_no_longer(self, index):
+        index.add_pending("a", [1, 2, 3])
+        index.store("a", Tier.GPU, [1, 2])
+        assert index.counts("a") == (2, 0, 0, 1)
+        index.store("a", Tier.HOST, [3])
+        assert index.counts("a") == (2, 1, 0, 1)
+        index.remove("a", Tier.GPU, [2])
+        assert index.counts("a") == (1, 1, 0, 2)
+        index.end_pending("a", [1, 2, 3])
+        assert index.counts("a") == (1, 1, 0, 0)
+
+    def test_what_the_gpu_has_behind_a_gap_is_not_expected_there(self, index):
+        index.store("a", Tier.GPU, [2, 3])
+        index.add_pending("a", [1, 2, 3, 4])
+        assert index.counts("a") == (2, 0, 0, 2)
+        assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=2, pending=2)}
+
+    def test_an_end_without_a_beginning_is_fine(self, index):
+        index.store("a", Tier.GPU, [1])
+        index.end_pending("a", [1, 9])
+        assert index.match([1]) == {"a": Match(gpu=1)}
+
+
+class TestDrop:
+    def test_no_tier_holds_it_and_none_is_expected(self, index):
+        for tier in Tier:
+            index.store("a", tier, [1, 2])
+        index.store("b", Tier.GPU, [1])
+        index.add_pending("a", [1, 2, 3])
+        index.drop("a", iter([1, 2]))
+        assert index.match([1, 2, 3]) == {"b": Match(gpu=1)}
+        assert [index.held("a", tier) for tier in Tier] == [0, 0, 0]
+        index.end_pending("a", [1, 2, 3])
+        assert len(index) == 1
+
+    def test_unknown_blocks_are_fine(self, index):
+        index.drop("a", [9])
+        assert len(index) == 0
+
+
+class TestEngines:
+    def test_are_known_once(self, index):
+        index.store("a", Tier.GPU, [1])
+        index.add_engine("a")
+        assert index.match([1]) == {"a": Match(gpu=1)}
+
+    def test_one_that_left_makes_room_for_another_without_a_trace(self, index):
+        index.store("a", Tier.GPU, [1])
+        index.add_pending("a", [2])
+        index.store("b", Tier.HOST, [1])
+        index.remove_engine("a")
+        index.add_engine("c")
+        assert index.match([1]) == {"b": Match(host=1)}
+        assert index.held("c", Tier.GPU) == 0
+        assert index._shifts["c"] == 0
+
+    def test_bits_of_one_that_was_wiped_mean_nobody_until_they_are_gone(self, index, monkeypatch):
+        monkeypatch.setattr(locations, "SLICE_STEPS", 1)
+        chains = [tuple(range(100 * n, 100 * n + 80)) for n in range(1, 20)]
+        for chain in chains:
+            index.store("a", Tier.GPU, chain)
+            index.add_pending("a", chain)
+        index.store("b", Tier.HOST, chains[0][:5])
+        index.wipe("a")
+        assert len(index) > 5
+        assert index.match(chains[0]) == {"b": Match(host=5)}
+        assert not any(index.match(chain) for chain in chains[1:])
+        assert not index.holds("a", chains[1][0])
+        index.store("a", Tier.DISK, chains[1][:3])
+        index.add_engine("c")
+        assert index._shifts == {"b": 4, "a": 8, "c": 12}
+        for _ in range(200):
+            index.remove("b", Tier.GPU, ())
+        assert (len(index), index.match(chains[1])) == (8, {"a": Match(disk=3)})
+        index.add_engine("d")
+        assert index._shifts["d"] == 0
+        assert index.counts("a") == (0, 0, 3, 0)
+
+    def test_wiping_or_removing_an_unknown_one_is_fine(self, index):
+        index.wipe("x")
+        index.remove_engine("x")
+
+    def test_many_have_bits_of_their_own(self):
+        index = PrefixIndex()
+        names = [f"e{n}" for n in range(100)]
+        for n, name in enumerate(names):
+            index.add_engine(name)
+            index.store(name, Tier.GPU, range(n + 1))
+        assert {name: m.gpu for name, m in index.match(range(100)).items()} == {
+            name: n + 1 for n, name in enumerate(names)
+        }
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """The index against dicts of sets."""
+
+    ENGINES = ("a", "b", "c")
+    engines = st.sampled_from(ENGINES)
+    tiers = st.sampled_from(list(Tier))
+    chains = st.sampled_from(CHAINS)
+    places = st.integers(0, DEPTH)
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(locations, "SEGMENT_BLOCKS", 3)
+        self.patch.setattr(locations, "SLICE_STEPS", 1)
+        self.index = PrefixIndex()
+        self.held = {engine: {tier: set() for tier in Tier} for engine in self.ENGINES}
+        self.in_flight = {engine: [] for engine in self.ENGINES}
+        for engine in self.ENGINES:
+            self.index.add_engine(engine)
+
+    def teardown(self):
+        self.patch.undo()
+
+    @rule(engine=engines, tier=tiers, chain=chains, start=places, end=places)
+    def store(self, engine, tier, chain, start, end):
+        self.index.store(engine, tier, chain[start:end], chain[start - 1] if start else None)
+        self.held[engine][tier] |= set(chain[start:end])
+
+    @rule(engine=engines, tier=tiers, blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
+    def remove(self, engine, tier, blocks):
+        self.index.remove(engine, tier, blocks)
+        self.held[engine][tier] -= set(blocks)
+
+    @rule(engine=engines, tier=tiers, chain=chains, end=places)
+    def evict(self, engine, tier, chain, end):
+        self.remove(engine, tier, chain[end:][::-1])
+
+    @rule(engine=engines, chain=chains, end=places)
+    def add_pending(self, engine, chain, end):
+        chain = chain[:end]
+        self.index.add_pending(engine, iter(chain))
+        start = next((at for at, block in enumerate(chain) if not self.is_stored(engine, block)), len(chain))
+        self.in_flight[engine].append((chain, start))
+
+    @rule(engine=engines, at=st.integers(0, 5))
+    def end_pending(self, engine, at):
+        if self.in_flight[engine]:
+            chain, _ = self.in_flight[engine][at % len(self.in_flight[engine])]
+            self.index.end_pending(engine, chain)
+            starts = [start for other, start in self.in_flight[engine] if other == chain]
+            self.in_flight[engine].remove((chain, max(starts)))
+
+    @rule(engine=engines, chain=chains)
+    def end_what_never_began(self, engine, chain):
+        if chain not in [known for known, _ in self.in_flight[engine]]:
+            self.index.end_pending(engine, chain)
+
+    @rule(engine=engines)
+    def wipe(self, engine):
+        self.index.wipe(engine)
+        self._forget(engine)
+
+    @rule(engine=engines)
+    def leave_and_return(self, engine):
+        self.index.remove_engine(engine)
+        self.index.add_engine(engine)
+        self._forget(engine)
+
+    def _forget(self, engine):
+        self.held[engine] = {tier: set() for tier in Tier}
+        self.in_flight[engine] = []
+
+    def is_stored(self, engine, block):
+        return any(block in self.held[engine][tier] for tier in Tier)
+
+    def pending(self, engine):
+        return {block for chain, start in self.in_flight[engine] for block in chain[start:]}
+
+    def where(self, engine, block):
+        for tier in Tier:
+            if block in self.held[engine][tier]:
+                return tier.value
+        return "pending" if block in self.pending(engine) else None
+
+    @rule(chain=chains, end=places)
+    def match(self, chain, end):
+        found = self.index.match(chain[:end])
+        expected, leads = {}, {}
+        for engine in self.ENGINES:
+            places = [self.where(engine, block) for block in chain[:end]]
+            places = places[: places.index(None)] if None in places else places
+            if places:
+                expected[engine] = Match(**Counter(places))
+                pending = self.pending(engine)
+                is_fast = [
+                    place == "gpu" or block in pending for place, block in zip(places, chain, strict=False)
+                ]
+                leads[engine] = is_fast.index(False) if False in is_fast else len(places)
+        assert found == expected
+        assert {engine: match.lead for engine, match in found.items()} == leads
+
+    @invariant()
+    def counts_agree(self):
+        known = set()
+        for engine in self.ENGINES:
+            for tier in Tier:
+                assert self.index.held(engine, tier) == len(self.held[engine][tier])
+                known |= self.held[engine][tier]
+            pending = self.pending(engine)
+            expected = len(pending - self.held[engine][Tier.GPU])
+            assert self.index.pending(engine) == expected
+            held = [len(self.held[engine][tier]) for tier in Tier]
+            assert self.index.counts(engine) == (*held, expected)
+            known |= pending
+            assert all(self.index.holds(engine, block) is self.is_stored(engine, block) for block in BLOCKS)
+        left = self.index._locations.retired
+        assert len(self.index) >= len(known) if left else len(self.index) == len(known)
+        assert {slot for slot, engine in enumerate(self.index._slots) if not engine} == {
+            *self.index._free,
+            *(slot for slot in range(len(self.index._slots)) if left >> 4 * slot & 1),
+        }
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_dropped_blocks_are_no_longer_awaited():
+    index = PrefixIndex()
+    index.add_engine("a")
+    index.add_pending("a", (1, 2))
+    index.add_pending("a", (1, 2))
+    index.store("a", Tier.HOST, (1,))
+    index.drop("a", (1, 2))
+    assert not index.match((1, 2))
+    assert (len(index), index.pending("a")) == (0, 0)
+    index.end_pending("a", (1, 2))
+    index.end_pending("a", (1, 2))
+    assert len(index) == 0

@@ -1,0 +1,36 @@
+"""Dicts that grow in small steps."""
+
+from collections import Counter
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from proxy.core.index.spread import KEY_SHIFT, place, spread
+
+DIGESTS = [xxh3_64_intdigest(n.to_bytes(4, "big")) for n in range(25_600)]
+KEYS = {
+    "uint64": DIGESTS,
+    "int64": [digest - 2**63 for digest in DIGESTS],
+    "bytes": [digest.to_bytes(32, "big") for digest in DIGESTS],
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_each_gets_its_share(kind):
+    places = Counter(map(place, KEYS[kind]))
+    assert set(places) == set(range(len(spread())))
+    assert max(places.values()) < 200
+
+
+def test_hashes_of_64_bits_are_spread_by_themselves():
+    places = Counter(digest >> KEY_SHIFT for digest in [*DIGESTS, 0, 2**64 - 1])
+    assert set(places) == set(range(len(spread())))
+    assert max(places.values()) < 200
+
+
+def test_small_numbers_have_a_place_too():
+    assert {place(n) for n in range(-5, 1000)} <= set(range(len(spread())))
+
+
+def test_there_are_as_many_as_bits_tell_apart():
+    assert (len(spread()), len(spread(12))) == (256, 4096)

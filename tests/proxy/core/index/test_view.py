@@ -1,0 +1,393 @@
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, Tier, ViewCurrent, ViewLost
+from proxy.core.index import slices as slices_module
+from proxy.core.index import view as module
+from proxy.core.index.blocks import extend, namespace_root
+from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.index.slices import slices
+from proxy.core.index.view import EngineView
+
+SIZE = 4  # tokens per block of the pool
+
+
+def root_of(salt, adapter=None):
+    return namespace_root("m", adapter=adapter, salt=salt)
+
+
+def hashes_of(tokens, extra=None, salt=None):
+    return extend(root_of(salt), array("i", tokens), extra, SIZE)
+
+
+def stored(names, tokens, *, parent=None, tier=Tier.GPU, size=SIZE, extra=None, salt=None):
+    return BlocksStored(tier, parent, tuple(names), array("i", tokens), size, extra, salt)
+
+
+@pytest.fixture
+def index():
+    index = PrefixIndex()
+    index.add_engine("other")
+    index.add_engine("e")
+    return index
+
+
+@pytest.fixture
+def view(index):
+    return EngineView("e", index, root_of, SIZE)
+
+
+class TestStore:
+    def test_blocks_are_found_by_their_tokens(self, view, index):
+        view.apply(stored([71, b"72"], range(8)))
+        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=2)}
+        assert view.counts.stored == 2
+
+    def test_a_run_follows_its_parent(self, view, index):
+        view.apply(stored([71], range(4)))
+        view.apply(stored([b"x", 73], range(4, 12), parent=71))
+        assert index.match(hashes_of(range(12))) == {"e": Match(gpu=3)}
+
+    def test_an_unknown_parent_makes_an_orphan_and_so_are_its_children(self, view, index):
+        view.apply(stored([72], range(4), parent=71))
+        view.apply(stored([73], range(4), parent=72))
+        assert (len(index), view.counts.orphaned, view.counts.stored) == (0, 2, 0)
+
+    def test_salts_and_extra_ids_are_part_of_it(self, view, index):
+        extra = array("Q", [9, 0, 0, 0])
+        view.apply(stored([1], range(4), salt="s"))
+        view.apply(stored([2], range(4), extra=extra))
+        assert index.match(hashes_of(range(4))) == {}
+        assert index.match(hashes_of(range(4), salt="s")) == {"e": Match(gpu=1)}
+        assert index.match(hashes_of(range(4), extra)) == {"e": Match(gpu=1)}
+
+    def test_the_same_engine_hash_means_nothing_beyond_the_engine(self, view, index):
+        other = EngineView("other", index, root_of, SIZE)
+        view.apply(stored([1], range(4)))
+        other.apply(stored([1], range(50, 54)))
+        assert index.match(hashes_of(range(4))) == {"e": Match(gpu=1)}
+
+    @pytest.mark.parametrize(
+        ("names", "tokens", "size"),
+        [([1, 2], range(4), 4), ([1], range(8), 4), ([1], [], 4), ([1], range(4), 0)],
+        ids=["too few tokens", "too many tokens", "no tokens", "no size"],
+    )
+    def test_blocks_whose_content_cannot_be_told_are_orphans(self, view, index, names, tokens, size):
+        view.apply(stored(names, tokens, size=size))
+        view.apply(BlocksRemoved(Tier.GPU, tuple(names)))
+        assert (len(index), view.counts.orphaned, view.counts.removed) == (0, 1, 0)
+
+
+class TestLargerBlocks:
+    def test_one_becomes_several(self, view, index):
+        view.apply(stored([1, 2], range(24), size=12))
+        assert index.match(hashes_of(range(24))) == {"e": Match(gpu=6)}
+        view.apply(BlocksRemoved(Tier.GPU, (2,)))
+        assert index.match(hashes_of(range(24))) == {"e": Match(gpu=3)}
+        assert len(index) == 3
+
+    def test_a_child_follows_the_last_of_them(self, view, index):
+        view.apply(stored([1], range(8), size=8))
+        view.apply(stored([2], range(8, 16), size=8, parent=1))
+        assert index.match(hashes_of(range(16))) == {"e": Match(gpu=4)}
+
+
+class TestRemove:
+    def test_a_block_on_two_tiers_leaves_one(self, view, index):
+        view.apply(stored([1], range(4)))
+        view.apply(stored([1], range(4), tier=Tier.HOST))
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        assert index.match(hashes_of(range(4))) == {"e": Match(host=1)}
+        view.apply(stored([2], range(4, 8), parent=1))
+        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=1, host=1)}
+
+    def test_one_that_left_every_tier_is_no_parent_any_more(self, view, index):
+        view.apply(stored([1], range(4)))
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        view.apply(stored([2], range(4, 8), parent=1))
+        assert (len(index), view.counts.orphaned, view.counts.removed) == (0, 1, 1)
+
+    def test_an_unknown_one_is_fine(self, view):
+        view.apply(BlocksRemoved(Tier.GPU, (1, b"2")))
+        assert view.counts.removed == 0
+
+
+@pytest.mark.parametrize("event", [CacheCleared(), ViewLost("restart")])
+def test_a_cleared_cache_forgets_this_engine_only(view, index, event):
+    other = EngineView("other", index, root_of, SIZE)
+    for each in (view, other):
+        each.apply(stored([1], range(4)))
+    view.apply(event)
+    assert index.match(hashes_of(range(4))) == {"other": Match(gpu=1)}
+    view.apply(stored([2], range(4, 8), parent=1))
+    assert view.counts.orphaned == 1
+
+
+def test_being_current_changes_nothing(view, index):
+    view.apply(stored([1], range(4)))
+    view.apply(ViewCurrent())
+    assert len(index) == 1
+
+
+class TestSharedEntries:
+    """Blocks of 8 tokens that differ in their second half are one entry of 4 tokens and two more."""
+
+    def test_what_two_blocks_share_stays_until_both_are_gone(self, view, index):
+        view.apply(stored([1], [0, 1, 2, 3, 4, 5, 6, 7], size=8))
+        view.apply(stored([2], [0, 1, 2, 3, 9, 9, 9, 9], size=8))
+        assert len(index) == 3
+        view.apply(BlocksRemoved(Tier.GPU, (2,)))
+        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=2)}
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        assert len(index) == 0
+
+    def test_tier_by_tier(self, view, index):
+        view.apply(stored([1], [0, 1, 2, 3, 4, 5, 6, 7], size=8))
+        view.apply(stored([2], [0, 1, 2, 3, 9, 9, 9, 9], size=8, tier=Tier.HOST))
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        assert index.match(hashes_of(range(8))) == {"e": Match(host=1)}
+
+    def test_a_block_announced_again_shares_no_more(self, view, index):
+        for _ in range(3):
+            view.apply(stored([1], range(8), size=8))
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        assert len(index) == 0
+
+    def test_what_was_learned_otherwise_is_no_holder(self, view, index):
+        index.store("e", Tier.GPU, hashes_of(range(8)))
+        view.apply(stored([1], range(8), size=8))
+        view.apply(BlocksRemoved(Tier.GPU, (1,)))
+        assert len(index) == 0
+
+
+class TestPages:
+    """Blocks smaller than the pool's."""
+
+    def test_pages_are_gathered(self, view, index):
+        view.apply(stored([10, 11, 12], range(3), size=1))
+        assert len(index) == 0
+        view.apply(stored([13, 14], range(3, 5), size=1, parent=12))
+        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=1)}
+
+    def test_an_entry_goes_with_its_last_page(self, view, index):
+        view.apply(stored(range(10, 18), range(8), size=1))
+        view.apply(BlocksRemoved(Tier.GPU, (17, 16)))
+        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=1)}
+        view.apply(BlocksRemoved(Tier.GPU, (13,)))
+        assert len(index) == 0
+
+    def test_a_branch_in_the_middle(self, view, index):
+        view.apply(stored(range(10, 14), [0, 1, 2, 3, 4, 5, 6, 7], size=2))
+        view.apply(stored([20], [8, 9], size=2, parent=10))
+        view.apply(stored([21, 22], [6, 7, 8, 9], size=2, parent=20))
+        assert index.match(hashes_of([0, 1, 8, 9, 6, 7, 8, 9])) == {"e": Match(gpu=2)}
+
+    def test_markers_of_images_are_gathered_too(self, view, index):
+        extra = array("Q", [0, 0, 5, 0])
+        view.apply(stored([1, 2], range(2), size=1))
+        view.apply(stored([3], [2], size=1, parent=2, extra=array("Q", [5])))
+        view.apply(stored([4], [3], size=1, parent=3))
+        assert index.match(hashes_of(range(4), extra)) == {"e": Match(gpu=1)}
+        assert index.match(hashes_of(range(4))) == {}
+
+    def test_thousands_of_pages(self, view, index):
+        view.apply(stored(range(5_000), range(5_000), size=1))
+        assert index.match(hashes_of(range(5_000))) == {"e": Match(gpu=1250)}
+        view.apply(BlocksRemoved(Tier.GPU, tuple(range(4_999, 9, -1))))
+        assert (index.held("e", Tier.GPU), view.counts.removed) == (2, 4_990)
+
+
+class TestNamesAlone:
+    """Stores without tokens: an offload of blocks that were stored before."""
+
+    def named(self, *names, tier=Tier.HOST):
+        return BlocksStored(tier, None, names, array("i"), 0)
+
+    def test_known_blocks_lie_on_a_further_tier(self, view, index):
+        view.apply(stored([1, 2], range(8)))
+        view.apply(self.named(1, 2))
+        view.apply(BlocksRemoved(Tier.GPU, (1, 2)))
+        assert index.match(hashes_of(range(8))) == {"e": Match(host=2)}
+
+    def test_unknown_ones_are_orphans(self, view, index):
+        view.apply(self.named(1, 2))
+        assert (len(index), view.counts.orphaned, view.counts.stored) == (0, 1, 0)
+
+    def test_a_block_that_left_the_gpu_just_before(self, view, index):
+        view.apply(stored([1, 2], range(16), size=8))
+        view.apply(self.named(1))
+        view.apply(BlocksRemoved(Tier.GPU, (2, 1)))
+        view.apply(self.named(2))
+        assert index.match(hashes_of(range(16))) == {"e": Match(host=4)}
+        view.apply(stored([3], range(16, 24), size=8, parent=2))
+        assert index.match(hashes_of(range(24))) == {"e": Match(gpu=2, host=4)}
+        view.apply(BlocksRemoved(Tier.HOST, (1, 2)))
+        assert index.held("e", Tier.HOST) == 0
+
+    def test_what_is_recalled_is_bounded(self, view, index, monkeypatch):
+        monkeypatch.setattr(module, "MAX_RECALLED", 3)
+        view.apply(self.named(0))
+        view.apply(stored(range(1, 6), range(20)))
+        view.apply(BlocksRemoved(Tier.GPU, (1, 2, 3, 4, 5)))
+        view.apply(self.named(1, 2, 3, 4, 5))
+        assert index.held("e", Tier.HOST) == 3
+
+
+def test_a_name_with_other_content_is_another_block(view, index):
+    """A name proves nothing: the block it stood for before is gone."""
+    view.apply(stored([1, 2], range(8)))
+    view.apply(stored([1], range(4), tier=Tier.HOST))
+    view.apply(stored([1], range(50, 54)))
+    assert index.match(hashes_of(range(4))) == {}
+    assert index.match(hashes_of(range(50, 54))) == {"e": Match(gpu=1)}
+    view.apply(BlocksRemoved(Tier.GPU, (1, 2)))
+    assert len(index) == 0
+
+
+def test_a_lora_adapter_is_part_of_it(view, index):
+    view.apply(BlocksStored(Tier.GPU, None, (1,), array("i", range(4)), SIZE, None, None, "ada"))
+    assert index.match(hashes_of(range(4))) == {}
+    assert index.match(extend(root_of(None, "ada"), array("i", range(4)), None, SIZE)) == {"e": Match(gpu=1)}
+
+
+@pytest.mark.parametrize("blocks", [1, 60])
+def test_memory_is_bounded_by_what_the_engine_holds(view, blocks):
+    """Runs that keep only their first block keep little else."""
+    for n in range(2_000):
+        first = n * 64
+        view.apply(stored(range(first, first + blocks), range(first, first + blocks), size=1))
+        view.apply(BlocksRemoved(Tier.GPU, tuple(range(first + blocks - 1, first, -1))))
+    runs = {run for here in view._runs for run in here.values()}
+    assert (sum(map(len, view._runs)), len(runs)) == (2_000, 2_000)
+    assert sum(len(run.names) for run in runs) == 2_000
+
+
+# --- against a naive model ------------------------------------------------------------------------
+
+LENGTH = 24
+
+
+class NaiveEngine:
+    """Blocks are the tokens from the start of the prompt to their end; so are entries."""
+
+    def __init__(self, size):
+        self.size = size
+        self.tiers = {tier: set() for tier in Tier}
+        self.recalled = None
+
+    def holds(self, block):
+        return any(block in held for held in self.tiers.values())
+
+    def store(self, tier, blocks):
+        self.tiers[tier].update(blocks)
+
+    def store_named(self, tier, blocks):
+        self.recalled = set() if self.recalled is None else self.recalled
+        known = {block for block in blocks if self.holds(block) or block in self.recalled}
+        self.recalled -= known
+        self.tiers[tier] |= known
+
+    def remove(self, tier, blocks):
+        for block in set(blocks) & self.tiers[tier]:
+            self.tiers[tier].discard(block)
+            if self.recalled is not None and not self.holds(block) and not self.size % SIZE:
+                self.recalled.add(block)
+
+    def entries(self, tier):
+        return {
+            block[:end]
+            for block in self.tiers[tier]
+            for end in range(SIZE, LENGTH + 1, SIZE)
+            if len(block) - self.size < end <= len(block)
+        }
+
+
+class Worlds:
+    """A view and the naive model of its engine, told the same."""
+
+    def __init__(self, size, prompts):
+        self.size, self.prompts = size, prompts
+        self.index = PrefixIndex()
+        self.index.add_engine("e")
+        self.view, self.naive = EngineView("e", self.index, root_of, SIZE), NaiveEngine(size)
+
+    def apply(self, event, *, sliced):
+        for part in slices(event) if sliced else [event]:
+            self.view.apply(part)
+
+    def step(self, kind, which, tier, first, count, *, sliced):
+        blocks = [self.prompts[which][:end] for end in range(self.size, LENGTH + 1, self.size)]
+        blocks = blocks[first : first + count]
+        names = tuple(repr(block).encode() for block in blocks)
+        if kind == "clear":
+            self.view.apply(CacheCleared())
+            self.naive = NaiveEngine(self.size)
+        elif kind == "remove":
+            self.apply(BlocksRemoved(tier, names), sliced=sliced)
+            self.naive.remove(tier, blocks)
+        elif kind == "named":
+            self.apply(BlocksStored(tier, None, names, array("i"), 0), sliced=sliced)
+            self.naive.store_named(tier, blocks)
+        elif blocks:
+            self.store(tier, blocks, names, sliced=sliced)
+
+    def store(self, tier, blocks, names, *, sliced):
+        start = len(blocks[0]) - self.size
+        parent = repr(blocks[0][:start]).encode() if start else None
+        event = stored(names, blocks[-1][start:], parent=parent, tier=tier, size=self.size)
+        self.apply(event, sliced=sliced)
+        # Where what the run follows is not known, a slice of it may follow what is.
+        step = 2 if sliced else LENGTH
+        for at in range(0, len(blocks), step):
+            before = blocks[at][: -self.size]
+            if not before or self.naive.holds(before):
+                self.naive.store(tier, blocks[at : at + step])
+
+    def check(self):
+        entries = {tier: self.naive.entries(tier) for tier in Tier}
+        for prompt in self.prompts:
+            expected = dict.fromkeys(Tier, 0)
+            for end in range(SIZE, LENGTH + 1, SIZE):
+                tier = next((t for t in Tier if prompt[:end] in entries[t]), None)
+                if tier is None:
+                    break
+                expected[tier] += 1
+            match = self.index.match(hashes_of(prompt)).get("e", Match())
+            assert (match.gpu, match.host, match.disk) == tuple(expected.values())
+        assert [self.index.held("e", tier) for tier in Tier] == [len(entries[tier]) for tier in Tier]
+        held = set().union(*self.naive.tiers.values())
+        assert {name for here in self.view._runs for name in here} == {repr(block).encode() for block in held}
+
+
+def branching(forks):
+    """Prompts, each of which goes its own way from some token on of the one before."""
+    prompts = [(0,) * LENGTH]
+    for number, fork in enumerate(forks, 1):
+        prompts.append(prompts[-1][:fork] + (number,) * (LENGTH - fork))
+    return prompts
+
+
+prompts = st.lists(st.integers(1, LENGTH - 1), min_size=3, max_size=3).map(branching)
+step = st.tuples(
+    st.sampled_from([*["store"] * 12, *["remove"] * 6, *["named"] * 2, "clear"]),
+    st.integers(0, 3),  # which prompt
+    st.sampled_from([Tier.GPU, Tier.GPU, *Tier]),
+    st.sampled_from([0, 0, 0, 1, 2, 5, 11]),  # first block, and how many, as far as there are so many
+    st.sampled_from([LENGTH, LENGTH, 1, 2, 7]),
+    st.booleans(),  # in slices
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), prompts, st.lists(step, min_size=10, max_size=30))
+def test_events_in_any_order_give_the_index_of_a_naive_model(size, chosen, steps):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices_module, "SLICE_TOKENS", 2 * size)
+        patch.setattr(slices_module, "SLICE_NAMES", 2)
+        worlds = Worlds(size, chosen)
+        for *step, sliced in steps:
+            worlds.step(*step, sliced=sliced)
+            worlds.check()

@@ -1,0 +1,141 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.index.blocks import Chain
+from proxy.core.placement import demand as module
+from proxy.core.placement.demand import (
+    HALF_LIFE,
+    MAX_TURNS,
+    MAX_UTILISATION,
+    MIN_UTILISATION,
+    PRIOR,
+    REFRESH,
+    Demand,
+    goes_on_from,
+)
+from proxy.core.placement.recent import WINDOW_S
+
+
+@pytest.fixture
+def demand():
+    return Demand()
+
+
+def prompt(name, blocks=100):
+    """Blocks of its own: of two prompts of one name, the longer goes on from the shorter."""
+    return Chain(tuple(1000 * name + at for at in range(blocks)), 16 * blocks + 5, 16)
+
+
+def ask(demand, now, name, blocks=100, computed=100):
+    demand.asked(now, prompt(name, blocks), 16 * computed)
+
+
+def test_a_prompt_goes_on_from_those_whose_last_block_it_holds():
+    assert set(goes_on_from({5: "a", 9: "b", 3: "c"}, (1, 3, 5, 7))) == {3, 5}
+
+
+class TestReturns:
+    def test_before_anything_is_learned_some_come_back(self, demand):
+        assert [demand.returns(idle_s) for idle_s in (0.0, 1.0, 1e9)] == [PRIOR] * 3
+        for name in range(REFRESH - 1):
+            ask(demand, 0.0, name)
+        assert demand.returns(1.0) == PRIOR
+
+    def test_how_often_one_is_asked_for_follows(self, demand):
+        assert demand.turns == pytest.approx(1 / (1 - PRIOR))
+        for turn in range(50 * REFRESH):
+            ask(demand, float(turn), 1, blocks=100 + turn, computed=1)
+        assert demand.turns == MAX_TURNS
+
+    def test_the_ages_at_which_prompts_come_back_are_learned(self, demand):
+        for name in range(REFRESH // 2):
+            ask(demand, 100.0 * name, name)
+            ask(demand, 100.0 * name + 10.0, name, blocks=101, computed=1)
+        # 8 prompts of 100 blocks came back after 10 s; 8 of 101 have not yet. A hundred more are the prior.
+        assert demand.returns(5.0) == pytest.approx((800 + 30) / (1608 + 100))
+        assert demand.returns(20.0) == pytest.approx(30 / (1608 - 800 + 100))
+
+    def test_a_prompt_that_comes_back_again_and_again_is_one_prompt(self, demand):
+        for turn in range(REFRESH):
+            ask(demand, 10.0 * turn, 1, blocks=100 + turn, computed=1 if turn else 100)
+        made = sum(100 + turn for turn in range(REFRESH))
+        back = made - (100 + REFRESH - 1)
+        assert demand.returns(5.0) == pytest.approx((back + 30) / (made + 100))
+        assert len(demand._asked) == 1
+
+    def test_what_never_comes_back_is_learned_too(self, demand):
+        for name in range(50 * REFRESH):
+            ask(demand, float(name), name)
+        assert demand.returns(0.0) < 0.001
+
+    def test_what_was_learned_fades(self, demand):
+        name, now = 0, 0.0
+        for comes_back in (True, False):
+            for _ in range(2 * HALF_LIFE):
+                name, now = name + 1, now + 1.0
+                ask(demand, now, name, 10, 10)
+                if comes_back:
+                    ask(demand, now + 1.0, name, 11, 1)
+            if comes_back:
+                assert demand.returns(0.5) == pytest.approx(10 / 21, rel=0.01)
+        # Half of what was learned before counted half with every HALF_LIFE prompts since.
+        assert 0.05 < demand.returns(0.5) < 0.15
+
+    def test_without_a_full_block_there_is_nothing_to_come_back(self, demand):
+        demand.asked(1.0, Chain((), 7, 16), 7)
+        assert not demand._asked
+
+    def test_prompts_are_waited_for_within_bounds(self, demand, monkeypatch):
+        monkeypatch.setattr(module, "MAX_PROMPTS", 3)
+        for name in range(5):
+            ask(demand, float(name), name)
+        assert list(demand._asked) == [1000 * name + 99 for name in (2, 3, 4)]
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40), st.floats(0, 500)), max_size=200), st.data()
+    )
+    def test_who_is_idle_for_longer_is_never_likelier_to_come_back(self, asked, data):
+        demand, now = Demand(), 0.0
+        for name, blocks, passed in asked:
+            now += passed
+            ask(demand, now, name, blocks, blocks // 2)
+        less, more = sorted((data.draw(st.floats(0, 1e7)), data.draw(st.floats(0, 1e7))))
+        assert 0 <= demand.returns(more) <= demand.returns(less) <= 1
+
+
+class TestUtilisation:
+    def test_rises_with_work_and_decays_without(self, demand):
+        assert demand.utilisation(50.0, 1) == MIN_UTILISATION
+        shares = []
+        for second in range(600):
+            demand.worked(float(second), 0.8)
+            shares.append(demand.utilisation(float(second), 1))
+        assert shares == sorted(shares)
+        assert shares[int(WINDOW_S)] == pytest.approx(0.8 * (1 - 1 / 2.718), rel=0.02)
+        assert shares[-1] == pytest.approx(0.8, rel=0.02)
+        assert demand.utilisation(599.0 + WINDOW_S, 1) == pytest.approx(shares[-1] / 2.718, rel=0.01)
+        assert demand.utilisation(599.0, 2) == pytest.approx(shares[-1] / 2)
+        assert demand.utilisation(9999.0, 1) == MIN_UTILISATION
+
+    def test_of_too_much_work_is_not_infinite(self, demand):
+        demand.worked(0.0, 10.0**9)
+        assert demand.utilisation(0.0, 1) == MAX_UTILISATION
+
+
+def test_work_that_is_found_under_way_is_longer_than_most(demand):
+    assert demand.rest_s(0.0) == 0.0
+    for _ in range(10):
+        demand.worked(0.0, 1.0)
+    assert demand.rest_s(0.0) == pytest.approx(0.5)
+    demand.worked(0.0, 90.0)
+    assert demand.rest_s(5.0) == pytest.approx((10 * 1.0 + 90.0**2) / (2 * 100))
+
+
+def test_what_answers_take_is_that_of_the_last_while(demand):
+    assert demand.answer_s(0.0) == 0.0
+    demand.answered(0.0, 2.0)
+    demand.answered(0.0, 4.0)
+    assert demand.answer_s(0.0) == demand.answer_s(999.0) == pytest.approx(3.0)
+    demand.answered(100 * WINDOW_S, 9.0)
+    assert demand.answer_s(100 * WINDOW_S) == pytest.approx(9.0)

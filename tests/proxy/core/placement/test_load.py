@@ -1,0 +1,232 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.placement.load import FORGET_S, IDLE, MANY, REPORT_S, EngineLedger, LoadView, Sample, Work
+
+THOUSAND = Work(1000)
+
+
+@pytest.fixture
+def ledger():
+    return EngineLedger()
+
+
+def begin(ledger, now=0.0, expected_s=1.0, work=THOUSAND, **more):
+    return ledger.begin(now, expected_s, work, **more)
+
+
+class TestLife:
+    def test_a_request_is_a_prefill_then_a_stream_then_nothing(self, ledger):
+        assert ledger.view(0.0) is IDLE
+        ticket = begin(ledger)
+        assert ledger.view(0.25) == LoadView(in_flight=1, queue_s=0.75, decoding=0)
+        ledger.first_token(1.0, ticket)
+        assert ledger.view(1.0) == LoadView(in_flight=1, queue_s=0.0, decoding=1)
+        ledger.end(2.0, ticket)
+        assert ledger.view(2.0) is IDLE
+        assert (ledger.served, ledger.in_flight) == (1, 0)
+
+    def test_each_request_has_a_ticket_of_its_own(self, ledger):
+        first, second = begin(ledger), begin(ledger)
+        ledger.end(0.5, first)
+        ledger.end(0.6, first)
+        assert ledger.view(0.6) == LoadView(in_flight=1, queue_s=pytest.approx(0.9), decoding=0)
+        ledger.end(0.7, second)
+        assert (ledger.in_flight, ledger.served) == (0, 2)
+
+    def test_one_that_ends_before_its_first_token_leaves_nothing(self, ledger):
+        ticket = begin(ledger)
+        ledger.end(0.5, ticket)
+        assert ledger.first_token(1.0, ticket) is None
+        assert ledger.view(1.0) is IDLE
+
+
+class TestQueue:
+    def test_the_engine_turns_from_one_to_the_next(self, ledger):
+        first, second = begin(ledger, 0.0, 1.0), begin(ledger, 0.5, 2.0)
+        assert ledger.view(0.5).queue_s == pytest.approx(0.5 + 2.0)
+        ledger.first_token(0.8, first)
+        assert ledger.view(1.8).queue_s == pytest.approx(1.0)
+        ledger.first_token(2.8, second)
+        assert ledger.view(2.8).queue_s == 0.0
+
+    def test_what_is_late_is_taken_to_be_as_late_again(self, ledger):
+        begin(ledger)
+        assert [ledger.view(now).queue_s for now in (0.5, 1.0, 1.5, 3.0)] == [0.5, 0.0, 0.5, 2.0]
+
+    def test_one_that_came_while_the_engine_slept_starts_at_once(self, ledger):
+        ledger.end(7.0, begin(ledger))
+        begin(ledger, 10.0)
+        assert ledger.view(10.25).queue_s == 0.75
+
+    def test_what_is_known_later_counts(self, ledger):
+        first, ticket = begin(ledger, 0.0, 1.0), begin(ledger, 0.0, 5.0)
+        ledger.refine(ticket, 0.5, Work(500))
+        assert ledger.view(0.0).queue_s == pytest.approx(1.5)
+        ledger.first_token(1.0, first)
+        ledger.first_token(1.5, ticket)
+        ledger.refine(ticket, 9.0, Work(9000))  # too late to matter
+        assert ledger.view(1.5) == LoadView(2, 0.0, 2)
+
+    def test_other_rates_reprice_what_is_in_flight(self, ledger):
+        begin(ledger, 0.0, 1.0, Work(1000)), begin(ledger, 0.0, 2.0, Work(2000, host=100))
+        ledger.reprice(lambda work: work.computed / 500 + work.host / 100)
+        assert ledger.view(1.0).queue_s == pytest.approx(2 + 4 + 1 - 1)
+
+    def test_what_remains_of_one_is_told_apart_from_what_is_before_it(self, ledger):
+        first, second = begin(ledger, 0.0, 1.0), begin(ledger, 0.1, 2.0)
+        third = begin(ledger, 0.2, 4.0, seen=False)
+        assert ledger.remaining(0.25, first) == (0.0, 0.75, True)
+        assert ledger.remaining(0.25, third) == (2.75, 4.0, False)
+        ledger.first_token(1.0, first)
+        assert ledger.remaining(1.5, first) is None
+        assert ledger.remaining(1.5, second) == (0.0, 1.5, True)
+        for ticket in (second, third):
+            ledger.end(2.0, ticket)
+        assert ledger.remaining(2.0, third) is None
+
+
+class TestUnseen:
+    """Answers that are no streams never tell their first token."""
+
+    def test_it_is_taken_to_come_as_expected(self, ledger):
+        ticket = begin(ledger, seen=False)
+        assert ledger.view(0.75) == LoadView(1, 0.25, 0)
+        assert ledger.view(1.0) == LoadView(1, 0.0, 1)
+        ledger.end(5.0, ticket)
+        assert ledger.view(5.0) is IDLE
+
+    def test_the_next_begins_then_or_when_it_came(self, ledger):
+        begin(ledger, 0.0, seen=False), begin(ledger, 0.5, 2.0, seen=False)
+        assert ledger.view(2.0) == LoadView(2, 1.0, 1)
+        begin(ledger, 9.0, 1.0)
+        assert ledger.view(9.25) == LoadView(3, 0.75, 2)
+
+    def test_nothing_is_learned_beside_one(self, ledger):
+        first = begin(ledger)
+        begin(ledger, 0.0, 9.0, seen=False)
+        third = begin(ledger)
+        assert ledger.first_token(1.0, first) is None
+        assert ledger.first_token(2.0, third) is None
+        # The engine turned to the unseen one at 2.0 at the latest, and is done with it by now.
+        fourth, fifth = begin(ledger, 11.0), begin(ledger, 11.0)
+        assert ledger.first_token(12.0, fourth) is None
+        assert ledger.first_token(13.0, fifth) == Sample(THOUSAND, 1.0, 3.5)
+
+
+class TestLearning:
+    """What a prompt took of the engine's time."""
+
+    def test_alone_it_is_from_placement_to_first_token(self, ledger):
+        work = Work(1000, host=200, disk=30)
+        assert ledger.first_token(0.4, begin(ledger, 0.0, 1.0, work)) == Sample(work, 0.4, 0)
+        assert ledger.first_token(9.5, begin(ledger, 9.0, 1.0, work)) == Sample(work, 0.5, 1)
+
+    def test_those_that_keep_it_busy_are_measured_together(self, ledger):
+        prompts = ((0.0, 100), (0.1, 600), (0.3, 800))
+        first, second, third = (begin(ledger, at, 1.0, Work(tokens)) for at, tokens in prompts)
+        # Two came of one step, and one overtook another: of each alone that tells nothing.
+        assert ledger.first_token(1.0, third) is None
+        assert ledger.first_token(1.0, first) is None
+        assert ledger.first_token(1.5, second) == Sample(Work(500), 0.5, 1)
+
+    def test_a_queue_that_never_ends_is_measured_by_the_many(self, ledger):
+        tickets, samples = [begin(ledger)], []
+        for step in range(1, 2 * MANY + 1):
+            tickets.append(begin(ledger, step - 0.5))
+            samples.append(ledger.first_token(float(step), tickets.pop(0)))
+        assert [at for at, sample in enumerate(samples, 1) if sample] == [MANY, 2 * MANY]
+        assert samples[MANY - 1] == Sample(THOUSAND, 1.0, (MANY - 1) / 2)
+
+    def test_what_failed_spoils_the_measure_up_to_the_next_first_token(self, ledger):
+        first, failed, third, last = (begin(ledger) for _ in range(4))
+        assert ledger.first_token(1.0, first) is None
+        ledger.end(1.2, failed)
+        assert ledger.first_token(2.0, third) is None
+        assert ledger.first_token(2.5, last) == Sample(THOUSAND, 0.5, 2)
+
+    def test_the_requests_of_others_blur_it(self, ledger):
+        ledger.reported(0.0, 3)
+        first, second = begin(ledger), begin(ledger)
+        assert ledger.first_token(1.0, first) is None
+        assert ledger.first_token(2.0, second) == Sample(THOUSAND, 1.0, 3.5, blurred=True)
+        ledger.reported(3.0, 2)
+        assert ledger.first_token(4.0, begin(ledger, 3.0)) == Sample(THOUSAND, 1.0, 2)
+
+    def test_a_prompt_that_is_not_known_teaches_nothing_nor_do_those_it_kept_waiting(self, ledger):
+        first, unknown, last = begin(ledger), ledger.begin(0.0, 0.0, None), begin(ledger)
+        ledger.refine(unknown, 9.0, THOUSAND)
+        assert ledger.first_token(1.0, first) is None
+        assert ledger.first_token(5.0, unknown) is None
+        assert ledger.first_token(6.0, last) == Sample(THOUSAND, 1.0, 2)
+
+    def test_rates_that_change_say_nothing_of_a_prompt_that_is_not_known(self, ledger):
+        ledger.begin(0.0, 0.5, None)
+        begin(ledger)
+        ledger.reprice(lambda _work: 7.0)
+        assert ledger.view(0.0).queue_s == pytest.approx(7.5)
+
+
+class TestForgetting:
+    def test_a_first_token_that_never_comes(self, ledger):
+        begin(ledger), begin(ledger, 1.0)
+        assert ledger.view(FORGET_S - 1).in_flight == 2
+        assert ledger.view(FORGET_S) == LoadView(1, 1.0, 0)
+        assert ledger.view(2 * FORGET_S) is IDLE
+
+    def test_the_engine_knows_of_none_twice_in_a_row(self, ledger):
+        stream, lost = begin(ledger), begin(ledger, 0.0, 5.0)
+        ledger.first_token(1.0, stream)
+        ledger.reported(2.0, 0)
+        assert ledger.in_flight == 2
+        fresh = begin(ledger, 2.5)
+        ledger.reported(3.0, 0)
+        assert ledger.view(3.0) == LoadView(1, 1.0, 0)
+        assert ledger.first_token(3.5, lost) is None
+        ledger.reported(4.0, 1)
+        ledger.reported(5.0, 0)
+        assert ledger.in_flight == 1
+        ledger.end(6.0, fresh)
+        assert ledger.in_flight == 0
+
+    def test_requests_of_others_count_while_the_report_is_fresh(self, ledger):
+        begin(ledger)
+        ledger.reported(0.0, 4)
+        assert ledger.view(0.5) == LoadView(4, 0.5, 3)
+        assert ledger.view(REPORT_S) == LoadView(1, REPORT_S - 1.0, 0)
+        ledger.reported(1.0, 0)
+        ledger.reported(2.0, 0)
+        ledger.reported(3.0, 2)
+        assert ledger.view(3.0) == LoadView(2, 0.0, 2)
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "unseen", "first", "end", "report"]), st.integers(0, 20), st.floats(0, 30)
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS)
+def test_whatever_happens_the_books_balance(events):
+    ledger, now, tickets = EngineLedger(), 0.0, []
+    for kind, which, passed in events:
+        now += passed
+        if kind in ("begin", "unseen"):
+            tickets.append(begin(ledger, now, which / 4, seen=kind == "begin"))
+        elif kind == "report":
+            ledger.reported(now, which // 4)
+        elif tickets:
+            ticket = tickets[which % len(tickets)]
+            sample = ledger.first_token(now, ticket) if kind == "first" else ledger.end(now, ticket)
+            assert sample is None or (sample.seconds >= 0 and sample.work == THOUSAND)
+        view = ledger.view(now)
+        assert view.queue_s >= -1e-9
+        assert view.in_flight >= view.decoding >= 0
+        assert len(tickets) >= ledger.in_flight
+    for ticket in tickets:
+        ledger.end(now, ticket)
+    assert ledger.in_flight == 0
+    assert ledger.view(now + REPORT_S) is IDLE

@@ -1,0 +1,357 @@
+"""The whole of placement, as the proxy and `kvpin replay` run it: scripts of events on a clock."""
+
+from collections import Counter
+from heapq import heappop, heappush
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter import Forecast, Tier
+from proxy.core.index.blocks import Chain
+from proxy.core.index.prefix_index import Match
+from proxy.core.placement import placer as module
+from proxy.core.placement.load import IDLE, EngineLedger, Work
+from proxy.core.placement.placer import Placer
+
+
+def prompt(name, blocks=10, size=16):
+    """Blocks of its own: of two prompts of one name, the longer goes on from the shorter."""
+    return Chain(tuple(1000 * name + at for at in range(1, blocks + 1)), size * blocks + 1, size)
+
+
+@pytest.fixture
+def placer():
+    placer = Placer(16)
+    for name in ("a", "b"):
+        placer.add(name, gpu_blocks=100)
+    return placer
+
+
+def place(placer, now, chain, *names):
+    """Where it goes, of all engines or those named."""
+    matches = placer.match(chain)
+    candidates = [placer.candidate(now, name, matches.get(name)) for name in names or placer.seats]
+    return placer.place(now, candidates, chain)
+
+
+def begin(placer, now, chain, *names, **more):
+    return placer.begin(now, place(placer, now, chain, *names), chain, **more)
+
+
+def serve(placer, now, chain, *, took_s=0.1, session=None):
+    """A streamed request from beginning to end, alone; returns its engine and the cached tokens predicted."""
+    placement = place(placer, now, chain)
+    ticket = placer.begin(now, placement, chain, session=session)
+    placer.first_token(now + took_s, ticket)
+    placer.index.store(placement.engine, Tier.GPU, chain.hashes)
+    placer.end(now + took_s + 1.0, ticket, placement.uncached_tokens)
+    placer.settled(ticket)
+    return placement.engine, placement.predicted_tokens
+
+
+class TestEngines:
+    def test_capacities_are_in_blocks_of_the_pool(self):
+        placer = Placer(16)
+        placer.add("large", tokens_per_block=64, gpu_blocks=10, host_blocks=5)
+        placer.add("small", tokens_per_block=8, gpu_blocks=10)
+        placer.add("unknown")
+        assert [
+            (seat.tokens_per_block, seat.gpu_blocks, seat.host_blocks) for seat in placer.seats.values()
+        ] == [(64, 40, 20), (16, 5, 0), (16, None, 0)]
+
+    def test_one_that_comes_back_starts_anew_but_for_requests_that_still_run(self, placer):
+        serve(placer, 0.0, prompt(1))
+        running = EngineLedger()
+        running.begin(0.0, 1.0, Work(4000))
+        old = placer.seats["a"]
+        placer.add("a", running, gpu_blocks=7)
+        seat = placer.seats["a"]
+        assert seat is not old
+        assert (seat.ledger, seat.gpu_blocks, seat.turn, len(seat.residents)) == (running, 7, 0, 0)
+        assert placer.index.counts("a") == (0, 0, 0, 0)
+
+    def test_what_was_begun_before_it_was_lost_settles_without_a_trace(self, placer):
+        chain = prompt(1)
+        placement = place(placer, 0.0, chain)
+        tickets = [placer.begin(0.0, placement, chain)]
+        placer.remove(placement.engine)
+        placer.add(placement.engine)
+        tickets.append(placer.begin(1.0, placement, chain))
+        placer.settled(tickets[0])
+        assert placer.index.pending(placement.engine) == len(chain.hashes)
+        placer.remove(placement.engine)
+        for ticket in tickets:
+            placer.first_token(2.0, ticket)
+            placer.end(2.0, ticket, None)
+            placer.settled(ticket)
+        assert list(placer.seats) == ["b"]
+
+    def test_a_wipe_takes_what_it_held_and_nothing_else(self, placer):
+        engine, _ = serve(placer, 0.0, prompt(1))
+        placer.wipe(engine)
+        assert placer.match(prompt(1)) == {}
+        assert len(placer.seats[engine].residents) == 0
+        assert placer.seats[engine].turn == 1
+
+    def test_of_one_with_a_host_tier_it_is_known_what_its_gpu_holds(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=10, host_blocks=100)
+        serve(placer, 0.0, prompt(1))
+        told = placer.candidate(9.0, "a")
+        placer.index.store("a", Tier.HOST, prompt(1).hashes)
+        placer.index.remove("a", Tier.GPU, prompt(1).hashes)
+        assert told.on_gpu.lost(9.0, 10, lambda _idle_s: 1.0) == 0.0
+        assert told.residents.lost(9.0, 10, lambda _idle_s: 1.0) == 10.0
+        placer.wipe("a")
+        assert (len(told.on_gpu), len(told.residents)) == (0, 0)
+
+
+class TestCandidates:
+    def test_say_what_is_known_of_an_engine(self, placer):
+        chain = prompt(1)
+        placement = place(placer, 0.0, chain)
+        placer.begin(0.0, placement, chain)
+        told = placer.candidate(0.0, "a", Match(gpu=3), forecast=Forecast(7), complete=False, is_last=True)
+        assert (told.engine, told.tokens_per_block, told.match) == ("a", 16, Match(gpu=3))
+        assert (told.load.in_flight, told.load.queue_s) == (1, pytest.approx(161 / 4000))
+        assert (told.room, told.free_blocks, told.turn) == (90, 90, 1)
+        assert (told.forecast, told.complete, told.is_last) == (Forecast(7), False, True)
+        other = placer.candidate(0.0, "b")
+        assert (other.match, other.load, other.turn) == (Match(), IDLE, 0)
+        assert (other.forecast, other.complete, other.is_last) == (None, True, False)
+
+    @pytest.mark.parametrize(
+        ("gpu", "host", "stored", "free", "room"),
+        [
+            (100, None, {"gpu": 30}, 70, 70),
+            (100, 400, {"gpu": 30, "host": 50}, 70, 70 + 350),
+            (10, 20, {"gpu": 30, "host": 30}, 0, 0),  # never below none
+            (None, 400, {"gpu": 30}, None, None),
+        ],
+    )
+    def test_there_is_room_on_both_tiers(self, gpu, host, stored, free, room):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=gpu, host_blocks=host)
+        for tier, blocks in stored.items():
+            placer.index.store("a", Tier(tier), range(1, blocks + 1))
+        told = placer.candidate(0.0, "a")
+        assert (told.free_blocks, told.room) == (free, room)
+
+
+class TestPlacement:
+    def test_a_prompt_returns_to_the_engine_that_served_it(self, placer):
+        home, _ = serve(placer, 0.0, prompt(1))
+        other, _ = serve(placer, 10.0, prompt(2))
+        assert {home, other} == {"a", "b"}
+        assert serve(placer, 20.0, prompt(1, blocks=12)) == (home, 160)
+        assert serve(placer, 30.0, prompt(2)) == (other, 160)
+
+    def test_nothing_changes_before_a_request_begins(self, placer):
+        before = [place(placer, 0.0, prompt(1)) for _ in range(3)]
+        assert before[0] == before[1] == before[2]
+        assert (len(placer.index), [seat.turn for seat in placer.seats.values()]) == (0, [0, 0])
+
+    def test_what_is_about_to_be_computed_draws_what_shares_it(self, placer):
+        chain = prompt(1, blocks=90)
+        placements = []
+        for _ in range(4):
+            placements.append(place(placer, 0.0, chain))
+            placer.begin(0.0, placements[-1], chain)
+        assert {placement.engine for placement in placements} == {"a"}
+        assert [placement.predicted_tokens for placement in placements] == [0, 1440, 1440, 1440]
+        assert [placement.chosen.pending_tokens for placement in placements] == [0, 1440, 1440, 1440]
+
+    def test_an_unknown_prompt_goes_where_the_fewest_requests_are(self, placer):
+        first = place(placer, 0.0, None)
+        ticket = placer.begin(0.0, first, None, streams=False)
+        second = place(placer, 0.0, None)
+        assert (first.rule, {first.engine, second.engine}) == ("least loaded", {"a", "b"})
+        placer.end(1.0, ticket, 0)
+        placer.settled(ticket)
+        assert len(placer.seats[first.engine].residents) == 0
+        assert placer.index.counts(first.engine) == (0, 0, 0, 0)
+
+    def test_work_weighs_more_where_engines_are_busy(self, placer):
+        assert place(placer, 0.0, prompt(1)).strain == pytest.approx(1 / 0.9)
+        for second in range(600):
+            chain = prompt(second, blocks=200)
+            placement = place(placer, float(second), chain)
+            ticket = placer.begin(float(second), placement, chain)
+            placer.first_token(second + 0.8, ticket)
+            placer.end(second + 0.9, ticket, None)
+            placer.settled(ticket)
+        # 0.8 s of every second, of two engines.
+        assert place(placer, 600.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.02)
+        # Those that a request cannot go to are engines nevertheless.
+        assert place(placer, 600.0, prompt(1), "b").strain == pytest.approx(1 / 0.6, rel=0.02)
+
+    def test_what_is_brought_back_is_work_too(self, placer):
+        serve(placer, 0.0, prompt(0, blocks=100), took_s=0.1)
+        for second in range(600):
+            placement = place(placer, float(second), prompt(1), "a")
+            ticket = placer.begin(float(second), placement, prompt(1))
+            placer.refine(ticket, Work(1, host=80_000))
+            placer.end(second + 0.5, ticket, 1)
+        assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
+
+    def test_where_streams_hold_the_memory_a_prompt_waits_for_one_to_end(self, placer):
+        serve(placer, 0.0, prompt(0))
+        streams = [begin(placer, 10.0, prompt(name, blocks=90), "a") for name in (1, 2)]
+        for stream in streams:
+            placer.first_token(10.0, stream)
+        # Answers take a second; 170 blocks are to hold in 100, of 180 in use.
+        assert place(placer, 10.0, prompt(3, blocks=90), "a").costs[0].room_s == pytest.approx(170 / 180)
+        assert place(placer, 10.0, prompt(3, blocks=90), "b").costs[0].room_s == 0.0
+        for stream in streams:
+            placer.end(11.0, stream, None)
+        assert place(placer, 11.0, prompt(3, blocks=90), "a").costs[0].room_s == 0.0
+
+    def test_at_rates_that_nothing_taught_nobody_is_busy(self, placer):
+        for second in range(100):
+            chain = prompt(second, blocks=200)
+            placement = place(placer, float(second), chain)
+            placer.end(second + 0.9, placer.begin(float(second), placement, chain, streams=False), 3201)
+        assert place(placer, 100.0, prompt(1)).strain == pytest.approx(1 / 0.9)
+        assert placer.candidate(100.0, "a").busy == 0.0
+
+
+class TestRequests:
+    def test_a_first_token_teaches_the_pool(self, placer):
+        serve(placer, 0.0, prompt(1, blocks=50), took_s=1.0)
+        assert [seat.rates.prefill_s(801) for seat in placer.seats.values()] == pytest.approx([1.0, 1.0])
+        assert placer.candidate(9.0, "a").load is IDLE
+
+    def test_what_is_in_flight_is_repriced_when_rates_turn_out_to_be_others(self, placer):
+        begin(placer, 0.0, prompt(1, blocks=50), "a")
+        assert placer.candidate(0.0, "a").load.queue_s == pytest.approx(801 / 4000)
+        placer.first_token(2.0, begin(placer, 0.0, prompt(2, blocks=50), "b"))
+        assert placer.candidate(0.0, "a").load.queue_s == pytest.approx(2.0)
+
+    def test_what_is_known_later_counts(self, placer):
+        chain = prompt(1, blocks=50)
+        placement = place(placer, 0.0, chain)
+        ticket = placer.begin(0.0, placement, chain)
+        placer.refine(ticket, Work(40, host=4000))
+        assert placer.candidate(0.0, placement.engine).load.queue_s == pytest.approx(0.01 + 0.1)
+
+    def test_one_that_failed_leaves_no_prompt(self, placer):
+        chain = prompt(1)
+        placement = place(placer, 0.0, chain)
+        ticket = placer.begin(0.0, placement, chain)
+        placer.end(1.0, ticket, None)
+        placer.settled(ticket)
+        assert len(placer.seats[placement.engine].residents) == 0
+        assert (placer.match(chain), placer.candidate(1.0, placement.engine).load) == ({}, IDLE)
+
+    def test_one_that_was_refused_and_asked_for_elsewhere_was_asked_for_once(self, placer):
+        for name in range(200):
+            chain = prompt(name)
+            refused = begin(placer, float(name), chain, "a")
+            placer.end(float(name), refused, None)
+            placer.first_token(name + 0.1, begin(placer, float(name), chain, "b"))
+        assert placer.demand.returns(0.0) < 0.02
+        assert placer.candidate(200.0, "a").busy == 0.0
+
+    @pytest.mark.parametrize(("chain", "known"), [(None, True), (prompt(1, blocks=50), False)])
+    def test_one_that_is_not_known_teaches_nothing(self, placer, chain, known):
+        placer.first_token(9.0, begin(placer, 0.0, chain, "a", known=known))
+        assert not placer.rates.learned
+
+    def test_what_is_brought_back_is_on_the_gpu_again(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=100, host_blocks=1000)
+        chain, longer = prompt(1, blocks=90), prompt(1, blocks=91)
+        placer.index.store("a", Tier.HOST, chain.hashes)
+        ticket = begin(placer, 0.0, longer)
+        assert ticket.work == Work(17, host=1440)
+        placer.index.store("a", Tier.GPU, longer.hashes)
+        placer.end(1.0, ticket, 17)
+        assert placer.seats["a"].on_gpu.lost(2.0, 95, lambda _idle_s: 1.0) == 91.0
+
+
+class TestSessions:
+    def test_break_ties_only(self, placer):
+        home, _ = serve(placer, 0.0, prompt(1, blocks=3), session="s")
+        other, _ = serve(placer, 10.0, prompt(2, blocks=3), session="t")
+        assert {home, other} == {"a", "b"}
+        assert (placer.last_engine("s"), placer.last_engine("t")) == (home, other)
+        for now, queue_s, expected in ((20.0, 0.0, home), (20.0, 0.01, other)):
+            placer.seats[home].ledger.begin(now, queue_s, Work(0))
+            told = [placer.candidate(now, name, is_last=name == home) for name in placer.seats]
+            assert placer.place(now, told, prompt(3)).engine == expected
+
+    def test_follow_their_last_request_and_are_bounded(self, placer, monkeypatch):
+        monkeypatch.setattr(module, "MAX_SESSIONS", 2)
+        for engine, session in (("a", 1), ("b", 2), ("b", 1), ("a", 3)):
+            begin(placer, 0.0, prompt(1), engine, session=session)
+        assert [placer.last_engine(session) for session in (1, 2, 3, None)] == ["b", None, "a", None]
+
+    def test_of_prompts_that_are_not_known_go_back_where_the_load_is_the_same(self, placer):
+        placement = place(placer, 0.0, None)
+        placer.settled(placer.begin(0.0, placement, None, session="s"))
+        placer.seats["a"].ledger.end(1.0, 1), placer.seats["b"].ledger.end(1.0, 1)
+        told = [placer.candidate(1.0, name, is_last=placer.last_engine("s") == name) for name in placer.seats]
+        assert placer.place(1.0, told, None).engine == placement.engine
+
+
+PROMPTS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(10, 60)), min_size=40, max_size=80
+)
+
+
+class Race:
+    """Engines that compute one prompt after the other, so many tokens a second each, and what is asked."""
+
+    def __init__(self, *rates):
+        self.placer = Placer(16)
+        self.rates = {f"e{at}": rate for at, rate in enumerate(rates)}
+        for name in self.rates:
+            self.placer.add(name)
+        self.free_at = dict.fromkeys(self.rates, 0.0)
+        self.due = []
+        self.given = Counter()
+
+    def run(self, prompts, gap_s):
+        """Prompts of a shared beginning, by name and length, and blocks of their own."""
+        for at, (name, shared, own) in enumerate(prompts):
+            chain = prompt(name, shared + own)
+            hashes = (*chain.hashes[:shared], *(10**6 + 1000 * at + block for block in range(own)))
+            self.ask(at * gap_s, Chain(hashes, chain.n_tokens, 16))
+        return self.given
+
+    def ask(self, now, chain):
+        while self.due and self.due[0][0] <= now:
+            then, _, ticket, placement = heappop(self.due)
+            self.placer.first_token(then, ticket)
+            self.placer.index.store(placement.engine, Tier.GPU, ticket.chain.hashes)
+            self.placer.end(then, ticket, placement.uncached_tokens)
+            self.placer.settled(ticket)
+        placement = place(self.placer, now, chain)
+        name = placement.engine
+        ticket = self.placer.begin(now, placement, chain)
+        seconds = placement.uncached_tokens / self.rates[name]
+        self.free_at[name] = max(self.free_at[name], now) + seconds
+        heappush(self.due, (self.free_at[name], self.given.total(), ticket, placement))
+        self.given[name] += 1
+
+
+class TestNobodyStarves:
+    @given(PROMPTS)
+    def test_of_equal_engines_when_queues_build(self, prompts):
+        race = Race(4000.0, 4000.0, 4000.0)
+        # What is a prompt's own takes 0.04 s at least: twice as much as three engines can do.
+        served = race.run(prompts, 0.02 / 3)
+        assert min(served[name] for name in race.rates) >= len(prompts) // 10
+
+    @given(PROMPTS)
+    def test_nor_does_a_slow_one(self, prompts):
+        race = Race(4000.0, 4000.0, 1000.0)
+        served = race.run(prompts, 0.02 / 3)
+        assert served["e2"] >= 1
+
+    @given(st.integers(1, 8), st.integers(1, 60))
+    def test_without_load_or_cache_they_take_turns(self, engines, blocks):
+        race = Race(*[4000.0] * engines)
+        served = race.run([(at, 0, blocks) for at in range(3 * engines)], 10.0)
+        assert set(served.values()) == {3}

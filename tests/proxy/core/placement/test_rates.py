@@ -1,0 +1,226 @@
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter import Tier
+from proxy.core.placement.load import Sample, Work
+from proxy.core.placement.rates import (
+    DEFAULT_PREFILL_TOK_S,
+    HOST_SPEEDUP,
+    MAX_INTERFERENCE,
+    WINDOW,
+    EngineRates,
+    PoolRates,
+)
+
+
+@pytest.fixture
+def pool():
+    return PoolRates()
+
+
+@pytest.fixture
+def rates(pool):
+    return EngineRates(pool)
+
+
+def compute(rates, tokens, seconds, decoding=0.0, *, times=1):
+    for _ in range(times):
+        rates.learn(Sample(Work(tokens), seconds, decoding))
+
+
+def restore(rates, seconds, *, computed=0, host=0, disk=0):
+    rates.learn(Sample(Work(computed, host, disk), seconds, 0.0))
+
+
+class TestBeforeAnythingIsLearned:
+    def test_it_is_in_proportion_and_restoring_is_faster(self, rates):
+        assert rates.prefill_s(4000) == pytest.approx(1.0)
+        assert rates.prefill_s(0) == 0.0
+        assert rates.prefill_tok_s == DEFAULT_PREFILL_TOK_S
+        assert rates.restore_s(40_000, 0) == pytest.approx(1.0)
+        assert rates.restore_s(0, 40_000) == pytest.approx(3.0)
+        assert rates.restore_s(20_000, 10_000) == pytest.approx(0.5 + 0.75)
+
+    def test_work_has_a_price(self, rates):
+        assert rates.price(Work(4000, host=4000, disk=4000)) == pytest.approx(1.0 + 0.1 + 0.3)
+
+
+class TestCurve:
+    def test_one_odd_request_teaches_little(self, rates):
+        for seconds in (1.0, 1.1, 60.0):
+            compute(rates, 1000, seconds)
+        assert rates.prefill_s(1000) == pytest.approx(1.1)
+
+    def test_what_is_long_ago_is_forgotten(self, rates):
+        compute(rates, 1000, 9.0, times=2 * WINDOW)
+        compute(rates, 1000, 1.0, times=WINDOW)
+        assert rates.prefill_s(1000) == pytest.approx(1.0)
+
+    def test_lines_between_the_lengths_that_were_seen(self, rates):
+        compute(rates, 1000, 1.0), compute(rates, 3000, 5.0)
+        assert [rates.prefill_s(tokens) for tokens in (0, 500, 1000, 2000, 3000, 6000)] == pytest.approx(
+            [0.0, 0.5, 1.0, 3.0, 5.0, 10.0]
+        )
+
+    def test_it_never_falls(self, rates):
+        compute(rates, 1000, 5.0), compute(rates, 3000, 1.0)
+        assert rates.prefill_s(3000) == pytest.approx(5.0)
+
+    def test_short_prompts_measure_round_trips_and_no_time_measures_nothing(self, rates):
+        compute(rates, 63, 1.0), compute(rates, 1000, 0.0)
+        assert rates.prefill_s(1000) == 0.25
+
+    def test_its_memory_is_bounded(self, pool):
+        for tokens in range(10_000):
+            pool.prefill_s(tokens)
+        assert len(pool._memo) <= 4096
+        assert pool.prefill_s(4000) == 1.0
+
+    @given(st.lists(st.tuples(st.integers(64, 200_000), st.floats(1e-3, 100.0)), max_size=60), st.data())
+    def test_more_tokens_never_cost_less(self, samples, data):
+        rates = EngineRates(PoolRates())
+        for tokens, seconds in samples:
+            compute(rates, tokens, seconds)
+        some, more = sorted((data.draw(st.integers(0, 300_000)), data.draw(st.integers(0, 300_000))))
+        assert 0 <= rates.prefill_s(some) <= rates.prefill_s(more) * (1 + 1e-9)
+
+    def test_the_epoch_tells_of_rates_that_are_quite_others(self, rates, pool):
+        compute(rates, 1024, 0.256 * 1.2)
+        assert pool.epoch == 0
+        compute(rates, 1024, 0.05)
+        assert pool.epoch == 1
+        for _ in range(50):
+            compute(rates, 1024, 0.05)
+        settled = pool.epoch
+        compute(rates, 1024, 0.05, times=50)
+        assert pool.epoch == settled
+
+
+class TestPace:
+    def test_clearly_slower_hardware_has_its_own(self, pool):
+        fast, slow = EngineRates(pool), EngineRates(pool)
+        for _ in range(3 * WINDOW):
+            compute(fast, 1000, 1.0), compute(slow, 1000, 3.0)
+        assert slow.prefill_s(1000) == pytest.approx(3.0)
+        assert fast.prefill_s(1000) == pytest.approx(1.0)
+        assert slow.prefill_tok_s == pytest.approx(fast.prefill_tok_s / 3)
+        assert slow.prefill_s(9000) == pytest.approx(3 * fast.prefill_s(9000))
+
+    def test_noise_is_none(self, pool):
+        one, other = EngineRates(pool), EngineRates(pool)
+        for at in range(3 * WINDOW):
+            compute(one, 1000, 1.0 + at % 3 / 10), compute(other, 1000, 1.1 + at % 5 / 10)
+        assert (one.pace, other.pace) == (1.0, 1.0)
+
+    def test_it_takes_many_samples_to_tell(self, pool):
+        fast, slow = EngineRates(pool), EngineRates(pool)
+        compute(fast, 1000, 1.0, times=WINDOW)
+        compute(slow, 1000, 3.0, times=WINDOW // 2 - 1)
+        assert slow.pace == 1.0
+        assert slow.prefill_s(1000) == pytest.approx(1.0)
+
+    def test_a_change_of_all_is_no_pace_of_one(self, rates):
+        compute(rates, 1000, 9.0, times=2 * WINDOW)
+        for _ in range(2 * WINDOW):
+            compute(rates, 1000, 1.0)
+            assert rates.pace == 1.0
+
+    def test_an_engine_that_was_mended_loses_it(self, pool):
+        fast, slow = EngineRates(pool), EngineRates(pool)
+        for _ in range(3 * WINDOW):
+            compute(fast, 1000, 1.0), compute(slow, 1000, 3.0)
+        for _ in range(3 * WINDOW):
+            compute(fast, 1000, 1.0), compute(slow, 1000, 1.0)
+        assert slow.prefill_s(1000) == pytest.approx(fast.prefill_s(1000)) == pytest.approx(1.0)
+
+    def test_samples_that_differ_widely_are_no_pace(self, pool):
+        engines = [EngineRates(pool) for _ in range(3)]
+        for at in range(20 * WINDOW):
+            compute(engines[at % 3], 1000, 1.0 if at % 2 else 4.0)
+        assert {engine.pace for engine in engines} == {1.0}
+
+    @pytest.mark.parametrize("number", [1, 2, 5])
+    def test_equal_engines_do_not_drift_off_together(self, pool, number):
+        # Times that hang on more than the tokens computed: once paces fell, and the curve rose, without end.
+        random, engines = Random(1), [EngineRates(pool) for _ in range(number)]  # noqa: S311 - a test
+        for _ in range(20_000):
+            tokens = int(2 ** random.uniform(6.1, 14))
+            seconds = (0.02 + tokens / 10_000) * random.choice((1.0, 1.0, 4.0))
+            compute(random.choice(engines), tokens, seconds)
+        for engine in engines:
+            assert 0.5 * 0.12 < engine.prefill_s(1000) < 5 * 0.12
+
+
+class TestOthers:
+    def test_teach_until_something_better_does(self, rates, pool):
+        assert not pool.learned
+        rates.learn(Sample(Work(1000), 3.0, 1.0, blurred=True))
+        assert (pool.learned, rates.prefill_s(1000)) == (True, pytest.approx(3.0))
+        compute(rates, 1000, 1.0)
+        assert rates.prefill_s(1000) == pytest.approx(1.0)
+        for _ in range(2 * WINDOW):
+            rates.learn(Sample(Work(1000), 3.0, 1.0, blurred=True))
+        assert rates.prefill_s(1000) == pytest.approx(1.0)
+
+
+class TestInterference:
+    def test_is_found_between_busy_and_quiet_samples(self, rates, pool):
+        for at in range(4 * WINDOW):
+            streams = at % 5
+            compute(rates, 1000, 1.0 * (1 + 0.05 * streams), streams)
+        assert pool.interference == pytest.approx(0.05, rel=0.2)
+        assert rates.prefill_s(1000) == pytest.approx(1.0, rel=0.05)
+
+    def test_is_none_where_all_were_alike(self, rates, pool):
+        compute(rates, 1000, 1.5, 3, times=2 * WINDOW)
+        assert pool.interference == 0.0
+
+    def test_is_never_a_help_nor_out_of_bounds(self, pool):
+        for slope, expected in ((-0.1, 0.0), (5.0, MAX_INTERFERENCE)):
+            rates = EngineRates(pool := PoolRates())
+            for at in range(2 * WINDOW):
+                compute(rates, 1000, 1.0 + slope * (at % 4), at % 4)
+            assert pool.interference == expected
+
+
+class TestRestores:
+    def test_are_what_the_rest_of_the_time_leaves_by_tier(self, rates):
+        compute(rates, 1000, 1.0)
+        for seconds in (0.5, 0.3, 9.0):
+            restore(rates, seconds, computed=100, host=2000)
+        # 100 tokens take 0.1 s of each: 2000 were restored in 0.4, 0.2 and 8.9 s.
+        assert rates.restore_s(1000, 0) == pytest.approx(0.2)
+        restore(rates, 1.0, disk=500, host=400)
+        assert rates.restore_s(0, 900) == pytest.approx(1.0)
+        assert rates.prefill_s(1000) == pytest.approx(1.0)
+
+    def test_from_disk_are_slower_than_those_from_memory_until_seen(self, rates, pool):
+        restore(rates, 1.0, host=3000)
+        assert pool.restore_tok_s(Tier.HOST) == 3000
+        assert pool.restore_tok_s(Tier.DISK) == 1000
+
+    def test_a_prompt_that_is_computed_for_the_most_part_teaches_that(self, rates):
+        compute(rates, 1000, 1.0)
+        restore(rates, 10.0, host=10_000)
+        restore(rates, 5.0, computed=4000, host=1000)
+        assert rates.restore_s(1000, 0) == pytest.approx(1.0)
+        assert rates.prefill_s(4000) == pytest.approx(4.0)
+
+    def test_what_holds_up_an_engine_is_no_slowness_of_its_lower_tiers(self, rates, pool):
+        compute(rates, 1000, 1.0)
+        for _ in range(2 * WINDOW):
+            restore(rates, 20.0, computed=1000, host=4000)
+        assert pool.restore_tok_s(Tier.HOST) == HOST_SPEEDUP * pool.prefill_tok_s
+        assert rates.prefill_s(1000) == pytest.approx(1.0)
+
+    def test_halves_teach_nothing(self, rates):
+        compute(rates, 1000, 1.0)
+        restore(rates, 10.0, host=10_000)
+        restore(rates, 2.0, computed=1000, host=1000)
+        restore(rates, 0.5, computed=1000, host=1000)
+        restore(rates, 1.5, computed=1000, host=10_000)
+        restore(rates, 0.1, host=63)
+        assert (rates.prefill_s(1000), rates.restore_s(1000, 0)) == pytest.approx((1.0, 1.0))

@@ -1,0 +1,162 @@
+from array import array
+from dataclasses import replace
+
+import pytest
+import structlog
+
+from engine_adapter import Tier
+from proxy.errors import Conflict, NoEngine, NotFound
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.prompt import Prompt
+from tests.fakes import INFO, FakeAdapter, add_ready
+
+PROMPT = Prompt(array("i", range(40)))
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+class TestAdapters:
+    """LoRA adapters: clients name them as models."""
+
+    @pytest.fixture
+    def engines(self, fleet):
+        return (
+            add_ready(fleet, "a", adapters=frozenset({"ada"})),
+            add_ready(fleet, "b"),
+            add_ready(fleet, "n", model="n"),
+        )
+
+    def test_one_is_found_in_the_pool_of_its_model(self, fleet, engines):
+        pool = fleet.pool("ada")
+        assert (pool.model, pool.adapter_of("ada"), pool.adapter_of("m")) == ("m", "ada", None)
+        assert fleet.served() == {"m": "m", "n": "n", "ada": "m"}
+        with pytest.raises(NotFound, match="'lin' does not exist; served: ada, m, n") as caught:
+            fleet.pool("lin")
+        assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+    def test_only_engines_that_serve_it_are_candidates(self, fleet, engines):
+        pool = fleet.pool("ada")
+        prompt = replace(PROMPT, adapter="ada")
+        chain = pool.chain(prompt)
+        pool.index.store("b", Tier.GPU, chain.hashes)  # a hash is a hash; nobody could have put it there
+        for candidates in (pool.candidates(chain, prompt), pool.candidates(None, adapter="ada")):
+            assert [candidate.engine for candidate in candidates] == ["a"]
+        assert len(pool.candidates(None)) == 2
+
+    def test_its_chain_is_its_own_under_each_salt(self, fleet, engines):
+        pool = fleet.pool("m")
+        prompts = [
+            replace(PROMPT, adapter=a, salt=s) for a in (None, "ada", "lin") for s in (None, "ada", "s")
+        ]
+        assert len({pool.chain(prompt).hashes for prompt in prompts}) == len(prompts)
+
+    def test_it_is_waited_for_while_its_engine_is_lost_and_forgotten_with_it(self, fleet, engines):
+        engine = engines[0]
+        fleet.leave(engine)
+        assert fleet.pool("ada").candidates(None, adapter="ada") == []
+        fleet.join(engine, replace(INFO, adapters=frozenset({"lin"})))
+        assert sorted(fleet.served()) == ["lin", "m", "n"]
+        fleet.leave(engine)
+        fleet.remove("a")
+        assert sorted(fleet.served()) == ["m", "n"]
+
+    @pytest.mark.parametrize("adapter_first", [True, False])
+    def test_a_model_wins_over_an_adapter_of_its_name_and_that_is_told_once(self, fleet, adapter_first):
+        with structlog.testing.capture_logs() as logs:
+            if not adapter_first:
+                add_ready(fleet, "n", model="x")
+            add_ready(fleet, "a", adapters=frozenset({"x"}))
+            if adapter_first:
+                add_ready(fleet, "n", model="x")
+            add_ready(fleet, "b", adapters=frozenset({"x"}))
+        assert [(log["adapter"], log["parent"]) for log in logs] == [("x", "m")]
+        assert (fleet.pool("x").model, fleet.pool("x").adapter_of("x")) == ("x", None)
+        assert fleet.served() == {"m": "m", "x": "x"}
+
+
+class TestPools:
+    def test_engines_of_one_model_share_a_pool(self, fleet):
+        add_ready(fleet, "a"), add_ready(fleet, "b"), add_ready(fleet, "c", model="alias")
+        assert {model: list(pool.engines) for model, pool in fleet.pools.items()} == {
+            "m": ["a", "b"],
+            "alias": ["c"],
+        }
+
+    @pytest.mark.parametrize(
+        ("own", "pools"), [(None, 16), (64, 16), (16, 16), (8, 8), (4, 4), (2, 16), (1, 16)]
+    )
+    def test_blocks_are_16_tokens_or_the_engines_smaller_ones_unless_those_are_pages(self, fleet, own, pools):
+        add_ready(fleet, "a", tokens_per_block=own)
+        assert fleet.pools["m"].tokens_per_block == pools
+
+    def test_an_engine_that_comes_back_with_other_blocks_gets_another_pool(self, fleet):
+        engine = add_ready(fleet, "a")
+        fleet.leave(engine)
+        fleet.join(engine, replace(INFO, tokens_per_block=4))
+        assert fleet.pools["m"].tokens_per_block == 4
+
+    def test_a_pool_outlives_an_outage_but_not_the_removal_of_its_last_engine(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool = fleet.pools["m"]
+        fleet.leave(engine)
+        assert fleet.pool("m") is pool
+        assert fleet.join(engine, INFO) is pool
+        fleet.remove("a")
+        assert fleet.pools == {}
+
+    def test_an_engine_that_is_removed_while_down_takes_no_pool_along(self, fleet):
+        add_ready(fleet, "a")
+        down = fleet.add(FakeAdapter("b"))
+        assert fleet.remove("b") is down
+        assert list(fleet.pools) == ["m"]
+
+    def test_a_pool_waits_for_engines_that_are_lost_and_ends_with_the_last_of_them(self, fleet):
+        a, b = add_ready(fleet, "a"), add_ready(fleet, "b")
+        fleet.leave(a)
+        fleet.remove("b")
+        assert b.id not in fleet.engines
+        assert list(fleet.pools) == ["m"]
+        fleet.remove("a")
+        assert fleet.pools == {}
+
+    def test_one_that_comes_back_with_another_model_leaves_its_pool(self, fleet):
+        engine = add_ready(fleet, "a")
+        fleet.leave(engine)
+        fleet.join(engine, replace(INFO, model="n"))
+        assert list(fleet.pools) == ["n"]
+
+    def test_ids_are_unique_and_unknown_ones_are_named(self, fleet):
+        add_ready(fleet, "a")
+        with pytest.raises(Conflict) as conflict:
+            fleet.add(FakeAdapter("a"))
+        assert conflict.value.param == "id"
+        with pytest.raises(NotFound, match="'x'; known: a"):
+            fleet.engine("x")
+
+    def test_the_pool_of_a_request(self, fleet):
+        with pytest.raises(NoEngine):
+            fleet.pool("m")
+        with pytest.raises(NoEngine):
+            fleet.pool(None)
+        add_ready(fleet, "a")
+        assert fleet.pool(None).model == fleet.pool("m").model == "m"
+        add_ready(fleet, "b", model="n")
+        for name in (None, "x"):
+            with pytest.raises(NotFound, match="served: m, n") as missing:
+                fleet.pool(name)
+            assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+
+    def test_ready_means_any_is_and_none_is_starting(self, fleet):
+        assert not fleet.is_ready()
+        one, two = add_ready(fleet, "a"), add_ready(fleet, "b")
+        assert fleet.is_ready()
+        two.state = EngineState.DOWN
+        assert fleet.is_ready()
+        two.state = EngineState.CONNECTING
+        assert not fleet.is_ready()
+        one.state = two.state = EngineState.DRAINING
+        assert not fleet.is_ready()

@@ -1,0 +1,109 @@
+import asyncio
+from array import array
+from dataclasses import replace
+from time import monotonic
+
+import pytest
+
+from engine_adapter import Hold, Tier
+from proxy.core.index.prefix_index import Match
+from proxy.core.placement.decision import place, place_least_loaded
+from proxy.core.placement.load import Work
+from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.pool import PENDING_LINGER_S
+from proxy.prompt import Prompt
+from tests.fakes import add_ready
+
+PROMPT = Prompt(array("i", range(40)))
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+class TestLease:
+    def lease(self, fleet):
+        pool = fleet.pools["m"]
+        chain = pool.chain(PROMPT)
+        return pool, chain, pool.lease(place(pool.candidates(chain), chain), chain, streams=True)
+
+    async def test_holds_load_and_blocks_and_leaves_what_was_learned(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool, chain, leasing = self.lease(fleet)
+        with leasing as lease:
+            assert engine.ledger.in_flight == 1
+            assert engine.ledger.view(lease.started).queue_s == pytest.approx(40 / DEFAULT_PREFILL_TOK_S)
+            assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
+            lease.succeeded = True
+        assert engine.ledger.in_flight == 0
+        assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
+        pool.index.remove("a", Tier.GPU, chain.hashes)
+        assert pool.index.pending("a") == 2
+        await asyncio.sleep(PENDING_LINGER_S * 1.5)
+        assert not pool.index.pending("a")
+
+    async def test_a_hold_that_knows_better_refines_its_placement(self, fleet):
+        add_ready(fleet, "a")
+        _, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            placed = lease.placement
+            assert lease.refine(Hold(None)) is placed
+            refined = lease.refine(Hold(None, cached_tokens=5, firm=False))
+            assert (refined.predicted_tokens, refined.firm) == (5, False)
+            assert replace(refined, predicted_tokens=placed.predicted_tokens, firm=True) == placed
+            assert lease.placement is refined
+
+    async def test_that_fails_leaves_nothing(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool, _, leasing = self.lease(fleet)
+        with pytest.raises(ValueError, match="bug"), leasing:
+            raise ValueError("bug")
+        assert engine.ledger.in_flight == 0
+        assert len(pool.index) == 0
+        assert not pool.index.pending("a")
+
+    async def test_that_outlives_its_engine_leaves_nothing(self, fleet):
+        add_ready(fleet, "a")
+        pool, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            fleet.remove("a")
+            lease.succeeded = True
+        await asyncio.sleep(PENDING_LINGER_S * 1.2)
+        assert len(pool.index) == 0
+
+    async def test_without_a_prompt_is_load_alone(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool = fleet.pools["m"]
+        with pool.lease(place_least_loaded(pool.candidates(None)), None) as lease:
+            assert engine.ledger.in_flight == 1
+            lease.succeeded = True
+        assert engine.ledger.in_flight == 0
+
+    async def test_only_a_streams_first_byte_is_a_first_token(self, fleet):
+        engine = add_ready(fleet, "a")
+        for streamed in (False, True):
+            _, _, leasing = self.lease(fleet)
+            with leasing as lease:
+                lease.first_byte(streamed=streamed)
+                assert lease.first_byte_s >= 0
+                assert engine.ledger.view(monotonic()).decoding == streamed
+
+    async def test_a_first_token_teaches_how_fast_the_engine_is(self, fleet):
+        add_ready(fleet, "a")
+        pool = fleet.pools["m"]
+        chain = pool.chain(Prompt(array("i", range(1000))))
+        with pool.lease(place(pool.candidates(chain), chain), chain, streams=True) as lease:
+            await asyncio.sleep(0.001)
+            lease.first_byte(streamed=True)
+        took_s = pool.placer.rates.prefill_s(1000)
+        assert 0.001 <= took_s <= monotonic() - lease.started
+        assert took_s != 1000 / DEFAULT_PREFILL_TOK_S
+
+    async def test_work_that_turns_out_to_be_less_shortens_the_queue(self, fleet):
+        engine = add_ready(fleet, "a")
+        _, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            lease.refine_work(Work(10))
+            assert engine.ledger.view(lease.started).queue_s == pytest.approx(10 / DEFAULT_PREFILL_TOK_S)

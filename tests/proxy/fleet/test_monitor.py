@@ -1,0 +1,316 @@
+import asyncio
+from array import array
+from dataclasses import replace
+
+import pytest
+import structlog
+
+from engine_adapter import (
+    Capability,
+    EngineLoad,
+    EngineRejected,
+    EngineUnavailable,
+    Finding,
+    JsonBody,
+    PromptTable,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+)
+from proxy.core.audit import Trust
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.monitor import Monitor
+from proxy.prompt import PromptTables
+from proxy.tasks import Supervisor
+from tests.fakes import INFO, FakeAdapter
+
+INTERVAL_S = 0.02
+
+
+class World:
+    def __init__(self, *, reuse=True, interval_s=INTERVAL_S, timeout_s=1.0, isolated=False):
+        self.tasks, self.fleet = Supervisor(), Fleet()
+        self.ingest = Ingest(self.fleet, self.tasks) if reuse else None
+        self.tables = PromptTables(max_bytes=1 << 20)
+        self.monitor = Monitor(
+            self.fleet,
+            self.tasks,
+            self.ingest,
+            self.tables,
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+            isolated=isolated,
+        )
+
+    def add(self, engine_id="a", **info):
+        adapter = FakeAdapter(engine_id, info=replace(INFO, **info))
+        engine = self.fleet.add(adapter)
+        self.monitor.watch(engine)
+        return engine, adapter
+
+    async def until(self, condition):
+        async with asyncio.timeout(5):
+            while not condition():  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.001)
+
+    async def state(self, engine, *states):
+        await self.until(lambda: engine.state in states)
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    await world.tasks.stop()
+
+
+async def test_an_engine_becomes_ready_and_joins_the_pool_of_its_model(world):
+    engine, _ = world.add()
+    assert engine.state == "connecting"
+    await world.state(engine, EngineState.READY)
+    pool = world.fleet.pools["m"]
+    assert pool.ready() == [engine]
+    assert pool.prompts is not None
+    assert engine.info == INFO
+
+
+@pytest.mark.parametrize(("isolated", "salted"), [(True, False), (True, True), (False, False)])
+async def test_an_engine_that_cannot_keep_tenants_apart_is_told_of(isolated, salted):
+    world = World(isolated=isolated)
+    able = frozenset({Capability.CACHE_SALT} if salted else ())
+    with structlog.testing.capture_logs() as logs:
+        engine, _ = world.add(capabilities=able)
+        await world.state(engine, EngineState.READY)
+        await world.until(lambda: "engine is ready" in [line["event"] for line in logs])
+    told = [line for line in logs if line["event"] == "tenants share the KV of this engine"]
+    assert len(told) == (isolated and not salted)
+    await world.tasks.stop()
+
+
+async def test_one_that_is_not_there_is_tried_again(world):
+    adapter = FakeAdapter("a")
+    engine = world.fleet.add(adapter)
+    adapter.failures = [EngineUnavailable("not yet"), EngineRejected("loading", status=503)]
+    world.monitor.watch(engine)
+    await world.state(engine, EngineState.READY)
+    assert adapter.checks >= 3
+    assert engine.last_error is None
+
+
+async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_back(world):
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    pool = world.fleet.pools["m"]
+    pool.learn(engine, (1, 2))
+    engine.audit.synced()
+    adapter.failures = [EngineUnavailable("gone")] * 2
+    await world.state(engine, EngineState.DOWN)
+    assert (len(pool.index), len(engine.learned), pool.ready()) == (0, 0, [])
+    assert engine.last_error == "gone"
+    assert engine.audit.trust is Trust.APPROXIMATE
+    await world.state(engine, EngineState.READY)
+    assert world.fleet.pools["m"] is pool
+    assert engine.last_error is None
+
+
+async def test_one_that_does_not_answer_in_time_is_down():
+    world = World(timeout_s=0.03)
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+
+    async def hang():
+        await asyncio.sleep(60)
+
+    async def wait_for_an_answer():
+        pool = world.fleet.pools["m"]
+        with pool.lease(pool.place(pool.candidates(None), None), None) as lease:
+            async with lease.patience():
+                await hang()
+
+    waiting = asyncio.create_task(wait_for_an_answer())
+    adapter.load = adapter.connect = hang
+    await world.state(engine, EngineState.DOWN)
+    assert engine.last_error == "no answer in time"
+    with pytest.raises(EngineUnavailable, match="lost before it answered"):
+        await waiting
+    await world.tasks.stop()
+
+
+class TestSuspicion:
+    @pytest.fixture
+    async def world(self):
+        world = World(interval_s=60)  # nothing is checked unless asked for
+        yield world
+        await world.tasks.stop()
+
+    async def test_is_checked_at_once_and_lifted(self, world):
+        engine, _ = world.add()
+        await world.state(engine, EngineState.READY)
+        world.fleet.pools["m"].learn(engine, (1,))
+        engine.suspect(EngineUnavailable("reset"))
+        assert world.fleet.pools["m"].ready() == []
+        await world.state(engine, EngineState.READY)
+        assert world.fleet.pools["m"].index.held("a", Tier.GPU) == 1
+
+    async def test_finds_a_restarted_process_whose_cache_is_gone(self, world):
+        engine, adapter = world.add()
+        await world.state(engine, EngineState.READY)
+        pool = world.fleet.pools["m"]
+        pool.learn(engine, (1,))
+        adapter.info = replace(INFO, instance="i2")
+        engine.suspect(EngineUnavailable("reset"))
+        await world.until(lambda: engine.info.instance == "i2")
+        assert len(pool.index) == 0
+
+    async def test_that_comes_during_a_check_is_not_forgotten(self, world):
+        engine, adapter = world.add()
+        await world.state(engine, EngineState.READY)
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def load():
+            begun.set()
+            await go.wait()
+            return EngineLoad(0, 0)
+
+        adapter.load = load
+        engine.check_now.set()
+        await asyncio.wait_for(begun.wait(), 1)
+        engine.suspect(EngineUnavailable("reset"))
+        go.set()
+        await world.state(engine, EngineState.READY)
+
+
+async def test_a_draining_engine_stays_so(world):
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    engine.state = EngineState.DRAINING
+    adapter.failures = [EngineUnavailable("gone")]
+    await world.until(lambda: engine.last_error == "gone")
+    await world.until(lambda: engine.last_error is None)
+    assert engine.state == "draining"
+    assert world.fleet.pools["m"].ready() == []
+
+
+async def test_events_are_followed_from_each_connection_on(world):
+    engine, adapter = world.add(capabilities=frozenset({Capability.KV_EVENTS}))
+    await world.state(engine, EngineState.READY)
+    for event in (ViewLost("start"), ViewCurrent()):
+        adapter.feed.put_nowait(event)
+    await world.until(lambda: engine.audit.trust is Trust.PRECISE)
+    adapter.failures = [EngineUnavailable("gone")]
+    await world.until(lambda: adapter.subscriptions == 2)
+
+
+async def test_tables_are_given_before_requests(world):
+    table = PromptTable("t", 7, 1, 1, b"data")
+    world.tables.list = lambda: [table]
+    engine, adapter = world.add(capabilities=frozenset({Capability.PROMPT_TABLES}))
+    plain, other = world.add("b")
+    await world.state(engine, EngineState.READY)
+    await world.state(plain, EngineState.READY)
+    assert (adapter.tables, other.tables) == ([table], [])
+
+
+async def test_a_forgotten_engine_is_looked_after_no_more(world):
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    world.monitor.forget(engine)
+    world.fleet.remove("a")
+    await asyncio.sleep(0)
+    before = adapter.checks
+    await asyncio.sleep(INTERVAL_S * 3)
+    assert adapter.checks == before
+    assert world.fleet.pools == {}
+
+
+async def test_the_prompts_of_a_pool_outlive_the_engine_they_were_made_with(world):
+    body = JsonBody(b'{"input": "hello"}')
+
+    async def add(name, token):
+        async def tokenize(_path, _body):
+            return array("i", [token])
+
+        engine, adapter = world.add(name, capabilities=frozenset({Capability.TOKENIZE}))
+        adapter.tokenize = tokenize
+        await world.state(engine, EngineState.READY)
+        return engine
+
+    first, _ = await add("a", 1), await add("b", 2)
+    prompts = world.fleet.pools["m"].prompts
+    assert (await prompts.build("/v1/responses", body, salt=None)).token_ids == array("i", [1])
+    world.monitor.forget(first)
+    world.fleet.remove("a")
+    assert (await prompts.build("/v1/responses", body, salt=None)).token_ids == array("i", [2])
+
+
+async def test_without_reuse_nothing_is_followed():
+    world = World(reuse=False)
+    engine, adapter = world.add(capabilities=frozenset({Capability.KV_EVENTS}))
+    await world.state(engine, EngineState.READY)
+    adapter.failures = [EngineUnavailable("gone")]
+    await world.until(lambda: engine.last_error == "gone")
+    world.monitor.forget(engine)
+    assert adapter.subscriptions == 0
+    await world.tasks.stop()
+
+
+class TestChanges:
+    """What an engine can do changes while it runs: nothing that is known of its cache is lost over it."""
+
+    @staticmethod
+    async def change(world, engine, adapter, **info):
+        adapter.info = replace(adapter.info, **info)
+        adapter.outdated = True
+        await world.until(lambda: not adapter.outdated and engine.info == adapter.info)
+
+    @pytest.fixture
+    def told(self, monkeypatch):
+        told = []
+        for level in ("warning", "info"):
+            monkeypatch.setattr(
+                f"proxy.fleet.monitor.log.{level}",
+                lambda event, finding=None, *, level=level, **_: finding and told.append((level, finding)),
+            )
+        return told
+
+    async def test_it_is_asked_again(self, world, told):
+        engine = world.fleet.add(adapter := ChangingAdapter("a", info=INFO))
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.READY)
+        world.fleet.pools["m"].learn(engine, (1, 2))
+        lost = Finding("no L2 tier", "start it with --l2")
+        adapter.found = (lost,)
+        await self.change(world, engine, adapter, capabilities=frozenset({Capability.OFFLOAD}))
+        await self.change(world, engine, adapter, capabilities=frozenset())
+        assert told == [("warning", "no L2 tier; start it with --l2")]
+        adapter.found = ()
+        await self.change(world, engine, adapter, capabilities=frozenset({Capability.PIN}))
+        assert told[1:] == [("info", "no L2 tier")]
+        assert engine.can(Capability.PIN)
+        assert len(world.fleet.pools["m"].index) == 2
+
+    async def test_another_process_is_another_matter(self, world):
+        engine = world.fleet.add(adapter := ChangingAdapter("a", info=INFO))
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.READY)
+        world.fleet.pools["m"].learn(engine, (1, 2))
+        await self.change(world, engine, adapter, instance="i2")
+        await world.state(engine, EngineState.READY)
+        assert len(world.fleet.pools["m"].index) == 0
+
+
+class ChangingAdapter(FakeAdapter):
+    outdated = False
+    found = ()
+
+    def findings(self):
+        return self.found
+
+    async def connect(self):
+        self.outdated = False
+        return await super().connect()
+
+    async def load(self):
+        return replace(await super().load(), outdated=self.outdated)

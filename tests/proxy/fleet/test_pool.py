@@ -1,0 +1,153 @@
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter import BlocksStored, Capability, Forecast, Tier
+from proxy.core.index.prefix_index import Match
+from proxy.fleet.engine import ASSUMED_CAPACITY_TOKENS, EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.pool import Pool
+from proxy.prompt import Prompt
+from tests.fakes import add_ready
+
+PROMPT = Prompt(array("i", range(40)))
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+class TestTokenisers:
+    def test_those_that_tokenise_are_asked_while_they_are_ready(self, fleet):
+        add_ready(fleet, "a")
+        able, ill = (add_ready(fleet, name, capabilities=frozenset({Capability.TOKENIZE})) for name in "bc")
+        ill.state = EngineState.SUSPECT
+        assert fleet.pools["m"].tokenisers() == [able.adapter]
+        able.info = replace(able.info, capabilities=frozenset({Capability.RENDER}))
+        assert (fleet.pools["m"].tokenisers(), fleet.pools["m"].renderers()) == ([], [able.adapter])
+
+
+class TestCandidates:
+    def test_say_what_placement_needs(self, fleet):
+        add_ready(fleet, "a", tokens_per_block=64, gpu_blocks=10)
+        down, gone = add_ready(fleet, "b"), add_ready(fleet, "c")
+        add_ready(fleet, "d", tokens_per_block=None, gpu_blocks=None)
+        down.state = EngineState.DOWN
+        pool = fleet.pools["m"]
+        chain = pool.chain(PROMPT)
+        pool.index.store("a", Tier.GPU, chain.hashes)
+        a, d = pool.candidates(chain, without={gone.id})
+        assert (a.engine, a.tokens_per_block, a.match, a.free_blocks) == ("a", 64, Match(gpu=2), 38)
+        assert (d.engine, d.tokens_per_block, d.match, d.free_blocks) == ("d", 16, Match(), None)
+        assert pool.candidates(None)[0].match == Match()
+
+    def test_what_an_adapter_foresees_of_the_prompt_is_among_it(self, fleet):
+        engine, asked = add_ready(fleet, "a"), []
+        add_ready(fleet, "b")
+
+        def forecast(target):
+            asked.append(target)
+            return Forecast(7)
+
+        engine.adapter.forecast = forecast
+        pool = fleet.pools["m"]
+        salted = Prompt(PROMPT.token_ids, None, "s")
+        a, b = pool.candidates(pool.chain(salted), salted)
+        assert (a.forecast, b.forecast) == (Forecast(7), None)
+        assert [(target.token_ids, target.cache_salt) for target in asked] == [(PROMPT.token_ids, "s")]
+        assert pool.candidates(None)[0].forecast is None
+        assert len(asked) == 1, "nothing is foreseen of a prompt that is not known"
+
+    def test_nothing_is_foreseen_of_a_prompt_that_is_known_in_part(self, fleet):
+        leasing, _ = add_ready(fleet, "a"), add_ready(fleet, "b")
+        leasing.adapter.forecast = lambda target: Forecast(7)
+        pool, part = fleet.pools["m"], replace(PROMPT, whole=False)
+        chain = pool.chain(part)
+        for name in "ab":
+            pool.index.store(name, Tier.GPU, chain.hashes)
+        a, b = pool.candidates(chain, part)
+        # Who leases its slots reuses nothing for it; others do, and maybe more than that.
+        assert (a.forecast, a.match, a.complete) == (None, Match(), False)
+        assert (b.forecast, b.match, b.complete) == (None, Match(gpu=len(chain.hashes)), False)
+
+    def test_one_that_is_lost_or_finishes_what_it_has_is_none(self, fleet):
+        engines = [add_ready(fleet, name) for name in "abcde"]
+        pool = fleet.pools["m"]
+        chain = pool.chain(PROMPT)
+        for engine, state in zip(engines, EngineState, strict=True):
+            pool.index.store(engine.id, Tier.GPU, chain.hashes)  # it would be the best of all
+            engine.state = state
+        assert {engine.state for engine in engines} == set(EngineState)
+        for prompt in (None, PROMPT):
+            (only,) = pool.candidates(pool.chain(prompt), prompt)
+            assert fleet.engines[only.engine].state is EngineState.READY
+
+
+class TestRoots:
+    def test_salts_have_roots_of_their_own_and_are_remembered(self):
+        pool = Pool("m", 16)
+        assert pool.root_of(None) != pool.root_of("a") != pool.root_of("b")
+        assert pool.salts() == ["a", "b"]
+
+    def test_salts_that_clients_invent_do_not_fill_memory(self):
+        pool = Pool("m", 16)
+        first = pool.root_of("0")
+        for n in range(10_010):
+            pool.root_of(str(n))
+        assert len(pool._roots) < 100
+        assert pool.root_of("0") == first
+
+    def test_no_prompt_has_no_chain(self):
+        assert Pool("m", 16).chain(None) is None
+
+
+class TestLearning:
+    async def test_forgets_what_the_capacity_cannot_hold(self, fleet):
+        engine = add_ready(fleet, "a", gpu_blocks=3)
+        pool = fleet.pools["m"]
+        pool.learn(engine, (1, 2))
+        pool.learn(engine, (3, 4))
+        assert pool.index.held("a", Tier.GPU) == 3
+
+    def test_an_unknown_capacity_is_assumed(self, fleet):
+        engine = add_ready(fleet, "a", gpu_blocks=None)
+        assert engine.learned.capacity == ASSUMED_CAPACITY_TOKENS // 16
+
+    def test_a_flush_is_forgotten(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool = fleet.pools["m"]
+        pool.learn(engine, (1, 2))
+        pool.index.store("a", Tier.HOST, (2,))
+        pool.forget(engine, (2,))
+        assert (pool.index.held("a", Tier.GPU), pool.index.held("a", Tier.HOST), len(engine.learned)) == (
+            1,
+            0,
+            1,
+        )
+        pool.wipe(engine)
+        assert (len(pool.index), len(engine.learned)) == (0, 0)
+
+    def test_an_engine_that_left_takes_its_blocks_along(self, fleet):
+        engine, other = add_ready(fleet, "a"), add_ready(fleet, "b")
+        pool = fleet.pools["m"]
+        pool.learn(engine, (1, 2))
+        pool.learn(other, (2,))
+        fleet.leave(engine)
+        fleet.leave(engine)
+        assert fleet.pool_of(engine) is None
+        assert len(pool.index) == 1
+        pool.learn(engine, (9,))
+        assert len(pool.index) == 1
+
+
+def test_events_and_prompts_meet_in_one_namespace(fleet):
+    from proxy.core.index.view import EngineView
+
+    add_ready(fleet, "a")
+    pool = fleet.pools["m"]
+    view = EngineView("a", pool.index, pool.root_of, 16)
+    view.apply(BlocksStored(Tier.GPU, None, (1, 2), PROMPT.token_ids[:32], 16, salt="s"))
+    assert pool.index.match(pool.chain(PROMPT).hashes) == {}
+    assert pool.index.match(pool.chain(Prompt(PROMPT.token_ids, None, "s")).hashes) == {"a": Match(gpu=2)}

@@ -1,0 +1,105 @@
+from array import array
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine_adapter import Tier
+from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.load import Work
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.observe.metrics import Metrics
+from proxy.prompt import Prompt
+from proxy.request.records import RequestRecord
+from tests.fakes import INFO, FakeAdapter
+
+LABELS = {"model": "m", "engine": "a"}
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+def samples(metrics):
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics, name, **labels):
+    return samples(metrics).get((name, frozenset(labels.items())))
+
+
+def record(**fields):
+    placement = Placement("a", 32, 40, (Cost("a"),), "lowest cost")
+    prompt = Prompt(array("i", range(40)))
+    defaults = {"placement": placement, "prompt": prompt, "status": 200, "attempts": ["b", "a"]}
+    return RequestRecord("r", 0.0, "/v1/x", "m", None, stream=True, **{**defaults, **fields})
+
+
+def test_a_finished_request_is_counted(fleet):
+    metrics = Metrics(fleet)
+    metrics.observe(record(reported_tokens=16, first_byte_s=0.04, duration_s=1.5))
+    metrics.observe(record(reported_tokens=32, duration_s=0.5))
+    assert value(metrics, "kvpin_requests_total", status="200", **LABELS) == 2
+    assert value(metrics, "kvpin_retries_total", model="m") == 2
+    assert value(metrics, "kvpin_prompt_tokens_total", **LABELS) == 80
+    assert value(metrics, "kvpin_predicted_cached_tokens_total", **LABELS) == 64
+    assert value(metrics, "kvpin_cached_tokens_total", **LABELS) == 48
+    assert value(metrics, "kvpin_mispredictions_total", **LABELS) == 1
+    assert value(metrics, "kvpin_first_byte_seconds_count", **LABELS) == 1
+    assert value(metrics, "kvpin_first_byte_seconds_sum", **LABELS) == pytest.approx(0.04)
+    assert value(metrics, "kvpin_request_seconds_sum", **LABELS) == pytest.approx(2.0)
+
+
+def test_placements_are_counted_by_what_decided_them(fleet):
+    metrics = Metrics(fleet)
+    for cached in (0, 16, 16):
+        costs = Cost("a"), Cost("b", cached_tokens=cached, queue_s=1.0)
+        metrics.observe(record(placement=Placement("a", 0, 40, costs, "lowest cost")))
+    assert value(metrics, "kvpin_placements_total", model="m", reason="spread") == 1
+    assert value(metrics, "kvpin_placements_total", model="m", reason="released") == 2
+
+
+def test_a_request_nobody_served_has_no_engine_and_no_model_of_the_clients_making(fleet):
+    metrics = Metrics(fleet)
+    metrics.observe(record(placement=None, prompt=None, status=None, attempts=[]))
+    assert value(metrics, "kvpin_requests_total", model="", engine="", status="failed") == 1
+    assert value(metrics, "kvpin_retries_total", model="") == 0
+    assert not any("kvpin_prompt_tokens_total" in name for name, _ in samples(metrics))
+
+
+def test_an_unknown_prompt_predicts_nothing(fleet):
+    metrics = Metrics(fleet)
+    metrics.observe(record(prompt=None))
+    assert value(metrics, "kvpin_predicted_cached_tokens_total", **LABELS) is None
+
+
+def test_prompts_whose_tokens_the_engine_told_are_counted(fleet):
+    metrics = Metrics(fleet)
+    for agree in (None, True, True, False):
+        metrics.observe(record(tokens_agree=agree))
+    name = "kvpin_tokenisation_checks_total"
+    assert value(metrics, name, result="same", **LABELS) == 2
+    assert value(metrics, name, result="different", **LABELS) == 1
+
+
+async def test_gauges_are_read_from_the_fleet(fleet):
+    engine = fleet.add(FakeAdapter("a"))
+    metrics = Metrics(fleet)
+    assert value(metrics, "kvpin_engine_ready", engine="a") == 0
+    pool = fleet.join(engine, INFO)
+    engine.state = EngineState.READY
+    engine.audit.synced()
+    engine.ledger.begin(0.0, 1.0, Work(10))
+    pool.index.store("a", Tier.GPU, [1, 2])
+    pool.index.store("a", Tier.HOST, [2])
+    assert value(metrics, "kvpin_engine_ready", engine="a") == 1
+    assert value(metrics, "kvpin_engine_precise", engine="a") == 1
+    assert value(metrics, "kvpin_engine_in_flight", engine="a") == 1
+    assert value(metrics, "kvpin_engine_blocks", engine="a", tier="gpu") == 2
+    assert value(metrics, "kvpin_engine_blocks", engine="a", tier="host") == 1
+    assert value(metrics, "kvpin_index_entries", model="m") == 2

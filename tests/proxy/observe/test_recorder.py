@@ -1,0 +1,267 @@
+import asyncio
+import fcntl
+import json
+import os
+import resource
+import signal
+import stat
+from array import array
+from dataclasses import replace
+
+import msgspec
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.placement.decision import Cost, Placement
+from proxy.observe import recorder as module
+from proxy.observe.recorder import BLOCK_TOKENS, Hasher, Recorder, line_of
+from proxy.prompt import Prompt
+from proxy.replay.trace import read_trace
+from proxy.request.records import RequestRecord
+from proxy.request.session import Session
+from proxy.settings import SettingsError
+
+ROOM = 1 << 20
+
+
+def prompt_of(ids, extra_ids=None, salt=None, adapter=None):
+    extras = array("Q", extra_ids) if extra_ids is not None else None
+    return Prompt(array("i", ids), extras, salt, adapter)
+
+
+def record(ids=range(200), **fields):
+    prompt = ids if isinstance(ids, Prompt) or ids is None else prompt_of(ids)
+    defaults = {"served_as": "m", "prompt": prompt, "status": 200, "duration_s": 0.25}
+    return RequestRecord("r", 0.0, "/v1/x", "m", None, **{"stream": True} | defaults | fields)
+
+
+async def recorded(path, *records, max_bytes=ROOM):
+    """Those records written to a file; the recorder, closed."""
+    recorder = Recorder(path, max_bytes)
+    for each in records:
+        recorder.observe(each)
+    await recorder.aclose()
+    return recorder
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "traffic.jsonl"
+
+
+class TestHasher:
+    @given(
+        st.lists(st.integers(0, 9), max_size=400),
+        st.lists(st.integers(0, 9), max_size=400),
+        st.integers(0, 400),
+    )
+    def test_prompts_share_the_ids_of_the_full_blocks_they_share(self, one, other, common):
+        other = one[:common] + other
+        same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), None)
+        same = min(len(one), len(other)) if same is None else same
+        hasher = Hasher()
+        a, b = (hasher.block_ids("m", prompt_of(ids)) for ids in (one, other))
+        assert (len(a), len(b)) == (len(one) // BLOCK_TOKENS, len(other) // BLOCK_TOKENS)
+        shared = same // BLOCK_TOKENS
+        assert a[:shared] == b[:shared]
+        assert not set(a[shared:]) & set(b[shared:])
+        assert all(0 <= each < 1 << 64 for each in a)
+
+    @pytest.mark.parametrize("fields", [{"salt": "s"}, {"adapter": "s"}, {"salt": "s", "adapter": "t"}])
+    def test_nothing_is_shared_over_namespaces(self, fields):
+        hasher, ids = Hasher(), range(300)
+        alike = hasher.block_ids("m", prompt_of(ids))
+        assert alike == hasher.block_ids("m", prompt_of(ids))
+        for model, prompt in (("m", prompt_of(ids, **fields)), ("s", prompt_of(ids))):
+            assert not set(alike) & set(hasher.block_ids(model, prompt))
+
+    def test_extra_ids_count_and_zeros_are_text(self):
+        hasher, ids = Hasher(), range(192)
+        text = hasher.block_ids("m", prompt_of(ids))
+        assert hasher.block_ids("m", prompt_of(ids, [0] * 192)) == text
+        cat, dog = (hasher.block_ids("m", prompt_of(ids, [0] * 64 + [image] * 128)) for image in (1, 2))
+        assert cat[0] == dog[0] == text[0]
+        assert len({cat[1], dog[1], text[1], cat[2], dog[2], text[2]}) == 6
+
+    def test_ids_mean_nothing_without_the_key(self):
+        assert Hasher().block_ids("m", prompt_of(range(64))) != Hasher().block_ids("m", prompt_of(range(64)))
+
+    def test_sessions_are_a_tenants_own(self):
+        hasher = Hasher()
+        assert hasher.session_id(Session("t", "chat")) == hasher.session_id(Session("t", "chat"))
+        others = (("t", "c"), ("u", "c"), (None, "c"), ("t", "d"))
+        assert len({hasher.session_id(Session(*each)) for each in others}) == 4
+
+
+class TestLine:
+    def test_what_replay_reads_and_what_else_is_known(self):
+        placement = Placement("e1", 64, 200, (Cost("e1"),), "lowest cost")
+        told = record(placement=placement, first_byte_s=0.0125, reported_tokens=64, output_tokens=7, events=9)
+        line = msgspec.to_builtins(line_of(Hasher(), 1.5, told, told.prompt))
+        assert len(line.pop("hash_ids")) == 3
+        assert line == {
+            "timestamp": 1500.0,
+            "input_length": 200,
+            "output_length": 7,
+            "block_tokens": 64,
+            "model": "m",
+            "engine": "e1",
+            "status": 200,
+            "cached_tokens": 64,
+            "ttft_ms": 12.5,
+        }
+
+    def test_events_are_counted_where_the_engine_does_not_tell(self):
+        silent = record(events=9)
+        line = line_of(Hasher(), 0.0, silent, silent.prompt)
+        assert (line.output_length, line.counted) == (9, True)
+
+    def test_a_request_that_failed_has_no_answer(self):
+        failed = record(served_as=None, status=None, first_byte_s=None)
+        line = line_of(Hasher(), 0.0, failed, failed.prompt)
+        assert (line.output_length, line.counted, line.engine, line.model) == (0, False, None, None)
+
+    def test_the_first_byte_of_a_whole_answer_is_no_first_token(self):
+        whole = record(stream=False, first_byte_s=0.5)
+        assert line_of(Hasher(), 0.0, whole, whole.prompt).ttft_ms is None
+
+    def test_a_session_is_named_by_its_hash(self):
+        hasher, chat = Hasher(), record(session=Session("acme", "secret talk"))
+        line = line_of(hasher, 0.0, chat, chat.prompt)
+        assert line.session_id == hasher.session_id(Session("acme", "secret talk"))
+
+
+class TestRecording:
+    async def test_replay_reads_what_was_written(self, path):
+        shared = list(range(1000, 1128))
+        await recorded(
+            path,
+            record([*shared, *range(100)], output_tokens=5, session=Session(None, "a"), duration_s=0.0),
+            record([*shared, *range(50, 150)], duration_s=0.0),
+            record(prompt_of(shared, salt="s"), duration_s=0.0),
+        )
+        trace = read_trace(path)
+        first, second, other = trace.requests
+        assert (trace.tokens_per_block, trace.common_blocks, trace.rechained) == (64, 0, False)
+        assert [r.n_tokens for r in trace.requests] == [228, 228, 128]
+        assert first.chain.hashes[:2] == second.chain.hashes[:2]
+        assert first.chain.hashes[2] != second.chain.hashes[2]
+        assert not set(first.chain.hashes) & set(other.chain.hashes)
+        assert (first.output_tokens, first.session is None, second.session) == (5, False, None)
+
+    async def test_arrivals_are_what_counts_and_never_before_the_recording(self, path):
+        await recorded(path, record(duration_s=1000.0))
+        assert lines_of(path)[0]["timestamp"] == 0
+
+    async def test_prompts_that_are_not_known_whole_are_left_out_and_counted(self, path):
+        in_part = replace(prompt_of(range(100)), whole=False)
+        with structlog.testing.capture_logs() as logs:
+            await recorded(path, record(None), record(in_part), record([]), record([1]))
+        assert [line["input_length"] for line in lines_of(path)] == [1]
+        (said,) = logs
+        assert (said["requests"], said["not_known_here"], said["file"]) == (1, 3, str(path))
+
+    async def test_it_is_written_while_requests_go_on(self, path, monkeypatch):
+        monkeypatch.setattr(module, "WRITE_S", 0.001)
+        recorder = Recorder(path, ROOM)
+        running = asyncio.create_task(recorder.run())
+        recorder.observe(record())
+        async with asyncio.timeout(5):
+            while not path.stat().st_size:  # noqa: ASYNC110 - the disk has no event
+                await asyncio.sleep(0.001)
+        running.cancel()
+        await recorder.aclose()
+        assert len(lines_of(path)) == 1
+
+    async def test_after_its_end_nothing_is_kept(self, path):
+        recorder = await recorded(path, record())
+        recorder.observe(record())
+        await asyncio.wait_for(recorder.run(), 5)
+        assert len(lines_of(path)) == 1
+
+
+class TestFile:
+    async def test_it_is_for_this_user_alone(self, path):
+        path.touch(0o644)
+        await recorded(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    async def test_an_earlier_recording_is_not_touched(self, path):
+        for n in range(3):
+            recorder = await recorded(path, record([n] * (n + 1)))
+            assert recorder.path.name == ("traffic.jsonl", "traffic-1.jsonl", "traffic-2.jsonl")[n]
+        lengths = [lines_of(each)[0]["input_length"] for each in sorted(path.parent.iterdir())]
+        assert sorted(lengths) == [1, 2, 3]
+
+    async def test_one_that_another_kvpin_writes_is_not_shared(self, path):
+        with path.open("wb") as theirs:
+            fcntl.flock(theirs, fcntl.LOCK_EX)
+            assert (await recorded(path)).path.name == "traffic-1.jsonl"
+
+    @pytest.mark.parametrize(
+        ("name", "make", "why"),
+        [
+            ("none/t.jsonl", None, "No such file or directory"),
+            ("dir", os.mkdir, "Is a directory"),
+            ("pipe", os.mkfifo, "No such device or address"),
+            ("null", lambda path: path.symlink_to("/dev/null"), "it is no plain file"),
+        ],
+    )
+    def test_where_nothing_can_be_written_is_said_at_once(self, tmp_path, name, make, why):
+        path = tmp_path / name
+        if make is not None:
+            make(path)
+        with pytest.raises(SettingsError) as caught:
+            Recorder(path, ROOM)
+        assert str(caught.value) == f"record_traffic: {str(path)!r} cannot be written: {why}"
+
+
+class TestEnd:
+    async def test_a_full_one_ends_with_a_whole_line(self, path):
+        with structlog.testing.capture_logs() as logs:
+            await recorded(path, record(), record(), record(), max_bytes=400)
+        assert len(lines_of(path)) == 2
+        assert path.stat().st_size <= 400
+        assert logs[0]["log_level"] == "warning"
+        assert logs[0]["why"] == "it has reached record_traffic_bytes, 400"
+        assert logs[1]["requests"] == 2
+
+    async def test_a_disk_that_is_full_ends_it_and_no_request(self, path):
+        recorder = Recorder(path, ROOM)
+        recorder.observe(record())
+        await recorder.write()
+        size = path.stat().st_size
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+        try:
+            recorder.observe(record())
+            with structlog.testing.capture_logs() as logs:
+                await recorder.write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert [log["why"] for log in logs] == ["it cannot be written: File too large"]
+        assert path.stat().st_size == size  # the ten bytes there was room for are gone again
+        recorder.observe(record())
+        await recorder.aclose()
+        assert len(lines_of(path)) == 1
+
+    async def test_a_disk_that_hangs_does_not_fill_the_memory(self, path, monkeypatch):
+        monkeypatch.setattr(module, "MAX_WAITING_TOKENS", 500)
+        recorder = Recorder(path, ROOM)
+        for _ in range(2):
+            recorder.observe(record())
+        await recorder.write()
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(4):
+                recorder.observe(record())
+        assert [log["why"] for log in logs] == ["the disk does not keep up"]
+        await recorder.aclose()
+        assert len(lines_of(path)) == 2

@@ -1,0 +1,39 @@
+import os
+
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.process.output import MAX_LINE_BYTES, log_output
+
+
+async def logged(*writes):
+    reading, writing = os.pipe()
+    with open(writing, "wb", buffering=0) as pipe:  # noqa: ASYNC230, PTH123 - a pipe with room enough
+        pipe.writelines(writes)
+    with capture_logs() as entries:
+        await log_output(reading, engine="e-0")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reading)
+    assert all(entry["engine"] == "e-0" for entry in entries)
+    return [entry["line"] for entry in entries]
+
+
+async def test_each_line_is_logged_with_the_engine():
+    assert await logged(b"one\ntwo\n") == ["one", "two"]
+
+
+async def test_lines_may_come_in_pieces_and_end_without_newline():
+    assert await logged(b"on", b"e\r\ntw", b"o") == ["one", "two"]
+
+
+async def test_progress_bars_and_colours():
+    assert await logged(b"\x1b[31m 10%\x1b[0m\r 20%\r\n\n") == [" 10%", " 20%"]
+
+
+async def test_what_is_not_utf8_is_kept_readable():
+    assert await logged(b"caf\xe9\n") == ["caf\ufffd"]
+
+
+async def test_an_endless_line_is_cut():
+    lines = await logged(b"x" * (2 * MAX_LINE_BYTES + 3))
+    assert [len(line) for line in lines] == [MAX_LINE_BYTES, MAX_LINE_BYTES, 3]

@@ -1,0 +1,564 @@
+"""Passing requests and answers on, byte for byte, over real sockets."""
+
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+
+from engine_adapter import EngineRejected, EngineUnavailable, Hold
+from engine_adapter.http.openai_answer import OpenAIAnswer
+from proxy.fleet.engine import EngineState
+from tests.fakes import (
+    ANSWER,
+    ASK,
+    CHAT,
+    DONE,
+    STREAM,
+    client_of,
+    event,
+    is_openai_error,
+    post,
+    proxy_over,
+)
+from tests.holding import HoldingAdapter, Reader
+
+
+class TestPassingOn:
+    async def test_bytes_go_both_ways_unchanged(self, engine, client):
+        body = b'{ "model":"m",\t"messages" : [ ], "temperature":0.10, "x":"\\u0041\xc3\xa9", "big":1e3 }'
+        content = b'{ "id" : "x",\n "choices": [],  "usage":null }'
+
+        async def script(exchange):
+            await exchange.send(content)
+
+        engine.script = script
+        response = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
+        assert engine.seen[0].body == body
+        assert response.content == content
+
+    async def test_headers_that_end_at_a_proxy_do_not_pass(self, engine, client):
+        async def script(exchange):
+            await exchange.send(
+                ANSWER,
+                headers=[
+                    ("x-engine", "1"), ("set-cookie", "a=1"), ("set-cookie", "b=2"), ("server", "engine"),
+                    ("x-request-id", "engines-own"), ("keep-alive", "timeout=5"), ("x-kv-cached-tokens", "5"),
+                    ("x-odd", "zażółć"),
+                ],
+            )  # fmt: skip
+
+        engine.script = script
+        sent = {
+            "x-client": "1", "authorization": "Bearer client-key", "x-api-key": "k", "te": "trailers",
+            "x-kvpin-engine": "z", "accept-encoding": "gzip, br",
+        }  # fmt: skip
+        response = await client.post(CHAT, json=ASK, headers=sent)
+        seen = engine.seen[0].headers
+        assert seen["x-client"] == "1"
+        assert seen["accept-encoding"] == "identity"
+        assert seen["host"] == engine.url.removeprefix("http://")
+        assert (seen["authorization"], seen["x-api-key"]) == ("Bearer client-key", "k")  # none of kvpin's own
+        assert not {"te", "x-kvpin-engine"} & set(seen)
+        assert response.headers["x-engine"] == "1"
+        assert response.headers.get_list("set-cookie") == ["a=1", "b=2"]
+        assert response.headers["server"] == "uvicorn"
+        assert "keep-alive" not in response.headers
+        assert dict(response.headers.raw)[b"x-odd"] == "zażółć".encode()
+        assert response.headers["x-kvpin-cached-tokens"] == "5"
+        assert response.headers["x-kvpin-engine"] == "a"
+        assert response.headers["x-kvpin-predicted-tokens"] == "0"
+        assert response.headers["x-request-id"].startswith("req-")
+
+    async def test_a_clients_request_id_is_kept_when_it_is_one(self, client):
+        for given, kept in [("mine-1", True), ("x" * 129, False), ("", False)]:
+            response = await client.post(CHAT, json=ASK, headers={"x-request-id": given})
+            assert (response.headers["x-request-id"] == given) is kept
+
+    async def test_cached_tokens_are_read_from_usage(self, proxy, client):
+        response = await client.post(CHAT, json=ASK)
+        assert response.headers["x-kvpin-cached-tokens"] == "32"
+        assert proxy.last.reported_tokens == 32
+
+    async def test_tokens_of_the_answer_are_read_from_usage(self, proxy, client):
+        await client.post(CHAT, json=ASK)
+        assert (proxy.last.output_tokens, proxy.last.events) == (2, 0)
+
+    async def test_any_v1_route_and_method_passes(self, engine, client):
+        for method, path in [("GET", "/v1/files?after=a%20b&x=%2F"), ("DELETE", "/v1/responses/r%2F1")]:
+            assert (await client.request(method, path)).status_code == 200
+            assert (engine.seen[-1].method, engine.seen[-1].target) == (method, path)
+            assert "transfer-encoding" not in engine.seen[-1].headers
+            assert engine.seen[-1].body == b""
+
+    async def test_head_passes_without_a_body(self, engine, client):
+        async def script(exchange):
+            await exchange.start(200, [("content-type", "application/json"), ("content-length", "17")])
+            exchange.ended = True
+
+        engine.script = script
+        response = await client.head("/v1/files")
+        assert (response.status_code, response.headers["content-length"], response.content) == (
+            200,
+            "17",
+            b"",
+        )
+        assert (await client.head("/v1/files")).status_code == 200
+
+    async def test_an_answer_without_a_body_passes(self, engine, client):
+        async def script(exchange):
+            await exchange.send(b"", status=204, headers=[("content-type", "text/plain")])
+
+        engine.script = script
+        assert (await client.delete("/v1/files/1")).status_code == 204
+
+    async def test_a_multipart_upload_is_streamed_through(self, engine, proxy, client):
+        arrived = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.receive(b"one")
+            arrived.set()
+            await exchange.receive(b"two")
+            await exchange.send({"text": "heard"})
+
+        script.reads_body = False
+        engine.script = script
+
+        async def parts():
+            yield b"one"
+            await asyncio.wait_for(
+                arrived.wait(), 5
+            )  # the engine has the first part before there is a second
+            yield b"two"
+
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        response = await client.post("/v1/audio/transcriptions", content=parts(), headers=kind)
+        assert response.json() == {"text": "heard"}
+        assert engine.seen[0].headers["content-type"] == kind["content-type"]
+
+    async def test_connections_to_the_engine_are_used_again(self, engine, client):
+        for body in (ASK, STREAM, ASK, STREAM):
+            assert (await client.post(CHAT, json=body)).status_code == 200
+        assert len(engine.connections) == 1
+
+
+class TestStreaming:
+    async def test_each_chunk_arrives_before_the_next_is_made(self, engine, client):
+        go = asyncio.Queue()
+
+        async def script(exchange):
+            await exchange.start()
+            for n in range(3):
+                await exchange.chunk(b"data: %d\n\n" % n)
+                await go.get()
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+        async with client.stream("POST", CHAT, json=STREAM) as response:
+            got = []
+            async for chunk in response.aiter_raw():
+                got.append(chunk)
+                go.put_nowait(None)
+        assert got == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", DONE]
+
+    async def test_usage_is_read_from_the_end_of_the_stream(self, engine, proxy, client):
+        usage = {
+            "choices": [],
+            "usage": {"completion_tokens": 50, "prompt_tokens_details": {"cached_tokens": 48}},
+        }
+        tail = event(usage) + DONE
+
+        async def script(exchange):
+            await exchange.start()
+            for _ in range(50):
+                await exchange.chunk(event({"choices": [{"delta": {"content": "x" * 900}}], "usage": None}))
+            for at in range(0, len(tail), 7):
+                await exchange.chunk(tail[at : at + 7])
+                await asyncio.sleep(0)
+            await exchange.end()
+
+        engine.script = script
+        response = await client.post(CHAT, json=STREAM)
+        assert response.content.endswith(tail)
+        assert (proxy.last.reported_tokens, proxy.last.output_tokens) == (48, 50)
+
+    async def test_a_header_tells_cached_tokens_before_the_stream(self, engine, proxy, client):
+        async def script(exchange):
+            await exchange.start(
+                headers=[("content-type", "text/event-stream"), ("x-kv-cached-tokens", "16")]
+            )
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+        response = await client.post(CHAT, json=STREAM)
+        assert response.headers["x-kvpin-cached-tokens"] == "16"
+        assert proxy.last.reported_tokens == 16
+
+    async def test_an_engine_that_dies_in_mid_stream_is_told_and_the_connection_breaks(
+        self, engine, other, caplog
+    ):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"n": 1}))
+            exchange.die()
+
+        engine.script = script
+        async with proxy_over(engine, other) as proxy, client_of(proxy) as client:
+            got = b""
+            async with client.stream("POST", CHAT, json=STREAM) as response:
+                with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
+                    async for chunk in response.aiter_raw():
+                        got += chunk
+            first, rest = got.split(b"\n\n", 1)
+            assert first == event({"n": 1}).strip()
+            error = json.loads(rest.strip().removeprefix(b"data: "))["error"]
+            assert error["type"] == "server_error"
+            assert not other.seen, "after the first byte nothing is tried again"
+            assert proxy.fleet.engines["a"].state == "suspect"
+            assert "stopped in mid-answer" in proxy.last.error
+            await proxy.settled()
+
+    async def test_an_engine_that_dies_after_done_has_given_all(self, engine, proxy, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"n": 1}))
+            await exchange.chunk(DONE)
+            await asyncio.sleep(0.02)
+            exchange.die()
+
+        engine.script = script
+        response = await client.post(CHAT, json=STREAM)
+        assert response.content == event({"n": 1}) + DONE
+        assert (proxy.last.status, proxy.last.error) == (200, None)
+        assert proxy.fleet.engines["a"].state == "ready"
+
+    async def test_another_kind_of_stream_just_breaks(self, engine, client):
+        async def script(exchange):
+            await exchange.start(headers=[("content-type", "audio/mpeg")])
+            await exchange.chunk(b"sound")
+            exchange.die()
+
+        engine.script = script
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/audio/speech", json={"model": "m"})
+
+    async def test_a_slow_client_slows_the_engine(self, engine, proxy):
+        sent = 0
+
+        async def script(exchange):
+            nonlocal sent
+            await exchange.start()
+            for _ in range(400):
+                await exchange.chunk(b"x" * 65536)
+                sent += 1
+            await exchange.end()
+
+        engine.script = script
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", httpx.URL(proxy.url).port))
+        await loop.sock_sendall(slow, post(CHAT, json.dumps(STREAM).encode()))
+        await engine.request()
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.1)
+        assert sent < 250, "the engine's writes stall while the client does not read"
+        total = 0
+        while data := await loop.sock_recv(slow, 1 << 20):
+            total += len(data)
+        slow.close()
+        assert sent == 400
+        assert total > 400 * 65536
+
+    async def test_fifty_at_once(self, engine, client):
+        gate = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.start()
+            await gate.wait()
+            for n in range(20):
+                await exchange.chunk(event({"me": exchange.json["user"], "n": n}))
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+
+        async def one(user):
+            response = await client.post(CHAT, json={**STREAM, "user": user})
+            return response.content == b"".join(event({"me": user, "n": n}) for n in range(20)) + DONE
+
+        asks = [asyncio.create_task(one(str(n))) for n in range(50)]
+        await engine.request(49)
+        gate.set()
+        assert all(await asyncio.gather(*asks))
+
+
+class TestReaders:
+    """Somebody of the adapter's sees the answer pass, or makes it of the engine's stream."""
+
+    @pytest.fixture
+    def reader(self):
+        return Reader()
+
+    @pytest.fixture
+    async def proxy(self, engine, other, reader):
+        adapters = [HoldingAdapter(each, lambda body: Hold(body, answer=reader)) for each in (engine, other)]
+        async with proxy_over(*adapters, reuse=True) as proxy:
+            yield proxy
+            await proxy.settled()
+
+    async def test_a_stream_that_is_watched_passes_unchanged(self, engine, reader, proxy, client):
+        chunks = [b"data: one\n", b"\ndata: t", b"wo\n\n", DONE]
+
+        async def script(exchange):
+            await exchange.stream(*chunks)
+
+        engine.script = script
+        reader.cached = 24
+        response = await client.post(CHAT, json=STREAM)
+        assert response.content == b"".join(reader.seen) == b"".join(chunks)
+        assert response.headers["content-type"] == "text/event-stream"
+        assert (reader.finished, proxy.last.reported_tokens) == (1, 24)
+
+    async def test_a_reader_that_found_no_count_leaves_it_to_the_usage(self, engine, proxy, client):
+        usage = {"usage": {"prompt_tokens_details": {"cached_tokens": 48}}}
+
+        async def script(exchange):
+            await exchange.stream(event(usage), DONE)
+
+        engine.script = script
+        await client.post(CHAT, json=STREAM)
+        assert proxy.last.reported_tokens == 48
+
+    async def test_usage_that_a_reader_holds_back_is_read_all_the_same(self, engine):
+        def make(body):
+            reader = OpenAIAnswer(streams=True, hides_usage=True, reads_tokens=False, hides_tokens=False)
+            return Hold(body, answer=reader)
+
+        async def script(exchange):
+            said = {"choices": [], "usage": {"completion_tokens": 9}}
+            await exchange.stream(event({"choices": [{"delta": {"content": "x"}}]}), event(said), DONE)
+
+        engine.script = script
+        async with proxy_over(HoldingAdapter(engine, make), reuse=True) as proxy, client_of(proxy) as client:
+            response = await client.post(CHAT, json=STREAM)
+            assert b"usage" not in response.content
+            assert (proxy.last.output_tokens, proxy.last.events) == (9, 2)
+            await proxy.settled()
+
+    async def test_a_json_answer_is_shown_whole(self, reader, proxy, client):
+        reader.assembles = True  # and needs no assembling: it is no stream
+        response = await client.post(CHAT, json=ASK)
+        assert response.json() == ANSWER
+        assert (b"".join(reader.seen), reader.finished) == (response.content, 0)
+        assert proxy.last.reported_tokens == 32
+
+    async def test_a_reader_may_leave_out_some_of_an_answer_of_known_length(
+        self, engine, reader, proxy, client
+    ):
+        whole = json.dumps(ANSWER | {"more": 1}).encode()
+
+        async def script(exchange):
+            headers = [("content-type", "application/json"), ("content-length", str(len(whole)))]
+            await exchange.start(200, headers)
+            await exchange.chunk(whole)
+            await exchange.end()
+
+        engine.script = script
+        reader.feed = lambda chunk: chunk.replace(b', "more": 1', b"")
+        assert (await client.post(CHAT, json=ASK)).json() == ANSWER
+
+    async def test_a_reader_knows_what_a_json_answers_usage_does_not_tell(
+        self, engine, reader, proxy, client
+    ):
+        async def script(exchange):
+            await exchange.send(ANSWER | {"usage": {"prompt_tokens": 40}})
+
+        engine.script = script
+        reader.cached = 8
+        response = await client.post(CHAT, json=ASK)
+        assert (response.headers["x-kvpin-cached-tokens"], proxy.last.reported_tokens) == ("8", 8)
+
+    async def test_an_error_is_not_shown(self, engine, reader, client):
+        async def script(exchange):
+            await exchange.send({"error": {"message": "no"}}, status=400)
+
+        engine.script = script
+        assert (await client.post(CHAT, json=ASK)).status_code == 400
+        assert (reader.seen, reader.finished) == ([], 0)
+
+    async def test_an_engine_that_dies_in_mid_stream_is_not_finished(self, engine, reader, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"data: 1\n\n")
+            exchange.die()
+
+        engine.script = script
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(CHAT, json=STREAM)
+        assert (reader.seen, reader.finished) == ([b"data: 1\n\n"], 0)
+
+
+class TestAssembling:
+    """The engine is asked for a stream, its client wants one JSON answer."""
+
+    WHOLE = b'{"assembled":true}'
+
+    @pytest.fixture
+    def readers(self):
+        """The reader of each attempt, in order."""
+        return []
+
+    @pytest.fixture
+    def answer(self):
+        """What `finish` of the first attempt's reader gives."""
+        return self.WHOLE
+
+    @pytest.fixture
+    async def proxy(self, engine, other, readers, answer):
+        def make(body):
+            readers.append(Reader(assembles=True, cached=7, answer=self.WHOLE if readers else answer))
+            return Hold(body.replace(stream=True), answer=readers[-1])
+
+        adapters = [HoldingAdapter(each, make) for each in (engine, other)]
+        async with proxy_over(*adapters, reuse=True) as proxy:
+            yield proxy
+            await proxy.settled()
+
+    async def test_the_client_gets_one_json_answer(self, engine, readers, proxy, client):
+        async def script(exchange):
+            kind = [("content-type", "text/event-stream"), ("cache-control", "no-store"), ("x-engine", "1")]
+            await exchange.start(headers=kind)
+            for chunk in (b"data: 1\n\n", b"data: 2\n\n", DONE):
+                await exchange.chunk(chunk)
+            await exchange.end()
+
+        engine.script = script
+        response = await client.post(CHAT, json=ASK)
+        assert engine.seen[0].json["stream"] is True
+        assert response.content == self.WHOLE
+        assert response.headers["content-type"] == "application/json"
+        assert (response.headers["x-kvpin-cached-tokens"], response.headers["x-engine"]) == ("7", "1")
+        assert "cache-control" not in response.headers
+        assert (b"".join(readers[0].seen), readers[0].finished) == (b"data: 1\n\ndata: 2\n\n" + DONE, 1)
+        assert (proxy.last.reported_tokens, proxy.last.stream, proxy.last.error) == (7, False, None)
+
+    async def test_an_engine_that_dies_costs_the_client_nothing(self, engine, readers, proxy, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"data: half\n\n")
+            exchange.die()
+
+        engine.script = script
+        response = await client.post(CHAT, json=ASK)
+        assert (response.content, response.headers["x-kvpin-engine"]) == (self.WHOLE, "b")
+        assert ([reader.finished for reader in readers], proxy.last.attempts) == ([0, 1], ["a", "b"])
+        assert proxy.fleet.engines["a"].state == "suspect"
+
+    async def test_one_that_hangs_in_mid_stream_and_is_lost_is_replaced(self, engine, readers, proxy, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"data: half\n\n")
+            await exchange.left.wait()
+
+        engine.script = script
+        asked = asyncio.create_task(client.post(CHAT, json=ASK))
+        await engine.request()
+        async with asyncio.timeout(5):
+            while not (readers and readers[0].seen):  # noqa: ASYNC110 - the proxy tells nobody
+                await asyncio.sleep(0.001)
+        proxy.fleet.engines["a"].abandon()
+        response = await asyncio.wait_for(asked, 5)
+        assert (response.content, response.headers["x-kvpin-engine"]) == (self.WHOLE, "b")
+
+    @pytest.mark.parametrize("answer", [EngineUnavailable("it broke off")])
+    async def test_a_stream_that_is_not_whole_is_asked_for_elsewhere(self, answer, proxy, client):
+        response = await client.post(CHAT, json=ASK)
+        assert (response.content, response.headers["x-kvpin-engine"]) == (self.WHOLE, "b")
+        assert proxy.last.attempts == ["a", "b"]
+
+    @pytest.mark.parametrize("answer", [EngineRejected("bad grammar", status=422, param="grammar")])
+    async def test_an_error_of_the_clients_making_keeps_its_status(self, answer, proxy, client):
+        proxy.flow.fleet.engines["b"].state = EngineState.DOWN
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 422, param="grammar")
+        assert "bad grammar" in response.json()["error"]["message"]
+
+    async def test_an_empty_stream_is_read_to_its_end(self, engine, readers, client):
+        async def script(exchange):
+            await exchange.stream()
+
+        engine.script = script
+        assert (await client.post(CHAT, json=ASK)).content == self.WHOLE
+        assert (b"".join(readers[0].seen), readers[0].finished) == (b"", 1)
+
+
+class TestErrorsOfEngines:
+    @pytest.mark.parametrize(
+        ("content", "message", "param", "code"),
+        [
+            ({"error": {"message": "bad", "type": "t", "param": "n", "code": "c"}}, "bad", "n", "c"),
+            ({"error": {"message": "bad", "code": 400}}, "bad", None, None),
+            (
+                {"object": "error", "message": "bad", "type": "BadRequestError", "param": "n"},
+                "bad",
+                "n",
+                None,
+            ),
+            ({"error": "Unauthorized"}, "Unauthorized", None, None),
+            ({"detail": "Not Found"}, "Not Found", None, None),
+            ({"detail": [{"loc": ["n"]}]}, '[{"loc":["n"]}]', None, None),
+            ("just text", "just text", None, None),
+            (b"<html>oops</html>", "<html>oops</html>", None, None),
+            (b"", "the engine gave no reason", None, None),
+            ({}, "the engine gave no reason", None, None),
+            ({"error": None}, "the engine gave no reason", None, None),
+            (b'{"error": "\xff"}', '{"error": "\ufffd"}', None, None),
+            (b"[" * 5000, "[" * 500, None, None),
+        ],
+    )
+    async def test_come_in_openais_shape(self, engine, proxy, client, content, message, param, code):
+        async def script(exchange):
+            await exchange.send(content, status=400)
+
+        engine.script = script
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 400, code, param)
+        assert response.json()["error"]["message"] == message
+        assert response.headers["x-kvpin-engine"] == "a"
+        assert response.headers["content-type"] == "application/json"
+        assert proxy.last.status == 400
+
+
+DETAILS = {"cached_tokens": 7}
+
+
+class TestUsageOfEveryRoute:
+    async def test_of_a_long_response(self, engine, proxy, client):
+        response = {"output": ["x" * 50_000], "usage": {"input_tokens_details": DETAILS}}
+
+        async def script(exchange):
+            last = event({"type": "response.completed", "response": response})
+            await exchange.stream(event({"type": "response.created"}), last[:30_000], last[30_000:])
+
+        engine.script = script
+        await client.post("/v1/responses", json={"model": "m", "input": "x", "stream": True})
+        assert proxy.last.reported_tokens == 7
+
+    async def test_of_a_long_message(self, engine, proxy, client):
+        start = {"type": "message_start", "message": {"usage": {"cache_read_input_tokens": 7}}}
+
+        async def script(exchange):
+            deltas = [event({"type": "content_block_delta", "delta": {"text": "x" * 900}})] * 50
+            end = event({"type": "message_delta", "usage": {"output_tokens": 50}})
+            await exchange.stream(event(start), *deltas, end)
+
+        engine.script = script
+        await client.post("/v1/messages", json={"model": "m", "messages": [], "stream": True})
+        assert (proxy.last.reported_tokens, proxy.last.output_tokens) == (7, 50)

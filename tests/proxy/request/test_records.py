@@ -1,0 +1,118 @@
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from proxy.prompt import Prompt
+from proxy.request import records as module
+from proxy.request.records import Divergence, RequestLog, RequestRecord
+
+
+def record(name, tokens=None, *, started=0.0, model="m", salt=None, key=None, tenant=None):
+    prompt = Prompt(array("i", tokens), None, salt) if tokens is not None else None
+    return RequestRecord(
+        name, started, "/v1/x", model, tenant, stream=False, prompt_cache_key=key, prompt=prompt
+    )
+
+
+def log_of(*records, capacity=10):
+    log = RequestLog(capacity)
+    for each in records:
+        log.add(each)
+    return log
+
+
+def names(log):
+    return [each.request_id for each in log]
+
+
+class TestMemory:
+    def test_the_oldest_leave_when_there_are_too_many(self):
+        log = log_of(*(record(str(n)) for n in range(5)), capacity=3)
+        assert names(log) == ["2", "3", "4"]
+        assert log.get("1") is None
+        assert log.get("4").request_id == "4"
+
+    def test_the_oldest_leave_when_they_hold_too_many_tokens(self, monkeypatch):
+        monkeypatch.setattr(module, "MAX_TOKENS", 10)
+        log = log_of(record("a", range(6)), record("b", range(4)), record("c", range(3)))
+        assert (names(log), log._tokens) == (["b", "c"], 7)
+        log.add(record("huge", range(100)))
+        assert (names(log), log._tokens) == (["huge"], 100)
+        log.add(record("d"))
+        assert (names(log), log._tokens) == (["d"], 0)
+
+    def test_an_id_used_again_is_the_newer_request(self):
+        log = log_of(record("a", range(5)), record("b"), record("a", range(2)))
+        assert (names(log), log._tokens) == (["b", "a"], 2)
+
+    def test_none_may_be_kept(self):
+        assert names(log_of(record("a", range(5)), capacity=0)) == []
+
+
+def test_the_prompt_of_a_cache_key_is_its_tenants_newest():
+    log = log_of(
+        record("a", [1], key="k"),
+        record("b", [2], key="k"),
+        record("c", key="k"),
+        record("d", [3], key="k", tenant="t"),
+    )
+    model, prompt = log.last_prompt("k", None)
+    assert (model, prompt.token_ids.tolist()) == ("m", [2])
+    assert log.last_prompt("k", "t")[1].token_ids.tolist() == [3]
+    assert log.last_prompt("k", "other") is None
+    assert log.last_prompt("none", None) is None
+
+
+class TestDivergence:
+    def test_is_from_the_earlier_prompt_it_shares_most_with(self):
+        new = record("new", [1, 2, 3, 9, 9], started=5)
+        log = log_of(
+            record("far", [1, 8], started=1), record("near", [1, 2, 3, 4], started=2),
+            record("other", [7], started=3), new, record("later", [1, 2, 3, 9, 9], started=6),
+        )  # fmt: skip
+        assert log.divergence(new, context=1) == Divergence("near", 3, (9,), (4,))
+
+    def test_the_newest_of_equals_is_named(self):
+        new = record("new", [1, 2], started=5)
+        log = log_of(record("one", [1], started=1), record("two", [1, 3], started=2), new)
+        assert log.divergence(new).request_id == "two"
+
+    @pytest.mark.parametrize(
+        "other",
+        [record("o", [1], model="n"), record("o", [1], salt="s"), record("o"), record("o", [1], started=9)],
+    )
+    def test_what_shares_no_cache_is_not_compared(self, other):
+        new = record("new", [1, 2], started=5)
+        assert log_of(other, new).divergence(new) is None
+
+    def test_an_unknown_prompt_has_none(self):
+        new = record("new", started=5)
+        assert log_of(record("o", [1]), new).divergence(new) is None
+        assert new.n_tokens is None
+
+
+def test_there_is_no_note_unless_the_engine_has_one():
+    assert record("a").note == ""
+
+
+def test_prompts_do_not_show_in_logs():
+    assert "1234567" not in repr(record("a", [1234567]))
+
+
+def test_other_images_part_prompts_of_the_same_tokens():
+    def with_image(name, identity, started):
+        made = record(name, range(9), started=started)
+        made.prompt = replace(
+            made.prompt, extra_ids=identity and array("Q", [0, 0, 0, identity, 0, 0, 0, 0, 0])
+        )
+        return made
+
+    cat, text, again, dog = (
+        with_image(name, identity, at)
+        for at, (name, identity) in enumerate((("cat", 1), ("text", None), ("again", 1), ("dog", 2)))
+    )
+    log = log_of(cat, text, again, dog)
+    assert log.divergence(text) == Divergence("cat", 3, tuple(range(3, 9)), tuple(range(3, 9)))
+    assert (log.divergence(again).request_id, log.divergence(again).common_tokens) == ("cat", 9)
+    assert log.divergence(dog).common_tokens == 3

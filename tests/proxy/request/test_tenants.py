@@ -1,0 +1,67 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.errors import BadRequest
+from proxy.request.tenants import ApiKey, Tenants
+
+SOME = st.text(min_size=1, max_size=8)
+TWO = Tenants([ApiKey.of("k1", "alice"), ApiKey.of("k2", "bob"), ApiKey.of("k3", "bob")])
+ONE = Tenants([ApiKey.of("k1", "alice"), ApiKey.of("k2", "alice")])
+NONE = Tenants([])
+
+
+def test_a_key_belongs_to_one_tenant():
+    assert [TWO.of_key(key) for key in ("k1", "k2", "k3", "K1", "k", "")] == [
+        "alice",
+        "bob",
+        "bob",
+        None,
+        None,
+        None,
+    ]
+    assert TWO.names == {"alice", "bob"}
+
+
+def test_keys_are_not_kept():
+    assert "k1" not in repr(ApiKey.of("k1", "alice"))
+    assert b"k1" not in ApiKey.of("k1", "alice").digest
+
+
+def test_without_keys_it_is_open():
+    assert (NONE.open, ONE.open, TWO.open) == (True, False, False)
+    assert (NONE.isolated, ONE.isolated, TWO.isolated) == (False, False, True)
+
+
+@pytest.mark.parametrize("tenants", [NONE, ONE])
+def test_one_tenant_shares_and_its_own_salts_pass(tenants):
+    assert tenants.salt("alice", None) is None
+    assert tenants.salt("alice", "mine") == "mine"
+    assert not tenants.owns("alice", "mine")
+
+
+@given(SOME, SOME, st.none() | SOME, st.none() | SOME)
+def test_salts_are_equal_only_for_the_same_tenant_and_salt(one, two, salt_one, salt_two):
+    same = (one, salt_one) == (two, salt_two)
+    assert (TWO.salt(one, salt_one) == TWO.salt(two, salt_two)) is same
+
+
+@given(SOME, SOME, st.none() | SOME)
+def test_a_tenant_owns_its_salts_and_no_others(tenant, other, salt):
+    assert TWO.owns(tenant, TWO.salt(tenant, salt))
+    assert TWO.owns(other, TWO.salt(tenant, salt)) is (tenant == other)
+
+
+@given(SOME, SOME)
+def test_a_client_cannot_ask_for_anothers_salt(tenant, other):
+    wanted = TWO.salt(other, None)
+    assert TWO.salt(tenant, wanted) != wanted
+    assert TWO.owns(other, TWO.salt(tenant, wanted)) is (tenant == other)
+
+
+@pytest.mark.parametrize("tenants", [NONE, TWO])
+@pytest.mark.parametrize("salt", ["", 0, 1, False, [], {}])
+def test_a_salt_is_a_string_with_something_in_it(tenants, salt):
+    with pytest.raises(BadRequest) as refused:
+        tenants.salt("alice", salt)
+    assert refused.value.param == "cache_salt"
