@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.engines", "tests.llama"]
@@ -42,6 +43,13 @@ CORPUS = [
     "zażółć gęślą jaźń, größer, çà et là, Привет мир, 漢字かな交じり文, 🙂🚀",
     '0 1 2 3 4 5 6 7 8 9 10 100 1000 2024 3.14159 {"city": "Paris", "days": 3}',
 ]
+
+
+@pytest.fixture(autouse=True)
+def default_logging():
+    """A test that sets up logging does not do so for the tests after it."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
