@@ -100,9 +100,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
         if self._facts is not None and self._is_another(metrics.identity, metrics.queries):
             raise EngineUnavailable("the engine was restarted")
         self._queries = metrics.queries
-        # As long as it is not known whether it heeds salts, tenants' requests go without.
-        is_open = self._facts is not None and self._facts.trials.takes_salt is None
-        return EngineLoad(metrics.running, metrics.waiting, metrics.usage, outdated=is_open)
+        return EngineLoad(metrics.running, metrics.waiting, metrics.usage)
 
     def findings(self) -> tuple[Finding, ...]:
         """See `EngineAdapter.findings`."""

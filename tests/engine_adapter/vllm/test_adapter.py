@@ -113,13 +113,13 @@ async def test_the_load_of_a_server(adapter_of, transport):
         server.core.release()
 
 
-async def test_whether_salts_are_heeded_is_asked_until_it_is_known(adapter_of, monkeypatch):
+async def test_it_does_not_join_before_it_is_known_whether_it_heeds_salts(adapter_of, monkeypatch):
     with running_vllm() as server:
         adapter = adapter_of(server)
         with monkeypatch.context() as hasty:
             hasty.setattr("engine_adapter.vllm.trials._PATIENCE_S", 0.0)
-            assert Capability.CACHE_SALT not in (await adapter.connect()).capabilities
-        assert (await adapter.load()).outdated
+            with pytest.raises(EngineUnavailable, match="cache salts"):
+                await adapter.connect()
         assert Capability.CACHE_SALT in (await adapter.connect()).capabilities
         assert not (await adapter.load()).outdated
 
