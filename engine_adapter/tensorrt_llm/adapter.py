@@ -113,6 +113,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
             gpu_blocks=next(iter(levels), server.gpu_blocks),
             host_blocks=sum(levels[1:]) if levels else None,
             version=f"TensorRT-LLM {server.version}".strip(),
+            events_read_once=True,
         )
 
     async def load(self) -> EngineLoad:

@@ -19,7 +19,6 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
-    EngineSpec,
     Finding,
     KvEvent,
     KvProgress,
@@ -36,6 +35,7 @@ from engine_adapter.vllm.event_watch import EventWatch
 from engine_adapter.vllm.findings import findings_of
 from engine_adapter.vllm.flush import flush
 from engine_adapter.vllm.metrics import look
+from engine_adapter.vllm.options import VllmSpec
 from engine_adapter.vllm.ranks import sent_to_rank
 from engine_adapter.vllm.requests import RequestShaper
 
@@ -59,9 +59,10 @@ _FLUSHES_ALL = "it forgets everything or nothing: flush the whole engine, or lea
 class VllmAdapter(SelfPlaced, Undeclared):
     """`EngineAdapter` of vLLM."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: VllmSpec) -> None:
         """Raises EngineSpecError for an address that is none."""
         self.spec = spec
+        self._rank = spec.options.dp_rank
         self._control = ControlClient(spec)
         self._facts: Facts | None = None
         self._instance = ""
@@ -96,7 +97,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
 
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`."""
-        metrics = await look(self._control, self.spec.dp_rank)
+        metrics = await look(self._control, self._rank)
         if self._facts is not None and self._is_another(metrics.identity, metrics.queries):
             raise EngineUnavailable("the engine was restarted")
         self._queries = metrics.queries
@@ -115,7 +116,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineAdapter.stats`."""
-        metrics = await look(self._control, self.spec.dp_rank)
+        metrics = await look(self._control, self._rank)
         subscriber = self._subscriber
         return {
             "prefix_cache": {"queried_tokens": metrics.queries, "hit_tokens": metrics.hits},
@@ -143,7 +144,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`."""
-        return prepare_request(self.spec, method, path, sent_to_rank(headers, self.spec.dp_rank), body)
+        return prepare_request(self.spec, method, path, sent_to_rank(headers, self._rank), body)
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
@@ -179,7 +180,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
         facts = await self._able(Capability(verb.value))
         if target.token_ids is not None or target.cache_salt is not None or target.adapter is not None:
             raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
-        ranks = (None,) if self.spec.dp_rank is None else facts.metrics.ranks or (self.spec.dp_rank,)
+        ranks = (None,) if self._rank is None else facts.metrics.ranks or (self._rank,)
         yield await flush(self._control, facts.model, ranks, self._watch)
 
     async def aclose(self) -> None:
@@ -201,7 +202,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
         return queries < self._queries if identity is None else identity != self._instance
 
 
-def _capabilities(facts: Facts, spec: EngineSpec) -> frozenset[Capability]:
+def _capabilities(facts: Facts, spec: VllmSpec) -> frozenset[Capability]:
     has = {
         Capability.KV_EVENTS: event_endpoints(facts, spec) is not None,
         Capability.CACHED_TOKENS: facts.trials.reports_cached is True,

@@ -25,6 +25,7 @@ from engine_adapter import (
 )
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
+from tests.engines import engine_spec
 from tests.fake_engines.text import chat_tokens, encode
 from tests.fake_engines.vllm import running_vllm
 
@@ -37,7 +38,7 @@ async def adapter_of():
     made = []
 
     def make(server, **fields):
-        made.append(make_adapter(EngineSpec("vllm", server.url, "e", **fields)))
+        made.append(make_adapter(engine_spec("vllm", server.url, **fields)))
         return made[-1]
 
     yield make
