@@ -38,8 +38,8 @@ def lmcache(shared_lmcache) -> FakeLmCache:
     return shared_lmcache
 
 
-def spec_of(lmcache: FakeLmCache, **fields: str) -> EngineSpec:
-    return engine_spec("vllm", "http://127.0.0.1:1", "v", **{"lmcache": lmcache.url} | fields)
+def spec_of(server: FakeLmCache, **fields: str) -> EngineSpec:
+    return engine_spec("vllm", "http://127.0.0.1:1", "v", **{"lmcache": server.url} | fields)
 
 
 @pytest.fixture

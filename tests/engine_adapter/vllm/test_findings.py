@@ -71,7 +71,7 @@ async def test_events_that_stay_on_the_engines_machine():
         assert event_endpoints(there, remote) is None
         (finding,) = findings_of(there, remote)
         assert "tcp://127.0.0.1:5557 can be had on its own machine alone" in finding.problem
-        told = replace(remote, events="tcp://gpu7:6000")
+        told = engine_spec("vllm", remote.url, events="tcp://gpu7:6000")
         assert event_endpoints(there, told) == EventEndpoints("tcp://gpu7:6000", None, "kv@tiny")
 
 
