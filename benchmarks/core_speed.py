@@ -10,6 +10,7 @@ the best round is told beside it, since on a busy machine the rest says more of 
     match    what each engine holds of it, by tier
     place    the cost of every engine, and the choice
     lease    its blocks as pending and its load in the ledger, when it begins and when it ends
+    learn    of engines without KV events: that a full one holds a new prompt now, and what it evicts for it
 
 The peer gets the same prompts. Its `match` is find_matches of its radix tree; its `select`, that of its
 selection service, hashes, matches and places. It is installed to ~/.cache/kvpin (KVPIN_CACHE) on the first
@@ -44,6 +45,8 @@ from xxhash import xxh3_64_intdigest
 
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, chain, namespace_root
+from proxy.core.index.learned import LearnedBlocks
+from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.placement.placer import Placer
 
 PEER = "ai-dynamo-runtime==1.6.1"
@@ -134,7 +137,24 @@ class Kvpin:
             chained = time.perf_counter()
             deepest(self.masks, hashes)
             note(plain, begun, chained, time.perf_counter())
-        return medians(times), medians(plain)
+        own = medians(times)
+        own["learn"] = self._learning(prompts)
+        return own, medians(plain)
+
+    def _learning(self, prompts: Sequence[array[int]]) -> float:
+        """What it takes to learn that a full engine holds a prompt, in microseconds: the median."""
+        index, learned = PrefixIndex(), LearnedBlocks(self.world.engine_tokens // TOKENS_PER_BLOCK)
+        index.add_engine("learned")
+        chains = [chain(ROOT, tokens, None, TOKENS_PER_BLOCK).hashes for tokens in prompts]
+        times = list[float]()
+        for hashes in chains:
+            was_full = len(learned) == learned.capacity
+            begun = time.perf_counter()
+            index.store("learned", Tier.GPU, hashes)
+            index.remove("learned", Tier.GPU, learned.learn(hashes))
+            if was_full:
+                times.append(1e6 * (time.perf_counter() - begun))
+        return statistics.median(times)
 
 
 def plain_chain(tokens: array[int]) -> list[BlockHash]:

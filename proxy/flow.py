@@ -28,6 +28,7 @@ from engine_adapter import (
     RequestBody,
 )
 from proxy.core.index.blocks import Chain
+from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retention import retention_of
 from proxy.errors import EngineFailed, ProxyError
@@ -102,7 +103,7 @@ class Flow:
         started = time.monotonic()
         try:
             ready = await self.prepare(call)
-            record.prompt, record.served_as = ready.prompt, ready.pool.model
+            record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
             failed: dict[str, EngineError] = {}
             while True:
                 candidates = self.candidates(ready, without=failed)
@@ -130,6 +131,7 @@ class Flow:
             record.duration_s, record.events = time.monotonic() - started, reply.events
             self.requests.add(record)
             self.observe(record)
+            record.chain = None  # the log keeps records for long
 
     async def prepare(self, call: Call) -> Ready:
         """Reads a request as far as placement needs it: pool, prompt, block chain.
@@ -183,6 +185,7 @@ class Flow:
                         lambda: lease.first_byte(streamed=call.streams),
                     )
             record.first_byte_s = lease.first_byte_s
+            lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
             _note_outcome(record, outcome)
             self._check_tokens(pool, engine, hold, record)
             lease.succeeded = outcome.error is None and record.tokens_agree is not False

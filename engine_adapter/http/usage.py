@@ -14,10 +14,12 @@ class Usage(msgspec.Struct, frozen=True):
     Attributes:
         cached_tokens: reused prompt tokens.
         output_tokens: tokens of the answer itself.
+        prefill: prompt tokens the engine computed, and the seconds that took by its own clock.
     """
 
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    prefill: tuple[int, float] | None = None
 
 
 class _Details(msgspec.Struct):
@@ -36,6 +38,7 @@ class _Usage(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     usage: _Usage | None = None
+    timings: object = None
 
 
 NOTHING = Usage()
@@ -50,9 +53,11 @@ _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 def read_answer_usage(content: bytes) -> Usage:
     """What a JSON answer says."""
     try:
-        return _read(_decode_answer(content).usage)
+        answer = _decode_answer(content)
     except UNREADABLE:
         return NOTHING
+    usage, prefill = _read(answer.usage), _prefill(answer.timings)
+    return usage if prefill is None else msgspec.structs.replace(usage, prefill=prefill)
 
 
 def read_usage(usage: bytes) -> Usage:
@@ -89,3 +94,12 @@ def _read(usage: _Usage | None) -> Usage:
     cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
     output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
     return Usage(cached, output)
+
+
+def _prefill(timings: object) -> tuple[int, float] | None:
+    """The prefill of an answer's `timings`, as llama.cpp writes them."""
+    match timings:
+        case {"prompt_n": int(tokens), "prompt_ms": float() | int() as milliseconds} if tokens > 0:
+            return tokens, milliseconds / 1000
+        case _:
+            return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine_adapter import EngineUnavailable, Hold
 from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import NOTHING, Placement, predict
 from proxy.core.placement.gather import leader, patience_s
 from proxy.core.placement.load import Work
@@ -27,6 +28,7 @@ class Lease:
     Attributes:
         found: leading blocks of its prompt that it leaves to the engine to find; it computes the others.
         begun: its answer has begun, or will not.
+        report: what the engine said of its answer.
     """
 
     engine: Engine
@@ -38,6 +40,7 @@ class Lease:
     first_byte_s: float | None = None
     succeeded: bool = False
     found: int = 0
+    report: Report | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     _patience: asyncio.Timeout | None = None
 
@@ -128,13 +131,15 @@ class Lease:
             self._patience.reschedule(0)
 
     def first_byte(self, *, streamed: bool) -> None:
-        """The answer has begun. Only a stream's first byte is a first token and teaches the prefill rate."""
+        """The answer has begun. A stream's first byte is its first token; other answers are whole by then."""
         if self._patience is not None:
             self._patience.reschedule(None)
         self.first_byte_s = time.monotonic() - self.started
         self._leave_the_unanswered()
         if streamed:
             self.placer.first_token(time.monotonic(), self.ticket)
+        else:
+            self.placer.answered(time.monotonic(), self.ticket)
 
     def _leave_the_unanswered(self) -> None:
         self.engine.unanswered.discard(self)

@@ -141,7 +141,7 @@ class Pool:
             yield lease
         finally:
             computed = lease.placement.uncached_tokens if lease.succeeded else None
-            placer.end(monotonic(), ticket, computed)
+            placer.end(monotonic(), ticket, computed, lease.report)
             if lease.succeeded and chain is not None:
                 self.learn(engine, chain.hashes)
                 asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, ticket)

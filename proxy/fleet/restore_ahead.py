@@ -79,8 +79,7 @@ class RestoreAhead:
         pool = self._fleet.pool_of(engine) if engine is not None else None
         if engine is None or pool is None or not _is_able(engine):
             return
-        chain = pool.chain(prompt)
-        hashes = chain.hashes if chain is not None else ()
+        hashes = record.chain.hashes if record.chain is not None else ()
         now = self._clock()
         started = now - (record.duration_s or 0.0)
         before = self._threads.turn(started, now, hashes, len(prompt.token_ids), Turn(pool.model, prompt))

@@ -56,12 +56,13 @@ _TAIL_BYTES = 8192
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of a forwarded request: the status sent, and what the engine reported: cached tokens of the
-    prompt, tokens of the answer."""
+    prompt, tokens of the answer, and of an answer that is no stream its own timing of the prefill."""
 
     status: int
     cached_tokens: int | None = None
     error: str | None = None
     output_tokens: int | None = None
+    prefill: tuple[int, float] | None = None
 
 
 class Forwarder:
@@ -127,7 +128,7 @@ async def _answer_json(
             reported = reader.cached_tokens() if reported is None else reported
     await reply.start(response.status, [*headers, *_cached_header(reported)])
     await reply.finish(content)
-    return Outcome(response.status, reported, output_tokens=usage.output_tokens)
+    return Outcome(response.status, reported, output_tokens=usage.output_tokens, prefill=usage.prefill)
 
 
 async def _answer_assembled(
@@ -147,7 +148,8 @@ async def _answer_assembled(
     kept.append(("content-type", "application/json"))
     await reply.start(response.status, [*kept, *_cached_header(reported)])
     await reply.finish(content)
-    return Outcome(response.status, reported, output_tokens=read_answer_usage(content).output_tokens)
+    usage = read_answer_usage(content)
+    return Outcome(response.status, reported, output_tokens=usage.output_tokens, prefill=usage.prefill)
 
 
 async def _answer_stream(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine_adapter import JsonBody, common_prefix
+from proxy.core.index.blocks import Chain
 from proxy.core.placement.decision import Placement
 from proxy.prompt import Prompt
 from proxy.request.calls import Call
@@ -28,6 +29,7 @@ class RequestRecord:
         model: as its client named it.
         session: the conversation it says it is of.
         served_as: the model of the engines that were to serve it.
+        chain: the prompt's blocks, until the request is over.
         tokens_agree: whether its engine made the same tokens of the prompt, None where it did not tell.
         output_tokens: of the answer, None where the engine did not tell.
         events: of the answer's stream, as far as the client got it.
@@ -43,6 +45,7 @@ class RequestRecord:
     session: Session | None = None
     served_as: str | None = None
     prompt: Prompt | None = field(default=None, repr=False)
+    chain: Chain | None = field(default=None, repr=False)
     placement: Placement | None = None
     attempts: list[str] = field(default_factory=list)
     status: int | None = None

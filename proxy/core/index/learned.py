@@ -23,13 +23,17 @@ class LearnedBlocks:
         return len(self._blocks)
 
     def learn(self, hashes: Iterable[BlockHash]) -> tuple[BlockHash, ...]:
-        """The engine has just served this chain. Returns the blocks that had to make room."""
+        """The engine has just served this chain. Returns the blocks that it evicts for it.
+
+        Engines evict a prompt from its end. The blocks are returned in the order of their chains, beginnings
+        first: the index clears 64 of those in one step, and others one by one.
+        """
         blocks = self._blocks
         for block in reversed(tuple(hashes)):
             blocks[block] = None
             blocks.move_to_end(block)
-        surplus = len(blocks) - self.capacity
-        return tuple(blocks.popitem(last=False)[0] for _ in range(surplus)) if surplus > 0 else ()
+        surplus = max(len(blocks) - self.capacity, 0)
+        return tuple([blocks.popitem(last=False)[0] for _ in range(surplus)][::-1])
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
         """The engine was told to drop these blocks; unknown ones are fine."""

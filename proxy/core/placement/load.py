@@ -69,6 +69,28 @@ class Remaining(NamedTuple):
     seen: bool
 
 
+class Spent(NamedTuple):
+    """What an engine did from a request to its whole answer.
+
+    Attributes:
+        seconds: how long that took.
+        computed: prompt tokens it computed meanwhile, of all requests.
+        decoding: other streams it decodes at the end.
+    """
+
+    seconds: float
+    computed: int
+    decoding: int
+
+
+class _Begun(NamedTuple):
+    """When a request was placed whose answer comes whole, and what the engine had computed by then."""
+
+    at: float
+    computed: int
+    unknown: int
+
+
 @dataclass(slots=True)
 class _Prefill:
     work: Work | None  # None where it is not known
@@ -117,6 +139,9 @@ class EngineLedger:
         self._decoding = set[int]()
         self._turn = 0.0  # when the engine turned to the first of the prefills
         self._spell: _Spell | None = None  # None while the engine does what is not seen to end
+        self._whole: dict[int, _Begun] = {}  # requests whose answers come whole
+        self._computed = 0  # prompt tokens so far
+        self._unknown = 0  # prompts of which it is not known what was computed
         self._foreign, self._foreign_until = 0, 0.0
         self._missing = frozenset[int]()
 
@@ -131,9 +156,10 @@ class EngineLedger:
         its ticket."""
         if self._settle(now) is None:
             self._turn, self._spell = now, _Spell(now)
+        self.served += 1
         if not seen:
             self._spell = None
-        self.served += 1
+            self._whole[self.served] = _Begun(now, self._computed, self._unknown)
         self._prefills[self.served] = _Prefill(work, expected_s, now, seen)
         self._expected_s += expected_s
         return self.served
@@ -157,7 +183,7 @@ class EngineLedger:
     def first_token(self, now: float, ticket: int) -> Sample | None:
         """Its answer has begun. Returns what was learned of the engine's time, if anything."""
         self._settle(now)
-        prefill = self._take(ticket)
+        prefill = self._take(ticket, computed=True)
         if prefill is None:
             return None
         self._turn, spell, decoding = now, self._spell, len(self._decoding)
@@ -172,8 +198,27 @@ class EngineLedger:
         self._spell = _Spell(now)
         return spell.sample(now)
 
+    def answered(self, now: float, ticket: int) -> Spent | None:
+        """Its answer came whole: the engine is done with it, and has computed the prompts placed before it.
+        Returns what the engine did meanwhile, None where that is not known."""
+        begun = self._whole.pop(ticket, None)
+        if begun is None:
+            return None
+        self._settle(now)
+        for each in [n for n, prefill in self._prefills.items() if n <= ticket and not prefill.seen]:
+            if next(iter(self._prefills)) == each:
+                self._turn = now
+            self._take(each, computed=True)
+            self._decoding.add(each)
+        self._decoding.discard(ticket)
+        if self._unknown != begun.unknown:
+            return None
+        decoding = len(self._decoding) + self._others(now)
+        return Spent(now - begun.at, self._computed - begun.computed, decoding)
+
     def end(self, now: float, ticket: int) -> None:
         """The request is over, in whatever way."""
+        self._whole.pop(ticket, None)
         if next(iter(self._prefills), None) == ticket:
             self._turn = now
         self._drop(ticket)
@@ -227,21 +272,26 @@ class EngineLedger:
             ends = self._turn + (FORGET_S if first.seen else first.expected_s)
             if now < ends:
                 return first
-            self._drop(ticket)
+            self._drop(ticket, computed=not first.seen)
             following = next(iter(self._prefills.values()), first)
             self._turn = max(ends, following.placed)
             if not first.seen:
                 self._decoding.add(ticket)
         return None
 
-    def _drop(self, ticket: int) -> None:
-        """The request is over, or taken to be; what the engine did of a prefill is not known."""
+    def _drop(self, ticket: int, *, computed: bool = False) -> None:
+        """The request is over, or taken to be. When the engine was done with a prefill is not known."""
         self._decoding.discard(ticket)
-        if self._take(ticket) is not None:
+        if self._take(ticket, computed=computed) is not None:
             self._spell = None
 
-    def _take(self, ticket: int) -> _Prefill | None:
+    def _take(self, ticket: int, *, computed: bool) -> _Prefill | None:
+        """The prefill leaves the queue, all of it computed or nobody knows how much."""
         prefill = self._prefills.pop(ticket, None)
         if prefill is not None:
             self._expected_s = self._expected_s - prefill.expected_s if self._prefills else 0.0
+            if computed and prefill.work is not None:
+                self._computed += prefill.work.computed
+            else:
+                self._unknown += 1
         return prefill

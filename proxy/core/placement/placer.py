@@ -17,10 +17,11 @@ from functools import partial
 from engine_adapter.hold import Forecast
 from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.placement.answers import Answer, Report
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
 from proxy.core.placement.demand import Demand
 from proxy.core.placement.in_use import InUse
-from proxy.core.placement.load import EngineLedger, Work
+from proxy.core.placement.load import EngineLedger, Sample, Spent, Work
 from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.recent import WINDOW_S, Recent
 from proxy.core.placement.residents import Residents
@@ -72,6 +73,7 @@ class Ticket:
         chain: its prompt, None where that is not known.
         work: what it asks of the engine before its first token.
         begun: when the engine had done that; None before.
+        spent: what the engine did for it, where its answer came whole.
     """
 
     seat: Seat
@@ -79,6 +81,7 @@ class Ticket:
     chain: Chain | None
     work: Work
     begun: float | None = None
+    spent: Spent | None = None
 
 
 class Placer:
@@ -241,8 +244,13 @@ class Placer:
             ticket.seat.rates.learn(sample)
         self._count(now, ticket)
 
-    def end(self, now: float, ticket: Ticket, computed: int | None) -> None:
-        """It is over. `computed` tokens of its prompt are new on the engine; None when it failed."""
+    def answered(self, now: float, ticket: Ticket) -> None:
+        """Its answer came whole, and showed no first token."""
+        ticket.spent = ticket.seat.ledger.answered(now, ticket.number)
+
+    def end(self, now: float, ticket: Ticket, computed: int | None, report: Report | None = None) -> None:
+        """It is over. `computed` tokens of its prompt are new on the engine; None when it failed. Where the
+        answer came whole, the engine's `report` of it teaches rates."""
         seat, chain, size = ticket.seat, ticket.chain, self.tokens_per_block
         seat.ledger.end(now, ticket.number)
         if chain is not None and seat.in_use is not None:
@@ -251,12 +259,28 @@ class Placer:
             return
         if ticket.begun is not None:
             self.demand.answered(now, now - ticket.begun)
+        if ticket.spent is not None and chain is not None and report is not None:
+            self._learn(now, ticket, chain, ticket.spent, report)
         self._count(now, ticket)
         if chain is None:
             return
         seat.residents.use(now, chain.hashes, computed // size)
         if seat.on_gpu is not None:
             seat.on_gpu.use(now, chain.hashes, (computed + ticket.work.host + ticket.work.disk) // size)
+
+    def _learn(self, now: float, ticket: Ticket, chain: Chain, spent: Spent, report: Report) -> None:
+        """Rates from a whole answer: the engine's own timing where it told one, else the time it took."""
+        rates, work, output = ticket.seat.rates, ticket.work, report.output_tokens
+        others = spent.computed - work.computed
+        own = work.computed if report.cached_tokens is None else chain.n_tokens - report.cached_tokens
+        if report.prefill is not None:
+            tokens, seconds = report.prefill
+            rates.learn(Sample(Work(tokens), seconds, spent.decoding, blurred=others > 0))
+        elif output is not None:
+            computing_s = spent.seconds - rates.restore_s(work.host, work.disk)
+            rates.answered(Answer(own + others, output, computing_s))
+        if output is not None and self.rates.fit is not None:
+            self.demand.answered(now, output * self.rates.fit.step_s)
 
     def _count(self, now: float, ticket: Ticket) -> None:
         """An engine has computed a prompt, once; those that it refused are not asked for again by being asked

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from statistics import fmean, median, median_low, quantiles
 from weakref import WeakKeyDictionary
 
 from engine_adapter.types import Tier
+from proxy.core.placement.answers import Answer, AnswerFit, Fit
 from proxy.core.placement.load import Sample, Work
 
 # Before anything is learned: a small model on a CPU. Only ratios between engines matter at first.
@@ -43,6 +46,7 @@ class PoolRates:
         prefill_tok_s: prompt tokens computed per second, in prompts of a usual length.
         interference: share that each decoding stream adds to the time of a prefill.
         epoch: changes when the rates turn out to be quite others than before.
+        fit: rates from whole answers; None before there are any, and once a first token was seen.
     """
 
     def __init__(self) -> None:
@@ -60,6 +64,8 @@ class PoolRates:
         self._restore_tok_s: dict[Tier, float] = {}
         self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → times the curve
         self._clear = False  # what was learned, others had no part in
+        self._answers = AnswerFit()
+        self.fit: Fit | None = None
 
     @property
     def learned(self) -> bool:
@@ -89,11 +95,23 @@ class PoolRates:
         """A prefill took so long while so many streams were decoding."""
         self._slowdowns.append((decoding, seconds / self.prefill_s(tokens)))
         self._relearn_interference()
+        if self.fit is not None:  # a first token tells more
+            self.fit = None
+            self._points.clear()
         octave = tokens.bit_length()
         samples = self._samples.setdefault(octave, deque(maxlen=WINDOW))
         samples.append((tokens, seconds / (1 + self.interference * decoding)))
         self._points[octave] = median(n for n, _ in samples), median(s for _, s in samples)
         self._redraw()
+
+    def answered(self, answer: Answer) -> None:
+        """A whole answer came. It teaches as long as no first token was seen."""
+        if self._samples:
+            return
+        self.fit = self._answers.add(answer) or self.fit
+        if self.fit is not None:
+            self._points[0] = TYPICAL_TOKENS, TYPICAL_TOKENS * self.fit.token_s
+            self._redraw()
 
     def usual(self, engine: EngineRates, ratio: float) -> float:
         """Times the curve that engines take which are neither fast nor slow, now that `engine` takes `ratio`
@@ -164,6 +182,7 @@ class EngineRates:
         self.pool = pool
         self.pace = 1.0
         self._samples = deque[tuple[int, float]](maxlen=WINDOW)  # (tokens, seconds with nothing decoding)
+        self._answers = deque[Answer](maxlen=WINDOW)
 
     @property
     def prefill_tok_s(self) -> float:
@@ -201,12 +220,24 @@ class EngineRates:
             pool.computed(work.computed, computing_s / self.pace, sample.decoding)
             alone_s = computing_s / (1 + pool.interference * sample.decoding)
             self._samples.append((work.computed, alone_s))
-            self._relearn_pace()
+            self._relearn_pace([seconds / pool.prefill_s(tokens) for tokens, seconds in self._samples])
 
-    def _relearn_pace(self) -> None:
-        if len(self._samples) < WINDOW:
+    def answered(self, answer: Answer) -> None:
+        """A whole answer of the engine."""
+        if answer.seconds <= 0 or answer.prefilled < 1:
             return
-        low, middle, high = quantiles((s / self.pool.prefill_s(n) for n, s in self._samples), n=4)
+        pool = self.pool
+        pool.answered(replace(answer, seconds=answer.seconds / self.pace))
+        self._answers.append(answer)
+        fit = pool.fit
+        if fit is not None:
+            self._relearn_pace([each.seconds / fit.seconds(each) for each in self._answers])
+
+    def _relearn_pace(self, ratios: Sequence[float]) -> None:
+        """From how often the pool's seconds each of the last samples took."""
+        if len(ratios) < WINDOW:
+            return
+        low, middle, high = quantiles(ratios, n=4)
         usual = self.pool.usual(self, middle)
         is_other = low > usual * OWN_PACE or high < usual / OWN_PACE
         self.pace = middle / usual if is_other else 1.0

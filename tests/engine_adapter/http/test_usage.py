@@ -27,6 +27,21 @@ class TestUsage:
     def test_of_an_answer(self, usage, said):
         assert read_answer_usage(json.dumps({"output": [{"usage": 1}], "usage": usage}).encode()) == said
 
+    @pytest.mark.parametrize(
+        ("timings", "prefill"),
+        [
+            ({"prompt_n": 9, "prompt_ms": 250.0, "predicted_n": 4}, (9, 0.25)),
+            ({"prompt_n": 9, "prompt_ms": 2}, (9, 0.002)),
+            ({"prompt_n": 0, "prompt_ms": 2.0}, None),
+            ({"prompt_n": "9", "prompt_ms": 2.0}, None),
+            ([], None),
+            (None, None),
+        ],
+    )
+    def test_timings_of_an_answer(self, timings, prefill):
+        answer = {"usage": {"completion_tokens": 4}, "timings": timings}
+        assert read_answer_usage(json.dumps(answer).encode()) == Usage(None, 4, prefill)
+
     @pytest.mark.parametrize(("usage", "said"), USAGES)
     def test_by_itself(self, usage, said):
         assert read_usage(json.dumps(usage).encode()) == said

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter import BlocksStored, Capability, Forecast, Tier
+from proxy.core.index import segments
 from proxy.core.index.prefix_index import Match
 from proxy.fleet.engine import ASSUMED_CAPACITY_TOKENS, EngineState
 from proxy.fleet.fleet import Fleet
@@ -110,6 +111,19 @@ class TestLearning:
         pool.learn(engine, (1, 2))
         pool.learn(engine, (3, 4))
         assert pool.index.held("a", Tier.GPU) == 3
+
+    async def test_what_makes_room_leaves_the_index_in_few_steps(self, fleet, monkeypatch):
+        engine = add_ready(fleet, "a", gpu_blocks=640)
+        pool, steps = fleet.pools["m"], []
+        chains = [pool.chain(Prompt(array("i", [n] * 16 * 640))).hashes for n in range(3)]
+        pool.learn(engine, chains[0])
+        position = segments.position
+        monkeypatch.setattr(segments, "position", lambda *at: steps.append(at) or position(*at))
+        pool.learn(engine, chains[1])
+        assert (pool.index.held("a", Tier.GPU), len(engine.learned)) == (640, 640)
+        assert len(steps) == 640 // segments.SEGMENT_BLOCKS
+        pool.learn(engine, chains[2][:32])
+        assert pool.index.match(chains[1])["a"] == Match(gpu=608), "ends are evicted before beginnings"
 
     def test_an_unknown_capacity_is_assumed(self, fleet):
         engine = add_ready(fleet, "a", gpu_blocks=None)

@@ -63,7 +63,7 @@ class World:
         candidates = self.pool.candidates(chain, prompt)
         placement = self.pool.place(candidates, chain)
         record = RequestRecord("r", 0.0, "/v1/x", "m", None, stream=True, prompt=prompt, placement=placement)
-        record.duration_s = took_s
+        record.chain, record.duration_s = chain, took_s
         for field, value in fields.items():
             setattr(record, field, value)
         self.ahead.observe(record)

@@ -2,7 +2,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.placement.load import FORGET_S, IDLE, MANY, REPORT_S, EngineLedger, LoadView, Sample, Work
+from proxy.core.placement.load import (
+    FORGET_S,
+    IDLE,
+    MANY,
+    REPORT_S,
+    EngineLedger,
+    LoadView,
+    Sample,
+    Spent,
+    Work,
+)
 
 THOUSAND = Work(1000)
 
@@ -113,6 +123,47 @@ class TestUnseen:
         fourth, fifth = begin(ledger, 11.0), begin(ledger, 11.0)
         assert ledger.first_token(12.0, fourth) is None
         assert ledger.first_token(13.0, fifth) == Sample(THOUSAND, 1.0, 3.5)
+
+
+class TestWholeAnswers:
+    """What an engine did from a request to its whole answer."""
+
+    def test_its_own_prompt_and_those_beside_it(self, ledger):
+        first = begin(ledger, 0.0, 1.0, Work(1000), seen=False)
+        second = begin(ledger, 0.5, 2.0, Work(2000), seen=False)
+        third = begin(ledger, 0.5, 4.0, Work(4000), seen=False)
+        assert ledger.answered(3.0, first) == Spent(3.0, 3000, 1)
+        assert ledger.answered(3.5, second) == Spent(3.0, 3000, 0)
+        assert ledger.answered(9.5, third) == Spent(9.0, 7000, 0)
+        assert ledger.answered(9.5, third) is None
+
+    def test_when_it_comes_it_and_those_before_it_are_computed_whatever_was_expected(self, ledger):
+        tickets = [begin(ledger, 0.0, 100.0, seen=False) for _ in range(3)]
+        assert ledger.answered(2.0, tickets[1]) == Spent(2.0, 2000, 1)
+        assert ledger.view(2.0) == LoadView(2, 100.0, 1)
+
+    def test_a_stream_before_it_shows_its_first_token_itself(self, ledger):
+        stream, whole = begin(ledger), begin(ledger, seen=False)
+        assert ledger.answered(2.0, whole) == Spent(2.0, 1000, 0)
+        assert ledger.remaining(2.0, stream) is not None
+        assert ledger.first_token(2.5, stream) is None
+
+    def test_beside_a_prompt_that_is_not_known_nothing_is(self, ledger):
+        ledger.end(0.5, begin(ledger, work=None))
+        whole, unknown = begin(ledger, seen=False), begin(ledger, work=None, seen=False)
+        ledger.end(1.0, unknown)
+        assert ledger.answered(3.0, whole) is None
+        assert ledger.answered(4.0, begin(ledger, 3.0, seen=False)) == Spent(1.0, 1000, 0)
+
+    def test_what_became_of_a_prompt_that_was_given_up_is_not_known(self, ledger):
+        whole, given_up = begin(ledger, seen=False), begin(ledger)
+        ledger.end(1.0, given_up)
+        assert ledger.answered(3.0, whole) is None
+
+    def test_streams_and_requests_that_are_over_have_none(self, ledger):
+        stream, over = begin(ledger), begin(ledger, seen=False)
+        ledger.end(1.0, over)
+        assert (ledger.answered(2.0, stream), ledger.answered(2.0, over)) == (None, None)
 
 
 class TestLearning:

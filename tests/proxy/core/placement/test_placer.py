@@ -11,6 +11,7 @@ from engine_adapter import Forecast, Tier
 from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement import placer as module
+from proxy.core.placement.answers import MIN_ANSWERS, Report
 from proxy.core.placement.load import IDLE, EngineLedger, Work
 from proxy.core.placement.placer import Placer
 
@@ -268,6 +269,42 @@ class TestRequests:
         placer.index.store("a", Tier.GPU, longer.hashes)
         placer.end(1.0, ticket, 17)
         assert placer.seats["a"].on_gpu.lost(2.0, 95, lambda _idle_s: 1.0) == 91.0
+
+
+class TestWholeAnswers:
+    """Requests that do not stream, alone on one engine, which computes 2,000 tokens and makes 20 a second."""
+
+    @pytest.fixture
+    def placer(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=100_000)
+        return placer
+
+    def serve(self, placer, at, **report):
+        chain, output = prompt(at, blocks=20 + 7 * at % 90), 10 + at % 13
+        ticket = begin(placer, 100.0 * at, chain, streams=False)
+        took_s = (chain.n_tokens - report.get("cached_tokens", 0)) / 2000 + output / 20
+        placer.answered(100.0 * at + took_s, ticket)
+        placer.end(100.0 * at + 99.0, ticket, chain.n_tokens, Report(output_tokens=output, **report))
+
+    @pytest.mark.parametrize("report", [{}, {"cached_tokens": 160}])
+    def test_teach_rates_and_how_long_answers_take(self, placer, report):
+        for at in range(MIN_ANSWERS):
+            assert not placer.rates.learned
+            self.serve(placer, at, **report)
+        assert placer.rates.prefill_s(2000) == pytest.approx(1.0)
+        assert placer.demand.answer_s(100.0 * MIN_ANSWERS) == pytest.approx((10 + 15 % 13) / 20)
+
+    def test_an_engine_that_times_itself_is_believed(self, placer):
+        self.serve(placer, 1, prefill=(1000, 0.25))
+        assert (placer.rates.prefill_s(1000), placer.rates.fit) == (pytest.approx(0.25), None)
+
+    def test_an_engine_that_says_nothing_teaches_nothing(self, placer):
+        for at in range(2 * MIN_ANSWERS):
+            ticket = begin(placer, float(at), prompt(at), streams=False)
+            placer.answered(at + 0.5, ticket)
+            placer.end(at + 0.5, ticket, 161, Report() if at % 2 else None)
+        assert not placer.rates.learned
 
 
 class TestSessions:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import Tier
+from proxy.core.placement.answers import Answer
 from proxy.core.placement.load import Sample, Work
 from proxy.core.placement.rates import (
     DEFAULT_PREFILL_TOK_S,
@@ -164,6 +165,38 @@ class TestOthers:
         for _ in range(2 * WINDOW):
             rates.learn(Sample(Work(1000), 3.0, 1.0, blurred=True))
         assert rates.prefill_s(1000) == pytest.approx(1.0)
+
+
+def answer(rates, prefilled, output, seconds, *, times=1):
+    for _ in range(times):
+        rates.answered(Answer(prefilled, output, seconds))
+
+
+class TestWholeAnswers:
+    def test_teach_both_rates(self, rates, pool):
+        for at in range(WINDOW):
+            answer(rates, 1000 + 100 * at, 10 + at % 7, (1000 + 100 * at) / 500 + 0.1 * (10 + at % 7))
+        assert pool.learned
+        assert rates.prefill_s(5000) == pytest.approx(10.0)
+        assert (pool.prefill_tok_s, pool.fit.step_s) == pytest.approx((500, 0.1))
+
+    def test_teach_until_a_first_token_does(self, rates, pool):
+        answer(rates, 1000, 0, 9.0, times=WINDOW)
+        assert rates.prefill_s(1000) == pytest.approx(9.0)
+        compute(rates, 2000, 1.0)
+        assert (pool.fit, rates.prefill_s(1000)) == (None, pytest.approx(0.5))
+        answer(rates, 1000, 0, 9.0, times=2 * WINDOW)
+        assert rates.prefill_s(1000) == pytest.approx(0.5)
+
+    def test_no_time_and_no_tokens_teach_nothing(self, rates, pool):
+        answer(rates, 1000, 5, 0.0, times=WINDOW), answer(rates, 0, 0, 1.0, times=WINDOW)
+        assert not pool.learned
+
+    def test_slower_hardware_has_its_own_pace(self, pool):
+        fast, slow = EngineRates(pool), EngineRates(pool)
+        for _ in range(12 * WINDOW):
+            answer(fast, 1000, 0, 1.0), answer(slow, 1000, 0, 3.0)
+        assert (fast.prefill_s(1000), slow.prefill_s(1000)) == pytest.approx((1.0, 3.0))
 
 
 class TestInterference:

@@ -1,0 +1,126 @@
+"""Rates from whole answers: answers that do not stream, and so never show their first token.
+
+An engine's time from the request to the answer is
+
+    seconds = prefill tokens × a + output tokens × b
+
+where prefill tokens are all that the engine computed meanwhile, for other requests too. Each two answers give
+an `a`; the fit takes the median of all of them, weighted by how different the two answers are (Theil 1950,
+Sen 1968). A quarter of the answers may be far off, because of a queue that is not seen or an engine that was
+held up, and the medians stay where they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+
+# The fit uses the last answers, once there are enough of them, and is made anew after every few.
+WINDOW = 64
+MIN_ANSWERS = 16
+REFIT = 8
+# Prompt tokens that cost as much as a decode step, until answers of different kinds are seen: 100 to 300 on
+# GPUs, 10 to 50 on CPUs.
+STEP_TOKENS = 64
+# Weight of that guess, for each answer: two answers of quite different kinds have a weight of 1.
+GUESS_WEIGHT = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an engine said of an answer, None where it did not.
+
+    Attributes:
+        cached_tokens: prompt tokens that it reused.
+        output_tokens: tokens of the answer.
+        prefill: prompt tokens that it computed, and the seconds that took by its own clock.
+    """
+
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    prefill: tuple[int, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole answer.
+
+    Attributes:
+        prefilled: prompt tokens that the engine computed from its beginning to its end.
+        output: tokens of the answer.
+        seconds: from the request to the answer.
+    """
+
+    prefilled: int
+    output: int
+    seconds: float
+
+    @property
+    def prefill_share(self) -> float:
+        """Share of its time that was prefill, by the guess that a step costs STEP_TOKENS."""
+        return self.prefilled / (self.prefilled + STEP_TOKENS * self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Seconds for each prompt token, and for each token of an answer."""
+
+    token_s: float
+    step_s: float
+
+    def seconds(self, answer: Answer) -> float:
+        """How long the answer should have taken."""
+        return answer.prefilled * self.token_s + answer.output * self.step_s
+
+
+class AnswerFit:
+    """Fits the last answers of a pool."""
+
+    def __init__(self) -> None:
+        self._answers = deque[Answer](maxlen=WINDOW)
+        self._until_fit = MIN_ANSWERS
+
+    def add(self, answer: Answer) -> Fit | None:
+        """Notes an answer. Returns a new fit from time to time, None in between."""
+        self._answers.append(answer)
+        self._until_fit -= 1
+        if self._until_fit > 0:
+            return None
+        self._until_fit = REFIT
+        return fit(self._answers)
+
+
+def fit(answers: Sequence[Answer]) -> Fit | None:
+    """The rates that explain these answers best; None where they contradict each other."""
+    token_s = weighted_median(_token_seconds(answers))
+    if token_s <= 0:
+        return None
+    decoded = [each for each in answers if each.output]
+    if not decoded:
+        return Fit(token_s, 0.0)
+    step_s = weighted_median(
+        ((each.seconds - each.prefilled * token_s) / each.output, 1 - each.prefill_share) for each in decoded
+    )
+    return Fit(token_s, max(step_s, 0.0))
+
+
+def _token_seconds(answers: Sequence[Answer]) -> Iterable[tuple[float, float]]:
+    """Seconds for each prompt token, with a weight: by each two answers, and by each with the guess."""
+    for each in answers:
+        yield each.seconds / (each.prefilled + STEP_TOKENS * each.output), GUESS_WEIGHT
+    shares = [(each, each.prefill_share) for each in answers]
+    for (one, own), (other, others) in combinations(shares, 2):
+        apart = one.prefilled * other.output - other.prefilled * one.output
+        if apart:
+            seconds = one.seconds * other.output - other.seconds * one.output
+            yield seconds / apart, abs(own - others)
+
+
+def weighted_median(values: Iterable[tuple[float, float]]) -> float:
+    """The value below which half of the weight lies. There must be one."""
+    ordered = sorted(values)
+    below = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(below, below[-1] / 2)][0]
