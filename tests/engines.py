@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,9 +46,11 @@ class RunningEngine:
 
 
 @contextmanager
-def running_engine(log: Path, *flags: str) -> Iterator[RunningEngine]:
+def running_engine(
+    log: Path, *flags: str, program: Sequence[str] = ("-m", "engine_adapter.torch_engine.serve")
+) -> Iterator[RunningEngine]:
     """Starts an engine with `flags` on a free port; yields it once it serves; ends it."""
-    command = [sys.executable, "-m", "engine_adapter.torch_engine.serve", "--port", "0", "--threads", "1"]
+    command = [sys.executable, *program, "--port", "0", "--threads", "1"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--exit-with-parent", *flags],

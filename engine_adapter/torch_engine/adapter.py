@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 _PROMPT_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _CAPABILITIES = frozenset(Capability) - {Capability.RENDER}
 _WITHOUT_HOST_TIER = _CAPABILITIES - {Capability.OFFLOAD, Capability.RESTORE}
-_KEEPING = ("priority", "keep_s", "keep_for")
+_KEEPING = ("keep_priority", "keep_s", "keep_for")
 CACHED_TOKENS_HEADER = "x-kv-cached-tokens"
 """Sent with the response's headers: how many prompt tokens came from cache."""
 
@@ -136,9 +136,9 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         retention = prompt.retention if prompt is not None else None
         changes: dict[str, Any] = {}
         if retention is not None and retention.priority > 0:
-            asked = body.get("priority")
+            asked = body.get("keep_priority")
             priority = max(asked, retention.priority) if isinstance(asked, int) else retention.priority
-            changes = {"priority": priority, "keep_s": retention.ttl_s}
+            changes = {"keep_priority": priority, "keep_s": retention.ttl_s}
         if changes or any(name in body for name in _KEEPING):
             # Not the client's to say: another's share would be its own.
             changes["keep_for"] = retention.owner if retention is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine_adapter.torch_engine.model import LoadedModel
-from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused
+from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused, SamplingParams
 
 
 def check_request(request: GenerationRequest, model: LoadedModel, max_model_len: int) -> None:
@@ -27,10 +27,27 @@ def check_request(request: GenerationRequest, model: LoadedModel, max_model_len:
             f"extra_ids has {len(request.extra_ids)} entries for {len(tokens)} prompt tokens",
             param="extra_ids",
         )
+    _check_stop_tokens(request.sampling, model)
     _check_embeddings(request, model)
     fake = np.flatnonzero(tokens >= model.vocab_size)
     for index in fake.tolist():
         _check_row(request, index, int(tokens[index]) - model.vocab_size)
+
+
+def _check_stop_tokens(sampling: SamplingParams, model: LoadedModel) -> None:
+    for index, token in enumerate(sampling.stop_token_ids):
+        check_token_id(token, f"stop_token_ids[{index}]", model.vocab_size)
+    if sampling.min_tokens and len(set(sampling.stop_token_ids)) == model.vocab_size:
+        raise RequestRefused(
+            "min_tokens forbids the stop tokens at first, and stop_token_ids name the whole vocabulary",
+            param="stop_token_ids",
+        )
+
+
+def check_token_id(token: int, param: str, vocab_size: int) -> None:
+    """Raises RequestRefused for a token id outside the vocabulary."""
+    if not 0 <= token < vocab_size:
+        raise RequestRefused(f"{param} is {token}, outside the vocabulary of {vocab_size}", param=param)
 
 
 def _check_embeddings(request: GenerationRequest, model: LoadedModel) -> None:

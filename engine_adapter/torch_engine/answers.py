@@ -15,6 +15,7 @@ from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.requests import Token
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+END_OF_STREAM = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder().encode
 
 
@@ -211,7 +212,7 @@ class AnswerWriter:
         end = self._full_piece(piece, finish_reason)
         if self._include_usage:
             end += _event({**self._head, "choices": [], "usage": usage.as_json()})
-        return end + b"data: [DONE]\n\n"
+        return end + END_OF_STREAM
 
     def _full_piece(self, piece: Piece, finish_reason: str | None) -> bytes:
         fields = self._shape.delta(piece, self._logprobs(piece))

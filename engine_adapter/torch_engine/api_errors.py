@@ -8,14 +8,20 @@ import msgspec
 from starlette.responses import Response
 
 from engine_adapter.errors import ChatError, EngineUnavailable, PromptTableError
-from engine_adapter.torch_engine.requests import RequestRefused
+from engine_adapter.torch_engine.requests import PinLimitReached, RequestFailed, RequestRefused
 
 _TYPES = {
     404: "not_found_error",
     409: "conflict_error",
     413: "invalid_request_error",
-    500: "internal_error",
+    500: "server_error",
     503: "service_unavailable_error",
+}
+
+_HEADERS = {
+    413: {"connection": "close"},  # the body was not read to its end
+    500: {"x-should-retry": "false"},  # this request failed, and would fail on another engine too
+    503: {"retry-after": "1"},
 }
 
 
@@ -43,6 +49,10 @@ def as_api_error(error: Exception) -> ApiError | None:
         return error
     if isinstance(error, (RequestRefused, ChatError, PromptTableError)):
         return ApiError(str(error), param=error.param)
+    if isinstance(error, PinLimitReached):
+        return ApiError(str(error), status=409, code="pin_limit_reached")
+    if isinstance(error, RequestFailed):
+        return ApiError(str(error), status=500, code="request_failed")
     if isinstance(error, EngineUnavailable):
         return ApiError(str(error), status=503, code="engine_unavailable")
     return None
@@ -61,11 +71,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_response(error: ApiError) -> Response:
-    """`error` as a response. A body too large was not read to its end, so the connection closes."""
-    headers = {"connection": "close"} if error.status == 413 else {}  # noqa: PLR2004 - content too large
-    if error.status == 503:  # noqa: PLR2004 - service unavailable
-        headers["retry-after"] = "1"
-    return json_response(error_body(error), status=error.status, headers=headers)
+    """`error` as a response."""
+    return json_response(error_body(error), status=error.status, headers=_HEADERS.get(error.status))
 
 
 def json_response(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

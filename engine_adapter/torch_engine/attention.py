@@ -119,9 +119,10 @@ class Probe:
 
     def attend(self, call: Call) -> Tensor:
         """Notes the shapes; the output is of the right shape and no meaning."""
+        if call.layer in self.shapes:
+            raise EngineSpecError(f"layer {call.layer} attends twice: its KV would be overwritten")
         shape = LayerShape(call.key.shape[1], call.key.shape[2], call.value.shape[2])
-        if self.shapes.setdefault(call.layer, shape) != shape:
-            raise EngineSpecError(f"layer {call.layer} attends with two shapes")
+        self.shapes[call.layer] = shape
         self.windows[call.layer] = call.window
         return call.query.new_zeros(*call.query.shape[:2], shape.value_dim)
 
@@ -230,8 +231,10 @@ class PagedBatch:
     def attend(self, call: Call) -> Tensor:
         """See `AttentionContext`."""
         keys, values = self._planes.layer(call.layer)
-        keys.index_copy_(0, self._slots, call.key)
-        values.index_copy_(0, self._slots, call.value)
+        # Attention reads past the end of a sequence and masks what it read. A mask cannot hide NaN: one
+        # request's NaN would reach whoever gets its blocks next.
+        keys.index_copy_(0, self._slots, call.key.nan_to_num(0.0, 0.0, 0.0))
+        values.index_copy_(0, self._slots, call.value.nan_to_num(0.0, 0.0, 0.0))
         if self._decodes is None and len(self._spans) == 1:
             return self._span(self._spans[0], call, keys, values)
         output = call.query.new_empty(*call.query.shape[:2], values.shape[2])

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.torch_engine.answers import (
+    END_OF_STREAM,
     AnswerWriter,
     ChatShape,
     CompletionShape,
@@ -20,7 +21,7 @@ from engine_adapter.torch_engine.answers import (
     Usage,
     error_event,
 )
-from engine_adapter.torch_engine.api_errors import ApiError, error_body
+from engine_adapter.torch_engine.api_errors import as_api_error, error_body
 from engine_adapter.torch_engine.bodies import read_body
 from engine_adapter.torch_engine.detokenize import Detokenizer
 from engine_adapter.torch_engine.generation import Generation
@@ -34,7 +35,7 @@ from engine_adapter.torch_engine.protocol import (
     salt_of,
     sampling_of,
 )
-from engine_adapter.torch_engine.requests import Finished, GenerationRequest, Token
+from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestFailed, Token
 from engine_adapter.torch_engine.service import EngineService
 
 _log = logging.getLogger("kvpin.engine")
@@ -104,6 +105,7 @@ async def _prepare(service: EngineService, metrics: EngineMetrics, request: Prom
         embeddings=prompt.embeddings.tensors,
         cache_salt=salt,
         retention=retention,
+        priority=request.priority or 0,
     )
     return Answer(service, metrics, generation, writer, request)
 
@@ -126,28 +128,23 @@ class Answer:
         self._streams = bool(asked.stream)
         self._detokenizer = Detokenizer(service.tokenizer, asked.stops)
         eos: frozenset[int] = frozenset() if request.sampling.ignore_eos else service.model.eos_token_ids
-        self._end_tokens = eos | request.sampling.stop_token_ids
+        self._end_tokens = eos.union(request.sampling.stop_token_ids)
         self._completion_tokens = 0
         self._finish_reason: str | None = None
 
     async def serve(self, send: Send) -> None:
-        """Sends headers once the prompt is scheduled, then the answer."""
+        """Sends the answer. Nothing is sent before its first token: a failure until then has its own status.
+
+        Raises:
+            RequestFailed, EngineUnavailable: before anything was sent.
+        """
         started = time.perf_counter()
         async with Generation(self._service.engine, self._request) as generation:
             await generation.scheduled()
-            await self._send_head(send, generation.cached_tokens)
-            try:
-                if self._streams:
-                    await self._stream(generation, send, started)
-                else:
-                    await self._send_whole(generation, send, started)
-            except EngineUnavailable as error:
-                # The status is sent: what tells the client is an answer that is cut short, which is
-                # what the server makes of a return without the last part.
-                _log.warning("an answer was cut short: %s", error)
-                if self._streams:
-                    failure = ApiError(str(error), status=503, code="engine_unavailable")
-                    await _send_part(send, error_event(error_body(failure)))
+            if self._streams:
+                await self._stream(generation, send, started)
+            else:
+                await self._send_whole(generation, send, started)
 
     async def _send_head(self, send: Send, cached_tokens: int) -> None:
         content_type = b"text/event-stream; charset=utf-8" if self._streams else b"application/json"
@@ -157,17 +154,21 @@ class Answer:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _stream(self, generation: Generation, send: Send, started: float) -> None:
+        piece = await self._next_piece(generation, started)
+        await self._send_head(send, generation.cached_tokens)
         pending = self._writer.opening()
-        while True:
-            piece = await self._next_piece(generation, started)
-            if self._finish_reason is not None:
-                last = self._writer.last(piece, self._finish_reason, self._usage(generation))
-                await send({"type": "http.response.body", "body": pending + last})
-                return
+        while self._finish_reason is None:
             pending += self._writer.piece(piece)
             if pending:
                 await _send_part(send, pending)
                 pending = b""
+            try:
+                piece = await self._next_piece(generation, started)
+            except (RequestFailed, EngineUnavailable) as error:
+                await _end_broken(send, error)
+                return
+        last = self._writer.last(piece, self._finish_reason, self._usage(generation))
+        await _send_last(send, pending + last)
 
     async def _send_whole(self, generation: Generation, send: Send, started: float) -> None:
         texts: list[str] = []
@@ -178,7 +179,8 @@ class Answer:
             tokens += piece.tokens
         whole = Piece("".join(texts), tokens)
         body = self._writer.whole(whole, self._finish_reason, self._usage(generation))
-        await send({"type": "http.response.body", "body": body})
+        await self._send_head(send, generation.cached_tokens)
+        await _send_last(send, body)
 
     async def _next_piece(self, generation: Generation, started: float) -> Piece:
         """The next tokens and their text; sets the finish reason with the last of them."""
@@ -206,5 +208,21 @@ class Answer:
         return Usage(len(self._request.token_ids), generation.cached_tokens, self._completion_tokens)
 
 
+async def _end_broken(send: Send, error: RequestFailed | EngineUnavailable) -> None:
+    """Ends a stream with an error event. A stream whose engine ended is not closed cleanly: the server
+    cuts the connection, so that nobody takes it for a whole answer."""
+    _log.warning("a stream broke off: %s", error)
+    known = as_api_error(error)
+    event = error_event(error_body(known)) if known is not None else b""
+    if isinstance(error, RequestFailed):
+        await _send_last(send, event + END_OF_STREAM)
+    else:
+        await _send_part(send, event)
+
+
 async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _send_last(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body})

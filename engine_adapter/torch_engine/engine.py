@@ -20,6 +20,7 @@ import torch
 
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.torch_engine.admission import check_request
+from engine_adapter.torch_engine.compute import Outcome, compute, is_fatal
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.model import LoadedModel
 from engine_adapter.torch_engine.options import EngineOptions
@@ -32,14 +33,16 @@ from engine_adapter.torch_engine.requests import (
     Scheduled,
     Token,
 )
-from engine_adapter.torch_engine.runner import Runner, Work
-from engine_adapter.torch_engine.sampling import Choice, Sampler, choose_all
+from engine_adapter.torch_engine.runner import Runner
+from engine_adapter.torch_engine.sampling import Sampler
 from engine_adapter.torch_engine.scheduler import Active, Item, Scheduler
 from engine_adapter.torch_engine.storage import KvStorage
 from engine_adapter.types import KvEvent
 
 T = TypeVar("T")
 
+MAX_FAILED_STEPS = 5
+"""The engine ends after this many steps in a row in which every request failed: it is broken, not they."""
 _log = logging.getLogger("kvpin.engine")
 
 
@@ -51,7 +54,6 @@ class Counters:
         prompt_tokens: tokens of all prompts scheduled so far; `cached_tokens` of them came from cache.
         finished: requests by finish reason.
         running, waiting: requests now.
-        model_seconds, step_seconds: time in the model, and in whole steps.
     """
 
     steps: int = 0
@@ -62,8 +64,6 @@ class Counters:
     running: int = 0
     waiting: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    model_seconds: float = 0.0
-    step_seconds: float = 0.0
 
 
 class Engine:
@@ -93,6 +93,7 @@ class Engine:
             tokens_per_block=options.tokens_per_block,
             block_bytes=self.block_bytes,
             copier=storage,
+            pin_share=options.pin_share,
         )
         self._scheduler = Scheduler(
             self._cache, max_num_seqs=options.max_num_seqs, prefill_chunk=options.prefill_chunk
@@ -106,6 +107,8 @@ class Engine:
         self._calls: set[Future[Any]] = set()
         self._open = False
         self._thread: threading.Thread | None = None
+        self._failed_steps = 0
+        self._failure: str | None = None
 
     # --- from any thread -------------------------------------------------------------------------
 
@@ -129,6 +132,12 @@ class Engine:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def wait(self) -> str | None:
+        """Blocks until the started engine has ended; returns why it died, None after `stop`."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._failure
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
         """Queues a request; thread-safe.
@@ -172,7 +181,7 @@ class Engine:
 
     def _activate(self, request: GenerationRequest, on_output: OnOutput) -> Active:
         params = request.sampling
-        ends = params.stop_token_ids
+        ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= self._model.eos_token_ids
         room = self.max_model_len - len(request.token_ids)
@@ -191,18 +200,18 @@ class Engine:
 
     def _supervise(self) -> None:
         """The thread: whatever ends it, nobody is left waiting."""
-        reason: FinishReason = "cancelled"
         message = None
         try:
             self._loop()
         except Exception as error:  # noqa: BLE001 - the supervisor of this thread; it logs and tells all
-            _log.exception("the engine thread died")
-            reason, message = "error", f"the engine died: {_describe(error)}"
+            _log.exception("the engine died: all its requests end")
+            self._failure = _describe(error)
+            message = f"the engine died: {self._failure}"
         finally:
             with self._wake:
                 self._open = False
             for active in list(self._in_flight.values()):
-                self._finish(active, reason, message)
+                self._finish(active, "cancelled", message)
             for future in self._calls:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineUnavailable(message or "the engine was stopped"))
@@ -238,9 +247,11 @@ class Engine:
         self._cache.expire(time.monotonic())
         try:
             result = fn(self._cache)
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+        except Exception as error:
             self._publish_events()
             future.set_exception(error)
+            if is_fatal(error):
+                raise
         else:
             self._publish_events()
             future.set_result(result)
@@ -249,56 +260,79 @@ class Engine:
 
     def _step(self) -> None:
         """Runs the next tokens of the requests in flight."""
-        began = time.perf_counter()
         self._cache.expire(time.monotonic())
-        items = self._scheduler.plan()
-        if not items:
-            self._refuse_first()
-            return
-        self._tell_scheduled(items)
+        items = self._plan()
         outputs: list[tuple[Active, list[Output]]] = []
-        try:
-            choices = self._compute(items)
-        except Exception as error:  # noqa: BLE001 - it fails the requests of this step, never the engine
-            _log.exception("a step failed; its %d requests end", len(items))
-            for item in items:
-                self._finish(item.active, "error", _describe(error))
-        else:
-            outputs = self._record(items, choices)
+        if items:
+            self._tell_scheduled(items)
+            outcomes = self._compute(items)
+            self._end_failed(items, outcomes)
+            outputs = self._record(items, outcomes)
         self._publish_events()
         for active, tokens in outputs:
             self._deliver(active, tokens)
-        counters = self.counters
-        counters.steps += 1
-        counters.preemptions = self._scheduler.preemptions
-        counters.step_seconds += time.perf_counter() - began
+        self.counters.steps += 1
+        self.counters.preemptions = self._scheduler.preemptions
 
-    def _compute(self, items: list[Item]) -> list[Choice]:
-        """One choice for each item that completes its tokens, in order."""
-        began = time.perf_counter()
-        logits = self._runner.run(
-            [
-                Work(item.active.sequence, item.count, item.completes, item.active.request.embeddings)
-                for item in items
-            ]
-        )
-        self.counters.model_seconds += time.perf_counter() - began
-        return choose_all(logits, [item.active.sampler for item in items if item.completes])
+    def _plan(self) -> list[Item]:
+        """The items of this step. A request that cannot be planned ends."""
+        try:
+            items = self._scheduler.plan()
+        except Exception as error:
+            if self._scheduler.planning is None:
+                raise
+            self._fail(self._scheduler.planning, error)
+            self._count_failed_step(error)
+            return []
+        if not items:
+            self._refuse_first()
+        return items
 
-    def _record(self, items: list[Item], choices: list[Choice]) -> list[tuple[Active, list[Output]]]:
+    def _compute(self, items: list[Item]) -> list[Outcome]:
+        try:
+            return compute(self._runner, items)
+        except Exception as error:
+            # One of these requests broke the device. None of them may go on to break another engine's.
+            for item in items:
+                self._finish(item.active, "error", _describe(error))
+            raise
+
+    def _end_failed(self, items: list[Item], outcomes: list[Outcome]) -> None:
+        """Ends the requests that failed. Raises when the engine is to end, see `MAX_FAILED_STEPS`."""
+        last: Exception | None = None
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                last = outcome
+                self._fail(item.active, outcome)
+        if last is not None and all(isinstance(outcome, Exception) for outcome in outcomes):
+            self._count_failed_step(last)
+        else:
+            self._failed_steps = 0
+
+    def _fail(self, active: Active, error: Exception) -> None:
+        _log.error("a request failed and ends; the others go on", exc_info=error)
+        self._finish(active, "error", _describe(error))
+
+    def _count_failed_step(self, error: Exception) -> None:
+        self._failed_steps += 1
+        if is_fatal(error) or self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineUnavailable(
+                f"{self._failed_steps} steps in a row failed, the last with {_describe(error)}"
+            ) from error
+
+    def _record(self, items: list[Item], outcomes: list[Outcome]) -> list[tuple[Active, list[Output]]]:
         """Enters what was computed into the cache and the requests; returns what to deliver."""
         outputs: list[tuple[Active, list[Output]]] = []
-        chosen = iter(choices)
-        for item in items:
-            active = item.active
-            completes = item.completes
-            self._cache.advance(active.sequence, item.count)
-            if not completes:
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(outcome, Exception):
                 continue
-            choice = next(chosen)
-            tokens: list[Output] = [Token(active.request.request_id, *choice)]
+            active = item.active
+            self._cache.advance(active.sequence, item.count)
+            if outcome is None:
+                continue
+            tokens: list[Output] = [Token(active.request.request_id, *outcome)]
             self.counters.generated_tokens += 1
-            reason = active.accept(choice)
+            reason = active.accept(outcome)
             if reason is not None:
                 self._forget(active, reason)
                 tokens.append(active.finished(reason))
@@ -317,9 +351,8 @@ class Engine:
         """Ends the first waiting request, for which there is no room although nothing else runs."""
         active = self._scheduler.waiting[0]
         pinned = self._cache.pinned_blocks
-        self._finish(
-            active, "error", f"the KV cache has no room for this request beside its {pinned} pinned blocks"
-        )
+        message = f"the KV cache has no room for this request beside its {pinned} pinned blocks"
+        self._finish(active, "cancelled", message)
 
     def _finish(self, active: Active, reason: FinishReason, message: str | None = None) -> None:
         self._forget(active, reason)

@@ -8,7 +8,14 @@ from typing import Self
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.torch_engine.engine import Engine
-from engine_adapter.torch_engine.requests import Finished, GenerationRequest, Output, Scheduled, Token
+from engine_adapter.torch_engine.requests import (
+    Finished,
+    GenerationRequest,
+    Output,
+    RequestFailed,
+    Scheduled,
+    Token,
+)
 
 
 class Generation:
@@ -45,7 +52,8 @@ class Generation:
         """Returns when the prompt is about to run, `cached_tokens` being known then.
 
         Raises:
-            EngineUnavailable: the engine stopped, or failed on this request.
+            RequestFailed: the engine failed on this request.
+            EngineUnavailable: the engine stopped.
         """
         await self._wait()
         first = self._pending[0]
@@ -59,7 +67,8 @@ class Generation:
         """What came since the last call, at least one output, Finished being the last of all.
 
         Raises:
-            EngineUnavailable: the engine stopped, or failed on this request.
+            RequestFailed: the engine failed on this request.
+            EngineUnavailable: the engine stopped.
         """
         await self._wait()
         outputs, self._pending = self._pending, []
@@ -78,9 +87,9 @@ class Generation:
             return
         self._done = True
         if last.reason == "error":
-            raise EngineUnavailable(f"the engine failed on this request: {last.message}")
+            raise RequestFailed(f"the engine failed on this request: {last.message}")
         if last.reason == "cancelled":
-            raise EngineUnavailable("the engine is shutting down")
+            raise EngineUnavailable(last.message or "the engine is shutting down")
 
     def _from_engine(self, outputs: list[Output]) -> None:
         """In the engine thread: hands the outputs over."""

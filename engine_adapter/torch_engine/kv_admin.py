@@ -9,11 +9,8 @@ from typing import Any
 from engine_adapter.torch_engine.kv_journal import Journal
 from engine_adapter.torch_engine.kv_node import Node
 from engine_adapter.torch_engine.kv_tree import KvTree
-from engine_adapter.torch_engine.requests import RequestRefused
+from engine_adapter.torch_engine.requests import PinLimitReached
 from engine_adapter.types import BlocksStored, ExtraIds, KvTarget, Pinned, Tier, TokenIds
-
-MAX_PINNED_SHARE = 0.8
-"""Of the GPU tier; the rest is left to running requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +56,11 @@ def block_key(
 class KvAdmin:
     """What an operator may do to a `KvTree`; work is done in slices, so that running requests go on."""
 
-    def __init__(self, tree: KvTree, block_bytes: int) -> None:
+    def __init__(self, tree: KvTree, block_bytes: int, pin_share: float) -> None:
+        """Pins hold at most `pin_share` of the GPU tier."""
         self._tree = tree
         self._block_bytes = block_bytes
+        self._pin_limit = int(pin_share * tree.gpu.total)
         self._pins: dict[str, _Pin] = {}
         self._pinned = 0
 
@@ -116,14 +115,13 @@ class KvAdmin:
         return self._result(len(moving), remaining=remaining - no_room, no_room=no_room)
 
     def pin(self, target: KvTarget, ttl_s: float, now: float) -> Pinned:
-        """Protects the cached blocks of a target; raises RequestRefused beyond 80% of the pool."""
+        """Protects the cached blocks of a target; raises PinLimitReached beyond the pins' share."""
         nodes = self._scope(target)
         total = self._pinned + sum(1 for node in nodes if not node.pins)
-        limit = int(MAX_PINNED_SHARE * self._tree.gpu.total)
-        if total > limit:
-            raise RequestRefused(
-                f"{total} blocks would be pinned; at most {limit} of {self._tree.gpu.total} may be",
-                param="token_ids",
+        if total > self._pin_limit:
+            raise PinLimitReached(
+                f"this pin would bring the pinned blocks to {total}; at most {self._pin_limit} of "
+                f"{self._tree.gpu.total} may be pinned (--pin-share): unpin others first"
             )
         for node in nodes:
             self._tree.pin(node)

@@ -73,12 +73,14 @@ class KvCache:
         tokens_per_block: int,
         block_bytes: int,
         copier: BlockCopier,
+        pin_share: float,
     ) -> None:
+        """See `EngineOptions` for the sizes."""
         self.tokens_per_block = tokens_per_block
         self.tree = KvTree(
             gpu_blocks=gpu_blocks, host_blocks=host_blocks, tokens_per_block=tokens_per_block, copier=copier
         )
-        self._admin = KvAdmin(self.tree, block_bytes)
+        self._admin = KvAdmin(self.tree, block_bytes, pin_share)
         self._now = 0.0
 
     # --- sequences -------------------------------------------------------------------------------
@@ -94,18 +96,16 @@ class KvCache:
         path = self.tree.walk(root, self._keys_after(sequence, 0))
         for node in path:
             self.tree.hold(node)
+        sequence.root, sequence.path = root, path  # `end` undoes it from here on, should a copy fail
         on_host = [node for node in path if node.tier is Tier.HOST]
         fresh = self._blocks_for(len(sequence.tokens)) - len(path)
         needed = fresh + len(on_host)
         if needed + spare > self.tree.gpu.free + self.tree.idle:
-            for node in reversed(path):
-                self.tree.release(node)
-            self.tree.release_root(root)
+            self._let_go(sequence, root)
             return False
         self.tree.make_room(needed)
         self.tree.restore(on_host)
         self.tree.touch(path)
-        sequence.root, sequence.path = root, path
         sequence.blocks = array("i", [node.slot for node in path]) + self.tree.gpu.take_many(fresh)
         sequence.computed = len(path) * self.tokens_per_block
         return True
@@ -121,14 +121,14 @@ class KvCache:
             return 0
         more = self.tree.walk(sequence.tip, self._keys_after(sequence, held))
         for index, node in enumerate(more, start=held):
-            self.tree.hold(node)
             if node.tier is Tier.HOST:
                 self.tree.restore([node], [sequence.blocks[index]])
             else:
                 self.tree.gpu.give(sequence.blocks[index])
                 sequence.blocks[index] = node.slot
-        sequence.path += more
-        sequence.computed += len(more) * size
+            self.tree.hold(node)
+            sequence.path.append(node)
+            sequence.computed += size
         return len(more) * size
 
     def reserve(self, sequence: KvSequence, tokens: int) -> bool:
@@ -162,6 +162,9 @@ class KvCache:
         self.tree.touch(sequence.path)
         if sequence.retention is not None and sequence.retention.priority > 0:
             self.tree.kept.keep(sequence.path, sequence.retention, self._now)
+        self._let_go(sequence, root)
+
+    def _let_go(self, sequence: KvSequence, root: Node) -> None:
         for node in reversed(sequence.path):
             self.tree.release(node)
         self.tree.release_root(root)
@@ -209,7 +212,7 @@ class KvCache:
         return self._admin.restore(target, max_blocks)
 
     def pin(self, target: KvTarget, ttl_s: float, now: float) -> Pinned:
-        """Protects the cached blocks of a target; raises RequestRefused beyond 80% of the pool."""
+        """Protects the cached blocks of a target; raises PinLimitReached beyond the pins' share."""
         self._admin.expire_pins(now)
         return self._admin.pin(target, ttl_s, now)
 

@@ -238,9 +238,14 @@ class KvTree:
         """Moves host blocks, parents first, to the GPU tier: into `slots` if given, else free ones."""
         if not nodes:
             return
-        if slots is None:
-            slots = self.gpu.take_many(len(nodes))
-        self._copier.copy_to_gpu([node.slot for node in nodes], slots)
+        taken: Sequence[int] = self.gpu.take_many(len(nodes)) if slots is None else ()
+        slots = slots or taken
+        try:
+            self._copier.copy_to_gpu([node.slot for node in nodes], slots)
+        except Exception:
+            for slot in taken:
+                self.gpu.give(slot)
+            raise
         for node, slot in zip(nodes, slots, strict=True):
             self._rise(node, slot)
             self.journal.stored(Tier.GPU, node, self.salt_of(node))
@@ -318,8 +323,12 @@ class KvTree:
 
     def _carry_out(self, moves: _Moves) -> None:
         """Copies what moved and tells of it: a block is stored below before it is removed above."""
-        if moves.copies:
-            self._copier.copy_to_host(array("i", moves.copies.values()), array("i", moves.copies))
+        try:
+            if moves.copies:
+                self._copier.copy_to_host(array("i", moves.copies.values()), array("i", moves.copies))
+        except Exception:
+            self._lose(moves)
+            raise
         self.totals.offloaded += len(moves.offloaded)
         for node in sorted(moves.offloaded, key=lambda node: node.value, reverse=True):
             self.journal.stored(Tier.HOST, node, self.salt_of(node))
@@ -327,3 +336,12 @@ class KvTree:
             self.journal.removed(Tier.GPU, node)
         for tier, node in moves.dropped:
             self.journal.removed(tier, node)
+
+    def _lose(self, moves: _Moves) -> None:
+        """Forgets the blocks whose copy failed, with all below them: the host slots hold other bytes."""
+        moved = set(moves.offloaded)
+        for node in moves.offloaded:
+            if node.slot != GONE:
+                self._drop(node, moves)
+        for tier, node in moves.dropped:
+            self.journal.removed(Tier.GPU if node in moved else tier, node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import IMPLEMENTATION, LayerShape, Probe, attention_context
+from engine_adapter.torch_engine.model_check import check_model
 from engine_adapter.torch_engine.storage import bytes_per_token
 
+_log = logging.getLogger("kvpin.engine")
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 DEFAULT_NAME = "kvpin-tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNRUNNABLE = (TypeError, LookupError, ValueError, AttributeError, RuntimeError)
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
 
 
@@ -85,7 +89,14 @@ def load_model(
         tokenizer = str(path.resolve()) if path.is_dir() else source
         name = path.resolve().name if path.is_dir() else source
     module.eval().requires_grad_(False).to(device)
-    return _describe(module, served_name or name, tokenizer, is_default=source is None)
+    model = _describe(module, served_name or name, tokenizer, is_default=source is None)
+    try:
+        check_model(model)
+    except EngineSpecError as error:
+        raise EngineSpecError(f"{_refused(module, name)}{error}") from error
+    except _UNRUNNABLE as error:
+        raise EngineSpecError(f"{_refused(module, name)}it cannot be checked ({error})") from error
+    return model
 
 
 def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
@@ -114,15 +125,15 @@ def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> Lo
     layers = _probe(module, config, name)
     generation = module.generation_config
     eos = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
-    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    ends = eos if isinstance(eos, list) else [eos]
     return LoadedModel(
         module=module,
         name=name,
         tokenizer=tokenizer,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        max_model_len=config.max_position_embeddings,
-        eos_token_ids=frozenset(ends),
+        max_model_len=_context(config),
+        eos_token_ids=frozenset(end for end in ends if end is not None and 0 <= end < config.vocab_size),
         default_max_tokens=generation.max_new_tokens,
         device=str(module.device),
         dtype=str(module.dtype).removeprefix("torch."),
@@ -132,9 +143,28 @@ def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> Lo
     )
 
 
+def _refused(module: Any, name: str) -> str:  # noqa: ANN401
+    return f"model {name!r} ({type(module).__name__}) cannot run here: "
+
+
+def _context(config: PretrainedConfig) -> int:
+    """Longest sequence in tokens.
+
+    With longrope, the longest position of a batch chooses the rotary factors of all its rows, and of KV that
+    was computed before with others. Up to the original context the factors never change.
+    """
+    longest: int = config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original: int = min(longest, rope["original_max_position_embeddings"])
+        _log.warning("longrope: serving the original context of %d tokens, not %d", original, longest)
+        return original
+    return longest
+
+
 def _probe(module: Any, config: PretrainedConfig, name: str) -> tuple[LayerShape, ...]:  # noqa: ANN401
     """KV shapes by layer. Raises EngineSpecError when the model is not one that runs over paged KV."""
-    refused = f"model {name!r} ({type(module).__name__}) cannot run here: "
+    refused = _refused(module, name)
     kinds = getattr(config, "layer_types", None) or []
     strange = sorted(set(kinds) - _ATTENTION_KINDS)
     if strange:
@@ -146,7 +176,7 @@ def _probe(module: Any, config: PretrainedConfig, name: str) -> tuple[LayerShape
             module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=token[0])
     except EngineSpecError as error:
         raise EngineSpecError(f"{refused}{error}") from error
-    except (TypeError, LookupError, ValueError, AttributeError, RuntimeError) as error:
+    except _UNRUNNABLE as error:
         raise EngineSpecError(f"{refused}it does not take a paged forward pass ({error})") from error
     total = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(total)):

@@ -18,6 +18,7 @@ class EngineOptions:
         host_cache_bytes: bytes of the host tier, 0 for none.
         max_num_seqs: most requests running at once.
         prefill_chunk: most prompt tokens computed in one step.
+        pin_share: most of the GPU tier that pins may hold, 0 to 1; the rest is left to running requests.
         seed: draws the seeds of requests that bring none; None is random.
 
     Raises:
@@ -30,6 +31,7 @@ class EngineOptions:
     host_cache_bytes: int = 0
     max_num_seqs: int = 32
     prefill_chunk: int = 256
+    pin_share: float = 0.8
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +44,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineSpecError(f"{name} is {value}; at least 1 is needed")
+        if not 0 <= self.pin_share <= 1:
+            raise EngineSpecError(f"pin_share is {self.pin_share}; a share from 0 to 1 is needed")
         if self.host_cache_bytes < 0:
             raise EngineSpecError(f"host_cache_bytes is {self.host_cache_bytes}; 0 or more is needed")
 

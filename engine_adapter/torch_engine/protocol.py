@@ -58,6 +58,7 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    keep_priority: int | None = None
     keep_s: float | None = None
     keep_for: str | None = None
     return_token_ids: bool | None = None
@@ -210,8 +211,6 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
     """
     _check_supported(request)
     _check_stops(request.stops)
-    stop_token_ids = request.stop_token_ids or []
-    _need(all(0 <= token < _INT64 for token in stop_token_ids), "stop_token_ids", "holds token ids")
     max_name, max_tokens = _max_tokens(request, default_max_tokens)
     _need(max_tokens is None or max_tokens >= 1, max_name, "is at least 1")
     min_tokens = request.min_tokens or 0
@@ -237,7 +236,7 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=frozenset(stop_token_ids),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
         logprobs=_logprobs(request),
     )
 
@@ -274,14 +273,11 @@ def salt_of(salt: str | None) -> str | None:
 def retention_of(request: PromptRequest) -> Retention | None:
     """How long a request wants its blocks kept, None for no longer than others; raises ApiError (400).
 
-    `priority` alone keeps them for as long as there is room; `keep_s` alone has priority 1.
+    `keep_priority` alone keeps them for as long as there is room; `keep_s` alone has priority 1.
     """
-    priority = (0 if request.keep_s is None else 1) if request.priority is None else request.priority
-    _need(
-        -_MAX_PRIORITY <= priority <= _MAX_PRIORITY,
-        "priority",
-        f"is from {-_MAX_PRIORITY} to {_MAX_PRIORITY}",
-    )
+    default = 0 if request.keep_s is None else 1
+    priority = default if request.keep_priority is None else request.keep_priority
+    _need(0 <= priority <= _MAX_PRIORITY, "keep_priority", f"is from 0 to {_MAX_PRIORITY}")
     ttl_s = math.inf if request.keep_s is None else request.keep_s
     _need(ttl_s > 0, "keep_s", "is a positive number of seconds")
     return Retention(priority, ttl_s, request.keep_for) if priority > 0 else None

@@ -15,10 +15,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""`error`: the engine failed on this very request. `cancelled`: the client left, or the engine ended."""
+
+
+class RequestFailed(EngineError):
+    """The engine failed on this request. Another engine would fail on it too: do not retry it elsewhere."""
+
+
+class PinLimitReached(EngineError):
+    """A pin would protect more blocks than pins may hold together."""
 
 
 class RequestRefused(EngineError):
-    """The engine will not take this: too long, empty, a pin beyond the limit. The client's fault.
+    """The engine does not take this request: it is empty, too long, or names ids that do not exist. The
+    client's fault.
 
     Attributes:
         param: the field at fault, e.g. `prompt`.
@@ -56,7 +66,7 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
 
 
@@ -71,6 +81,7 @@ class GenerationRequest:
         embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
         cache_salt: KV is shared only under the same salt.
         retention: how long its blocks are to be kept; None for no longer than others.
+        priority: the waiting request with the lowest one runs next; equal ones in the order they came.
     """
 
     request_id: str
@@ -80,6 +91,7 @@ class GenerationRequest:
     embeddings: Mapping[int, Tensor] = field(default_factory=dict, repr=False)
     cache_salt: str | None = None
     retention: Retention | None = None
+    priority: int = 0
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
@@ -104,7 +116,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """The last output of a request. `message` says what went wrong when the reason is `error`."""
+    """The last output of a request. `message` says what went wrong, if anything did."""
 
     request_id: str
     reason: FinishReason

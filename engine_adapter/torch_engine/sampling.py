@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -70,7 +71,11 @@ class Sampler:
         )
 
     def choose(self, logits: Tensor) -> Choice:
-        """The next token by `logits` [vocabulary], which are left as they are."""
+        """The next token by `logits` [vocabulary], which are left as they are.
+
+        Raises:
+            ValueError: the scores hold NaN or infinity, so that no token can be chosen.
+        """
         scores = self._penalised(logits.float())
         token = int(scores.argmax()) if self._greedy else self._sample(scores / self._params.temperature)
         self._remember(token)
@@ -102,6 +107,7 @@ class Sampler:
 
     def _sample(self, scores: Tensor) -> int:
         params = self._params
+        _check_finite(float(scores.max()))  # on CUDA, drawing from NaN would break the device for everyone
         ids: Tensor | None = None
         if 0 < params.top_k < scores.shape[0]:
             scores, ids = scores.topk(params.top_k)
@@ -124,12 +130,23 @@ class Sampler:
 
 
 @torch.inference_mode()
-def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
-    """One choice per row of `logits` [requests, vocabulary]."""
+def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
+    """One choice per row of `logits` [requests, vocabulary], or why there is none."""
     if not samplers:
         return []
-    best: list[int] = logits.argmax(-1).tolist()
-    return [
-        Choice(token) if sampler.plain else sampler.choose(row)
-        for token, row, sampler in zip(best, logits, samplers, strict=True)
-    ]
+    best = logits.max(-1)
+    rows = zip(best.values.tolist(), best.indices.tolist(), logits, samplers, strict=True)
+    return [_choose(*row) for row in rows]
+
+
+def _choose(highest: float, best: int, logits: Tensor, sampler: Sampler) -> Choice | Exception:
+    try:
+        _check_finite(highest)
+        return Choice(best) if sampler.plain else sampler.choose(logits)
+    except Exception as error:  # noqa: BLE001 - it belongs to the request of this row
+        return error
+
+
+def _check_finite(highest: float) -> None:
+    if not math.isfinite(highest):
+        raise ValueError(f"the model's highest score is {highest}: no token can be chosen")

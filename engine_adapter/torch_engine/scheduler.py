@@ -1,12 +1,13 @@
 """Which tokens run in the next step.
 
-All running requests that decode, then up to `prefill_chunk` prompt tokens, first come first served. When
-blocks run out, the youngest running request gives its blocks back to the cache and waits again.
+All running requests that decode, then up to `prefill_chunk` prompt tokens, by priority, then first come
+first served. When blocks run out, the youngest running request of the lowest priority gives its blocks back
+to the cache and waits again.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -83,13 +84,16 @@ class Scheduler:
     """The requests in flight, oldest first.
 
     Attributes:
+        waiting: in the order in which they will run.
         preemptions: how often a request had to give its blocks back.
+        planning: the request that `plan` is working on; the one at fault when it raises.
     """
 
     def __init__(self, cache: KvCache, *, max_num_seqs: int, prefill_chunk: int) -> None:
-        self.waiting: deque[Active] = deque()
+        self.waiting: list[Active] = []
         self.running: list[Active] = []
         self.preemptions = 0
+        self.planning: Active | None = None
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk = prefill_chunk
@@ -101,7 +105,7 @@ class Scheduler:
 
     def add(self, active: Active) -> None:
         """Queues a request."""
-        self.waiting.append(active)
+        self.waiting.insert(bisect_right(self.waiting, active.request.priority, key=_priority), active)
 
     def remove(self, active: Active) -> None:
         """Forgets a request and frees its blocks; one that is not there is fine."""
@@ -116,6 +120,7 @@ class Scheduler:
 
         Empty although `busy`: the first waiting request has the engine to itself, and still no room.
         """
+        self.planning = None
         items = [Item(active, 1, first=not active.scheduled) for active in self._reserve_decodes()]
         budget = self._prefill_chunk
         claimed: set[tuple[Node, bytes]] = set()
@@ -136,27 +141,35 @@ class Scheduler:
         for active in list(self.running):
             if active.uncomputed != 1 or active not in self.running:
                 continue
+            self.planning = active
             while not self._cache.reserve(active.sequence, len(active.sequence.tokens)):
-                youngest = self.running.pop()
-                self._cache.end(youngest.sequence)
-                self.waiting.appendleft(youngest)
-                self.preemptions += 1
-                if youngest is active:
+                if self._preempt() is active:
                     break
         return [active for active in self.running if active.uncomputed == 1]
+
+    def _preempt(self) -> Active:
+        """Sends the youngest running request of the lowest priority back to the front of its like."""
+        victim = max(reversed(self.running), key=_priority)
+        self.running.remove(victim)
+        self._cache.end(victim.sequence)
+        self.waiting.insert(bisect_left(self.waiting, victim.request.priority, key=_priority), victim)
+        self.preemptions += 1
+        return victim
 
     def _prompts(self) -> Iterator[Active]:
         """Requests with a prompt to compute, oldest first; admits waiting ones as they are asked for."""
         yield from [active for active in self.running if active.uncomputed > 1]
         while self.waiting and len(self.running) < self._max_num_seqs:
+            self.planning = self.waiting[0]
             if not self._cache.begin(self.waiting[0].sequence, spare=len(self.running)):
                 break
-            self.running.append(self.waiting.popleft())
+            self.running.append(self.waiting.pop(0))
             yield self.running[-1]
 
     def _chunk(self, active: Active, budget: int, claimed: set[tuple[Node, bytes]]) -> int:
         """How many tokens of a prompt to compute now; 0 when its next block is being computed in this
         very step for another request, to be shared in the next one."""
+        self.planning = active
         sequence = active.sequence
         self._cache.extend(sequence)
         block = self._cache.next_block(sequence)
@@ -166,3 +179,7 @@ class Scheduler:
         if sequence.computed % self._cache.tokens_per_block + count >= self._cache.tokens_per_block:
             claimed.add(block)
         return count
+
+
+def _priority(active: Active) -> int:
+    return active.request.priority

@@ -18,7 +18,7 @@ import uvicorn
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 
-from engine_adapter.errors import EngineSpecError
+from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.torch_engine.options import EngineOptions
 from engine_adapter.torch_engine.server import DEFAULT_MAX_BODY_BYTES, EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService, ServiceOptions
@@ -58,6 +58,7 @@ def serve_engine(options: ServeOptions) -> None:
 
     Raises:
         EngineSpecError: the address cannot be bound, or model and options cannot be served.
+        EngineUnavailable: the engine died, see `Engine.wait`.
     """
     listener = _listen(options.host, options.port)
     process = _EngineProcess(options)
@@ -91,7 +92,7 @@ class _EngineProcess:
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
-        """Starts loading; at the end stops the engine."""
+        """Starts loading; stops the engine at the end."""
         # A thread that nobody waits for: a load that takes minutes must not hold up the end.
         threading.Thread(target=self._load, name="load-model", daemon=True).start()
         if self._options.exit_with_parent:
@@ -101,6 +102,7 @@ class _EngineProcess:
             await asyncio.to_thread(self.host.service.close)
 
     def _load(self) -> None:
+        """Loads the service, then watches its engine."""
         try:
             service = EngineService.build(self._options.service)
         except Exception as error:  # noqa: BLE001 - raised again by serve_engine, in the main thread
@@ -114,13 +116,20 @@ class _EngineProcess:
                 service.model.name,
             )
         _log.info("serving %s", service.model.name)
+        reason = service.engine.wait()
+        if reason is not None:
+            self.failure = EngineUnavailable(f"the engine died and must be started again: {reason}")
+            self._end_surely()
 
     def _follow_parent(self) -> None:
         """Ends the process once whoever holds the other end of standard input is gone."""
         while os.read(0, 4096):
             pass
+        self._end_surely()
+
+    def _end_surely(self) -> None:
+        """Ends the process, at once should a clean end hang: nobody else would notice."""
         self.end()
-        # Nobody is left to wait for answers, nor to notice that a stop hangs.
         threading.Event().wait(_GRACE_S + 5)
         os._exit(1)
 
@@ -184,6 +193,9 @@ def engine(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests at once.")] = _SIZES.max_num_seqs,
     prefill_chunk: Annotated[int, typer.Option(help="Most prompt tokens a step.")] = _SIZES.prefill_chunk,
+    pin_share: Annotated[
+        float, typer.Option(help="Most of the GPU tier that pins may hold, 0 to 1.")
+    ] = _SIZES.pin_share,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; none: the model's own.")
@@ -209,6 +221,7 @@ def engine(
             host_cache_bytes=host_cache_bytes or 0,
             max_num_seqs=max_num_seqs,
             prefill_chunk=prefill_chunk,
+            pin_share=pin_share,
             seed=seed,
         )
         service = ServiceOptions(
@@ -224,6 +237,9 @@ def engine(
     except EngineSpecError as error:
         typer.echo(f"kvpin engine: {error}", err=True)
         raise typer.Exit(2) from error
+    except EngineUnavailable as error:
+        typer.echo(f"kvpin engine: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from engine_adapter.errors import ChatError, EngineUnavailable, PromptTableError
+from engine_adapter.errors import EngineError
+from engine_adapter.torch_engine.admission import check_token_id
 from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error_response, json_response
 from engine_adapter.torch_engine.bodies import read_body
 from engine_adapter.torch_engine.completions import CompletionRoute
@@ -24,11 +25,9 @@ from engine_adapter.torch_engine.protocol import (
     parse,
     parse_tokenize,
 )
-from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.torch_engine.service import EngineService
 
 DEFAULT_MAX_BODY_BYTES = 64 << 20
-_ANSWERED = (ApiError, ChatError, EngineUnavailable, PromptTableError, RequestRefused)
 
 
 class EngineHost:
@@ -64,7 +63,8 @@ def create_app(host: EngineHost, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
             HTTPException: _http_error,
             ClientDisconnect: _nobody_to_answer,
             Exception: _fault,
-            **dict.fromkeys(_ANSWERED, _answer_error),
+            ApiError: _answer_error,
+            EngineError: _answer_error,
         },
     )
     app.state.host = host
@@ -124,10 +124,7 @@ async def detokenize(request: Request) -> Response:
     asked = parse(await _body(request), DetokenizeRequest)
     limit = service.model.vocab_size
     for index, token in enumerate(asked.tokens):
-        if not 0 <= token < limit:
-            raise ApiError(
-                f"tokens[{index}] is {token}, outside the vocabulary of {limit}", param=f"tokens[{index}]"
-            )
+        check_token_id(token, f"tokens[{index}]", limit)
     return json_response({"prompt": service.tokenizer.decode(asked.tokens)})
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine_adapter.torch_engine.attention import LayerShape
+
+STAGED_BLOCKS = 16
+"""Blocks that move between the tiers at once: all the memory that moving them takes, however many move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +21,12 @@ class _Group:
     Attributes:
         gpu: [planes, blocks, values of a block]; attention reads planes in one piece.
         host: [blocks, planes, values of a block]; a block is copied in one piece.
+        staging: on the device, laid out as `host`; blocks change their layout there.
     """
 
     gpu: Tensor
     host: Tensor
+    staging: Tensor
 
 
 class KvStorage:
@@ -52,7 +57,9 @@ class KvStorage:
             host = torch.zeros(
                 host_blocks, len(members), values, dtype=dtype, pin_memory=device.type == "cuda"
             )
-            self._groups.append(_Group(gpu, host))
+            staged = min(STAGED_BLOCKS, host_blocks)
+            staging = torch.empty(staged, len(members), values, dtype=dtype, device=device)
+            self._groups.append(_Group(gpu, host, staging))
             for place, index in enumerate(members):
                 planes[index] = gpu[place].view(gpu_blocks * tokens_per_block, heads, dim)
         self._layers = [(planes[2 * index], planes[2 * index + 1]) for index in range(len(shapes))]
@@ -63,21 +70,29 @@ class KvStorage:
 
     def copy_to_host(self, gpu_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         """See `BlockCopier`."""
-        blocks = torch.tensor(list(gpu_slots), device=self._device)
-        for group in self._groups:
-            staged = group.gpu.index_select(1, blocks).transpose(0, 1).contiguous()
-            for index, slot in enumerate(host_slots):
-                group.host[slot].copy_(staged[index], non_blocking=True)
+        for blocks, slots in self._slices(gpu_slots, host_slots):
+            for group in self._groups:
+                staged = group.staging[: len(slots)]
+                torch.index_select(group.gpu.transpose(0, 1), 0, blocks, out=staged)
+                for block, slot in zip(staged, slots, strict=True):
+                    group.host[slot].copy_(block, non_blocking=True)
 
     def copy_to_gpu(self, host_slots: Sequence[int], gpu_slots: Sequence[int]) -> None:
         """See `BlockCopier`."""
-        blocks = torch.tensor(list(gpu_slots), device=self._device)
-        for group in self._groups:
-            shape = (len(host_slots), group.gpu.shape[0], group.gpu.shape[2])
-            staged = torch.empty(shape, dtype=group.gpu.dtype, device=self._device)
-            for index, slot in enumerate(host_slots):
-                staged[index].copy_(group.host[slot], non_blocking=True)
-            group.gpu.index_copy_(1, blocks, staged.transpose(0, 1))
+        for blocks, slots in self._slices(gpu_slots, host_slots):
+            for group in self._groups:
+                staged = group.staging[: len(slots)]
+                for block, slot in zip(staged, slots, strict=True):
+                    block.copy_(group.host[slot], non_blocking=True)
+                group.gpu.index_copy_(1, blocks, staged.transpose(0, 1))
+
+    def _slices(
+        self, gpu_slots: Sequence[int], host_slots: Sequence[int]
+    ) -> Iterator[tuple[Tensor, Sequence[int]]]:
+        """The slots of both tiers, as many at a time as the staging buffer holds."""
+        for start in range(0, len(host_slots), STAGED_BLOCKS):
+            part = slice(start, start + STAGED_BLOCKS)
+            yield torch.tensor(list(gpu_slots[part]), device=self._device), host_slots[part]
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

@@ -59,6 +59,7 @@ FIELDS = {
     "response_format": values,
     "cache_salt": values,
     "priority": numbers | values,
+    "keep_priority": numbers | values,
     "prompt_table": values,
     "extra_ids": tokens | values,
     "prompt_cache_key": values,

@@ -11,9 +11,11 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -42,6 +44,21 @@ _SIZES = {
     "pad_token_id": 0,
 }
 _GQA = {"intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": False}
+
+
+def phi3_with_longrope(original_context):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": original_context,
+    }
+    return Phi3Config(
+        **_SIZES, **_GQA, rope_parameters=rope, original_max_position_embeddings=original_context
+    )
+
+
 CONFIGS = {
     "llama": LlamaConfig(**_SIZES, **_GQA, head_dim=8),
     "qwen2": Qwen2Config(**_SIZES, **_GQA),
@@ -50,6 +67,8 @@ CONFIGS = {
     "gemma2": Gemma2Config(
         **_SIZES, **_GQA, head_dim=8, sliding_window=12, attn_logit_softcapping=5.0, query_pre_attn_scalar=8
     ),
+    "gemma3": Gemma3TextConfig(**_SIZES, **_GQA, head_dim=8, sliding_window=12, query_pre_attn_scalar=8),
+    "phi3": phi3_with_longrope(128),
     "gpt2": GPT2Config(
         vocab_size=VOCAB,
         n_embd=32,
@@ -64,7 +83,8 @@ CONFIGS = {
 
 
 def write_config_model(kind, directory):
-    module = random_model(CONFIGS[kind], seed=3)
+    """Writes a model with random weights: a kind of `CONFIGS`, or a configuration."""
+    module = random_model(CONFIGS[kind] if isinstance(kind, str) else kind, seed=3)
     module.save_pretrained(directory)
     return directory
 

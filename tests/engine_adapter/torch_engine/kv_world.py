@@ -67,6 +67,7 @@ class World:
             tokens_per_block=SIZE,
             block_bytes=100,
             copier=self.memory,
+            pin_share=0.8,
         )
         self.view = View()
         self.running = []

@@ -50,19 +50,19 @@ async def test_without_a_host_tier_it_says_how_to_get_one():
     [
         ({}, None, {}),
         ({}, Retention(owner="acme"), {}),
-        ({}, Retention(1, 60.0, "acme"), {"priority": 1, "keep_s": 60.0, "keep_for": "acme"}),
-        ({}, Retention(1, 60.0), {"priority": 1, "keep_s": 60.0}),
+        ({}, Retention(1, 60.0, "acme"), {"keep_priority": 1, "keep_s": 60.0, "keep_for": "acme"}),
+        ({}, Retention(1, 60.0), {"keep_priority": 1, "keep_s": 60.0}),
         (
-            {"priority": 7},
+            {"keep_priority": 7},
             Retention(1, 60.0, "acme"),
-            {"priority": 7, "keep_s": 60.0, "keep_for": "acme"},
+            {"keep_priority": 7, "keep_s": 60.0, "keep_for": "acme"},
         ),
         (
-            {"priority": "high"},
+            {"keep_priority": "high"},
             Retention(1, 60.0, "acme"),
-            {"priority": 1, "keep_s": 60.0, "keep_for": "acme"},
+            {"keep_priority": 1, "keep_s": 60.0, "keep_for": "acme"},
         ),
-        ({"priority": 7}, Retention(owner="acme"), {"priority": 7, "keep_for": "acme"}),
+        ({"keep_priority": 7}, Retention(owner="acme"), {"keep_priority": 7, "keep_for": "acme"}),
         ({"keep_s": 5, "keep_for": "other"}, Retention(owner="acme"), {"keep_s": 5, "keep_for": "acme"}),
         ({"keep_for": "other"}, None, {}),
     ],
@@ -79,7 +79,7 @@ async def test_the_engine_is_told_what_to_keep_and_for_whom(asked, retention, se
 
 async def test_what_has_no_prompt_goes_on_as_it_is():
     adapter = EmbeddedAdapter(EngineSpec(kind="embedded", url="http://h:1", id="e"))
-    body = JsonBody(b'{"priority": 1}')
+    body = JsonBody(b'{"keep_priority": 1}')
     async with adapter.hold("/v1/embeddings", body, None) as hold:
         assert hold.body is body
     async with adapter.hold(CHAT, None, None) as hold:

@@ -28,6 +28,13 @@ def request(tokens, extra_ids=None, embeddings=None, **params):
         (request([]), "prompt", "empty"),
         (request([1] * 10), "prompt", "10 tokens; with one to generate, at most 10 fit"),
         (request([1], max_tokens=0), "max_tokens", "below 1"),
+        (
+            request([1], stop_token_ids=(5, FAKE)),
+            "stop_token_ids[1]",
+            "is 4096, outside the vocabulary of 4096",
+        ),
+        (request([1], stop_token_ids=(-1,)), "stop_token_ids[0]", "is -1, outside the vocabulary"),
+        (request([1], stop_token_ids=tuple(range(FAKE)), min_tokens=1), "stop_token_ids", "whole vocabulary"),
         (request([1, -2]), "prompt", r"prompt\[1\] is negative"),
         (request([1, 2], [0]), "extra_ids", "1 entries for 2"),
         (request([1, FAKE]), "prompt[1]", "which extra id 0 does not have"),
@@ -44,4 +51,5 @@ def test_refusals_name_the_field_and_the_reason(asked, param, message):
 
 def test_what_can_run_is_taken():
     check_request(request([1] * 9), tiny(), 10)
+    check_request(request([1], stop_token_ids=tuple(range(FAKE))), tiny(), 10)
     check_request(request([FAKE, FAKE + 1, 5], [7, 7, 0], ROWS), tiny(), 10)

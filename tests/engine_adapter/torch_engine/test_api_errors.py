@@ -8,7 +8,7 @@ import pytest
 
 from engine_adapter.errors import ChatError, EngineUnavailable, PromptTableError
 from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error_response
-from engine_adapter.torch_engine.requests import RequestRefused
+from engine_adapter.torch_engine.requests import PinLimitReached, RequestFailed, RequestRefused
 
 
 @pytest.mark.parametrize("kind", [ChatError, PromptTableError, RequestRefused])
@@ -29,6 +29,18 @@ def test_an_engine_that_is_gone_is_a_503():
             "code": "engine_unavailable",
         }
     }
+
+
+def test_a_request_that_failed_is_a_500_not_to_be_retried():
+    response = error_response(as_api_error(RequestFailed("the engine failed on this request: x")))
+    assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+    error = json.loads(response.body)["error"]
+    assert (error["type"], error["code"]) == ("server_error", "request_failed")
+
+
+def test_a_pin_beyond_the_limit_is_a_409():
+    error = as_api_error(PinLimitReached("too many"))
+    assert (error.status, error.code) == (409, "pin_limit_reached")
 
 
 def test_an_api_error_is_itself():

@@ -123,6 +123,13 @@ def test_the_probe_learns_shapes_and_windows():
     assert output.shape == (1, 2, HEADS, DIM)
 
 
+def test_the_probe_refuses_a_layer_that_attends_twice():
+    probe = Probe()
+    probe.attend(call(1))
+    with pytest.raises(EngineSpecError, match="layer 0 attends twice"):
+        probe.attend(call(1))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -4,12 +4,15 @@ import dataclasses
 import sys
 import threading
 from array import array
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
+from engine_adapter.torch_engine.kv_integrity import violations
 from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
 from engine_adapter.types import BlocksStored, KvTarget, Tier
@@ -209,9 +212,9 @@ def test_stop_tokens_and_lengths(llama):
         free = world.tokens(prompt_of(9), 12)
         stop = free[5]
         first = free.index(stop)
-        stopped = world.ask(prompt_of(9), 12, stop_token_ids=frozenset({stop})).wait()
+        stopped = world.ask(prompt_of(9), 12, stop_token_ids=(stop,)).wait()
         assert (stopped.tokens, stopped.finished.reason) == (free[: first + 1], "stop")
-        later = world.ask(prompt_of(9), 12, stop_token_ids=frozenset({stop}), min_tokens=first + 2).wait()
+        later = world.ask(prompt_of(9), 12, stop_token_ids=(stop,), min_tokens=first + 2).wait()
         assert len(later.tokens) >= first + 2
         assert stop not in later.tokens[: first + 1]
         whole = world.ask(prompt_of(250), None, min_tokens=0).wait()
@@ -229,22 +232,148 @@ def test_the_end_token_stops_unless_ignored(llama):
         assert world.tokens(prompt_of(9), 12) == free
 
 
-def test_a_failed_step_ends_its_requests_and_nothing_else(llama, caplog):
+# --- failures -----------------------------------------------------------------------------------------
+
+
+POISON = 1  # as the first token of a prompt
+
+
+def poison_of(length):
+    return [POISON, *prompt_of(length - 1)]
+
+
+def fail_on_poison(world, error, times=10**9):
+    """Steps with a poisoned prompt raise `error`, so many times."""
+    run = world.engine._runner.run
+    left = iter(range(times))
+
+    def poisoned(work):
+        if any(item.sequence.tokens[0] == POISON for item in work) and next(left, None) is not None:
+            raise error
+        return run(work)
+
+    world.engine._runner.run = poisoned
+
+
+@contextmanager
+def held_up(world):
+    """What is asked within comes to the engine at once."""
+    gate = threading.Event()
+    blocked = world.engine.call(lambda cache: gate.wait(10))
+    yield
+    gate.set()
+    blocked.result(timeout=10)
+
+
+def test_only_the_request_that_fails_ends_and_the_others_get_their_tokens(llama, caplog):
+    model, reference = llama
+    sampled = {"temperature": 1.0, "seed": 3, "presence_penalty": 1.0}
+    with served(model) as world:
+        alone = world.tokens(prompt_of(11, seed=2), **sampled)
+    with served(model) as world:
+        fail_on_poison(world, RuntimeError("out of luck"))
+        with held_up(world):
+            greedy, drawn = world.ask(prompt_of(9)), world.ask(prompt_of(11, seed=2), **sampled)
+            broken = world.ask(poison_of(6))
+        assert broken.wait().finished.reason == "error"
+        assert broken.finished.message == "RuntimeError: out of luck"
+        assert greedy.wait().tokens == reference.greedy(prompt_of(9), 8)
+        assert drawn.wait().tokens == alone
+        assert world.engine.counters.finished == {"error": 1, "length": 2}
+    assert "running them one by one" in caplog.text
+
+
+def test_a_step_that_fails_once_costs_nobody_anything(llama):
     model, reference = llama
     with served(model) as world:
-        run = world.engine._runner.run
+        fail_on_poison(world, torch.OutOfMemoryError("CUDA out of memory"), times=1)
+        with held_up(world):
+            answers = [world.ask(prompt) for prompt in (prompt_of(9), poison_of(7))]
+        assert [answer.wait().tokens for answer in answers] == [
+            reference.greedy(prompt, 8) for prompt in (prompt_of(9), poison_of(7))
+        ]
 
-        def fail(work):
-            world.engine._runner.run = run
-            raise RuntimeError("out of luck")
 
-        world.engine._runner.run = fail
-        broken = world.ask(prompt_of(9)).wait()
-        assert broken.finished.reason == "error"
-        assert broken.finished.message == "RuntimeError: out of luck"
-        assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)
-        assert world.engine.counters.finished == {"error": 1, "length": 1}
-    assert "a step failed" in caplog.text
+def test_what_is_no_number_ends_its_own_request_and_never_reaches_another(llama):
+    model, reference = llama
+    rows = {5: torch.full((1, 32), float("nan"))}
+    with served(model, kv_blocks=16) as world:
+        with held_up(world):
+            good = world.ask(prompt_of(9))
+            broken = [
+                world.ask([VOCAB] * length, extra_ids=[5] * length, embeddings=rows, temperature=temperature)
+                for length, temperature in ((17, 0.0), (16, 1.0))
+            ]
+        for answer in broken:
+            assert "no token can be chosen" in answer.wait().finished.message
+        assert good.wait().tokens == reference.greedy(prompt_of(9), 8)
+        world.operate("flush")
+        with held_up(world):  # these two get the blocks of the broken ones
+            answers = [world.ask(prompt_of(length)) for length in (5, 6)]
+        assert [answer.wait().tokens for answer in answers] == [
+            reference.greedy(prompt_of(length), 8) for length in (5, 6)
+        ]
+
+
+@pytest.mark.parametrize("verb", ["copy_to_host", "copy_to_gpu"])
+def test_a_copy_that_fails_costs_its_request_and_no_other_kv(llama, verb):
+    model, reference = llama
+    prompts = [prompt_of(33, seed=seed) for seed in range(3)]
+    with served(model, kv_blocks=16, host_cache_bytes=32 * model.block_bytes(4)) as world:
+        assert [world.tokens(prompt) for prompt in prompts[:2]] == [
+            reference.greedy(prompt, 8) for prompt in prompts[:2]
+        ]
+        storage = world.engine._cache.tree._copier
+        copy = getattr(storage, verb)
+
+        def fail(*slots):
+            setattr(storage, verb, copy)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        setattr(storage, verb, fail)
+        assert world.ask(prompts[0]).wait().finished.reason == "error"
+        for prompt in prompts:
+            assert world.tokens(prompt) == reference.greedy(prompt, 8)
+        assert violations(world.engine._cache, []) == []
+
+
+def test_a_broken_device_ends_the_engine_and_says_whose_step_it_was(llama, caplog):
+    model, _ = llama
+    with served(model, max_num_seqs=2) as world:
+        fail_on_poison(world, torch.AcceleratorError("CUDA error: device-side assert triggered"))
+        with held_up(world):
+            both = [world.ask(prompt_of(9), 100), world.ask(poison_of(6))]
+            waiting = world.ask(prompt_of(5))
+        assert [answer.wait().finished.reason for answer in both] == ["error", "error"]
+        assert waiting.wait().finished.reason == "cancelled"
+        assert "the engine died: AcceleratorError: CUDA error" in waiting.finished.message
+        assert "device-side assert" in world.engine.wait()
+        assert not world.engine.alive
+    assert "the engine died" in caplog.text
+
+
+def test_a_device_error_in_an_operation_ends_the_engine(llama):
+    model, _ = llama
+
+    def fail(cache):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with served(model) as world:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            world.call(fail)
+        assert "illegal memory access" in world.engine.wait()
+
+
+def test_an_engine_that_fails_at_every_step_ends(llama):
+    model, reference = llama
+    with served(model) as world:
+        fail_on_poison(world, RuntimeError("out of luck"))
+        for _ in range(MAX_FAILED_STEPS - 1):
+            world.ask(poison_of(6)).wait()
+        assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)  # one good step: all is well
+        for _ in range(MAX_FAILED_STEPS):
+            assert world.ask(poison_of(6)).wait().finished.reason == "error"
+        assert f"{MAX_FAILED_STEPS} steps in a row failed" in world.engine.wait()
 
 
 def test_an_owner_that_fails_loses_its_own_request_only(llama, caplog):
@@ -274,15 +403,18 @@ def test_a_dead_thread_leaves_nobody_waiting(llama, caplog):
 
         world.engine._scheduler.plan = die
         answer = world.ask(prompt_of(9)).wait()
-        assert answer.finished.reason == "error"
-        world.engine._thread.join(10)
+        assert (answer.finished.reason, answer.finished.message) == (
+            "cancelled",
+            "the engine died: RuntimeError: bug",
+        )
+        assert world.engine.wait() == "RuntimeError: bug"
         assert not world.engine.alive
         with pytest.raises(EngineUnavailable):
             world.ask(prompt_of(9))
         with pytest.raises(EngineUnavailable):
             world.engine.call(lambda cache: None)
         world.engine.cancel(answer.id)
-    assert "the engine thread died" in caplog.text
+    assert "the engine died" in caplog.text
 
 
 def test_stop_cancels_what_is_in_flight(llama):
@@ -293,6 +425,7 @@ def test_stop_cancels_what_is_in_flight(llama):
         world.engine.stop()
         assert answer.wait().finished.reason == "cancelled"
         assert not world.engine.alive
+        assert world.engine.wait() is None
         with pytest.raises(EngineUnavailable):
             world.engine.start()
 
@@ -329,7 +462,7 @@ def test_pins_can_leave_a_request_without_room(llama):
         target = KvTarget(array("i", prompt_of(32)))
         assert world.call(lambda cache: cache.pin(target, 1e9, 0.0)).blocks == 8
         lost = world.ask(prompt_of(20, seed=5)).wait()
-        assert lost.finished.reason == "error"
+        assert lost.finished.reason == "cancelled"  # another engine may have room
         assert "beside its 8 pinned blocks" in lost.finished.message
         assert world.ask(prompt_of(5, seed=6), 2).wait().finished.reason == "length"
 

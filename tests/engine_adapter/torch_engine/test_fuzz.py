@@ -49,6 +49,7 @@ KNOWN = [
     "response_format",
     "cache_salt",
     "priority",
+    "keep_priority",
     "keep_s",
     "keep_for",
     "return_token_ids",

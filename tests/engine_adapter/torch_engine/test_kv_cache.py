@@ -155,6 +155,67 @@ def test_a_full_host_tier_keeps_what_is_worth_more():
     assert world.run(tokens(9)) == 8
 
 
+class OutOfMemory(Exception):
+    pass
+
+
+def fail_once(world, verb):
+    copy = getattr(world.memory, verb)
+
+    def fail(*slots):
+        setattr(world.memory, verb, copy)
+        raise OutOfMemory
+
+    setattr(world.memory, verb, fail)
+
+
+def test_blocks_whose_copy_down_failed_are_forgotten():
+    world = World(6, 6)
+    world.run(range(8))
+    world.run(range(100, 108))
+    world.cache.offload(KvTarget(), 1)  # a block on the host, below nothing that will move
+    fail_once(world, "copy_to_host")
+    sequence = world.sequence(range(200, 220))
+    with pytest.raises(OutOfMemory):
+        world.cache.begin(sequence)
+    world.end(sequence)
+    world.check()
+    assert world.run(range(200, 220)) == 0
+    fail_once(world, "copy_to_host")
+    with pytest.raises(OutOfMemory):
+        world.cache.offload(KvTarget(), 10)
+    world.check()
+
+
+def test_blocks_whose_copy_up_failed_stay_on_the_host():
+    world = World(6, 6)
+    world.run(range(9))
+    world.cache.offload(KvTarget(), 10)
+    fail_once(world, "copy_to_gpu")
+    sequence = world.sequence(range(9))
+    with pytest.raises(OutOfMemory):
+        world.cache.begin(sequence)
+    world.end(sequence)
+    world.check()
+    assert world.blocks(Tier.HOST) == 2
+    assert world.run(range(9)) == 8
+
+
+def test_a_failed_copy_while_extending_leaves_what_was_gained():
+    world = World(12, 6)
+    late = world.sequence([*range(9), 50])
+    assert world.begin(late)
+    world.run(range(9))
+    world.cache.offload(KvTarget(), 10)
+    fail_once(world, "copy_to_gpu")
+    with pytest.raises(OutOfMemory):
+        world.cache.extend(late)
+    world.check()
+    assert world.cache.extend(late) == 8
+    world.end(late)
+    world.check()
+
+
 def test_end_frees_a_partial_block_and_twice_is_fine():
     world = World(4)
     sequence = world.sequence(tokens(6))

@@ -139,6 +139,16 @@ async def test_bad_operations_name_the_field(client, path, fields, param):
     bad(await client.post(path, json=fields), 400, param)
 
 
+async def test_a_pin_beyond_the_pins_share_is_a_409(client):
+    tokens = [token % 900 + 5 for token in range(T * 210 + 1)]
+    await complete(client, tokens, cache_salt="pins")
+    response = await client.post("/kv/pin", json={"token_ids": tokens, "cache_salt": "pins", "ttl_s": 9})
+    bad(response, 409, None)
+    assert response.json()["error"]["code"] == "pin_limit_reached"
+    assert "to 210; at most 204 of 256" in response.json()["error"]["message"]
+    assert (await client.post("/kv/flush", json={"cache_salt": "pins"})).status_code == 200
+
+
 async def test_tables_come_and_go(client, served_engine):
     hidden = served_engine.service.model.hidden_size
     data = save({"t": torch.ones(2, hidden)})

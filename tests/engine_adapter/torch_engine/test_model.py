@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
+    DiffLlamaConfig,
     GptOssConfig,
     Llama4TextConfig,
     MambaConfig,
@@ -106,6 +108,7 @@ SMALL = {
             "layers of kind linear_attention",
         ),
         (BloomConfig(**SMALL), "Bloom"),
+        (DiffLlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=32), "layer 0 attends twice"),
         (
             GptOssConfig(
                 **SMALL, num_key_value_heads=2, head_dim=8, intermediate_size=32, num_local_experts=2
@@ -130,6 +133,19 @@ SMALL = {
 def test_models_that_cannot_run_are_refused_at_start(config, message, tmp_path):
     with pytest.raises(EngineSpecError, match=message):
         load_model(save(config, tmp_path))
+
+
+def test_longrope_is_served_up_to_its_original_context(tmp_path, caplog):
+    model = load_model(str(write_config_model("phi3", tmp_path)))
+    assert model.max_model_len == 128
+    assert "serving the original context of 128 tokens, not 256" in caplog.text
+
+
+def test_end_tokens_outside_the_vocabulary_end_nothing(tmp_path):
+    directory = write_config_model("llama", tmp_path)
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [1, 97, -1]}))
+    assert load_model(str(directory)).eos_token_ids == {1}
 
 
 @pytest.mark.parametrize(

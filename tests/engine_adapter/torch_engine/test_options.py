@@ -16,6 +16,7 @@ from engine_adapter.torch_engine.options import DEFAULT_KV_BLOCKS, EngineOptions
         ({"kv_bytes": -1}, "kv_bytes is -1"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),
+        ({"pin_share": 1.1}, "pin_share is 1.1"),
         ({"host_cache_bytes": -5}, "host_cache_bytes is -5"),
     ],
 )

@@ -65,7 +65,6 @@ def sampling(request):
         ({"stop": 5}, "stop"),
         ({"stop": {"a": 1}}, "stop"),
         ({"stop": ["a", 5]}, "stop[1]"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": "1"}, "stop_token_ids"),
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
@@ -152,7 +151,7 @@ def test_all_fields_reach_the_engine():
     assert sampling(request) == SamplingParams(
         temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=-5, presence_penalty=1, frequency_penalty=-1,
         repetition_penalty=1.2, max_tokens=9, min_tokens=2, ignore_eos=True,
-        stop_token_ids=frozenset({4, 5}), logprobs=2,
+        stop_token_ids=(4, 5), logprobs=2,
     )  # fmt: skip
     assert request.stops == ("a", "b")
     assert sampling(chat(top_k=-1)).top_k == 0
@@ -249,12 +248,12 @@ def test_the_index_of_a_bad_id_is_named():
     ("fields", "retention"),
     [
         ({}, None),
-        ({"priority": 0, "keep_s": 60}, None),
-        ({"priority": -5}, None),
+        ({"keep_priority": 0, "keep_s": 60}, None),
+        ({"priority": 5}, None),
         ({"keep_for": "acme"}, None),
-        ({"priority": 3}, Retention(3)),
+        ({"keep_priority": 3}, Retention(3)),
         ({"keep_s": 60}, Retention(1, 60.0)),
-        ({"priority": 2, "keep_s": 0.5, "keep_for": "acme"}, Retention(2, 0.5, "acme")),
+        ({"keep_priority": 2, "keep_s": 0.5, "keep_for": "acme"}, Retention(2, 0.5, "acme")),
     ],
 )
 def test_what_is_to_be_kept(fields, retention):
@@ -263,7 +262,11 @@ def test_what_is_to_be_kept(fields, retention):
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"priority": 1001}, "priority"), ({"priority": -1001}, "priority"), ({"keep_s": 0}, "keep_s")],
+    [
+        ({"keep_priority": 1001}, "keep_priority"),
+        ({"keep_priority": -1}, "keep_priority"),
+        ({"keep_s": 0}, "keep_s"),
+    ],
 )
 def test_what_cannot_be_kept(fields, param):
     with pytest.raises(ApiError) as raised:

@@ -114,6 +114,17 @@ def test_logprobs_are_the_models_own():
     assert len(sampler(temperature=0.0, logprobs=99).choose(LOGITS).top_logprobs) == 6
 
 
+def test_scores_that_are_no_numbers_are_an_error_of_their_row():
+    rows = torch.stack([LOGITS, torch.full_like(LOGITS, float("nan")), LOGITS, LOGITS])
+    overflow = {"temperature": 1.0, "repetition_penalty": 1e-45, "prompt": [0]}
+    samplers = [sampler(temperature=0.0), sampler(), sampler(**overflow), sampler(temperature=0.0)]
+    first, *errors, last = choose_all(rows, samplers)
+    assert (first.token_id, last.token_id) == (0, 0)
+    assert [str(error) for error in errors] == [
+        f"the model's highest score is {score}: no token can be chosen" for score in ("nan", "inf")
+    ]
+
+
 def test_choosing_leaves_the_logits_as_they_are():
     logits = LOGITS.clone()
     sampler(

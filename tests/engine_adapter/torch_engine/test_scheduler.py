@@ -21,12 +21,12 @@ class Desk:
         self.world = World(blocks)
         self.scheduler = Scheduler(self.world.cache, max_num_seqs=max_num_seqs, prefill_chunk=prefill_chunk)
 
-    def add(self, name, tokens, limit=100, ends=()):
+    def add(self, name, tokens, limit=100, ends=(), priority=0):
         params = SamplingParams(temperature=0.0)
         sampler = Sampler(
             params, array("i", tokens), ends=frozenset(), vocab_size=10, seed=0, device=torch.device("cpu")
         )
-        request = GenerationRequest(name, array("i", tokens), params)
+        request = GenerationRequest(name, array("i", tokens), params, priority=priority)
         active = Active(request, lambda outputs: None, sampler, ends=frozenset(ends), limit=limit)
         self.scheduler.add(active)
         return active
@@ -98,6 +98,25 @@ def test_the_youngest_gives_way_and_comes_back_first():
     assert "c" in [active.request.request_id for active in desk.scheduler.waiting]
     names = [active.request.request_id for active in (*desk.scheduler.running, *desk.scheduler.waiting)]
     assert names == ["a", "b", "c"]
+
+
+def test_the_lowest_priority_value_runs_first():
+    desk = Desk(max_num_seqs=1)
+    desk.add("running", tokens(3))
+    desk.step()
+    for name, priority in (("a", 0), ("later", 5), ("b", 0), ("first", -1)):
+        desk.add(name, tokens(3), priority=priority)
+    assert [active.request.request_id for active in desk.scheduler.waiting] == ["first", "a", "b", "later"]
+    assert desk.step() == [("running", 1, False)]  # what runs is not stopped
+
+
+def test_the_highest_priority_value_gives_way():
+    desk = Desk(blocks=5)
+    desk.add("a", tokens(7), priority=1)
+    desk.add("b", tokens(3, 50))
+    while not desk.scheduler.preemptions:
+        desk.step()
+    assert [active.request.request_id for active in desk.scheduler.running] == ["b"]
 
 
 def test_a_preempted_request_is_recomputed_and_not_first_again():

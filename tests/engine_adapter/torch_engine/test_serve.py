@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from typer.testing import CliRunner
 
 from engine_adapter import EngineSpecError
 from engine_adapter.torch_engine.serve import ServeOptions, app, serve_engine
 from tests.engines import running_engine
+
+sys.path.insert(0, str(Path(__file__).parent))
+import failing_engine as failing
 
 STOP_S = 30
 
@@ -45,12 +52,65 @@ def test_it_ends_when_its_parent_does(log):
         assert engine.process.wait(STOP_S) == 0
 
 
+def failing_engine(log):
+    return running_engine(log, "--kv-blocks", "64", program=[str(Path(failing.__file__))])
+
+
+def complete(client, first, **fields):
+    body = {"prompt": [first, *range(20)], "max_tokens": 40, "temperature": 0, "ignore_eos": True} | fields
+    return client.post("/v1/completions", json=body)
+
+
+def test_a_request_that_fails_is_a_500_not_to_be_retried_and_the_others_go_on(log):
+    with failing_engine(log) as engine, httpx.Client(base_url=engine.url, trust_env=False) as client:
+        alone = complete(client, 5).json()["choices"]
+        with ThreadPoolExecutor() as pool:
+            good = pool.submit(complete, client, 5, cache_salt="beside")
+            failed = pool.submit(complete, client, failing.FAILS)
+            streamed = pool.submit(complete, client, failing.FAILS, stream=True)
+        for response in (failed.result(), streamed.result()):
+            assert response.status_code == 500
+            assert response.headers["x-should-retry"] == "false"
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("server_error", "request_failed")
+            assert "index out of range" in error["message"]
+        assert good.result().json()["choices"] == alone
+        assert client.get("/health").status_code == 200
+
+
+def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event(log):
+    with failing_engine(log) as engine, httpx.Client(base_url=engine.url, trust_env=False) as client:
+        response = complete(client, failing.FAILS_LATER, stream=True)
+        assert response.status_code == 200
+        *chunks, error, end = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+        assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+        assert json.loads(error)["error"]["code"] == "request_failed"
+        assert json.loads(error)["error"]["type"] == "server_error"
+        assert end == "[DONE]"
+        with pytest.raises(openai.APIError, match="index out of range"):
+            list(
+                openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none").completions.create(
+                    model="kvpin-tiny", prompt=[failing.FAILS_LATER, *range(20)], max_tokens=60, stream=True
+                )
+            )
+
+
+def test_a_broken_device_ends_the_process_so_that_it_is_started_again(log):
+    with failing_engine(log) as engine, httpx.Client(base_url=engine.url, trust_env=False) as client:
+        response = complete(client, failing.BREAKS_THE_DEVICE)
+        assert response.status_code == 500
+        assert response.headers["x-should-retry"] == "false"
+        assert engine.process.wait(STOP_S) == 1
+        assert "the engine died and must be started again: AcceleratorError: CUDA error" in log.read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--tokens-per-block", "12"], "power of two"),
         (["--kv-blocks", "5", "--kv-bytes", "5"], "kv_blocks and kv_bytes"),
         (["--kv-blocks", "0"], "kv_blocks"),
+        (["--pin-share", "2"], "pin_share is 2"),
     ],
 )
 def test_options_that_cannot_be(flags, said):

@@ -86,7 +86,10 @@ async def test_metrics(client):
         (HELLO | {"stop": ["", "a"]}, "stop"),
         (HELLO | {"n": 2}, "n"),
         (HELLO | {"tools": "x"}, "tools"),
-        (HELLO | {"priority": 10**9}, "priority"),
+        (HELLO | {"keep_priority": 10**9}, "keep_priority"),
+        (HELLO | {"stop_token_ids": [5, 10**6], "min_tokens": 2}, "stop_token_ids[1]"),
+        (HELLO | {"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        (HELLO | {"stop_token_ids": list(range(4096)), "min_tokens": 1}, "stop_token_ids"),
     ],
 )
 async def test_bad_chats_name_the_field(client, body, param):

@@ -1,0 +1,58 @@
+"""The computation of one step: a request that fails costs no other request its answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from engine_adapter.torch_engine.runner import Runner, Work
+from engine_adapter.torch_engine.sampling import Choice, choose_all
+from engine_adapter.torch_engine.scheduler import Item
+
+Outcome = Choice | Exception | None
+"""Of one item: the next token, what went wrong, or None while its prompt is not computed to its end."""
+
+_log = logging.getLogger("kvpin.engine")
+_DEVICE_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS_", "HIP error")
+
+
+def is_fatal(error: Exception) -> bool:
+    """True for an error of the device. It stays broken for as long as the process lives, with its KV."""
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_ERRORS)
+
+
+def compute(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
+    """The outcome of each item, in order.
+
+    When a step fails, its items run one by one: only those that fail alone have failed. That repeats no
+    choice: tokens are chosen after the step has run. KV that was written already is written again.
+
+    Raises:
+        Exception: the device is broken, see `is_fatal`; nothing can run on it any more.
+    """
+    try:
+        return _run(runner, items)
+    except Exception as error:
+        if is_fatal(error):
+            raise
+        if len(items) == 1:
+            return [error]
+        _log.warning("a step of %d requests failed (%r): running them one by one", len(items), error)
+    return [outcome for item in items for outcome in compute(runner, [item])]
+
+
+def _run(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
+    work = [
+        Work(item.active.sequence, item.count, item.completes, item.active.request.embeddings)
+        for item in items
+    ]
+    chosen = iter(choose_all(runner.run(work), [item.active.sampler for item in items if item.completes]))
+    outcomes: list[Outcome] = [next(chosen) if item.completes else None for item in items]
+    for outcome in outcomes:
+        if isinstance(outcome, Exception) and is_fatal(outcome):
+            raise outcome
+    return outcomes
