@@ -41,7 +41,7 @@ from engine_adapter.managed import (
     prepare_managed,
 )
 from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.registry import ENGINE_KINDS, make_adapter
+from engine_adapter.registry import ENGINE_KINDS, check_kind, make_adapter
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,
@@ -105,6 +105,7 @@ __all__ = [
     "ViewCurrent",
     "ViewLost",
     "check_command",
+    "check_kind",
     "common_prefix",
     "detect_kind",
     "health_path",

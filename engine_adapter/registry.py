@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 
 from engine_adapter.base import EngineAdapter
@@ -30,7 +31,15 @@ ENGINE_KINDS = tuple(_ADAPTERS)
 
 def make_adapter(spec: EngineSpec) -> EngineAdapter:
     """The adapter for `spec`; raises EngineSpecError for a kind that does not exist."""
-    factory = _ADAPTERS.get(spec.kind)
-    if factory is None:
-        raise EngineSpecError(f"unknown engine kind {spec.kind!r}: use one of {', '.join(ENGINE_KINDS)}")
-    return factory(spec)
+    check_kind(spec.kind)
+    return _ADAPTERS[spec.kind](spec)
+
+
+def check_kind(kind: str) -> None:
+    """Raises EngineSpecError, with the nearest name, for a kind that does not exist."""
+    if kind in _ADAPTERS:
+        return
+    near = [known for known in ENGINE_KINDS if kind and known.startswith(kind)]
+    near = near or difflib.get_close_matches(kind, ENGINE_KINDS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? It can be" if near else "use"
+    raise EngineSpecError(f"unknown engine kind {kind!r}: {hint} one of {', '.join(ENGINE_KINDS)}")
