@@ -56,7 +56,9 @@ class Grid:
             hidden.append(self.less[len(hidden)])
         table = self._table(hidden)
         table.show_header = header
-        out.print(table, width=max(out.width, self._width(hidden)), crop=False)
+        terminal, out.width = out.width, max(out.width, self._width(hidden))
+        out.print(table, crop=False)
+        out.width = terminal
         if hidden:
             out.print(f"no room for: {', '.join(hidden)} (--json shows everything)", style="dim")
 
