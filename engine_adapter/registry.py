@@ -73,7 +73,8 @@ def check_kind(kind: str) -> None:
     """Raises EngineSpecError, with the nearest name, for a kind that does not exist."""
     if kind in _KINDS:
         return
-    near = difflib.get_close_matches(kind, ENGINE_KINDS, n=1, cutoff=0.5)
+    near = [known for known in ENGINE_KINDS if kind and known.startswith(kind)]
+    near = near or difflib.get_close_matches(kind, ENGINE_KINDS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? It can be" if near else "use"
     raise EngineSpecError(f"unknown engine kind {kind!r}: {hint} one of {', '.join(ENGINE_KINDS)}")
 

@@ -10,6 +10,7 @@ import argparse
 import time
 
 from openai import OpenAI
+from shared import cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)
-    model = client.models.list().data[0].id
+    model = first_model(client)
     talks = [[{"role": "user", "content": document(number)}] for number in range(arguments.talks)]
     for turn in range(arguments.rounds):
         for number, messages in enumerate(talks):
@@ -30,7 +31,7 @@ def main() -> None:
                 model=model, messages=messages, max_tokens=16, temperature=0
             )
             usage = answer.usage
-            cached = usage.prompt_tokens_details.cached_tokens
+            cached = cached_tokens(usage)
             print(f"turn {turn}, talk {number}: {cached:4} of {usage.prompt_tokens} prompt tokens cached")
             messages.append({"role": "assistant", "content": answer.choices[0].message.content})
             messages.append({"role": "user", "content": "And what does the next entry say?"})
@@ -43,4 +44,5 @@ def document(number: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -10,6 +10,7 @@ import time
 
 import httpx
 from openai import OpenAI
+from shared import cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     client = OpenAI(base_url=f"{arguments.url}/v1", api_key=arguments.api_key)
-    model = client.models.list().data[0].id
+    model = first_model(client)
     report = f"Log {time.time_ns()}: " + " ".join(f"entry {n} was fine." for n in range(300))
     messages = [{"role": "user", "content": f"{report}\n\nWhat went wrong?"}]
 
@@ -55,7 +56,7 @@ def ask(client: OpenAI, model: str, messages: list[dict[str, str]], name: str) -
             first_s = first_s or time.perf_counter() - started
             text += chunk.choices[0].delta.content
         if chunk.usage:
-            cached = chunk.usage.prompt_tokens_details.cached_tokens
+            cached = cached_tokens(chunk.usage)
     print(f"{name:8} first token after {(first_s or 0) * 1000:.1f} ms, {cached} tokens cached")
     return text
 
@@ -72,4 +73,5 @@ def show_tiers(admin: httpx.Client) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -6,6 +6,7 @@ python examples/openai_chat.py [--base-url http://127.0.0.1:8000/v1] [--api-key 
 import argparse
 
 from openai import OpenAI
+from shared import cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
@@ -16,7 +17,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)
-    model = client.models.list().data[0].id
+    model = first_model(client)
     messages = [
         {"role": "system", "content": "You are a helpful assistant."},
         {"role": "user", "content": "Name three uses of a lighthouse."},
@@ -24,7 +25,7 @@ def main() -> None:
 
     answer = client.chat.completions.create(model=model, messages=messages, max_tokens=32)
     print(f"{model}: {answer.choices[0].message.content}")
-    print(f"prompt tokens {answer.usage.prompt_tokens}, of them cached {cached(answer.usage)}")
+    print(f"prompt tokens {answer.usage.prompt_tokens}, of them cached {cached_tokens(answer.usage)}")
 
     stream = client.chat.completions.create(
         model=model,
@@ -37,14 +38,9 @@ def main() -> None:
         if chunk.choices and chunk.choices[0].delta.content:
             print(chunk.choices[0].delta.content, end="", flush=True)
         if chunk.usage:
-            print(f"\nprompt tokens {chunk.usage.prompt_tokens}, of them cached {cached(chunk.usage)}")
-
-
-def cached(usage: object) -> int:
-    """Reused prompt tokens of an answer."""
-    details = getattr(usage, "prompt_tokens_details", None)
-    return (details.cached_tokens or 0) if details else 0
+            print(f"\nprompt tokens {chunk.usage.prompt_tokens}, of them cached {cached_tokens(chunk.usage)}")
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 from openai import OpenAI
 from safetensors.numpy import save
+from shared import cached_tokens, first_model, one_line_errors
 
 ROWS = 32
 
@@ -46,7 +47,7 @@ def main() -> None:
             print(f"table {tables[-1]['table_id']}, extra id {tables[-1]['extra_id']}")
 
     client = OpenAI(base_url=f"{arguments.url}/v1", api_key=arguments.api_key)
-    model = client.models.list().data[0].id
+    model = first_model(client)
     virtual = [arguments.vocab_size + row for row in range(ROWS)]
     text = list(range(100, 120))
     for name, chosen, ids in (
@@ -61,9 +62,10 @@ def main() -> None:
             temperature=0,
             extra_body={"prompt_table": chosen["table_id"]},
         )
-        cached = answer.usage.prompt_tokens_details.cached_tokens
+        cached = cached_tokens(answer.usage)
         print(f"{name:20} cached {cached:3} of {answer.usage.prompt_tokens}: {answer.choices[0].text!r}")
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -10,10 +10,12 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 
 from openai import OpenAI
+from shared import cached_tokens, first_model, one_line_errors
 
 QUESTIONS = (
     "Which station has the highest reading? Answer with its name.",
@@ -60,12 +62,13 @@ def ask(client: OpenAI, model: str, document: str, question: str, max_tokens: in
             times.append(time.perf_counter())
         usage = chunk.usage or usage
     gaps = [after - before for before, after in itertools.pairwise(times)]
-    details = getattr(usage, "prompt_tokens_details", None)
+    if not times:
+        sys.exit(f"{model} answered without any text: time to first token cannot be measured.")
     return Timing(
         ttft_s=times[0] - started,
         inter_token_s=statistics.median(gaps) if gaps else 0.0,
         prompt_tokens=usage.prompt_tokens if usage else 0,
-        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        cached_tokens=cached_tokens(usage),
     )
 
 
@@ -84,7 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)
-    model = arguments.model or client.models.list().data[0].id
+    model = arguments.model or first_model(client)
     # One short request first, so that connections and lazy initialisation are not counted.
     ask(client, model, "warm-up", "Ready?", 2)
     document = table(arguments.rows, arguments.seed)
@@ -112,4 +115,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -10,6 +10,7 @@ import argparse
 import time
 
 from openai import OpenAI
+from shared import cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
@@ -22,15 +23,16 @@ def main() -> None:
     document = f"Contract {time.time_ns()}. " + " ".join(f"Clause {n} holds." for n in range(100))
     for name, key in (("first", arguments.keys[0]), ("second", arguments.keys[1])):
         client = OpenAI(base_url=arguments.base_url, api_key=key)
-        model = client.models.list().data[0].id
+        model = first_model(client)
         for turn in (1, 2):
             answer = client.chat.completions.create(
                 model=model, messages=[{"role": "user", "content": document}], max_tokens=4, temperature=0
             )
             usage = answer.usage
-            cached = usage.prompt_tokens_details.cached_tokens
+            cached = cached_tokens(usage)
             print(f"{name} tenant, request {turn}: {cached} of {usage.prompt_tokens} prompt tokens cached")
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

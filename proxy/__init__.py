@@ -1,7 +1,8 @@
 """kvpin: an OpenAI-compatible reverse proxy that makes the KV caches of serving engines count.
 
 flow.py    the read path: start here
-app.py     builds everything and runs it
+app.py     builds everything
+server.py  runs it: the port, signals, an orderly stop
 api/       HTTP: the data plane (/v1), the admin API, health and metrics
 request/   one request: the call, its tenant and session, its record, sending it on
 prompt/    body → token ids and extra ids

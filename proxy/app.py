@@ -2,34 +2,29 @@
 
     settings → fleet, tables, tenants → ingest → monitor → flow → data plane, admin, ops → one ASGI app
 
-`serve` runs it: binds the port first, so that a taken one is told before anything is started.
+`server.py` runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import structlog
-import uvicorn
-import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount
 
 from engine_adapter import (
-    ENGINE_KINDS,
-    AiohttpTransport,
     EngineError,
     EngineSpecError,
     Transport,
+    check_kind,
     make_adapter,
     prepare_managed,
 )
@@ -37,7 +32,6 @@ from proxy import errors
 from proxy.api.admin import Control, admin_routes
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle, handle_http
-from proxy.api.http1 import Http1Protocol
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.core.pins import PinBook
@@ -46,8 +40,6 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.flow import Flow
-from proxy.observe.banner import Banner
-from proxy.observe.logs import configure_logs
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
 from proxy.process.managed import ManagedEngine
@@ -55,7 +47,7 @@ from proxy.prompt import MediaUuids, PromptTables
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
-from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
+from proxy.settings import EngineSettings, ManagedSettings, Settings
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -129,17 +121,27 @@ class Proxy:
             self.monitor.watch(engine)
 
     async def stop(self) -> None:
-        """Ends adapters, then background work, then the engines, then connections."""
+        """Closes adapters, then background work, then the engines kvpin started, then connections.
+
+        A failure of one is logged and does not keep the others from being closed.
+        """
         for engine in self.fleet.engines.values():
             self.monitor.forget(engine)
-        # While managed engines still run: an adapter may have KV to save.
-        await asyncio.gather(*(engine.adapter.aclose() for engine in self.fleet.engines.values()))
+        # Managed engines still run here: an adapter may have KV to save.
+        await _close_all({engine.id: engine.adapter.aclose() for engine in self.fleet.engines.values()})
         await self.tasks.stop()
         if self.recorder is not None:
             await self.recorder.aclose()
-        for process in self.managed:
-            await process.stop()
+        await _close_all({process.id: process.stop() for process in self.managed})
         await self.transport.aclose()
+
+
+async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
+    """Runs all of them side by side, by engine id."""
+    results = await asyncio.gather(*closing.values(), return_exceptions=True)
+    for engine_id, result in zip(closing, results, strict=True):
+        if isinstance(result, Exception):
+            log.error("engine not closed cleanly while kvpin stops", engine=engine_id, exc_info=result)
 
 
 def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
@@ -156,29 +158,24 @@ def check_engines(settings: Settings) -> None:
     managed = managed_engines(settings)
     engines: tuple[EngineSettings | ManagedSettings, ...] = (*settings.engines, *managed)
     for engine in engines:
-        if engine.kind not in ENGINE_KINDS:
-            raise EngineSpecError(
-                f"engine {engine.id!r} has unknown kind {engine.kind!r}: use one of {', '.join(ENGINE_KINDS)}"
-            )
-    for engine in managed:
-        try:
-            prepare_managed(engine.spec(0), engine.command)
-        except EngineSpecError as error:
-            raise EngineSpecError(f"engine {engine.id!r}: {error}") from error
+        with _named(engine.id):
+            check_kind(engine.kind)
+    for started in managed:
+        with _named(started.id):
+            prepare_managed(started.spec(0), started.command)
 
 
-def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Starlette:
-    """The ASGI application over a proxy's collaborators."""
+@contextmanager
+def _named(engine_id: str) -> Iterator[None]:
+    """Names the engine in the EngineSpecError of the block."""
+    try:
+        yield
+    except EngineSpecError as error:
+        raise EngineSpecError(f"engine {engine_id!r}: {error}") from error
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        try:
-            proxy.start()
-            on_start()
-            yield
-        finally:
-            await proxy.stop()
 
+def build_app(proxy: Proxy) -> Starlette:
+    """The ASGI application over a proxy's collaborators. Starting and stopping them is the caller's."""
     control = Control(
         fleet=proxy.fleet,
         flow=proxy.flow,
@@ -204,65 +201,4 @@ def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Star
             **dict.fromkeys((errors.ProxyError, EngineError, msgspec.DecodeError), handle),
             HTTPException: handle_http,
         },
-        lifespan=lifespan,
     )
-
-
-def serve(settings: Settings) -> int:
-    """Runs the proxy until SIGTERM or SIGINT; returns the exit status."""
-    configure_logs(settings.logs)
-    try:
-        check_engines(settings)
-    except EngineSpecError as error:
-        sys.stderr.write(f"kvpin: {error}\n")
-        return 2
-    try:
-        listener = listen(settings.host, settings.port)
-    except OSError as error:
-        # What Python adds in brackets says the address once more.
-        reason = (error.strerror or str(error)).partition(" (")[0]
-        sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}\n")
-        return 1
-    if not settings.reuse:
-        log.warning(
-            "KV cache reuse is off: plain least-loaded balancing. Turn it on: ENABLE_KV_CACHE_REUSE=1"
-        )
-    # uvicorn drains on these and then raises them again, for handlers that stood before its own.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(settings, listener))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
-
-
-async def _run(settings: Settings, listener: socket.socket) -> int:
-    transport = AiohttpTransport()
-    try:
-        proxy = Proxy(settings, transport)
-    except SettingsError as error:
-        await transport.aclose()
-        sys.stderr.write(f"kvpin: {error}\n")
-        return 2
-    host, port = listener.getsockname()[:2]
-    banner = Banner(proxy.fleet, host, port, reuse=settings.reuse)
-    banner.print_addresses()
-    app = build_app(proxy, on_start=lambda: proxy.tasks.start("banner", banner.print_when_ready()))
-    config = uvicorn.Config(
-        app,
-        http=Http1Protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,  # an address a client claims must not open the admin API
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=round(settings.graceful_shutdown_s),
-    )
-    server = uvicorn.Server(config)
-    await server.serve(sockets=[listener])
-    return 0 if server.started else 1

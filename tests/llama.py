@@ -24,9 +24,33 @@ START_S = 60.0
 STOP_S = 30.0
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Builds llama-server before the tests that need it: the build takes longer than a test may."""
+    if session.config.option.collectonly or not any(map(_needs_llama, session.items)):
+        return
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():  # the build says that it takes ten minutes
+        # Where it fails, so does each test that needs it, with the reason.
+        subprocess.run([ROOT / "scripts" / "llama-server"], stdout=subprocess.DEVNULL, check=False)
+
+
+def _needs_llama(item: pytest.Item) -> bool:
+    """Whether a test may start a server: it uses a fixture of this file, or a file that starts some."""
+    if not isinstance(item, pytest.Function):
+        return False
+    fixtures = [made for all_made in item._fixtureinfo.name2fixturedefs.values() for made in all_made]
+    files = [vars(item.module)]
+    for made in fixtures:
+        if made.func.__module__ != __name__:
+            files.append(made.func.__globals__)
+        elif made.argname in ("llama", "start_llama"):
+            return True
+    return any(not {"llama_server", "running_llama_server", "llama_world"}.isdisjoint(file) for file in files)
+
+
 @functools.cache
 def llama_server() -> str:
-    """Path of the binary; built on first use, which takes minutes. A failing build fails the test."""
+    """Path of the binary. A failing build fails the test."""
     build = subprocess.run([ROOT / "scripts" / "llama-server"], capture_output=True, text=True, check=False)
     if build.returncode:
         pytest.fail(f"scripts/llama-server ended with {build.returncode}:\n{build.stderr}", pytrace=False)

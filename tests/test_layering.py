@@ -23,7 +23,7 @@ SOURCES = sorted(
 )
 
 
-@pytest.mark.parametrize("module", ["proxy", "proxy.app", "proxy.cli", "engine_adapter"])
+@pytest.mark.parametrize("module", ["proxy", "proxy.server", "proxy.cli", "engine_adapter"])
 def test_importing_loads_neither_torch_nor_transformers(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, cwd=ROOT)

@@ -93,5 +93,7 @@ async def handle_http(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such route, wrong method), in the same shape."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"{request.method} {request.url.path}: {getattr(error, 'detail', 'failed').lower()}"
+    if status == 404 and not request.url.path.startswith("/admin"):  # noqa: PLR2004 - HTTP
+        message += f". OpenAI's API is under /v1: set base_url to {request.base_url}v1"
     body = error_body(message, kind="invalid_request_error", code="not_found" if status == 404 else None)  # noqa: PLR2004 - HTTP
     return Response(body, status, getattr(error, "headers", None), media_type="application/json")

@@ -6,16 +6,25 @@ from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 
+_ROOT = """\
+kvpin: an OpenAI-compatible proxy that routes requests by KV cache
+
+{base}v1             OpenAI's API: set base_url to this
+{base}admin/v1       the admin API; `kvpin stats` and other commands use it
+{base}health         200 while kvpin runs; {base}health/ready: 200 while engines take requests
+{base}metrics        Prometheus metrics
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """`/health/live`, `/health/ready`, `/metrics`."""
+    """`/`, `/health`, `/health/live`, `/health/ready`, `/metrics`."""
 
     fleet: Fleet
     metrics: Metrics
@@ -23,10 +32,16 @@ class Ops:
     def routes(self) -> list[Route]:
         """The routes to mount at the root."""
         return [
+            Route("/", self.root),
+            Route("/health", self.live),
             Route("/health/live", self.live),
             Route("/health/ready", self.ready),
             Route("/metrics", self.page),
         ]
+
+    async def root(self, request: Request) -> Response:
+        """Where to find what, for a person with a browser."""
+        return PlainTextResponse(_ROOT.format(base=request.base_url))
 
     async def live(self, _request: Request) -> Response:
         """200 while the process serves."""

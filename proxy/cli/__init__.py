@@ -1,8 +1,12 @@
 """The command line. Importing it is quick: a server, torch and transformers load when they are run.
 
-main.py      the commands             serve.py     kvpin serve, kvpin engine
-admin.py     clients of the admin API targets.py   options that say what to act on
-client.py    HTTP, errors, progress   tables.py    answers as tables
+main.py       the commands
+serve.py      kvpin serve, kvpin engine
+doctor.py     kvpin doctor                  replay.py  kvpin replay
+admin.py      clients of the admin API      targets.py  options that name what to act on
+client.py     one call of the admin API, and its errors in terms of flags
+tables.py     answers as tables             decisions.py  placements and requests as tables
+grid.py       a table that fits the terminal
 """
 
 from proxy.cli.main import main

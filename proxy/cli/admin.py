@@ -77,7 +77,7 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Compute a prefix before it is needed."""
-    body = target.body() | ({"engines": "all"} if all_engines else {})
+    body = target.body(needs_prefix=True) | ({"engines": "all"} if all_engines else {})
     _run(AdminClient(url, admin_key), "warm", body, as_json)
 
 
@@ -90,7 +90,7 @@ def pin(
     as_json: JsonOption = False,
 ) -> None:
     """Protect a prefix from eviction for a time."""
-    _run(AdminClient(url, admin_key), "pin", target.body() | {"ttl_s": ttl}, as_json)
+    _run(AdminClient(url, admin_key), "pin", target.body(needs_prefix=True) | {"ttl_s": ttl}, as_json)
 
 
 def unpin(

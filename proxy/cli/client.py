@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,15 @@ import typer
 DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = 0.2
 TIMEOUT_S = 75.0
+# Fields of the admin API → flags; other fields come from arguments without a flag.
+_SAME = ("prompt", "token_ids", "prompt_cache_key", "engine", "tenant", "model", "cache_salt", "all", "limit")
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME} | {
+    "messages": "--messages-file",
+    "ttl_s": "--ttl",
+}
+# Fields as messages name them: as a path, and by names that are no English words.
+_PATH = re.compile(r"`\$\.(\w+)([^`]*)`")
+_FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s)\b")
 
 UrlOption = Annotated[
     str, typer.Option("--url", envvar="KVPIN_URL", metavar="URL", help="Where kvpin listens.")
@@ -73,9 +83,9 @@ class AdminClient:
                 method, address, headers=headers, timeout=TIMEOUT_S, trust_env=False, **options
             )
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            fail(f"{self.url!r} is no address: {error}")
+            fail(f"--url {self.url!r} is not an address: {error}")
         except httpx.ConnectError:
-            fail(f"nothing answers at {self.url}: is kvpin running there? (--url or KVPIN_URL says where)")
+            fail(f"nothing answers at {self.url}: start kvpin, or name its address (--url or KVPIN_URL)")
         except httpx.HTTPError as error:
             fail(f"{self.url}: {str(error) or type(error).__name__}")
         if answer.is_error:
@@ -95,11 +105,21 @@ def print_json(value: object) -> None:
 
 
 def _error_of(answer: httpx.Response) -> str:
-    """The message of an error in OpenAI's shape, with its field; else the status."""
+    """The message of an error in OpenAI's shape, in terms of flags; without a message, the status."""
     try:
         error = answer.json()["error"]
         message, param = str(error["message"]), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{answer.request.url}: {answer.status_code} {answer.reason_phrase}"
-    named = f" [{param}]" if param and str(param) not in message else ""
-    return f"{message}{named} ({answer.status_code})"
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        return "the admin key is missing or wrong: use --admin-key or KVPIN_ADMIN_KEY (401)"
+    return f"{_with_flags(message, param)} ({answer.status_code})"
+
+
+def _with_flags(message: str, param: object) -> str:
+    """A message of the admin API with the flags of this program in place of the API's fields."""
+    message = _PATH.sub(lambda match: _FLAGS.get(match[1], match[1]) + match[2], message)
+    message = _FIELD.sub(lambda match: _FLAGS[match[0]], message)
+    field = re.split(r"[.\[]", param)[0] if isinstance(param, str) else ""
+    flag = _FLAGS.get(field)
+    return message if flag is None or flag in message or field in message else f"{message} ({flag})"

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli.tables import add_row, console, new_table
+from proxy.cli.grid import Grid, console
 
 # Terms of a cost, and the columns they stand in: eighty characters hold them all but the one that is left out
 # while it is nothing.
@@ -34,10 +34,12 @@ def show_route(route: dict[str, Any]) -> None:
 
 def show_requests(requests: list[dict[str, Any]]) -> None:
     """One line a request."""
-    table = new_table("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took")
+    table = Grid(
+        ("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took"),
+        less=("predicted", "first byte", "tokens", "took"),
+    )
     for request in requests:
-        add_row(
-            table,
+        table.add(
             request["request_id"],
             request["engine"] or "",
             str(request["status"] or request["error"] or ""),
@@ -45,7 +47,7 @@ def show_requests(requests: list[dict[str, Any]]) -> None:
             _ms(request["first_byte_s"]),
             _ms(request["duration_s"]),
         )
-    console().print(table)
+    table.print(console())
 
 
 def show_request(request: dict[str, Any]) -> None:
@@ -76,20 +78,18 @@ def _show_costs(
 ) -> None:
     """The terms of every engine, in milliseconds."""
     if decision["rule"] == "least loaded":
-        table = new_table("engine", "in flight")
+        table = Grid(("engine", "in flight"))
         for cost in costs:
-            add_row(table, _bold(cost["engine"], cost["engine"] == chosen), str(cost["in_flight"]))
-        out.print(table)
+            table.add(_bold(cost["engine"], cost["engine"] == chosen), str(cost["in_flight"]))
+        table.print(out)
         return
-    table = new_table("engine")
-    table.padding = (0, 1, 0, 0)
     shown = [name for name in _TERMS if name != _RARE or any(cost[name] for cost in costs)]
-    for title in ("cached", *map(_TERMS.__getitem__, shown)):
-        table.add_column(title, justify="right", no_wrap=True)
+    numbers = ("cached", *map(_TERMS.__getitem__, shown))
+    table = Grid(("engine", *numbers), numbers=numbers, gap=1)
     for cost in sorted(costs, key=lambda cost: (cost["engine"] != chosen, cost["total_s"])):
         terms = (_milliseconds(cost[name]) for name in shown)
-        add_row(table, _bold(cost["engine"], cost["engine"] == chosen), f"{cost['cached_tokens']:,}", *terms)
-    out.print(table)
+        table.add(_bold(cost["engine"], cost["engine"] == chosen), f"{cost['cached_tokens']:,}", *terms)
+    table.print(out)
     strain = f"{decision['utilisation']:.0%} utilisation, prefill counts {decision['strain']:.1f} times"
     out.print(f"tokens of {n_tokens}; milliseconds; {strain}", style="dim")
 

@@ -91,7 +91,7 @@ def serve(
     except SettingsError as error:
         typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(2) from error
-    from proxy.app import serve as run  # noqa: PLC0415 - likewise
+    from proxy.server import serve as run  # noqa: PLC0415 - likewise
 
     raise typer.Exit(run(settings))
 

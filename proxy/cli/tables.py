@@ -8,26 +8,22 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 from rich.text import Text
+
+from proxy.cli.grid import Grid, console
 
 _STATE_STYLES = {"ready": "green", "done": "green", "precise": "green", "failed": "red", "down": "red"}
 
 
-def console() -> Console:
-    """Standard output; tables keep their width when it is no terminal."""
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=160)
-
-
 def show_engines(engines: list[dict[str, Any]]) -> None:
     """One line an engine."""
-    table = new_table(
-        "engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error"
+    table = Grid(
+        ("engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error"),
+        text="last error",
+        less=("served", "kind", "view", "in flight", "model"),
     )
     for engine in engines:
-        add_row(
-            table,
+        table.add(
             engine["id"],
             engine["kind"],
             engine["url"],
@@ -38,23 +34,22 @@ def show_engines(engines: list[dict[str, Any]]) -> None:
             str(engine["served"]),
             engine["last_error"] or "",
         )
-    console().print(table)
+    table.print(console())
 
 
 def show_stats(stats: dict[str, Any]) -> None:
     """Pools, engines, pins, totals."""
     out = console()
     for pool in stats["pools"]:
-        table = new_table(
-            "engine", "state", "view", "gpu", "host", "disk", "in flight", "served", "exact", "cached"
-        )
-        table.title = Text(
-            f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens known"
+        table = Grid(
+            ("engine", "state", "view", "gpu", "host", "disk", "in flight", "served", "exact", "cached"),
+            text="view",
+            less=("disk", "host", "served", "cached", "exact"),
+            title=f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens",
         )
         for engine in pool["engines"]:
             audit, blocks = engine["audit"], engine["blocks"]
-            add_row(
-                table,
+            table.add(
                 engine["id"],
                 _state(engine["state"]),
                 _state(engine["trust"], f" ({engine['why']})"),
@@ -64,7 +59,7 @@ def show_stats(stats: dict[str, Any]) -> None:
                 f"{audit['exact']} of {audit['checked']}",
                 f"{audit['reported_tokens']} tokens",
             )
-        out.print(table)
+        table.print(out)
         if pool["tokenisation"] is not None:
             out.print(pool["tokenisation"]["detail"], markup=False)
         for engine in pool["engines"]:
@@ -73,18 +68,17 @@ def show_stats(stats: dict[str, Any]) -> None:
         out.print("not connected:")
         show_engines(stats["unconnected"])
     if stats["pins"]:
-        table = new_table("pin", "target", "engines", "blocks", "ends in")
+        table = Grid(("pin", "target", "engines", "blocks", "ends in"), text="engines")
         for pin in stats["pins"]:
             engines = ", ".join(pin["engines"])
-            add_row(
-                table,
+            table.add(
                 pin["pin_id"],
                 pin["target"],
                 engines,
                 str(pin["blocks"]),
                 f"{pin['expires_in_s']:.0f} s",
             )
-        out.print(table)
+        table.print(out)
     totals = stats["totals"]
     out.print(
         f"{totals['ready']} of {totals['engines']} engines ready, {totals['in_flight']} requests in flight, "
@@ -96,13 +90,13 @@ def _show_slots(out: Console, engine: dict[str, Any]) -> None:
     """The slots and files of an engine that has some, and what stands in its way."""
     kv = engine["kv"]
     if kv.get("slots"):
-        table = new_table("slot", "tokens", "unknown", "in a file", "runs", "pinned for")
-        table.title = Text(f"slots of {engine['id']}")
+        columns = ("slot", "tokens", "unknown", "in a file", "runs", "pinned for")
+        table = Grid(columns, title=f"slots of {engine['id']}")
         for slot in kv["slots"]:
             counts = (str(slot[name]) for name in ("id", "tokens", "unknown", "saved"))
             pinned = f"{slot['pinned_s']:.0f} s" if slot["pinned_s"] else ""
-            add_row(table, *counts, slot["operation"] or "", pinned)
-        out.print(table)
+            table.add(*counts, slot["operation"] or "", pinned)
+        table.print(out)
     for tier, held in kv.get("files", {}).get("tiers", {}).items():
         out.print(
             f"{engine['id']}: {held['entries']} files on {tier}, "
@@ -115,11 +109,11 @@ def _show_slots(out: Console, engine: dict[str, Any]) -> None:
 def show_operation(operation: dict[str, Any]) -> None:
     """What an operation did, by engine."""
     out = console()
-    table = new_table("engine", "verb", "state", "blocks", "bytes", "left", "error")
+    columns = ("engine", "verb", "state", "blocks", "bytes", "left", "error")
+    table = Grid(columns, text="error", less=("verb", "bytes"))
     for part in operation["engines"]:
         left = ", ".join(f"{count} {reason}" for reason, count in part["left"].items() if count)
-        add_row(
-            table,
+        table.add(
             part["engine"],
             part["verb"],
             _state(part["state"]),
@@ -129,7 +123,7 @@ def show_operation(operation: dict[str, Any]) -> None:
             part["error"] or "",
         )
     if operation["engines"]:
-        out.print(table)
+        table.print(out)
     for name, value in operation["result"].items():
         out.print(f"{name}: {value}", markup=False)
     if operation["note"]:
@@ -139,11 +133,10 @@ def show_operation(operation: dict[str, Any]) -> None:
 def show_examination(found: dict[str, Any]) -> None:
     """An engine, and what keeps kvpin from using it fully."""
     out = console()
-    table = new_table("", "")
-    table.show_header = False
+    table = Grid(("name", "text"), text="text")
     for name, text in _of_engine(found):
-        add_row(table, Text(name, "bold"), text)
-    out.print(table)
+        table.add(Text(name, "bold"), text)
+    table.print(out, header=False)
     for number, finding in enumerate(found["findings"], 1):
         out.print(f"\n{number}. {finding['problem']}", markup=False)
         if finding["remedy"]:
@@ -189,19 +182,6 @@ def progress_bar(verb: str) -> Iterator[Any]:
                 progress.update(bars[name], completed=part["done"], total=part["total"] or None)
 
         yield show
-
-
-def new_table(*columns: str) -> Table:
-    """An empty table; long cells are folded, not cut."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def add_row(table: Table, *cells: str | Text) -> None:
-    """Adds a row; plain text is never read as markup, whoever wrote it."""
-    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
 def _state(state: str, more: str = "") -> Text:

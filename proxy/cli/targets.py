@@ -15,6 +15,14 @@ import typer
 from proxy.cli.client import fail
 
 Verb = Callable[..., None]
+# Flags that name a prompt, and with the last one a prefix → their fields.
+_PROMPTS = {
+    "--messages-file": "messages_file",
+    "--prompt": "prompt",
+    "--prompt-file": "prompt_file",
+    "--token-ids": "token_ids",
+}
+_PREFIXES = _PROMPTS | {"--prompt-cache-key": "prompt_cache_key"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +53,14 @@ class TargetOptions:
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Where several are served.")] = None
     cache_salt: Annotated[str | None, typer.Option(metavar="SALT", help="The client's cache_salt.")] = None
 
-    def body(self) -> dict[str, Any]:
-        """The target as the admin API takes it."""
+    def body(self, *, needs_prefix: bool = False) -> dict[str, Any]:
+        """The target as the admin API takes it; `needs_prefix` refuses every other kind of target."""
+        self._check(needs_prefix)
         named = ("prompt", "prompt_cache_key", "engine", "tenant", "model", "cache_salt")
         body = {name: getattr(self, name) for name in named}
         if self.everything:
             body["all"] = True
         if self.prompt_file is not None:
-            if self.prompt is not None:
-                fail("--prompt and --prompt-file exclude each other")
             body["prompt"] = _read(self.prompt_file)
         if self.token_ids is not None:
             body["token_ids"] = _token_ids(self.token_ids)
@@ -63,13 +70,28 @@ class TargetOptions:
 
     def request(self) -> dict[str, Any]:
         """The target as a data-plane request, for a dry run."""
-        body = self.body()
+        for flag, value in (("--engine", self.engine), ("--prompt-cache-key", self.prompt_cache_key)):
+            if value is not None:
+                fail(f"route takes a prompt, not {flag}: use one of {', '.join(_PROMPTS)}")
+        body = self.body(needs_prefix=True)
         if "token_ids" in body:
             body["prompt"] = body.pop("token_ids")
-        for name in ("engine", "all", "prompt_cache_key"):
-            if name in body:
-                fail(f"a dry run needs a prompt; --{name.replace('_', '-')} names none")
         return body
+
+    def _check(self, needs_prefix: bool) -> None:
+        """Exactly one target is named."""
+        prefixes = [flag for flag, name in _PREFIXES.items() if getattr(self, name) is not None]
+        given = prefixes + ["--all"] * self.everything
+        if len(given) > 1:
+            fail(f"{given[0]} and {given[1]} exclude each other: name one target")
+        if needs_prefix and not prefixes:
+            fail(f"this command needs a prefix: use one of {', '.join(_PREFIXES)}")
+        if not given and self.engine is None and self.tenant is None:
+            fail(f"name a target: use one of {', '.join(_PREFIXES)}, --engine, --tenant, --all")
+        if self.everything and (self.engine is not None or self.tenant is not None):
+            fail("--all means every engine and every tenant: leave out --engine and --tenant")
+        if self.prompt_cache_key is not None and self.cache_salt is not None:
+            fail("leave out --cache-salt: --prompt-cache-key uses the salt of that request")
 
 
 def with_target(command: Callable[..., None]) -> Verb:

@@ -39,8 +39,12 @@ class Process(Protocol):
     def starting(self) -> bool:
         """Whether it is in its first start: not well yet, and nothing is wrong."""
 
+    @property
+    def error(self) -> str | None:
+        """Why it does not run; None while nothing is wrong."""
+
     def describe(self) -> dict[str, str | int | None]:
-        """Its state, pid, port, restarts and last exit code, for people."""
+        """Its state, pid, port, restarts, last exit code and error, for people."""
 
 
 class Engine:

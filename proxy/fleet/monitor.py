@@ -140,6 +140,13 @@ class Monitor:
         """The engine is gone, and with it all that was known of its KV."""
         if engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
             log.warning("engine is lost", engine=engine.id, error=str(error) or "no answer in time")
+        elif engine.state is EngineState.CONNECTING and engine.process is None:
+            log.warning(
+                "engine is not reachable; kvpin keeps trying",
+                engine=engine.id,
+                url=engine.adapter.spec.url,
+                error=str(error) or "no answer in time",
+            )
         starting = engine.process is not None and engine.process.starting
         if engine.state is not EngineState.DRAINING and not starting:
             engine.state = EngineState.DOWN

@@ -1,4 +1,4 @@
-"""What `kvpin serve` prints on standard output: where it listens, and what to try once it is ready."""
+"""What `kvpin serve` prints on standard output: its addresses, engines that are down, a request to copy."""
 
 from __future__ import annotations
 
@@ -6,41 +6,79 @@ import asyncio
 import json
 from importlib.metadata import version
 
+from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 
 POLL_S = 0.1
 
 
 class Banner:
-    """The lines a person needs to start using kvpin."""
+    """The lines a person needs to start using kvpin.
 
-    def __init__(self, fleet: Fleet, host: str, port: int, *, reuse: bool) -> None:
+    Args:
+        fleet: the engines.
+        host: the address kvpin listens on.
+        port: its port.
+        reuse: whether requests are routed by KV cache.
+        keys: whether clients need a key.
+        is_open: whether other machines can use the engines without a key.
+    """
+
+    def __init__(
+        self, fleet: Fleet, host: str, port: int, *, reuse: bool, keys: bool = False, is_open: bool = False
+    ) -> None:
         self._fleet = fleet
         self._reuse = reuse
-        # A wildcard address is listened on, not connected to.
+        self._keys = keys
+        self._is_open = is_open
+        # A client cannot connect to a wildcard address.
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
         self._base = f"http://{name}:{port}"
 
     def print_addresses(self) -> None:
-        """Printed at once: the addresses."""
+        """Prints the addresses; called as soon as kvpin listens."""
         mode = "on" if self._reuse else "off (ENABLE_KV_CACHE_REUSE=1 turns it on)"
         _print(f"kvpin {version('kvpin')}, KV cache reuse {mode}")
         _print(f"  base_url  {self._base}/v1")
         _print(f"  admin     {self._base}/admin/v1")
+        if self._is_open:
+            _print("WARNING: other machines can use these engines, and no API key is set.")
+            _print("  Set --api-key (or KVPIN_API_KEYS), or listen on 127.0.0.1 only.")
         _print("starting engines …")
 
     async def print_when_ready(self) -> None:
-        """Printed once: the models that are served, and a request to copy."""
-        while not self._fleet.is_ready():  # noqa: ASYNC110 - a person waits for this, not a machine
+        """Prints each engine that is down, at once; then, when the others are ready, what they serve."""
+        named: set[str] = set()
+        while True:
+            for engine in self._fleet.engines.values():
+                if engine.state is EngineState.DOWN and engine.id not in named:
+                    named.add(engine.id)
+                    _print(_why_down(engine))
+            if self._fleet.is_ready():
+                break
             await asyncio.sleep(POLL_S)
         for pool in self._fleet.pools.values():
-            _print(f"ready: {pool.model} on {', '.join(pool.engines)}")
-        model = next(iter(self._fleet.pools))
+            if pool.engines:
+                _print(f"ready: {pool.model} on {', '.join(pool.engines)}")
+        self._print_request(next(iter(self._fleet.pools)))
+
+    def _print_request(self, model: str) -> None:
+        """A request to copy. It names a variable, never a key: this output may end up in a log."""
         body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
-        _print("try it:")
+        _print("try it, with one of your keys in OPENAI_API_KEY:" if self._keys else "try it:")
         _print(f"  curl {self._base}/v1/chat/completions \\")
+        if self._keys:
+            _print('    -H "authorization: Bearer $OPENAI_API_KEY" \\')
         _print("    -H 'content-type: application/json' \\")
         _print(f"    -d '{json.dumps(body)}'")
+
+
+def _why_down(engine: Engine) -> str:
+    process = engine.process
+    if process is not None and process.error is not None:
+        return f"not running: {engine.id}: {process.error}".replace("\n", "\n  ")
+    url = engine.adapter.spec.url
+    return f"not reachable: {engine.id} at {url}: {engine.last_error}; kvpin keeps trying"
 
 
 def _print(line: str) -> None:

@@ -7,6 +7,7 @@ bound with structlog's contextvars (the request id) stands on every line of that
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import TextIO
 
@@ -51,7 +52,7 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
     )
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=_renderers(pretty=pretty))
+        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=_renderers(pretty, stream))
     )
     root = logging.getLogger()
     root.handlers = [handler]
@@ -74,11 +75,13 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("ASGI callable returned without completing response")
 
 
-def _renderers(*, pretty: bool) -> list[Processor]:
+def _renderers(pretty: bool, stream: TextIO) -> list[Processor]:
     # Tracebacks without local variables: those hold prompts and keys.
     last: list[Processor]
     if pretty:
-        last = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        colors = stream.isatty() and not os.environ.get("NO_COLOR")
+        plain = structlog.dev.plain_traceback
+        last = [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
     else:
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         last = [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]

@@ -1,9 +1,10 @@
 """An engine that kvpin starts, watches and restarts: one process, with all its children.
 
     starting ──healthy──▶ ready ──exit, or no health for long──▶ backing_off ──▶ starting …
+    five starts in a row that never became healthy, and never one that did ──▶ failed
     stop() from anywhere: SIGTERM, a grace, SIGKILL ──▶ stopped
 
-This looks after the process alone. What the engine serves and holds is the monitor's and the adapter's.
+This file looks after the process. The monitor and the adapter look after what the engine serves and holds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import socket
 import time
 from asyncio.subprocess import Process
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -30,6 +32,7 @@ from proxy.settings import ManagedSettings
 log = structlog.get_logger(__name__)
 
 _DRAIN_S = 1.0
+_SHOWN_LINES = 5
 
 
 class ProcessState(StrEnum):
@@ -38,6 +41,7 @@ class ProcessState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     BACKING_OFF = "backing_off"
+    FAILED = "failed"  # given up
     STOPPED = "stopped"
 
 
@@ -54,6 +58,7 @@ class ProcessStatus:
         pid: its process id, None when it does not run.
         restarts: times it was started again.
         last_exit_code: of the last process that ended, −N for signal N; None before the first.
+        error: why it does not run: the exit code and the last lines it wrote; None while nothing is wrong.
     """
 
     state: ProcessState
@@ -61,6 +66,7 @@ class ProcessStatus:
     pid: int | None
     restarts: int
     last_exit_code: int | None
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class Timing:
         poll_s: from one health check to the next.
         unhealthy_s: a ready engine without a good check for that long is restarted.
         grace_s: from SIGTERM to SIGKILL.
+        attempts: starts after which an engine that was never healthy is given up.
     """
 
     backoff_s: float = 0.5
@@ -82,6 +89,7 @@ class Timing:
     poll_s: float = 0.5
     unhealthy_s: float = 30.0
     grace_s: float = 20.0
+    attempts: int = 5
 
 
 class ManagedEngine:
@@ -107,6 +115,9 @@ class ManagedEngine:
         self._state = ProcessState.STOPPED
         self._starts = 0
         self._last_exit_code: int | None = None
+        self._last_lines: deque[str] = deque(maxlen=_SHOWN_LINES)
+        self._error: str | None = None
+        self._was_ready = False
         self._ready_since: float | None = None
         self._stopping = asyncio.Event()
 
@@ -114,7 +125,13 @@ class ManagedEngine:
     def status(self) -> ProcessStatus:
         """How it is now."""
         pid = self._process.pid if self._process is not None else None
-        return ProcessStatus(self._state, self.port, pid, max(self._starts - 1, 0), self._last_exit_code)
+        restarts = max(self._starts - 1, 0)
+        return ProcessStatus(self._state, self.port, pid, restarts, self._last_exit_code, self._error)
+
+    @property
+    def error(self) -> str | None:
+        """Why it does not run; None while nothing is wrong."""
+        return self._error
 
     @property
     def starting(self) -> bool:
@@ -130,21 +147,25 @@ class ManagedEngine:
         return managed_command(self.spec.kind, self._words, port=self.port, spec=self.spec)
 
     async def run(self) -> None:
-        """Starts the engine, and again whenever it ends, until `stop`. Cancelling it ends the engine too."""
+        """Starts the engine, and again whenever it ends, until `stop` or until it is given up.
+
+        Cancelling it ends the engine too.
+        """
         for sentence in managed_advice(self.spec.kind, self._words):
-            log.warning("managed engine: its command works against reuse", engine=self.id, advice=sentence)
+            log.warning("the engine's command works against KV reuse", engine=self.id, advice=sentence)
         backoff_s = self._timing.backoff_s
         try:
             while True:
                 await self._run_once()
-                if self._stopping.is_set():
+                if self._stopping.is_set() or self._give_up():
                     return
                 if self._ready_for_s() >= self._timing.healthy_s:
                     backoff_s = self._timing.backoff_s
                 self._state = ProcessState.BACKING_OFF
                 log.warning(
-                    "managed engine ended",
+                    "managed engine ended; kvpin starts it again",
                     engine=self.id,
+                    error=self._error,
                     exit_code=self._last_exit_code,
                     restart_in_s=backoff_s,
                 )
@@ -156,10 +177,25 @@ class ManagedEngine:
         finally:
             await self.stop()
 
+    def _give_up(self) -> bool:
+        """Whether starting it again is of no use: it was never healthy, in several starts."""
+        if self._was_ready or self._starts < self._timing.attempts:
+            return False
+        self._state = ProcessState.FAILED
+        log.error(
+            "managed engine given up: it ended at each start; correct its command and restart kvpin",
+            engine=self.id,
+            error=self._error,
+            exit_code=self._last_exit_code,
+            starts=self._starts,
+        )
+        return True
+
     async def stop(self) -> None:
         """Ends the process and its children for good: SIGTERM, then SIGKILL. Again is fine."""
         self._stopping.set()
-        self._state = ProcessState.STOPPED
+        if self._state is not ProcessState.FAILED:
+            self._state = ProcessState.STOPPED
         process = self._process
         if process is None:
             return
@@ -173,6 +209,7 @@ class ManagedEngine:
         """One life of the process, from its start to its end."""
         self._state = ProcessState.STARTING
         self._ready_since = None
+        self._last_lines.clear()
         self._starts += 1
         with _pipe() as output, _pipe() as keep_alive:
             try:
@@ -188,7 +225,7 @@ class ManagedEngine:
                 )
             except (OSError, EngineSpecError) as error:
                 self._last_exit_code = None
-                log.error("managed engine cannot be started", engine=self.id, error=str(error))  # noqa: TRY400
+                self._error = str(error)
                 return
             self._process = process
             if self._stopping.is_set():  # stopped while it was being started
@@ -201,7 +238,7 @@ class ManagedEngine:
     async def _attend(self, process: Process, output: int) -> None:
         """Logs what the process says and watches its health until it ends."""
         async with asyncio.TaskGroup() as tasks:
-            reader = tasks.create_task(log_output(output, engine=self.id))
+            reader = tasks.create_task(log_output(output, self._last_lines, engine=self.id))
             health = tasks.create_task(self._watch_health(process))
             await process.wait()
             health.cancel()
@@ -210,6 +247,8 @@ class ManagedEngine:
             self._note_end(process)
             await asyncio.wait([reader], timeout=_DRAIN_S)
             reader.cancel()
+        if not self._stopping.is_set():
+            self._error = "\n".join((_end_of(process.returncode), *self._last_lines))
 
     async def _watch_health(self, process: Process) -> None:
         """Marks the engine ready, and ends it when it stays unhealthy after that."""
@@ -221,12 +260,17 @@ class ManagedEngine:
                     last_good = time.monotonic()
                     if self._state is ProcessState.STARTING:
                         self._state, self._ready_since = ProcessState.READY, last_good
+                        self._was_ready, self._error = True, None
                         log.info("managed engine is healthy", engine=self.id, port=self.port)
                 elif (
                     self._state is ProcessState.READY
                     and time.monotonic() - last_good > self._timing.unhealthy_s
                 ):
-                    log.warning("managed engine stays unhealthy: restarting it", engine=self.id)
+                    log.warning(
+                        "managed engine is not healthy; kvpin restarts it",
+                        engine=self.id,
+                        unhealthy_s=self._timing.unhealthy_s,
+                    )
                     await self._end(process)
                     return
                 await asyncio.sleep(self._timing.poll_s)
@@ -246,7 +290,11 @@ class ManagedEngine:
             async with asyncio.timeout(self._timing.grace_s):
                 await process.wait()
         except TimeoutError:
-            log.warning("managed engine does not end: killing it", engine=self.id)
+            log.warning(
+                "managed engine ignores SIGTERM; kvpin kills it",
+                engine=self.id,
+                grace_s=self._timing.grace_s,
+            )
             _signal_group(process.pid, signal.SIGKILL)
             await process.wait()
 
@@ -293,6 +341,13 @@ def _pipe() -> Iterator[_Pipe]:
         yield pipe
     finally:
         pipe.close()
+
+
+def _end_of(exit_code: int | None) -> str:
+    """How a process ended, in words."""
+    if exit_code is not None and exit_code < 0:
+        return f"ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
+    return f"exit code {exit_code}"
 
 
 def _free_port() -> int:

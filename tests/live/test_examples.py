@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from scripts.make_gguf import gguf_path
+from tests.fakes import serving
 from tests.live.conftest import ENGINE, running_kvpin
 from tests.llama import llama_server, memory_dir
 
@@ -23,9 +28,51 @@ def run(name, *options):
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "shared.py")
+# The options that name the server.
+AT = {
+    "p_tuning.py": "--url",
+    "offload_restore.py": "--url",
+}
+
+
 def test_every_example_is_run_here():
     source = Path(__file__).read_text()
-    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source] == []
+    assert [name for name in NAMES if f'"{name}"' not in source.partition("\n}\n")[2]] == []
+
+
+def failed(name, url):
+    """What an example says that cannot do its work."""
+    at = AT.get(name, "--base-url")
+    command = [sys.executable, str(EXAMPLES / name), at, url if at == "--url" else f"{url}/v1"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_server_an_example_says_so_in_one_line(name):
+    assert failed(name, "http://127.0.0.1:1").startswith("Nothing answers at http://127.0.0.1:1/")
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"p_tuning.py"}))  # that one asks the admin API first
+async def test_where_no_model_is_served_an_example_says_so(name):
+    async def models(_request):
+        return JSONResponse({"object": "list", "data": []})
+
+    async with serving(Starlette(routes=[Route("/v1/models", models)])) as url:
+        assert (await asyncio.to_thread(failed, name, url)).startswith("No model is served yet")
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_an_error_of_the_server_is_one_line(name):
+    async def refuse(_request):
+        return JSONResponse({"error": {"message": "an API key is needed", "type": "x"}}, 401)
+
+    routes = [Route("/{path:path}", refuse, methods=["GET", "POST"])]
+    async with serving(Starlette(routes=routes)) as url:
+        assert (await asyncio.to_thread(failed, name, url)).endswith("answered 401: an API key is needed\n")
 
 
 def test_openai_chat(kvpin):

@@ -5,15 +5,16 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from structlog.testing import capture_logs
 
 from engine_adapter import AiohttpTransport, EngineSpecError, JsonBody, engine_command
-from proxy import app
-from proxy.app import Proxy, build_app, check_engines, listen, managed_engines
+from proxy.app import Proxy, build_app, check_engines, managed_engines
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from scripts.make_gguf import gguf_path
+from tests.fakes import FakeAdapter
 from tests.llama import llama_server
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
@@ -34,7 +35,7 @@ def test_no_engine_is_added_to_those_that_are_named():
 
 
 def test_a_kind_that_does_not_exist_is_named_with_those_that_do():
-    with pytest.raises(EngineSpecError, match="unknown kind 'foo': use one of embedded, "):
+    with pytest.raises(EngineSpecError, match="engine 'f': unknown engine kind 'foo': use one of embedded, "):
         check_engines(Settings(engines=(EngineSettings(kind="foo", url="http://127.0.0.1:1", id="f"),)))
 
 
@@ -45,25 +46,10 @@ def test_without_torch_only_embedded_engines_are_refused(monkeypatch):
         check_engines(Settings())
 
 
-def test_an_engine_that_could_never_start_is_one_sentence_and_status_2(tmp_path, capfd):
-    words = ("/nowhere/llama-server", "-m", "model.gguf", "--slot-save-path", str(tmp_path / "kv"))
-    engine = ManagedSettings(kind="llama_server", id="mine", command=words)
-    assert app.serve(Settings(managed=(engine,))) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("kvpin: engine 'mine': there is no program '/nowhere/llama-server'")
-    assert said.count("\n") == 1
-    assert "scripts/llama-server" in said
-
-
 def test_what_a_llama_server_needs_is_there_before_it_starts(tmp_path):
     words = (llama_server(), "-m", str(gguf_path("tiny")), "--slot-save-path", str(tmp_path / "kv"))
     check_engines(Settings(managed=(ManagedSettings(kind="llama_server", command=words),)))
     assert (tmp_path / "kv").is_dir()
-
-
-def test_a_port_is_taken_once():
-    with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
-        listen(*first.getsockname())
 
 
 async def test_every_limit_reaches_what_it_limits():
@@ -102,21 +88,6 @@ async def test_without_reuse_nothing_is_followed():
     await proxy.stop()
 
 
-async def test_running_answers_get_the_time_the_operator_gives(monkeypatch):
-    seen = []
-
-    async def serve(server, sockets):
-        seen.append(server.config.timeout_graceful_shutdown)
-
-    monkeypatch.setattr("uvicorn.Server.serve", serve)
-    transport = AiohttpTransport()
-    monkeypatch.setattr(app, "AiohttpTransport", lambda: transport)
-    with listen("127.0.0.1", 0) as listener:
-        assert await app._run(Settings(graceful_shutdown_s=7), listener) == 1  # it never began
-    await transport.aclose()
-    assert seen == [7]
-
-
 async def test_every_request_is_counted_and_recorded(tmp_path):
     path = tmp_path / "traffic.jsonl"
     proxy = Proxy(Settings(reuse=True, record_traffic=path, record_traffic_bytes=1000), AiohttpTransport())
@@ -142,10 +113,35 @@ async def test_a_recording_ends_before_it_is_too_long(tmp_path):
     assert path.stat().st_size == 0
 
 
-async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path, capfd):
-    settings = Settings(reuse=True, record_traffic=tmp_path / "none" / "traffic.jsonl")
-    with listen("127.0.0.1", 0) as listener:
-        assert await app._run(settings, listener) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("kvpin: record_traffic: ")
-    assert said.endswith("cannot be written: No such file or directory\n")
+class FailsToClose(FakeAdapter):
+    async def aclose(self):
+        raise OSError("disk full")
+
+
+async def test_a_failure_to_close_one_engine_does_not_keep_the_others_open():
+    proxy = Proxy(Settings(), AiohttpTransport())
+    closed = []
+
+    class Closes(FakeAdapter):
+        async def aclose(self):
+            closed.append(self.spec.id)
+
+    class Stops:
+        def __init__(self, name):
+            self.id = name
+
+        async def stop(self):
+            closed.append(self.id)
+            if self.id == "p0":
+                raise OSError("gone")
+
+    for adapter in (Closes("a"), FailsToClose("b"), Closes("c")):
+        proxy.fleet.add(adapter)
+    proxy.managed += [Stops("p0"), Stops("p1")]
+    with capture_logs() as entries:
+        await proxy.stop()
+    assert closed == ["a", "c", "p0", "p1"]
+    assert [(entry["engine"], str(entry["exc_info"])) for entry in entries] == [
+        ("b", "disk full"),
+        ("p0", "gone"),
+    ]

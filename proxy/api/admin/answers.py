@@ -19,6 +19,7 @@ class Process(_Answer):
     pid: int | None
     restarts: int
     last_exit_code: int | None
+    error: str | None
 
 
 class EngineAnswer(_Answer):

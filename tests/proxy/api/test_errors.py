@@ -102,3 +102,14 @@ async def test_starlettes_handlers_give_the_same_shape():
         assert (response.status_code, error["type"], error["code"]) == (status, "invalid_request_error", code)
         assert error["message"].startswith("GET /x")
         assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("path", "named"), [("/chat/completions", True), ("/models", True), ("/admin/v1/nothing", False)]
+)
+async def test_a_base_url_without_v1_is_told_what_it_should_be(path, named):
+    headers = [(b"host", b"proxy:8000")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    response = await handle_http(Request(scope), HTTPException(404))
+    message = json.loads(response.body)["error"]["message"]
+    assert message.endswith(" set base_url to http://proxy:8000/v1") is named

@@ -73,14 +73,26 @@ def test_nobody_there(capsys):
 
 @pytest.mark.parametrize("url", ["nonsense", "ftp://x"])
 def test_no_address(capsys, url):
-    assert "is no address" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+    assert f"--url {url!r} is not an address" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ({"error": {"message": "no such engine", "param": "engine"}}, "no such engine (404)"),
-        ({"error": {"message": "it is wrong", "param": "ttl_s"}}, "it is wrong [ttl_s] (404)"),
+        ({"error": {"message": "it is wrong", "param": "ttl_s"}}, "it is wrong (--ttl) (404)"),
+        (
+            {"error": {"message": "too long", "param": "messages[0].content"}},
+            "too long (--messages-file) (404)",
+        ),
+        (
+            {"error": {"message": "Expected `float` > 0.0 - at `$.ttl_s`", "param": "ttl_s"}},
+            "Expected `float` > 0.0 - at --ttl (404)",
+        ),
+        (
+            {"error": {"message": "token_ids is empty", "param": "token_ids"}},
+            "kvpin: --token-ids is empty (404)",
+        ),
         ({"error": {"message": "plain", "param": None}}, "plain (404)"),
         (b"<html>", "404 Not Found"),
         ({"error": "x"}, "404 Not Found"),
@@ -90,6 +102,14 @@ def test_no_address(capsys, url):
 def test_errors_are_one_line(capsys, body, said):
     with admin(lambda *_: (404, body)) as (url, _):
         assert said in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+
+
+def test_a_wrong_key_names_the_flag(capsys):
+    body = {"error": {"message": "Authorization: Bearer <key>", "param": None}}
+    with admin(lambda *_: (401, body)) as (url, _):
+        assert "--admin-key or KVPIN_ADMIN_KEY" in failure(
+            capsys, lambda: AdminClient(url, None).get("/stats")
+        )
 
 
 def operation(state, done=0):

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine_adapter import engine_command
-from proxy import app
+from proxy import server
 from scripts.make_gguf import gguf_path
 from tests.llama import llama_server
 
@@ -25,7 +25,7 @@ def served(monkeypatch):
         seen.append(settings)
         return 0
 
-    monkeypatch.setattr(app, "serve", take)
+    monkeypatch.setattr(server, "serve", take)
     return seen
 
 
@@ -109,7 +109,7 @@ def test_no_traceback_from_the_program():
 
 
 def test_the_servers_exit_status_is_the_programs(kvpin, monkeypatch):
-    monkeypatch.setattr(app, "serve", lambda _settings: 1)
+    monkeypatch.setattr(server, "serve", lambda _settings: 1)
     assert kvpin("serve").exit_code == 1
 
 

@@ -25,7 +25,6 @@ def test_plain_options_go_as_they_are():
     assert options.body() == expected
     assert TargetOptions(prompt_cache_key="k").body() == {"prompt_cache_key": "k"}
     assert TargetOptions(everything=True).body() == {"all": True}
-    assert TargetOptions().body() == {}
 
 
 def test_messages_from_a_file(file):
@@ -55,9 +54,21 @@ def test_token_ids_from_a_file(file):
 
 def test_a_dry_run_takes_a_request():
     assert TargetOptions(token_ids="1,2", tenant="t").request() == {"prompt": [1, 2], "tenant": "t"}
-    for options in (TargetOptions(engine="e"), TargetOptions(everything=True)):
-        with pytest.raises(typer.Exit):
-            options.request()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engine": "e"}, "route takes a prompt, not --engine: use one of --messages-file, --prompt, "),
+        ({"prompt_cache_key": "k"}, "route takes a prompt, not --prompt-cache-key"),
+        ({"everything": True}, "this command needs a prefix"),
+        ({}, "this command needs a prefix"),
+    ],
+)
+def test_a_dry_run_needs_a_prompt(capsys, options, said):
+    with pytest.raises(typer.Exit):
+        TargetOptions(**options).request()
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -78,7 +89,11 @@ def test_a_wrong_file_is_one_line(file, capsys, option, content, said):
 def test_wrong_options_are_one_line(capsys):
     fails(capsys, "'/nowhere' cannot be read: No such file or directory", messages_file="/nowhere")
     fails(capsys, "write integers", token_ids="1,x")
-    fails(capsys, "exclude each other", prompt="x", prompt_file="y")
+    fails(capsys, "--prompt and --prompt-file exclude each other", prompt="x", prompt_file="y")
+    fails(capsys, "--token-ids and --all exclude each other", token_ids="1", everything=True)
+    fails(capsys, "leave out --engine and --tenant", everything=True, tenant="t")
+    fails(capsys, "leave out --cache-salt", prompt_cache_key="k", cache_salt="s")
+    fails(capsys, "name a target: use one of --messages-file, ", model="m")
 
 
 def fails(capsys, said, **options):

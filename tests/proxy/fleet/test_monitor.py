@@ -99,6 +99,18 @@ async def test_one_that_is_not_there_is_tried_again(world):
     assert engine.last_error is None
 
 
+async def test_one_that_is_down_at_start_is_named_once_in_the_log(world):
+    adapter = FakeAdapter("a")
+    engine = world.fleet.add(adapter)
+    adapter.failures = [EngineUnavailable("connection refused")] * 3
+    with structlog.testing.capture_logs() as logs:
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.READY)
+    (entry,) = [entry for entry in logs if entry["event"] == "engine is not reachable; kvpin keeps trying"]
+    assert entry["log_level"] == "warning"
+    assert (entry["engine"], entry["url"], entry["error"]) == ("a", adapter.spec.url, "connection refused")
+
+
 async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_back(world):
     engine, adapter = world.add()
     await world.state(engine, EngineState.READY)

@@ -1,3 +1,4 @@
+import asyncio
 import json
 
 import pytest
@@ -6,6 +7,21 @@ from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.banner import Banner
 from tests.fakes import FakeAdapter
+
+
+class FailedProcess:
+    """An engine's process that ended at once."""
+
+    error = "exit code 3\nno GPU found"
+    starting = False
+
+
+def ready_fleet():
+    fleet, adapter = Fleet(), FakeAdapter("a")
+    engine = fleet.add(adapter)
+    fleet.join(engine, adapter.info)
+    engine.state = EngineState.READY
+    return fleet
 
 
 @pytest.mark.parametrize(
@@ -31,13 +47,50 @@ def test_it_says_how_reuse_is_turned_on(capsys):
 
 
 async def test_once_engines_are_ready_there_is_a_request_to_copy(capsys):
-    fleet, adapter = Fleet(), FakeAdapter("a")
-    engine = fleet.add(adapter)
-    fleet.join(engine, adapter.info)
-    engine.state = EngineState.READY
-    await Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready()
+    await Banner(ready_fleet(), "127.0.0.1", 8000, reuse=True).print_when_ready()
     printed = capsys.readouterr().out
     assert "ready: m on a\n" in printed
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in printed
     body = json.loads(printed.partition("-d '")[2].partition("'")[0])
     assert body["model"] == "m"
+    assert "authorization" not in printed
+
+
+async def test_the_request_names_a_variable_for_the_key(capsys):
+    fleet = ready_fleet()
+    await Banner(fleet, "127.0.0.1", 8000, reuse=True, keys=True).print_when_ready()
+    printed = capsys.readouterr().out
+    assert "with one of your keys in OPENAI_API_KEY" in printed
+    assert '-H "authorization: Bearer $OPENAI_API_KEY" \\\n' in printed
+
+
+def test_it_warns_of_engines_that_anyone_can_use(capsys):
+    Banner(Fleet(), "0.0.0.0", 8000, reuse=True, is_open=True).print_addresses()
+    assert (
+        "WARNING: other machines can use these engines, and no API key is set.\n" in capsys.readouterr().out
+    )
+    Banner(Fleet(), "127.0.0.1", 8000, reuse=True).print_addresses()
+    assert "WARNING" not in capsys.readouterr().out
+
+
+async def test_engines_that_are_down_are_named_before_the_others_are_ready(capsys):
+    fleet = Fleet()
+    down, loading = fleet.add(FakeAdapter("down")), fleet.add(FakeAdapter("loading"))
+    down.state, down.last_error = EngineState.DOWN, "connection refused"
+    task = asyncio.create_task(Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready())
+    await asyncio.sleep(0)
+    url = down.adapter.spec.url
+    expected = f"not reachable: down at {url}: connection refused; kvpin keeps trying\n"
+    assert capsys.readouterr().out == expected
+    fleet.join(loading, loading.adapter.info)
+    loading.state = EngineState.READY
+    await task
+    assert capsys.readouterr().out.startswith("ready: m on loading\n")
+
+
+async def test_an_engine_that_kvpin_cannot_run_is_named_with_its_last_lines(capsys):
+    fleet = ready_fleet()
+    failed = fleet.add(FakeAdapter("failed"))
+    failed.state, failed.process = EngineState.DOWN, FailedProcess()
+    await Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready()
+    assert capsys.readouterr().out.startswith("not running: failed: exit code 3\n  no GPU found\n")

@@ -58,6 +58,23 @@ def test_pretty_lines_on_a_terminal():
         lines(stream)
 
 
+@pytest.mark.parametrize(("no_color", "coloured"), [(None, True), ("", True), ("1", False)])
+def test_no_color_is_honoured(monkeypatch, no_color, coloured):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    stream = configured(Terminal())
+    structlog.get_logger("test").info("engine is ready", engine="a")
+    assert ("\x1b[" in stream.getvalue()) is coloured
+
+
+def test_pretty_lines_in_a_file_have_no_colours(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = configured(format="pretty")
+    structlog.get_logger("test").info("engine is ready", engine="a")
+    assert "\x1b[" not in stream.getvalue()
+
+
 def test_a_named_format_wins_over_the_terminal():
     stream = configured(Terminal(), format="json")
     structlog.get_logger("test").info("x")

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -159,6 +160,46 @@ async def test_stop_while_backing_off_ends_run():
         assert engine.status.restarts == 0
 
 
+BROKEN = "import sys; print('loading'); sys.exit('no GPU found')"
+
+
+async def test_a_command_that_ends_at_once_is_given_up_and_says_why():
+    engine = engine_of(sys.executable, "-c", BROKEN, "{port}", timing=replace(QUICK, attempts=3))
+    with capture_logs() as entries:
+        await asyncio.wait_for(engine.run(), 30)
+    error = "exit code 1\nloading\nno GPU found"
+    ends = [entry for entry in entries if "exit_code" in entry]
+    assert [(entry["log_level"], entry["error"]) for entry in ends] == [
+        ("warning", error),
+        ("warning", error),
+        ("error", error),
+    ]
+    assert ends[-1]["event"].startswith("managed engine given up")
+    assert (engine.status.state, engine.status.error, engine.error) == (ProcessState.FAILED, error, error)
+    assert not engine.starting
+    await engine.stop()
+    assert engine.status.state is ProcessState.FAILED
+
+
+async def test_one_that_was_healthy_once_is_never_given_up(tmp_path):
+    engine = server(tmp_path, timing=replace(QUICK, attempts=1))
+    async with running(engine):
+        await until(is_ready(engine))
+        for restarts in (1, 2):
+            os.kill(engine.status.pid, signal.SIGKILL)
+            await until(lambda: engine.error is not None)
+            assert engine.error.startswith("ended by signal 9 (Killed)\nsays hello")
+            await until(lambda n=restarts: engine.status.restarts == n and is_ready(engine)())
+            assert engine.error is None
+
+
+async def test_one_that_is_told_to_stop_has_no_error(tmp_path):
+    engine = server(tmp_path)
+    async with running(engine):
+        await until(is_ready(engine))
+    assert engine.error is None
+
+
 async def test_the_wait_doubles_up_to_its_limit():
     engine = engine_of(sys.executable, "-c", "raise SystemExit(3)", "{port}")
     with capture_logs() as entries:
@@ -187,6 +228,7 @@ async def test_a_program_that_does_not_exist_is_told_and_tried_again():
         async with running(engine):
             await until(lambda: engine.status.restarts == 1)
     assert any("no program '/nowhere/engine'" in entry.get("error", "") for entry in entries)
+    assert "no program '/nowhere/engine'" in engine.error
     assert engine.status.last_exit_code is None
 
 

@@ -1,4 +1,5 @@
 import os
+from collections import deque
 
 import pytest
 from structlog.testing import capture_logs
@@ -6,16 +7,19 @@ from structlog.testing import capture_logs
 from proxy.process.output import MAX_LINE_BYTES, log_output
 
 
-async def logged(*writes):
+async def logged(*writes, keep=3):
     reading, writing = os.pipe()
     with open(writing, "wb", buffering=0) as pipe:  # noqa: ASYNC230, PTH123 - a pipe with room enough
         pipe.writelines(writes)
+    last_lines = deque(maxlen=keep)
     with capture_logs() as entries:
-        await log_output(reading, engine="e-0")
+        await log_output(reading, last_lines, engine="e-0")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(reading)
     assert all(entry["engine"] == "e-0" for entry in entries)
-    return [entry["line"] for entry in entries]
+    lines = [entry["line"] for entry in entries]
+    assert list(last_lines) == lines[-keep:]
+    return lines
 
 
 async def test_each_line_is_logged_with_the_engine():
@@ -37,3 +41,7 @@ async def test_what_is_not_utf8_is_kept_readable():
 async def test_an_endless_line_is_cut():
     lines = await logged(b"x" * (2 * MAX_LINE_BYTES + 3))
     assert [len(line) for line in lines] == [MAX_LINE_BYTES, MAX_LINE_BYTES, 3]
+
+
+async def test_the_last_lines_are_kept():
+    assert await logged(b"one\ntwo\nthree", keep=2) == ["one", "two", "three"]

@@ -1,0 +1,46 @@
+"""What the examples share: the model to ask, cached tokens of an answer, errors as one line."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+from openai import APIConnectionError, APIStatusError, OpenAI, OpenAIError
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Ends the program with one line where a request fails."""
+    try:
+        yield
+    except APIStatusError as error:
+        sys.exit(f"{error.request.url} answered {error.status_code}: {message_of(error.response)}")
+    except httpx.HTTPStatusError as error:
+        sys.exit(f"{error.request.url} answered {error.response.status_code}: {message_of(error.response)}")
+    except (APIConnectionError, httpx.TransportError) as error:
+        url = error.request.url
+        sys.exit(f"Nothing answers at {url}: start kvpin (scripts/serve), or name its address. ({error})")
+    except OpenAIError as error:
+        sys.exit(str(error))
+
+
+def message_of(response: httpx.Response) -> str:
+    """The message of an error in OpenAI's shape; else the body."""
+    try:
+        return response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def first_model(client: OpenAI) -> str:
+    """The first model that is served."""
+    models = client.models.list().data
+    if not models:
+        sys.exit("No model is served yet: wait until kvpin prints 'ready', then try again.")
+    return models[0].id
+
+
+def cached_tokens(usage: object) -> int:
+    """Prompt tokens that came from cache, 0 where the server does not say."""
+    details = getattr(usage, "prompt_tokens_details", None)
+    return (details.cached_tokens or 0) if details else 0

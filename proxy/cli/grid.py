@@ -1,0 +1,96 @@
+"""A table on the terminal that never breaks an id or a number over two lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.padding import PaddingDimensions
+from rich.table import Table
+from rich.text import Text
+
+# The least width of a column of free text, which is folded.
+_TEXT_WIDTH = 24
+# Of output that is no terminal: nobody's lines are that short.
+_FILE_WIDTH = 160
+
+
+def console() -> Console:
+    """Standard output."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
+
+
+@dataclass(slots=True)
+class Grid:
+    """Rows under titles.
+
+    Attributes:
+        columns: their titles.
+        text: the column of free text: folded where the rest leaves too little room.
+        less: columns that are left out, in this order, until the others fit.
+        numbers: columns that stand to the right.
+        gap: spaces between columns.
+        title: a line above.
+        rows: the cells, as `add` takes them.
+    """
+
+    columns: Sequence[str]
+    text: str = ""
+    less: Sequence[str] = ()
+    numbers: Sequence[str] = ()
+    gap: int = 2
+    title: str | None = None
+    rows: list[tuple[str | Text, ...]] = field(default_factory=list)
+
+    def add(self, *cells: str | Text) -> None:
+        """Adds a row; plain text is never read as markup, whoever wrote it."""
+        self.rows.append(cells)
+
+    def print(self, out: Console, *, header: bool = True) -> None:
+        """Prints the rows. Where even the columns that stay are too wide, lines run over the edge."""
+        hidden: list[str] = []
+        while self._width(hidden) > out.width and len(hidden) < len(self.less):
+            hidden.append(self.less[len(hidden)])
+        table = self._table(hidden)
+        table.show_header = header
+        terminal, out.width = out.width, max(out.width, self._width(hidden))
+        out.print(table, crop=False)
+        out.width = terminal
+        if hidden:
+            out.print(f"no room for: {', '.join(hidden)} (--json shows everything)", style="dim")
+
+    def _width(self, hidden: Sequence[str]) -> int:
+        """What the columns need, without those that are hidden."""
+        widths = [
+            min(width, _TEXT_WIDTH) if title == self.text else width
+            for title, width in zip(
+                self.columns, map(_widest, zip(self.columns, *self.rows, strict=True)), strict=True
+            )
+            if title not in hidden
+        ]
+        return sum(widths) + self.gap * (len(widths) - 1)
+
+    def _table(self, hidden: Sequence[str]) -> Table:
+        padding: PaddingDimensions = (0, self.gap, 0, 0)
+        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", padding=padding)
+        table.title = Text(self.title) if self.title is not None else None
+        shown = [at for at, title in enumerate(self.columns) if title not in hidden]
+        for at in shown:
+            title = self.columns[at]
+            table.add_column(
+                title,
+                overflow="fold",
+                no_wrap=title != self.text,
+                justify="right" if title in self.numbers else "left",
+            )
+        for row in self.rows:
+            cells = (row[at] for at in shown)
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+        return table
+
+
+def _widest(cells: Iterable[str | Text]) -> int:
+    return max(cell.cell_len if isinstance(cell, Text) else cell_len(cell) for cell in cells)

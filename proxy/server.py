@@ -1,0 +1,177 @@
+"""Runs kvpin: binds the port, serves the app, and stops in order when a signal says so.
+
+    SIGTERM, SIGINT   stop: no new connections; running answers may end, then the engines kvpin started
+    SIGINT again      stop without waiting for running answers
+    a third SIGINT    end at once, whatever is still running
+    SIGHUP            logged and ignored: settings are read at start only
+
+The port is bound before anything is started, so that a port in use costs no engine start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+import uvloop
+
+from engine_adapter import AiohttpTransport, EngineSpecError
+from proxy.api.auth import is_loopback
+from proxy.api.http1 import Http1Protocol
+from proxy.app import Proxy, build_app, check_engines
+from proxy.observe.banner import Banner
+from proxy.observe.logs import configure_logs
+from proxy.settings import Settings, SettingsError
+
+log = structlog.get_logger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# What cancelled answers get to close their connections.
+_CUT_S = 1.0
+_INTERRUPTED = 130
+
+
+def serve(settings: Settings) -> int:
+    """Runs the proxy until SIGTERM or SIGINT; returns the exit status."""
+    configure_logs(settings.logs)
+    try:
+        check_engines(settings)
+    except EngineSpecError as error:
+        return _refuse(error)
+    try:
+        listener = listen(settings.host, settings.port)
+    except OSError as error:
+        # The text that Python adds in brackets repeats the address.
+        reason = (error.strerror or str(error)).partition(" (")[0]
+        _refuse(f"cannot listen on {settings.host}:{settings.port}: {reason}")
+        return 1
+    _warn(settings, listener)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_run(settings, listener))
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a late Ctrl-C ends Python without a traceback
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+async def _run(settings: Settings, listener: socket.socket) -> int:
+    transport = AiohttpTransport()
+    try:
+        proxy = Proxy(settings, transport)
+    except SettingsError as error:
+        await transport.aclose()
+        return _refuse(error)
+    server = _Server(_config(proxy, settings))
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
+    banner = _banner(proxy, settings, listener)
+    try:
+        proxy.start()
+        banner.print_addresses()
+        proxy.tasks.start("banner", banner.print_when_ready())
+        await server.serve(sockets=[listener])
+        await server.cut_short()
+    except EngineSpecError as error:
+        return _refuse(error)
+    finally:
+        await proxy.stop()
+    return 0 if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    """uvicorn under kvpin's own signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Replaces uvicorn's handlers, which skip the stop of the engines on a second SIGINT."""
+        yield
+
+    def on_signal(self, number: int) -> None:
+        """Does what the module says of each signal."""
+        if number == signal.SIGHUP:
+            log.warning("SIGHUP ignored: settings are read at start only; restart kvpin to change them")
+        elif number == signal.SIGINT and self.force_exit:
+            log.warning("ended at once by the third SIGINT; engines kvpin started are told to stop")
+            os._exit(_INTERRUPTED)
+        elif number == signal.SIGINT and self.should_exit:
+            log.warning("second SIGINT: running answers are cut short")
+            self.force_exit = True
+            self._cancel_answers()
+        else:
+            self.should_exit = True
+
+    async def cut_short(self) -> None:
+        """Cancels the answers that still run, and lets them close their connections."""
+        running = self._cancel_answers()
+        if running:
+            await asyncio.wait(running, timeout=_CUT_S)
+
+    def _cancel_answers(self) -> set[asyncio.Task[None]]:
+        running = set(self.server_state.tasks)
+        for task in running:
+            task.cancel()
+        return running
+
+
+def _config(proxy: Proxy, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(proxy),
+        http=Http1Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,  # an address a client claims must not open the admin API
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=round(settings.graceful_shutdown_s),
+    )
+
+
+def _banner(proxy: Proxy, settings: Settings, listener: socket.socket) -> Banner:
+    host, port = listener.getsockname()[:2]
+    return Banner(
+        proxy.fleet,
+        host,
+        port,
+        reuse=settings.reuse,
+        keys=bool(settings.api_keys),
+        is_open=_is_open(settings, listener),
+    )
+
+
+def _warn(settings: Settings, listener: socket.socket) -> None:
+    if not settings.reuse:
+        log.warning(
+            "KV cache reuse is off: requests go to the least loaded engine; "
+            "set ENABLE_KV_CACHE_REUSE=1 to route by KV cache"
+        )
+    if _is_open(settings, listener):
+        log.warning(
+            "no API key is set and other machines can connect: anyone may use these engines; "
+            "set --api-key, or leave --host at 127.0.0.1",
+            host=settings.host,
+        )
+
+
+def _is_open(settings: Settings, listener: socket.socket) -> bool:
+    """Whether other machines can use the engines without a key."""
+    return not settings.api_keys and not is_loopback(listener.getsockname()[0])
+
+
+def _refuse(reason: object) -> int:
+    """Says in one line why kvpin does not start; returns the exit status."""
+    sys.stderr.write(f"kvpin: {reason}\n")
+    return 2

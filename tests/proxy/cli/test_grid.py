@@ -1,0 +1,53 @@
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from proxy.cli.grid import Grid
+
+ID = "req-0123456789abcdef0123456789abcdef"
+
+
+def printed(grid, capsys, width):
+    grid.print(Console(highlight=False, width=width))
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def requests():
+    grid = Grid(("request", "engine", "status", "tokens", "took"), less=("tokens", "took"))
+    grid.add(ID, "tensorrt_llm-12", "200", "4000", "1500.0 ms")
+    return grid
+
+
+def test_everything_is_shown_where_there_is_room(capsys):
+    assert printed(requests(), capsys, 100) == [
+        "request                               engine           status  tokens  took",
+        f"{ID}  tensorrt_llm-12  200     4000    1500.0 ms",
+    ]
+
+
+def test_columns_are_left_out_before_an_id_is_broken(capsys):
+    lines = printed(requests(), capsys, 79)
+    assert lines[1] == f"{ID}  tensorrt_llm-12  200     1500.0 ms"
+    assert lines[2] == "no room for: tokens (--json shows everything)"
+    assert max(map(len, lines)) <= 79
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_an_id_is_whole_on_any_terminal(capsys, width):
+    lines = printed(requests(), capsys, width)
+    assert lines[1] == f"{ID}  tensorrt_llm-12  200"
+
+
+def test_free_text_is_folded(capsys):
+    grid = Grid(("engine", "last error"), text="last error")
+    grid.add("vllm-0", "GET /v1/models: all connection attempts failed")
+    lines = printed(grid, capsys, 40)
+    assert lines[1] == "vllm-0  GET /v1/models: all connection"
+    assert " ".join(" ".join(lines[1:]).split()) == "vllm-0 GET /v1/models: all connection attempts failed"
+
+
+def test_numbers_stand_to_the_right_and_nothing_is_markup(capsys):
+    grid = Grid(("engine", "cached"), numbers=("cached",), gap=1, title="[m]")
+    grid.add("[e0]", "5")
+    grid.add(Text("e1", "bold"), "1,000")
+    assert printed(grid, capsys, 40) == ["[m]", "engine cached", "[e0]        5", "e1      1,000"]
