@@ -73,7 +73,7 @@ class Proxy:
         self.tenants = Tenants(
             ApiKey.of(entry.key.get_secret_value(), entry.tenant_id) for entry in settings.api_keys
         )
-        self.ingest = Ingest(self.fleet, self.tasks) if settings.reuse else None
+        self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner) if settings.reuse else None
         self.monitor = Monitor(
             self.fleet,
             self.tasks,

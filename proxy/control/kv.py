@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from engine_adapter import Capability, KvVerb
+from engine_adapter import Capability, KvTarget, KvVerb
 from proxy.control.context import Control
 from proxy.control.operations import Operation, Part, new_operation, run_parts
 from proxy.control.targets import Selection, Share, Target, require_able, select
@@ -66,6 +66,8 @@ async def _operate_on(control: Control, verb: KvVerb, share: Share, selection: S
             async for progress in share.engine.adapter.operate(verb, target):
                 part.advance(before, progress)
         complete = not any(part.left.values())
+        if verb is KvVerb.FLUSH and complete and KvTarget() in share.targets:
+            share.engine.salts.emptied()
     finally:
         if verb is KvVerb.FLUSH and not complete:
             _rebuild_view(control, share)

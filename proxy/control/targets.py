@@ -102,7 +102,7 @@ class Selection:
         shares: engines that can do it.
         unable: engines that hold some of it and cannot.
         prefix: set when the target is a prefix.
-        note: why no engine is concerned.
+        note: why no engine is concerned, or what the operation may miss.
     """
 
     label: str
@@ -176,16 +176,17 @@ async def select(control: Control, target: Target, capability: Capability) -> Se
         prefix = await prefix_of(control, target)
         engines = _holders(control, prefix, target, capability)
         shares = [Share(engine, prefix.pool, (prefix.kv,)) for engine in engines]
-        return _divide(prefix.label, shares, capability, prefix, _why_none(prefix))
+        return _divide(prefix.label, shares, capability, prefix, None if shares else _why_none(prefix))
     label = {"engine": f"engine {target.engine}", "tenant": f"tenant {target.tenant}"}.get(kind, "all")
     pools = _pools(control, target)
     shares = [
-        Share(engine, pool, _whole(control, target, pool))
+        Share(engine, pool, _whole(control, target, engine))
         for pool in pools
         for engine in pool.engines.values()
         if target.engine in (None, engine.id)
     ]
-    return _divide(label, shares, capability, None, "no engine is connected")
+    note = _what_may_be_missed(target, shares) if shares else "no engine is connected"
+    return _divide(label, shares, capability, None, note)
 
 
 def require_able(selection: Selection, capability: Capability) -> None:
@@ -195,11 +196,11 @@ def require_able(selection: Selection, capability: Capability) -> None:
 
 
 def _divide(
-    label: str, shares: list[Share], capability: Capability, prefix: Prefix | None, why_none: str
+    label: str, shares: list[Share], capability: Capability, prefix: Prefix | None, note: str | None
 ) -> Selection:
     able = tuple(share for share in shares if share.engine.can(capability))
     unable = tuple(share for share in shares if not share.engine.can(capability))
-    return Selection(label, able, unable, prefix, None if shares else why_none)
+    return Selection(label, able, unable, prefix, note)
 
 
 def _holders(control: Control, prefix: Prefix, target: Target, capability: Capability) -> list[Engine]:
@@ -234,15 +235,34 @@ def _why_none(prefix: Prefix) -> str:
     return "no engine holds any of it"
 
 
-def _whole(control: Control, target: Target, pool: Pool) -> tuple[KvTarget, ...]:
+def _whole(control: Control, target: Target, engine: Engine) -> tuple[KvTarget, ...]:
     """Targets that are no prefix: all, one salt, or every salt of a tenant."""
     if target.tenant is None:
         return (KvTarget(cache_salt=target.cache_salt),)
     own = _salt_of(control, target)
     if target.cache_salt is not None:
         return (KvTarget(cache_salt=own),)
-    salts = {own, *(salt for salt in pool.salts() if control.tenants.owns(target.tenant, salt))}
+    salts = engine.salts.of(target.tenant) | {own}
     return tuple(KvTarget(cache_salt=salt) for salt in sorted(filter(None, salts)))
+
+
+def _what_may_be_missed(target: Target, shares: list[Share]) -> str | None:
+    """Names the engines that may hold KV of the tenant under salts that kvpin does not know."""
+    if target.tenant is None or target.cache_salt is not None:
+        return None
+    unsure = [share.engine.id for share in shares if not _knows_salts(share.engine, target.tenant)]
+    if not unsure:
+        return None
+    return (
+        f"kvpin does not know every cache salt of this tenant on {', '.join(unsure)}: flush the whole engine "
+        "to be sure"
+    )
+
+
+def _knows_salts(engine: Engine, tenant: str) -> bool:
+    """Whether every salt is known under which the engine may hold KV of the tenant."""
+    is_seen = engine.view is not None and engine.view.complete
+    return is_seen and engine.salts.is_complete(tenant)
 
 
 def _request_of(target: Target, model: str) -> tuple[str, JsonBody]:

@@ -3,13 +3,22 @@ from array import array
 
 import pytest
 
-from engine_adapter import Capability, EngineUnavailable, KvVerb, NotSupported, ViewCurrent, ViewLost
+from engine_adapter import (
+    CacheCleared,
+    Capability,
+    EngineUnavailable,
+    KvVerb,
+    NotSupported,
+    ViewCurrent,
+    ViewLost,
+)
 from proxy.control.kv import operate
 from proxy.control.operations import OperationState
 from proxy.control.pinning import active_pins, pin
 from proxy.control.targets import Target
 from proxy.core.audit import Trust
 from proxy.errors import BadRequest
+from proxy.fleet.salts import MAX_SALTS
 from proxy.prompt import Prompt
 from tests.fakes import FakeEngine
 from tests.kv_world import ALL, KvFake, kv_world, tokens, until
@@ -193,13 +202,78 @@ async def test_a_tenants_kv_and_nobody_elses(tokenizer_dir):
             (tenant, salt): world.control.tenants.salt(tenant, salt)
             for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None))
         }
-        for salt in salts.values():
+        for (tenant, _), salt in salts.items():
             world.served(fake, tokens(32), salt)
+            world.engines["a"].salts.note(tenant, salt)
         operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(tenant="alice")))
         assert (operation.parts[0].done, operation.parts[0].total) == (4, 4)
         assert {block[0] for block in fake.tiers} == {salts["bob", None]}
         # Whose block a hash is cannot be told: the learned view of the engine starts over.
         assert world.matched(tokens(32), salts["alice", "x"]) == {}
+
+
+class TestForgottenSalts:
+    """More cache salts than are remembered: a tenant's flush must not call itself sure."""
+
+    KEYS = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
+
+    @pytest.fixture
+    async def shared(self, tokenizer_dir):
+        """An engine whose every event was seen, with KV of alice's and more salts of bob's than are kept."""
+        async with kv_world(tokenizer_dir, api_keys=self.KEYS) as world:
+            fake = KvFake("a")
+            engine = world.add(fake)
+            world.control.flow.ingest.follow(engine, world.pool)
+            fake.feed.put_nowait(CacheCleared())
+            fake.feed.put_nowait(ViewCurrent())
+            await until(lambda: engine.audit.trust is Trust.PRECISE)
+            self.use(world, fake, "alice", "x")
+            self.use(world, fake, "bob", "first")
+            for n in range(MAX_SALTS):
+                engine.salts.note("bob", world.control.tenants.salt("bob", str(n)))
+            yield world, fake
+
+    @staticmethod
+    def use(world, fake, tenant, salt):
+        salt = world.control.tenants.salt(tenant, salt)
+        world.served(fake, tokens(32), salt)
+        world.engines["a"].salts.note(tenant, salt)
+
+    async def flushed(self, world, **target):
+        return await finished(await operate(world.control, KvVerb.FLUSH, Target(**target)))
+
+    async def test_the_other_tenants_flush_is_whole(self, shared):
+        world, fake = shared
+        operation = await self.flushed(world, tenant="alice")
+        assert (operation.parts[0].done, operation.note) == (2, None)
+        assert {block[0] for block in fake.tiers} == {world.control.tenants.salt("bob", "first")}
+
+    async def test_the_answer_says_that_salts_were_forgotten(self, shared):
+        world, fake = shared
+        operation = await self.flushed(world, tenant="bob")
+        assert operation.note == (
+            "kvpin does not know every cache salt of this tenant on a: flush the whole engine to be sure"
+        )
+        assert len(fake.tiers) == 4  # bob's first salt is forgotten, and its KV is missed
+        assert (await self.flushed(world, tenant="bob", cache_salt="first")).note is None
+
+    async def test_after_a_flush_of_the_engine_it_is_sure_again(self, shared):
+        world, fake = shared
+        fake.in_use.add(next(iter(fake.tiers)))
+        await self.flushed(world, engine="a")
+        assert (await self.flushed(world, tenant="bob")).note is not None
+        fake.in_use.clear()
+        await self.flushed(world, engine="a")
+        await until(lambda: fake.subscriptions == 2)
+        fake.feed.put_nowait(CacheCleared())
+        await until(lambda: world.engines["a"].view.complete)
+        assert (await self.flushed(world, tenant="bob")).note is None
+
+    async def test_nor_are_salts_known_that_an_engine_held_before_kvpin_came(self, shared):
+        world, fake = shared
+        fake.feed.put_nowait(ViewLost("connected"))
+        await until(lambda: not world.engines["a"].view.complete)
+        assert "a: flush the whole engine" in (await self.flushed(world, tenant="alice")).note
 
 
 async def test_cancelling_stops_between_slices(world, learned):

@@ -180,10 +180,10 @@ async def test_all_of_a_salt(world, pair):
 
 async def test_a_tenant_is_every_salt_it_has_been_seen_with(tokenizer_dir):
     async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
-        world.add(KvFake("a"))
+        engine = world.add(KvFake("a"))
         tenants = world.control.tenants
         for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None)):
-            world.pool.root_of(tenants.salt(tenant, salt))
+            engine.salts.note(tenant, tenants.salt(tenant, salt))
         selection = await select(world.control, Target(tenant="alice"), Capability.FLUSH)
         expected = {tenants.salt("alice", None), tenants.salt("alice", "x")}
         assert {target.cache_salt for target in selection.shares[0].targets} == expected
