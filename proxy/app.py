@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -34,12 +33,19 @@ from engine_adapter import (
     prepare_managed,
 )
 from proxy import errors
-from proxy.api.admin import Control, admin_routes
+from proxy.api.admin import EngineRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle, handle_http
 from proxy.api.http1 import Http1Protocol
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
+from proxy.control.engines import Engines
+from proxy.control.kv import KvVerbs
+from proxy.control.operations import Operations
+from proxy.control.pinning import Pinning
+from proxy.control.tables import SharedTables
+from proxy.control.targets import Targets
+from proxy.control.warm import Warming
 from proxy.core.pins import PinBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -179,25 +185,11 @@ def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Star
         finally:
             await proxy.stop()
 
-    control = Control(
-        fleet=proxy.fleet,
-        flow=proxy.flow,
-        monitor=proxy.monitor,
-        tables=proxy.tables,
-        tenants=proxy.tenants,
-        requests=proxy.flow.requests,
-        pins=PinBook(),
-        tasks=proxy.tasks,
-        make_adapter=make_adapter,
-        clock=time.monotonic,
-    )
-    admin_key = proxy.settings.admin_key
-    guard = AdminGuard(admin_key.get_secret_value() if admin_key else None)
     data_plane = DataPlane(proxy.flow, proxy.tenants, int(proxy.settings.limits.body_bytes))
     return Starlette(
         routes=[
             Mount("/v1", app=data_plane),
-            *admin_routes(control, guard),
+            admin_api(proxy),
             *Ops(proxy.fleet, proxy.metrics).routes(),
         ],
         exception_handlers={
@@ -206,6 +198,25 @@ def build_app(proxy: Proxy, on_start: Callable[[], None] = lambda: None) -> Star
         },
         lifespan=lifespan,
     )
+
+
+def admin_api(proxy: Proxy) -> Mount:
+    """The admin API over a proxy's collaborators."""
+    fleet, flow, reuse = proxy.fleet, proxy.flow, proxy.ingest is not None
+    operations, pins = Operations(proxy.tasks), PinBook()
+    targets = Targets(fleet, proxy.tenants, flow.requests, has_views=reuse)
+    warming = Warming(flow, targets, operations)
+    pinning = Pinning(fleet, targets, pins, operations)
+    kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
+    engines = Engines(fleet, proxy.monitor, pins, operations, make_adapter)
+    endpoints = (
+        *EngineRoutes(fleet, engines, pinning, reuse=reuse).endpoints(),
+        *KvRoutes(kv, warming, pinning, operations).endpoints(),
+        *RequestRoutes(flow).endpoints(),
+        *TableRoutes(SharedTables(fleet, proxy.tables)).endpoints(),
+    )
+    key = proxy.settings.admin_key
+    return admin_mount(endpoints, AdminGuard(key.get_secret_value() if key else None))
 
 
 def serve(settings: Settings) -> int:

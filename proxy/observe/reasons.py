@@ -43,11 +43,6 @@ def reason_of(placement: Placement) -> Reason:
     return Reason.GATHERED if is_ahead_by_it or there_now < chosen.pending_tokens else Reason.HELD
 
 
-def first_token_s(cost: Cost) -> float:
-    """Seconds the request itself would wait for its first token."""
-    return cost.queue_s + cost.room_s + cost.restore_s + cost.prefill_s + cost.interference_s
-
-
 def utilisation_of(placement: Placement) -> float:
     """The share of their time that engines compute prompts, as the placement counted with it."""
     return 1 - 1 / placement.strain
@@ -86,8 +81,8 @@ def why(placement: Placement, *, unknown: str = "the prompt is not known here") 
     if _equals(placement):
         return said + _tie(placement)
     others = _others(placement)
-    sooner = min(others, key=first_token_s)
-    if first_token_s(sooner) + TIE_S < first_token_s(chosen):
+    sooner = min(others, key=lambda cost: cost.first_token_s)
+    if sooner.first_token_s + TIE_S < chosen.first_token_s:
         return f"{said}; {_of_the_sooner(sooner, placement)}"
     rival = min(others, key=lambda cost: cost.total_s)
     obstacle = _obstacle(rival, placement, f"on {rival.engine}")
@@ -108,7 +103,7 @@ def _of_a_release(placement: Placement) -> str:
 def _of_the_sooner(sooner: Cost, placement: Placement) -> str:
     """An engine that would answer sooner, at a cost to others."""
     chosen = placement.chosen
-    times = f"{_s(first_token_s(sooner))} against {_s(first_token_s(chosen))}"
+    times = f"{_s(sooner.first_token_s)} against {_s(chosen.first_token_s)}"
     said = f"{sooner.engine} would answer sooner, in {times}, but would"
     price_s, dearest = max(
         (sooner.congestion_s - chosen.congestion_s, "congestion"),

@@ -3,7 +3,7 @@
 import pytest
 
 from proxy.core.placement.decision import Cost, Placement
-from proxy.observe.reasons import Reason, first_token_s, reason_of, tie_of, utilisation_of, why
+from proxy.observe.reasons import Reason, reason_of, tie_of, utilisation_of, why
 
 
 def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
@@ -26,11 +26,6 @@ def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
 def placed(engine, *costs, strain=1.0, rule="lowest cost"):
     chosen = next(each for each in costs if each.engine == engine)
     return Placement(engine, chosen.cached_tokens, 4000, costs, rule, strain=strain)
-
-
-def test_nothing_but_what_the_request_waits_for_is_its_first_token():
-    told = cost("a", 2000, queue=1.0, room=2.0, restore=0.25, interference=0.125, later=9.0, strain=3.0)
-    assert first_token_s(told) == 3.875
 
 
 def test_utilisation_is_what_strain_comes_of():

@@ -9,7 +9,7 @@ async def test_an_engine_comes_drains_and_goes(world, client):
     async with FakeEngine("a") as server:
         answer = await client.post("/engines", json={"kind": "openai-compatible", "url": server.url})
         assert (answer.status_code, answer.json()["id"]) == (201, "openai_compatible-0")
-        engine = world.control.fleet.engine("openai_compatible-0")
+        engine = world.fleet.engine("openai_compatible-0")
         await until(lambda: engine.state is EngineState.READY)
         listed = (await client.get("/engines")).json()["engines"]
         assert [(e["id"], e["state"], e["model"]) for e in listed] == [(engine.id, "ready", "m")]
@@ -53,7 +53,7 @@ async def test_an_engines_key_is_not_shown(world, client):
     body = {"kind": "vllm", "url": "http://127.0.0.1:1", "id": "v", "api_key": "secret-key"}
     answer = await client.post("/engines", json=body)
     assert "secret-key" not in answer.text + (await client.get("/engines")).text
-    assert world.control.fleet.engine("v").adapter.spec.api_key == "secret-key"
+    assert world.fleet.engine("v").adapter.spec.api_key == "secret-key"
 
 
 async def test_an_engine_added_has_its_cache_tiers(world, client):
@@ -65,7 +65,7 @@ async def test_an_engine_added_has_its_cache_tiers(world, client):
     }
     body = {"kind": "vllm", "url": "http://127.0.0.1:1", "id": "v", **caches}
     assert (await client.post("/engines", json=body)).status_code == 201
-    spec = world.control.fleet.engine("v").adapter.spec
+    spec = world.fleet.engine("v").adapter.spec
     assert (spec.host_cache_dir, spec.host_cache_bytes) == ("/mem", 7)
     assert (spec.disk_cache_dir, spec.disk_cache_bytes) == ("/disk", 2048)
 
