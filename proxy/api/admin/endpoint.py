@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -65,11 +66,12 @@ async def read_bytes(request: Request) -> bytes:
     """The request's body. Raises BodyTooLarge beyond MAX_BODY_BYTES, BadRequest when its client left."""
     chunks, size = [], 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                raise BodyTooLarge(f"the body is longer than the limit of {MAX_BODY_BYTES} bytes")
-            chunks.append(chunk)
+        async with aclosing(request.stream()) as stream:
+            async for chunk in stream:
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    raise BodyTooLarge(f"the body is longer than the limit of {MAX_BODY_BYTES} bytes")
+                chunks.append(chunk)
     except ClientDisconnect as error:
         raise BadRequest("the body ended early") from error
     return b"".join(chunks)

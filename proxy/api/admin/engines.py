@@ -106,7 +106,9 @@ def _spec(body: dict[str, Any]) -> EngineSpec:
     try:
         return EngineSettings.model_validate(values).spec()
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else None
+        first = error.errors(include_url=False, include_input=False)[0]
         message = first["msg"].removeprefix("Value error, ")
-        raise BadRequest(f"{name}: {message}" if name else message, param=name) from error
+        if not first["loc"]:  # about several fields; the message names them
+            raise BadRequest(message, param=first.get("ctx", {}).get("param")) from error
+        name = str(first["loc"][0])
+        raise BadRequest(f"{name}: {message}", param=name) from error

@@ -70,14 +70,14 @@ async def test_it_changes_nothing(world, pair):
 async def test_a_chat_needs_no_path(world, pair):
     answer = await routed(world, body(messages=[{"role": "user", "content": "hi"}], model="m"))
     assert answer["path"] == "/v1/chat/completions"
-    assert answer["why"] == "no engine holds any of it; of 2 equals, a was not chosen before"
+    assert answer["why"] == "no engine holds any of the prompt; of 2 equal engines, a was not chosen before"
     assert answer["tie"] == "was not chosen before"
 
 
 async def test_one_engine_alone(world):
     world.add(KvFake("a"))
     answer = await routed(world, body(prompt=IDS))
-    assert answer["why"] == "a is the only engine that can take it, and holds 0 of 64 tokens"
+    assert answer["why"] == "a is the only engine that can take the request; it holds 0 of 64 tokens"
 
 
 async def test_a_prompt_nobody_can_read_goes_to_the_least_loaded(world, pair):
