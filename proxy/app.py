@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,11 +28,18 @@ from engine_adapter import (
     prepare_managed,
 )
 from proxy import errors
-from proxy.api.admin import Control, admin_routes
+from proxy.api.admin import EngineRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle, handle_http
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
+from proxy.control.engines import Engines
+from proxy.control.kv import KvVerbs
+from proxy.control.operations import Operations
+from proxy.control.pinning import Pinning
+from proxy.control.tables import SharedTables
+from proxy.control.targets import Targets
+from proxy.control.warm import Warming
 from proxy.core.pins import PinBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -65,7 +71,7 @@ class Proxy:
         self.tenants = Tenants(
             ApiKey.of(entry.key.get_secret_value(), entry.tenant_id) for entry in settings.api_keys
         )
-        self.ingest = Ingest(self.fleet, self.tasks) if settings.reuse else None
+        self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner) if settings.reuse else None
         self.monitor = Monitor(
             self.fleet,
             self.tasks,
@@ -176,25 +182,11 @@ def _named(engine_id: str) -> Iterator[None]:
 
 def build_app(proxy: Proxy) -> Starlette:
     """The ASGI application over a proxy's collaborators. Starting and stopping them is the caller's."""
-    control = Control(
-        fleet=proxy.fleet,
-        flow=proxy.flow,
-        monitor=proxy.monitor,
-        tables=proxy.tables,
-        tenants=proxy.tenants,
-        requests=proxy.flow.requests,
-        pins=PinBook(),
-        tasks=proxy.tasks,
-        make_adapter=make_adapter,
-        clock=time.monotonic,
-    )
-    admin_key = proxy.settings.admin_key
-    guard = AdminGuard(admin_key.get_secret_value() if admin_key else None)
     data_plane = DataPlane(proxy.flow, proxy.tenants, int(proxy.settings.limits.body_bytes))
     return Starlette(
         routes=[
             Mount("/v1", app=data_plane),
-            *admin_routes(control, guard),
+            admin_api(proxy),
             *Ops(proxy.fleet, proxy.metrics).routes(),
         ],
         exception_handlers={
@@ -202,3 +194,22 @@ def build_app(proxy: Proxy) -> Starlette:
             HTTPException: handle_http,
         },
     )
+
+
+def admin_api(proxy: Proxy) -> Mount:
+    """The admin API over a proxy's collaborators."""
+    fleet, flow, reuse = proxy.fleet, proxy.flow, proxy.ingest is not None
+    operations, pins = Operations(proxy.tasks), PinBook()
+    targets = Targets(fleet, proxy.tenants, flow.requests, has_views=reuse)
+    warming = Warming(flow, targets, operations)
+    pinning = Pinning(fleet, targets, pins, operations)
+    kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
+    engines = Engines(fleet, proxy.monitor, pins, operations, make_adapter)
+    endpoints = (
+        *EngineRoutes(fleet, engines, pinning, reuse=reuse).endpoints(),
+        *KvRoutes(kv, warming, pinning, operations).endpoints(),
+        *RequestRoutes(flow).endpoints(),
+        *TableRoutes(SharedTables(fleet, proxy.tables)).endpoints(),
+    )
+    key = proxy.settings.admin_key
+    return admin_mount(endpoints, AdminGuard(key.get_secret_value() if key else None))

@@ -170,6 +170,7 @@ class Flow:
             placement, ready.chain, streams=call.streams, known=known, session=ready.session
         ) as lease:
             engine = lease.engine
+            engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
             async with lease.patience():
                 await lease.gather()
                 async with self._hold(engine, ready) as hold:

@@ -5,7 +5,7 @@ import contextlib
 import time
 from array import array
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import httpx
 import msgspec
@@ -21,13 +21,20 @@ from engine_adapter import (
     Pinned,
     make_adapter,
 )
-from proxy.api.admin import admin_routes
+from proxy.api.admin import EngineRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle_http
 from proxy.app import Proxy
-from proxy.control import Control
+from proxy.control.engines import Engines
+from proxy.control.kv import KvVerbs
+from proxy.control.operations import Operations
+from proxy.control.pinning import Pinning
+from proxy.control.tables import SharedTables
+from proxy.control.targets import Targets
+from proxy.control.warm import Warming
 from proxy.core.pins import PinBook
 from proxy.fleet.engine import Engine, EngineState
+from proxy.flow import Flow
 from proxy.prompt import Prompt, PromptBuilder
 from proxy.request.records import RequestRecord
 from proxy.settings import load_settings
@@ -137,25 +144,42 @@ class KvWorld:
     """A proxy's parts, a control plane over them, and a client of its admin API."""
 
     proxy: Proxy
-    control: Control
     tokenizer: str
     now: float = 100.0
     engines: dict[str, Engine] = field(default_factory=dict)
 
+    def __post_init__(self):
+        proxy, self.pins = self.proxy, PinBook()
+        self.fleet, self.flow, self.tenants = proxy.fleet, proxy.flow, proxy.tenants
+        self.reuse = proxy.ingest is not None
+        self.operations = Operations(proxy.tasks)
+        self.targets = Targets(self.fleet, self.tenants, self.flow.requests, has_views=self.reuse)
+        self.warming = Warming(self.flow, self.targets, self.operations)
+        self.pinning = Pinning(self.fleet, self.targets, self.pins, self.operations, lambda: self.now)
+        self.kv = KvVerbs(self.targets, self.warming, self.pins, proxy.ingest, self.operations)
+        self.engine_set = Engines(self.fleet, proxy.monitor, self.pins, self.operations, make_adapter)
+        self.tables = SharedTables(self.fleet, proxy.tables)
+        self.endpoints = (
+            *EngineRoutes(self.fleet, self.engine_set, self.pinning, reuse=self.reuse).endpoints(),
+            *KvRoutes(self.kv, self.warming, self.pinning, self.operations).endpoints(),
+            *RequestRoutes(self.flow).endpoints(),
+            *TableRoutes(self.tables).endpoints(),
+        )
+
     def add(self, fake: KvFake) -> Engine:
         """A connected, ready engine; its pool tokenises with the test tokenizer."""
-        engine = self.control.fleet.add(fake)
-        pool = self.control.fleet.join(engine, fake.info)
+        engine = self.fleet.add(fake)
+        pool = self.fleet.join(engine, fake.info)
         if pool.prompts is None:
             info = replace(fake.info, tokenizer=self.tokenizer, vocab_size=600, hidden_size=4)
-            pool.prompts = PromptBuilder(info, tables=self.control.tables)
+            pool.prompts = PromptBuilder(info, tables=self.proxy.tables)
         engine.state = EngineState.READY
         self.engines[engine.id] = engine
         return engine
 
     @property
     def pool(self):
-        return self.control.fleet.pool(None)
+        return self.fleet.pool(None)
 
     def served(self, fake: KvFake, ids, salt=None, adapter=None) -> Prompt:
         """The engine has served a prompt: it holds its blocks, and the proxy knows."""
@@ -174,19 +198,43 @@ class KvWorld:
         """A finished request in the log."""
         salt, adapter = fields.pop("salt", None), fields.pop("adapter", None)
         prompt = Prompt(array("i", ids), None, salt, adapter) if ids is not None else None
-        given = {"started": len(list(self.control.requests)) + 1.0, "route": "/v1/completions", "model": "m"}
+        given = {"started": len(list(self.flow.requests)) + 1.0, "route": "/v1/completions", "model": "m"}
         given |= {"tenant": None, "stream": False, "prompt": prompt, "status": 200}
         record = RequestRecord(request_id, **(given | fields))
-        self.control.requests.add(record)
+        self.flow.requests.add(record)
         return record
 
     def client(self, guard: AdminGuard | None = None, peer="127.0.0.1") -> httpx.AsyncClient:
         app = Starlette(
-            routes=admin_routes(self.control, guard or AdminGuard(None)),
+            routes=[admin_mount(self.endpoints, guard or AdminGuard(None))],
             exception_handlers={404: handle_http, 405: handle_http},
         )
         transport = httpx.ASGITransport(app, client=(peer, 1234))
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/admin/v1")
+
+
+class WatchedFlow(Flow):
+    """The read path, which notes the steps it is asked for."""
+
+    steps: list[str]
+
+    @classmethod
+    def of(cls, flow: Flow) -> "WatchedFlow":
+        watched = cls(**{each.name: getattr(flow, each.name) for each in fields(flow)})
+        object.__setattr__(watched, "steps", [])
+        return watched
+
+    async def prepare(self, call):
+        self.steps.append("prepare")
+        return await super().prepare(call)
+
+    def candidates(self, ready, without=()):
+        self.steps.append("candidates")
+        return super().candidates(ready, without)
+
+    async def run_on(self, ready, placement, reply, record):
+        self.steps.append("run_on")
+        return await super().run_on(ready, placement, reply, record)
 
 
 @contextlib.asynccontextmanager
@@ -194,21 +242,8 @@ async def kv_world(tokenizer, **settings) -> AsyncIterator[KvWorld]:
     """A world without engines; `settings` as `load_settings` takes them."""
     transport = AiohttpTransport(connect_timeout_s=2)
     proxy = Proxy(load_settings(**({"reuse": True} | settings)), transport)
-    world = KvWorld(proxy, None, str(tokenizer))
-    world.control = Control(
-        fleet=proxy.fleet,
-        flow=proxy.flow,
-        monitor=proxy.monitor,
-        tables=proxy.tables,
-        tenants=proxy.tenants,
-        requests=proxy.flow.requests,
-        pins=PinBook(),
-        tasks=proxy.tasks,
-        make_adapter=make_adapter,
-        clock=lambda: world.now,
-    )
     try:
-        yield world
+        yield KvWorld(proxy, str(tokenizer))
     finally:
         await proxy.stop()
 

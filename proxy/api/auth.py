@@ -1,4 +1,7 @@
-"""Keys: data and admin apart, compared in constant time; without an admin key, admin is for this machine."""
+"""Keys of clients and operators. Without an admin key, the admin API answers only this machine.
+
+Keys are compared in constant time, by their digests.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ def bearer(headers: Headers) -> str:
 
 
 def authenticate(headers: Headers, tenants: Tenants) -> str | None:
-    """The tenant a data-plane request belongs to. Raises Unauthorized when it needs a key and has none."""
+    """The tenant that a data-plane request belongs to; None where requests need no key.
+
+    Raises:
+        Unauthorized: a key is needed, and it is missing or wrong.
+    """
     if tenants.open:
         return None
     key = bearer(headers)
@@ -35,20 +42,20 @@ def authenticate(headers: Headers, tenants: Tenants) -> str | None:
 
 
 def passed_on_headers(headers: Headers, tenants: Tenants) -> dict[str, str]:
-    """A client's headers less the key it showed us; without keys of ours, its key is for the engine."""
+    """A client's headers without its kvpin key. Where kvpin has no keys, the client's key is the engine's."""
     if tenants.open:
         return dict(headers)
     return {name: value for name, value in headers.items() if name not in _KEY_HEADERS}
 
 
 class AdminGuard:
-    """Lets admin requests in: with the admin key, or, when there is none, from this machine."""
+    """Checks admin requests: for the admin key, or, when there is none, that they come from this machine."""
 
     def __init__(self, admin_key: str | None) -> None:
         self._digest = hashlib.sha256(admin_key.encode()).digest() if admin_key else None
 
     def check(self, connection: HTTPConnection) -> None:
-        """Raises Unauthorized or Forbidden."""
+        """Raises Unauthorized for a missing or wrong key, Forbidden for another machine."""
         if self._digest is None:
             _require_local(connection)
             return
@@ -58,18 +65,21 @@ class AdminGuard:
 
 
 def _require_local(connection: HTTPConnection) -> None:
-    """The peer is this machine, and so is the name it asked for: a web page that rebinds a name to
-    127.0.0.1, or posts across origins, runs in a local browser and would pass on the address alone."""
+    """Raises Forbidden unless the peer and the host name it asked for are both this machine.
+
+    The address alone is not enough. A web page in a local browser also has it, when it rebinds a name to
+    127.0.0.1 or posts across origins.
+    """
     host = connection.client.host if connection.client else ""
     named = re.sub(r":\d*$", "", connection.headers.get("host", "")).lower() or "localhost"
     if not is_loopback(host) or named not in _LOCAL_NAMES or "origin" in connection.headers:
         raise Forbidden(
-            "without an admin key the admin API answers this machine only: start with --admin-key"
+            "without an admin key, the admin API answers only this machine: start kvpin with --admin-key"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a peer address is this machine's."""
+    """Whether an address is a loopback address of this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

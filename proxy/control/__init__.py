@@ -1,13 +1,11 @@
-"""The control plane's logic: what operators ask, done through the same fleet, index and forwarder.
+"""The control plane's logic: what operators ask, done through the same fleet, index and flow as requests.
 
-context.py     the collaborators             operations.py  long work with progress, bounded history
-targets.py     what an operation acts on     kv.py          flush, offload, restore
-warm.py        prefill ahead of need         pinning.py     pins over engines
-engines.py     add, remove, drain            tables.py      prompt tables, on all engines or on none
-routing.py     where would this go?          explain.py     why did the cache miss?
+target.py      what an operation acts on, as named     targets.py   and resolved to engines
+operations.py  long work, its progress and history     kv.py        flush, offload, restore
+warm.py        compute a prefix ahead of need          pinning.py   pins over engines
+engines.py     add, remove, drain                      tables.py    prompt tables, on all engines or on none
+routing.py     where would this go?                    explain.py   why did the cache miss?
 stats.py       what everything holds
+
+Each class takes the few collaborators it uses. The structs named `…Answer` are what the admin API answers.
 """
-
-from proxy.control.context import Control
-
-__all__ = ["Control"]

@@ -1,92 +1,144 @@
-"""Engines come and go while kvpin runs."""
+"""Engines that are added, removed and drained while kvpin runs, and what is told of one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from time import monotonic
-from typing import Any
 
-from engine_adapter import EngineSpec
-from proxy.control.context import Control
+import msgspec
+
+from engine_adapter import EngineAdapter, EngineSpec
+from proxy.control.operations import Operations
+from proxy.core.audit import Trust
+from proxy.core.pins import PinBook
 from proxy.errors import Conflict
 from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.monitor import Monitor
+from proxy.fleet.pool import Pool
 
 
-def add_engine(control: Control, spec: EngineSpec) -> Engine:
-    """Takes an engine in and looks after it; without an id it gets the first free `<kind>-<number>`.
+class EngineAnswer(msgspec.Struct, kw_only=True):
+    """One engine as kvpin sees it, without its key.
 
-    Raises:
-        Conflict: an engine of that id exists.
-        EngineSpecError: the description cannot be used.
+    `process` is null for an engine that kvpin does not run itself. `trust` is `precise` while its KV events
+    are healthy, and `why` says why. Each of `findings` names something that keeps kvpin from using the engine
+    fully, and the remedy.
     """
-    if spec.id in control.fleet.engines:
-        raise Conflict(f"an engine with id {spec.id!r} exists", param="id")
-    engine = control.fleet.add(control.make_adapter(spec))
-    control.monitor.watch(engine)
-    return engine
+
+    id: str
+    kind: str
+    url: str
+    state: EngineState
+    process: dict[str, str | int | None] | None
+    model: str | None
+    version: str
+    capabilities: list[str]
+    adapters: list[str]
+    tokens_per_block: int | None
+    max_model_len: int | None
+    trust: Trust
+    why: str
+    in_flight: int
+    decoding: int
+    queue_s: float
+    served: int
+    prefill_tok_s: float | None
+    last_error: str | None
+    findings: list[str]
 
 
-def free_id(control: Control, kind: str) -> str:
-    """The first free `<kind>-<number>`."""
-    return next(name for n in count() if (name := f"{kind}-{n}") not in control.fleet.engines)
+class Engines:
+    """Adds, removes and drains engines."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        monitor: Monitor,
+        pins: PinBook,
+        operations: Operations,
+        make_adapter: Callable[[EngineSpec], EngineAdapter],
+    ) -> None:
+        self._fleet = fleet
+        self._monitor = monitor
+        self._pins = pins
+        self._operations = operations
+        self._make_adapter = make_adapter
+
+    def add(self, spec: EngineSpec) -> Engine:
+        """Adds an engine and starts watching it.
+
+        Raises:
+            Conflict: an engine of that id exists.
+            EngineSpecError: the description cannot be used.
+        """
+        if spec.id in self._fleet.engines:
+            raise Conflict(f"an engine with id {spec.id!r} exists", param="id")
+        engine = self._fleet.add(self._make_adapter(spec))
+        self._monitor.watch(engine)
+        return engine
+
+    def free_id(self, kind: str) -> str:
+        """The first free `<kind>-<number>`."""
+        return next(name for n in count() if (name := f"{kind}-{n}") not in self._fleet.engines)
+
+    async def remove(self, engine_id: str) -> None:
+        """Drops an engine. Its requests in flight go on to their end.
+
+        Raises:
+            NotFound: there is no engine of that id.
+            Conflict: kvpin runs its process.
+        """
+        engine = self._fleet.engine(engine_id)
+        if engine.process is not None:
+            raise Conflict(
+                f"kvpin runs {engine_id!r} itself: drain it, or take it out of the settings",
+                param="engine_id",
+            )
+        self._monitor.forget(engine)
+        self._operations.stop_on(engine_id)
+        self._fleet.remove(engine_id)
+        self._pins.forget_engine(engine_id)
+        await engine.adapter.aclose()
+
+    def drain(self, engine_id: str, *, undo: bool) -> Engine:
+        """Sends an engine no new requests; with `undo`, sends it requests again. Raises NotFound."""
+        engine = self._fleet.engine(engine_id)
+        if not undo:
+            engine.state = EngineState.DRAINING
+        elif engine.state is EngineState.DRAINING:
+            connected = self._fleet.pool_of(engine) is not None
+            # A connected engine is checked before it gets requests; the monitor does that at once.
+            engine.state = EngineState.SUSPECT if connected else EngineState.DOWN
+            engine.check_now.set()
+        return engine
 
 
-async def remove_engine(control: Control, engine_id: str) -> None:
-    """Drops an engine; its requests in flight end as they would.
-
-    Raises:
-        NotFound: there is none of that id.
-        Conflict: kvpin runs its process.
-    """
-    engine = control.fleet.engine(engine_id)
-    if engine.process is not None:
-        raise Conflict(
-            f"kvpin runs {engine_id!r} itself: drain it, or take it out of the settings", param="engine_id"
-        )
-    control.monitor.forget(engine)
-    control.operations.stop_on(engine_id)
-    control.fleet.remove(engine_id)
-    control.pins.forget_engine(engine_id)
-    await engine.adapter.aclose()
-
-
-def drain_engine(control: Control, engine_id: str, *, undo: bool) -> Engine:
-    """No new requests for an engine, or again some. Raises NotFound."""
-    engine = control.fleet.engine(engine_id)
-    if not undo:
-        engine.state = EngineState.DRAINING
-    elif engine.state is EngineState.DRAINING:
-        connected = control.fleet.pool_of(engine) is not None
-        # A connected one is asked before it is trusted; the monitor does so at once.
-        engine.state = EngineState.SUSPECT if connected else EngineState.DOWN
-        engine.check_now.set()
-    return engine
-
-
-def describe_engine(control: Control, engine: Engine) -> dict[str, Any]:
-    """An engine as the admin API shows it, without its key."""
-    pool, info, audit = control.fleet.pool_of(engine), engine.info, engine.audit.view()
+def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
+    """An engine, and its pool where it is in one, as the admin API tells it."""
+    spec, info, audit = engine.adapter.spec, engine.info, engine.audit.view()
     load = engine.ledger.view(monotonic())
-    seat = pool.placer.seats[engine.id] if pool is not None else None
-    return {
-        "id": engine.id,
-        "kind": engine.adapter.spec.kind,
-        "url": engine.adapter.spec.url,
-        "state": engine.state.value,
-        "process": engine.process.describe() if engine.process is not None else None,
-        "model": pool.model if pool is not None else engine.adapter.spec.model,
-        "version": info.version if info is not None else "",
-        "capabilities": sorted(info.capabilities) if info is not None else [],
-        "adapters": sorted(engine.adapters),
-        "tokens_per_block": info.tokens_per_block if info is not None else None,
-        "max_model_len": info.max_model_len if info is not None else None,
-        "trust": audit.trust.value,
-        "why": audit.why,
-        "in_flight": load.in_flight,
-        "decoding": load.decoding,
-        "queue_s": load.queue_s,
-        "served": engine.ledger.served,
-        "prefill_tok_s": seat.rates.prefill_tok_s if seat is not None else None,
-        "last_error": engine.last_error,
-        "findings": [str(finding) for finding in engine.adapter.findings()],
-    }
+    rates = pool.placer.seats[engine.id].rates if pool is not None else None
+    return EngineAnswer(
+        id=engine.id,
+        kind=spec.kind,
+        url=spec.url,
+        state=engine.state,
+        process=engine.process.describe() if engine.process is not None else None,
+        model=pool.model if pool is not None else spec.model,
+        version=info.version if info is not None else "",
+        capabilities=sorted(info.capabilities) if info is not None else [],
+        adapters=sorted(engine.adapters),
+        tokens_per_block=info.tokens_per_block if info is not None else None,
+        max_model_len=info.max_model_len if info is not None else None,
+        trust=audit.trust,
+        why=audit.why,
+        in_flight=load.in_flight,
+        decoding=load.decoding,
+        queue_s=load.queue_s,
+        served=engine.ledger.served,
+        prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
+        last_error=engine.last_error,
+        findings=[str(finding) for finding in engine.adapter.findings()],
+    )

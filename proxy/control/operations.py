@@ -1,4 +1,4 @@
-"""Long work with progress: one operation over any number of engines, and a bounded history of them."""
+"""Operations: work on one or more engines that may take long, its progress, and a bounded history of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import anyio
+import msgspec
 
 from engine_adapter import EngineError, KvProgress
 from proxy.errors import NotFound, ProxyError
@@ -21,7 +21,7 @@ HISTORY = 256
 
 
 class OperationState(StrEnum):
-    """Of an operation, and of one engine's part in it."""
+    """The state of an operation, and of one engine's part of it."""
 
     RUNNING = "running"
     DONE = "done"
@@ -29,17 +29,17 @@ class OperationState(StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(slots=True)
-class Part:
+class PartAnswer(msgspec.Struct):
     """One engine's part of an operation.
 
     Attributes:
-        engine: its id.
-        verb: what is done on it; differs from the operation's where a fallback was asked for.
-        done, total: blocks acted on, blocks found to act on.
-        bytes: moved or dropped.
-        left: blocks that had to stay, by reason.
-        error: why it failed.
+        engine: the engine's id.
+        verb: what is done on this engine; differs from the operation's verb where a fallback was asked for.
+        done: blocks moved or dropped so far.
+        total: blocks found to move or drop.
+        bytes: bytes moved or dropped so far.
+        left: blocks that stay, by reason.
+        error: why the part failed.
     """
 
     engine: str
@@ -48,17 +48,22 @@ class Part:
     done: int = 0
     total: int = 0
     bytes: int = 0
-    left: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = {}
     error: str | None = None
-    _scope: anyio.CancelScope | None = field(default=None, repr=False)
+
+
+class Part(PartAnswer, kw_only=True):
+    """One engine's part of a running operation."""
+
+    _scope: anyio.CancelScope | None = None
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Does the engine's work and keeps how it ended; an engine's failure does not stop the others'."""
+        """Does the engine's work and keeps its outcome. A failure here does not stop the other engines."""
         with anyio.CancelScope() as self._scope:
             try:
                 await work()
             except (EngineError, ProxyError, TimeoutError) as error:
-                self.fail(str(error) or "no answer in time")
+                self.fail(str(error) or "the engine did not answer in time")
             else:
                 self.state = OperationState.DONE
         if self._scope.cancelled_caught:
@@ -69,12 +74,12 @@ class Part:
         self.state, self.error = OperationState.FAILED, why
 
     def stop(self) -> None:
-        """The engine goes away: its part ends, the others go on."""
+        """Ends this part, because its engine is removed. The other parts go on."""
         if self._scope is not None:
             self._scope.cancel()
 
     def advance(self, before: KvProgress, now: KvProgress) -> None:
-        """Notes progress on top of what earlier targets of the same part did."""
+        """Adds the progress on one target to that on the targets before it."""
         self.done = before.done + now.done
         self.total = before.total + now.total
         self.bytes = before.bytes + now.bytes
@@ -83,44 +88,49 @@ class Part:
 
     @property
     def progress(self) -> KvProgress:
-        """What was done so far."""
+        """The progress so far."""
         return KvProgress(self.done, self.total, self.bytes, dict(self.left))
 
 
-@dataclass(slots=True)
-class Operation:
-    """One piece of work an operator asked for. Times in Unix seconds.
+class OperationAnswer(msgspec.Struct, kw_only=True):
+    """An operation. Times are Unix seconds.
 
     Attributes:
-        operation_id: its name.
-        verb: e.g. `flush`.
-        target: what it acts on, in a word or two; never prompt text.
+        operation_id: its id.
+        verb: what is done, e.g. `flush`.
+        target: what it is done to, in a word or two; never prompt text.
         parts: one for each engine.
-        note: why there was nothing to do, where there was nothing.
-        result: what the verb yields beyond progress.
+        note: why there is nothing to do, or what the operation may have missed.
+        result: what the verb returns, e.g. a pin's id.
         error: what failed, in one sentence.
     """
 
-    operation_id: str
+    operation_id: str = msgspec.field(name="id")
     verb: str
     target: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PartAnswer, ...] = msgspec.field(name="engines", default=())
     state: OperationState = OperationState.RUNNING
     note: str | None = None
-    result: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = {}
     error: str | None = None
-    started: float = field(default_factory=time.time)
+    started: float = msgspec.field(default_factory=time.time)
     finished: float | None = None
-    _over: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+
+
+class Operation(OperationAnswer, kw_only=True):
+    """An operation that runs, or has run."""
+
+    parts: tuple[Part, ...] = msgspec.field(name="engines", default=())
+    _over: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
     async def wait(self, seconds: float) -> bool:
-        """Waits for its end; False when it still runs after `seconds`."""
+        """Waits for the end; False when the operation still runs after `seconds`."""
         with anyio.move_on_after(seconds):
             await self._over.wait()
         return self._over.is_set()
 
     def end(self, state: OperationState, error: str | None = None) -> None:
-        """It is over, once and for all."""
+        """Ends the operation. Only the first call counts."""
         if self._over.is_set():
             return
         self.state, self.error, self.finished = state, error, time.time()
@@ -130,7 +140,7 @@ class Operation:
         self._over.set()
 
     def settle(self) -> None:
-        """Its work has returned: done, unless an engine failed."""
+        """The work has returned: the operation is done, unless an engine failed."""
         failed = [part for part in self.parts if part.state is OperationState.FAILED]
         if not failed:
             return self.end(OperationState.DONE)
@@ -141,21 +151,19 @@ class Operation:
 
 
 class Operations:
-    """Running and recent operations, oldest first; running ones are never dropped."""
+    """Running and recent operations, oldest first. Only finished ones leave the history."""
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: Supervisor) -> None:
+        self._tasks = tasks
         self._operations: OrderedDict[str, Operation] = OrderedDict()
 
     def start(
-        self,
-        tasks: Supervisor,
-        operation: Operation,
-        work: Callable[[Operation], Coroutine[Any, Any, None]],
+        self, operation: Operation, work: Callable[[Operation], Coroutine[Any, Any, None]]
     ) -> Operation:
         """Runs `work` on the operation in the background."""
         self._operations[operation.operation_id] = operation
         self._trim()
-        tasks.start(_task(operation.operation_id), _run(operation, work))
+        self._tasks.start(_task(operation.operation_id), _run(operation, work))
         return operation
 
     def get(self, operation_id: str) -> Operation:
@@ -166,18 +174,18 @@ class Operations:
         return operation
 
     def newest(self) -> list[Operation]:
-        """All of them, newest first."""
+        """All operations, newest first."""
         return list(reversed(self._operations.values()))
 
-    def cancel(self, tasks: Supervisor, operation_id: str) -> Operation:
-        """Ends a running operation; what it has done stays done. Raises NotFound."""
+    def cancel(self, operation_id: str) -> Operation:
+        """Ends a running operation; what is done stays done. Raises NotFound."""
         operation = self.get(operation_id)
         operation.end(OperationState.CANCELLED, "cancelled")
-        tasks.cancel(_task(operation_id))
+        self._tasks.cancel(_task(operation_id))
         return operation
 
     def stop_on(self, engine_id: str) -> None:
-        """The engine goes away: ends its part of every running operation."""
+        """The engine is removed: ends its part of every running operation."""
         for operation in self._operations.values():
             for part in operation.parts:
                 if part.engine == engine_id and part.state is OperationState.RUNNING:
@@ -190,12 +198,13 @@ class Operations:
 
 
 def new_operation(verb: str, target: str, parts: Iterable[Part] = (), note: str | None = None) -> Operation:
-    """An operation that has yet to be started."""
-    return Operation(f"op-{uuid.uuid4().hex[:16]}", verb, target, tuple(parts), note=note)
+    """An operation that is not started yet."""
+    name = f"op-{uuid.uuid4().hex[:16]}"
+    return Operation(operation_id=name, verb=verb, target=target, parts=tuple(parts), note=note)
 
 
 async def run_parts(parts: Iterable[tuple[Part, Callable[[], Awaitable[None]]]]) -> None:
-    """All engines at once."""
+    """Runs the work of all engines at once."""
     async with anyio.create_task_group() as group:
         for part, work in parts:
             group.start_soon(part.run, work)
@@ -211,7 +220,7 @@ async def _run(operation: Operation, work: Callable[[Operation], Coroutine[Any, 
         operation.end(OperationState.CANCELLED, "cancelled")
         raise
     finally:
-        # Only a bug gets here with the operation still open; the supervisor logs it.
+        # Still open here only after a bug, which the supervisor logs.
         operation.end(OperationState.FAILED, "kvpin failed on this operation; the log has the details")
 
 

@@ -2,111 +2,148 @@
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+
+import msgspec
 
 from engine_adapter import Capability
-from proxy.control.context import Control
-from proxy.control.operations import Operation, Part, new_operation, run_parts
-from proxy.control.targets import PREFIXES, Share, Target, kind_of, require_able, select
-from proxy.core.pins import Pin
+from proxy.control.operations import Operation, Operations, Part, new_operation, run_parts
+from proxy.control.target import PREFIXES, Target, kind_of
+from proxy.control.targets import Share, Targets, require_able
+from proxy.core.pins import Pin, PinBook
 from proxy.errors import BadRequest, NotFound
+from proxy.fleet.fleet import Fleet
 
 MAX_TTL_S = 7 * 24 * 3600.0
 
 
-async def pin(control: Control, target: Target, ttl_s: float) -> Operation:
-    """Starts pinning a prefix for `ttl_s` seconds; the operation's result holds the pin's id.
+class PinAnswer(msgspec.Struct, kw_only=True):
+    """A pin that holds now: what it protects, on which engines, and for how long."""
 
-    Raises:
-        BadRequest, NotFound, NoEngine: a target that is no prefix or cannot be resolved.
-        NotSupported: the engines that hold it cannot pin.
-    """
-    kind = kind_of(target)
-    if kind not in PREFIXES:
-        raise BadRequest(f"a pin needs a prefix: one of {', '.join(PREFIXES)}", param=kind)
-    selection = await select(control, target, Capability.PIN)
-    require_able(selection, Capability.PIN)
-    first_block = next(iter(selection.prefix.chain.hashes), None) if selection.prefix else None
-    pairs = [(Part(share.engine.id, "pin"), share) for share in selection.shares]
-    unable = [Part(share.engine.id, "pin") for share in selection.unable]
-    for part, share in zip(unable, selection.unable, strict=True):
-        part.fail(str(share.engine.adapter.not_supported(Capability.PIN)))
-
-    async def work(operation: Operation) -> None:
-        held: dict[str, str] = {}
-        try:
-            await run_parts([(part, partial(_pin_on, share, ttl_s, part, held)) for part, share in pairs])
-        finally:
-            if held:
-                blocks = sum(part.done for part, _ in pairs)
-                expires = control.clock() + ttl_s
-                instances = {name: _instance(control, name) for name in held}
-                name = f"pin-{uuid.uuid4().hex[:16]}"
-                made = Pin(name, held, blocks, expires, selection.label, first_block, instances)
-                control.pins.add(made)
-                operation.result = {"pin_id": made.pin_id, "blocks": blocks, "ttl_s": ttl_s}
-        if not held and operation.note is None:
-            operation.note = "no engine holds any of it: warm it first"
-
-    parts = [*(part for part, _ in pairs), *unable]
-    operation = new_operation("pin", selection.label, parts, selection.note)
-    return control.operations.start(control.tasks, operation, work)
+    pin_id: str
+    target: str
+    engines: list[str]
+    blocks: int
+    expires_in_s: float
 
 
-def unpin(control: Control, pin_id: str) -> Operation:
-    """Starts ending a pin on all its engines; raises NotFound for one that has ended."""
-    forget_lost(control)
-    found = control.pins.take(pin_id, control.clock())
-    if found is None:
-        raise NotFound(f"there is no pin {pin_id!r}", param="pin_id")
-    engines = {name: own for name, own in found.engine_pins.items() if name in control.fleet.engines}
-    pairs = [(Part(name, "unpin"), own) for name, own in engines.items()]
+class Pinning:
+    """Starts and ends pins. `clock` gives monotonic seconds."""
 
-    async def work(operation: Operation) -> None:
-        left = dict(engines)
-        try:
-            await run_parts([(part, partial(_unpin_on, control, own, part, left)) for part, own in pairs])
-        finally:
-            if left:
-                # They still hold it: the pin can be ended again, and lapses by itself.
-                control.pins.add(replace(found, engine_pins=left))
-        operation.result = {"pin_id": pin_id, "unpinned": not left}
+    def __init__(
+        self,
+        fleet: Fleet,
+        targets: Targets,
+        pins: PinBook,
+        operations: Operations,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._targets = targets
+        self._pins = pins
+        self._operations = operations
+        self._clock = clock
 
-    operation = new_operation("unpin", found.label, (part for part, _ in pairs))
-    return control.operations.start(control.tasks, operation, work)
+    async def pin(self, target: Target, ttl_s: float) -> Operation:
+        """Starts pinning a prefix for `ttl_s` seconds. The operation's result holds the pin's id.
 
+        Raises:
+            BadRequest, NotFound, NoEngine: the target is no prefix, or cannot be resolved.
+            NotSupported: the engines that hold the prefix cannot pin.
+        """
+        kind = kind_of(target)
+        if kind not in PREFIXES:
+            raise BadRequest(f"a pin needs a prefix: one of {', '.join(PREFIXES)}", param=kind)
+        selection = await self._targets.select(target, Capability.PIN)
+        require_able(selection, Capability.PIN)
+        pairs = [(Part(share.engine.id, "pin"), share) for share in selection.shares]
+        unable = [Part(share.engine.id, "pin") for share in selection.unable]
+        for part, share in zip(unable, selection.unable, strict=True):
+            part.fail(str(share.engine.adapter.not_supported(Capability.PIN)))
+        blocks = selection.prefix.chain.hashes if selection.prefix is not None else ()
 
-def active_pins(control: Control) -> list[dict[str, Any]]:
-    """The pins that hold now."""
-    forget_lost(control)
-    now = control.clock()
-    return [
-        {
-            "pin_id": held.pin_id,
-            "target": held.label,
-            "engines": list(held.engine_pins),
-            "blocks": held.blocks,
-            "expires_in_s": max(held.expires - now, 0.0),
-        }
-        for held in control.pins.active(now)
-    ]
+        async def work(operation: Operation) -> None:
+            held: dict[str, str] = {}
+            try:
+                await run_parts([(part, partial(_pin_on, share, ttl_s, part, held)) for part, share in pairs])
+            finally:
+                if held:
+                    done = sum(part.done for part, _ in pairs)
+                    self._note(operation, held, done, ttl_s, next(iter(blocks), None))
+            if not held and operation.note is None:
+                operation.note = "no engine holds any of it: warm it first"
 
+        parts = [*(part for part, _ in pairs), *unable]
+        operation = new_operation("pin", selection.label, parts, selection.note)
+        return self._operations.start(operation, work)
 
-def forget_lost(control: Control) -> None:
-    """Drops pins of engines that are gone: a process that ended took its pins along."""
-    for held in control.pins.active(control.clock()):
-        for name in held.engine_pins:
-            instance = held.instances[name]
-            engine = control.fleet.engines.get(name)
-            if engine is None or (engine.info is not None and engine.info.instance != instance):
-                control.pins.forget_engine(name, partial(_is, held.pin_id))
+    def unpin(self, pin_id: str) -> Operation:
+        """Starts ending a pin on all its engines. Raises NotFound for one that has ended."""
+        self._forget_lost()
+        found = self._pins.take(pin_id, self._clock())
+        if found is None:
+            raise NotFound(f"there is no pin {pin_id!r}", param="pin_id")
+        engines = {name: own for name, own in found.engine_pins.items() if name in self._fleet.engines}
+        pairs = [(Part(name, "unpin"), own) for name, own in engines.items()]
 
+        async def work(operation: Operation) -> None:
+            left = dict(engines)
+            try:
+                await run_parts([(part, partial(self._unpin_on, own, part, left)) for part, own in pairs])
+            finally:
+                if left:
+                    # These engines still hold it. It can be ended again, and lapses by itself.
+                    self._pins.add(replace(found, engine_pins=left))
+            operation.result = {"pin_id": pin_id, "unpinned": not left}
 
-def _is(pin_id: str, other: Pin) -> bool:
-    return other.pin_id == pin_id
+        operation = new_operation("unpin", found.label, (part for part, _ in pairs))
+        return self._operations.start(operation, work)
+
+    def active(self) -> list[PinAnswer]:
+        """The pins that hold now."""
+        self._forget_lost()
+        now = self._clock()
+        return [
+            PinAnswer(
+                pin_id=held.pin_id,
+                target=held.label,
+                engines=list(held.engine_pins),
+                blocks=held.blocks,
+                expires_in_s=max(held.expires - now, 0.0),
+            )
+            for held in self._pins.active(now)
+        ]
+
+    def _note(
+        self, operation: Operation, held: dict[str, str], blocks: int, ttl_s: float, first_block: int | None
+    ) -> None:
+        """Keeps a pin that engines hold now, as engine id → the engine's own pin id."""
+        name, expires = f"pin-{uuid.uuid4().hex[:16]}", self._clock() + ttl_s
+        instances = {engine: self._instance(engine) for engine in held}
+        self._pins.add(Pin(name, held, blocks, expires, operation.target, first_block, instances))
+        operation.result = {"pin_id": name, "blocks": blocks, "ttl_s": ttl_s}
+
+    def _forget_lost(self) -> None:
+        """Drops pins on engines that are gone or were restarted: a process that ends loses its pins."""
+        for held in self._pins.active(self._clock()):
+            for name in held.engine_pins:
+                engine = self._fleet.engines.get(name)
+                known = engine.info.instance if engine is not None and engine.info is not None else None
+                if engine is None or known not in (None, held.instances[name]):
+                    self._pins.forget_engine(name, partial(_is, held.pin_id))
+
+    def _instance(self, engine_id: str) -> str:
+        engine = self._fleet.engines.get(engine_id)
+        return engine.info.instance if engine is not None and engine.info is not None else ""
+
+    async def _unpin_on(self, own: str, part: Part, left: dict[str, str]) -> None:
+        if part.engine in self._fleet.engines:
+            await self._fleet.engine(part.engine).adapter.unpin(own)
+        del left[part.engine]
 
 
 async def _pin_on(share: Share, ttl_s: float, part: Part, held: dict[str, str]) -> None:
@@ -119,12 +156,5 @@ async def _pin_on(share: Share, ttl_s: float, part: Part, held: dict[str, str]) 
             await share.engine.adapter.unpin(pinned.pin_id)
 
 
-def _instance(control: Control, engine_id: str) -> str:
-    engine = control.fleet.engines.get(engine_id)
-    return engine.info.instance if engine is not None and engine.info is not None else ""
-
-
-async def _unpin_on(control: Control, own: str, part: Part, left: dict[str, str]) -> None:
-    if part.engine in control.fleet.engines:
-        await control.fleet.engine(part.engine).adapter.unpin(own)
-    del left[part.engine]
+def _is(pin_id: str, other: Pin) -> bool:
+    return other.pin_id == pin_id

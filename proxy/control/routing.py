@@ -1,4 +1,4 @@
-"""A dry run of placement: where a request would go now, and why. Changes nothing."""
+"""A dry run of placement: where a request would go now, and why. It changes nothing."""
 
 from __future__ import annotations
 
@@ -7,19 +7,71 @@ from typing import Any
 import msgspec
 
 from engine_adapter import JsonBody
-from proxy.control.context import Control
+from proxy.core.audit import Trust
 from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.pool import Pool, no_engine_for
-from proxy.observe.reasons import first_token_s, reason_of, tie_of, utilisation_of, why
+from proxy.flow import Flow
+from proxy.observe.reasons import Reason, reason_of, tie_of, utilisation_of, why
 from proxy.request.calls import Call
 
 CHAT = "/v1/chat/completions"
 
 
-async def route(control: Control, body: JsonBody) -> dict[str, Any]:
-    """Where the request of `body` would go. Beside the request's own fields it may hold `path`, the route
-    it is meant for, and `tenant`, who would send it.
+class CostAnswer(Cost, frozen=True, kw_only=True):
+    """What a request would take on an engine, term by term, in seconds. The lowest `total_s` wins.
+
+    `first_token_s` is what the request itself waits for: it leaves out `congestion_s` and `regret_s`, which
+    other requests pay, and `later_s`, which the conversation's next turns pay. `regret_s` is null where the
+    engine was dearer without it. Totals within a millisecond are equal: `is_last`, `free_blocks` and `turn`
+    then decide.
+    """
+
+    first_token_s: float
+
+
+class CandidateAnswer(CostAnswer, frozen=True, kw_only=True):
+    """A cost with what it follows from: how much the view is trusted, and prompt tokens held on each tier."""
+
+    trust: Trust
+    matched_tokens: dict[str, int]
+
+
+class Decision(msgspec.Struct, kw_only=True):
+    """A placement and its reasons. `tie` is null where costs decided.
+
+    At this `utilisation` of the engines, a second of prefill counts as `strain` seconds.
+    """
+
+    rule: str
+    reason: Reason
+    why: str
+    tie: str | None
+    utilisation: float
+    strain: float
+
+
+class RouteAnswer(Decision, kw_only=True):
+    """Where a request would go, and why.
+
+    `n_tokens` and `blocks` are null when the prompt is not known here, `adapter` when the request names no
+    LoRA adapter.
+    """
+
+    model: str
+    adapter: str | None
+    path: str
+    n_tokens: int | None
+    blocks: int | None
+    tokens_per_block: int
+    engine: str
+    predicted_tokens: int
+    candidates: list[CandidateAnswer]
+
+
+async def route(flow: Flow, body: JsonBody) -> RouteAnswer:
+    """Where the request in `body` would go. Beside the request's own fields, `path` may name its route and
+    `tenant` its sender.
 
     Raises:
         BadRequest, ChatError, PromptTableError: a field is wrong.
@@ -27,58 +79,55 @@ async def route(control: Control, body: JsonBody) -> dict[str, Any]:
         NoEngine: no engine is ready.
     """
     path, tenant = _text(body, "path") or _path_of(body), _text(body, "tenant")
-    if tenant is not None and tenant not in control.tenants.names:
+    if tenant is not None and tenant not in flow.tenants.names:
         raise NotFound(f"there is no tenant {tenant!r}", param="tenant")
     _text(body, "model")
-    call = Call("route", "POST", path, {}, body.replace(path=None, tenant=None), tenant)
-    ready = await control.flow.prepare(call)
+    ready = await flow.prepare(Call("route", "POST", path, {}, body.replace(path=None, tenant=None), tenant))
     pool, chain = ready.pool, ready.chain
-    candidates = control.flow.candidates(ready)
+    candidates = flow.candidates(ready)
     if not candidates:
         raise no_engine_for(ready.adapter)
     placement = pool.place(candidates, chain)
     by_engine = {candidate.engine: candidate for candidate in candidates}
-    return {
-        "model": pool.model,
-        "adapter": ready.adapter,
-        "path": path,
-        "n_tokens": chain.n_tokens if chain is not None else None,
-        "blocks": len(chain.hashes) if chain is not None else None,
-        "tokens_per_block": pool.tokens_per_block,
-        "engine": placement.engine,
-        "predicted_tokens": placement.predicted_tokens,
-        **describe(placement, reuse=control.flow.ingest is not None),
-        "candidates": [_candidate(pool, by_engine[cost.engine], cost) for cost in placement.costs],
-    }
+    return RouteAnswer(
+        model=pool.model,
+        adapter=ready.adapter,
+        path=path,
+        n_tokens=chain.n_tokens if chain is not None else None,
+        blocks=len(chain.hashes) if chain is not None else None,
+        tokens_per_block=pool.tokens_per_block,
+        engine=placement.engine,
+        predicted_tokens=placement.predicted_tokens,
+        **reasons(placement, reuse=flow.ingest is not None),
+        candidates=[_candidate(pool, by_engine[cost.engine], cost) for cost in placement.costs],
+    )
 
 
-def describe(placement: Placement, *, reuse: bool) -> dict[str, Any]:
-    """A decision and what it came of, but for the costs."""
-    unknown = "the prompt is not known here" if reuse else "reuse is off"
+def reasons(placement: Placement, *, reuse: bool) -> dict[str, Any]:
+    """The fields of a `Decision`."""
     return {
         "rule": placement.rule,
-        "reason": reason_of(placement).value,
-        "why": why(placement, unknown=unknown),
+        "reason": reason_of(placement),
+        "why": why(placement, unknown="the prompt is not known here" if reuse else "reuse is off"),
         "tie": tie_of(placement),
         "utilisation": utilisation_of(placement),
         "strain": placement.strain,
     }
 
 
-def describe_cost(cost: Cost) -> dict[str, Any]:
-    """A cost as the admin API shows it."""
-    return {**msgspec.structs.asdict(cost), "first_token_s": first_token_s(cost)}
+def cost_answer(cost: Cost) -> CostAnswer:
+    """A cost as the admin API tells it."""
+    return msgspec.convert(cost, CostAnswer, from_attributes=True)
 
 
-def _candidate(pool: Pool, candidate: Candidate, cost: Cost) -> dict[str, Any]:
-    engine, match = pool.engines[candidate.engine], candidate.match
+def _candidate(pool: Pool, candidate: Candidate, cost: Cost) -> CandidateAnswer:
+    match = candidate.match
     tiers = {"gpu": match.gpu, "host": match.host, "disk": match.disk, "pending": match.pending}
-    return {
-        **describe_cost(cost),
-        "trust": engine.audit.trust.value,
-        "matched_tokens": {tier: blocks * pool.tokens_per_block for tier, blocks in tiers.items()},
-        "free_blocks": candidate.free_blocks,
-    }
+    return CandidateAnswer(
+        **msgspec.structs.asdict(cost_answer(cost)),
+        trust=pool.engines[candidate.engine].audit.trust,
+        matched_tokens={tier: blocks * pool.tokens_per_block for tier, blocks in tiers.items()},
+    )
 
 
 def _path_of(body: JsonBody) -> str:

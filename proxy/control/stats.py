@@ -1,39 +1,102 @@
-"""What every pool and engine holds, believes and has predicted."""
+"""What every pool and engine holds, how far kvpin trusts its view of it, and how predictions did."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import anyio
+import msgspec
 
 from engine_adapter import EngineError, Tier
-from proxy.control.context import Control
-from proxy.control.engines import describe_engine
-from proxy.control.pinning import active_pins
+from proxy.control.engines import EngineAnswer, describe_engine
+from proxy.control.pinning import PinAnswer
+from proxy.core.audit import AuditView
+from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
-from proxy.prompt import PromptBuilder
+from proxy.prompt import Exactness, PromptBuilder
 
 ASK_TIMEOUT_S = 2.0
 
 
-async def stats(control: Control) -> dict[str, Any]:
-    """All of it; engines that do not answer in time are shown with what is known here."""
+class EngineStats(EngineAnswer, kw_only=True):
+    """An engine with its audit, what was restored ahead of need, and its KV.
+
+    `blocks` are those the index knows of, by tier. `kv` holds the engine's own statistics, `kv_error` why it
+    did not tell them.
+    """
+
+    audit: AuditView
+    restored_ahead: AheadCounts
+    blocks: dict[str, int]
+    kv: dict[str, Any]
+    kv_error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenisation(Exactness):
+    """How prompts become tokens, and whether kvpin's tokens are known to be the engine's.
+
+    `agreed` and `differed` count the served prompts whose tokens an engine told.
+    """
+
+    agreed: int
+    differed: int
+
+
+class PoolStats(msgspec.Struct, kw_only=True):
+    """Engines that serve one model and its LoRA adapters, and the number of blocks in their index."""
+
+    model: str
+    adapters: list[str]
+    tokens_per_block: int
+    index_entries: int
+    tokenisation: Tokenisation | None
+    engines: list[EngineStats]
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """Sums over all engines."""
+
+    engines: int
+    ready: int
+    in_flight: int
+    served: int
+    index_entries: int
+    predictions_checked: int
+    predictions_exact: int
+    predicted_cached_tokens: int
+    reported_cached_tokens: int
+
+
+class Stats(msgspec.Struct, kw_only=True):
+    """Everything kvpin knows now. `reuse` is false when it only balances load."""
+
+    reuse: bool
+    pools: list[PoolStats]
+    unconnected: list[EngineAnswer]
+    pins: list[PinAnswer]
+    totals: Totals
+
+
+async def stats(fleet: Fleet, pins: list[PinAnswer], *, reuse: bool) -> Stats:
+    """The statistics. Each engine is asked for its own; without an answer in time it is shown without."""
     own: dict[str, dict[str, Any]] = {}
     async with anyio.create_task_group() as group:
-        for pool in control.fleet.pools.values():
+        for pool in fleet.pools.values():
             for engine in pool.engines.values():
                 group.start_soon(_ask, engine, own)
-    pools = [_pool(control, pool, own) for pool in control.fleet.pools.values()]
-    lost = [e for e in control.fleet.engines.values() if control.fleet.pool_of(e) is None]
-    return {
-        "reuse": control.flow.ingest is not None,
-        "pools": pools,
-        "unconnected": [describe_engine(control, engine) for engine in lost],
-        "pins": active_pins(control),
-        "totals": _totals(control),
-    }
+    pools = [_pool(pool, own) for pool in fleet.pools.values()]
+    unconnected = [engine for engine in fleet.engines.values() if fleet.pool_of(engine) is None]
+    return Stats(
+        reuse=reuse,
+        pools=pools,
+        unconnected=[describe_engine(engine, None) for engine in unconnected],
+        pins=pins,
+        totals=_totals(fleet),
+    )
 
 
 async def _ask(engine: Engine, own: dict[str, dict[str, Any]]) -> None:
@@ -41,55 +104,46 @@ async def _ask(engine: Engine, own: dict[str, dict[str, Any]]) -> None:
         with anyio.fail_after(ASK_TIMEOUT_S):
             own[engine.id] = await engine.adapter.stats()
     except (EngineError, TimeoutError) as error:
-        own[engine.id] = {"error": str(error) or "no answer in time"}
+        own[engine.id] = {"error": str(error) or "the engine did not answer in time"}
 
 
-def _pool(control: Control, pool: Pool, own: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "model": pool.model,
-        "tokens_per_block": pool.tokens_per_block,
-        "index_entries": len(pool.index),
-        "adapters": sorted(pool.adapters),
-        "tokenisation": _tokenisation(pool.prompts) if pool.prompts is not None else None,
-        "engines": [_engine(control, pool, engine, own) for engine in pool.engines.values()],
-    }
+def _pool(pool: Pool, own: dict[str, dict[str, Any]]) -> PoolStats:
+    return PoolStats(
+        model=pool.model,
+        adapters=sorted(pool.adapters),
+        tokens_per_block=pool.tokens_per_block,
+        index_entries=len(pool.index),
+        tokenisation=_tokenisation(pool.prompts) if pool.prompts is not None else None,
+        engines=[_engine(pool, engine, own.get(engine.id, {})) for engine in pool.engines.values()],
+    )
 
 
-def _tokenisation(prompts: PromptBuilder) -> dict[str, Any]:
-    """How prompts become tokens, and whether the engines make the same of them."""
-    return {**asdict(prompts.exactness), "agreed": prompts.agreed, "differed": prompts.differed}
+def _tokenisation(prompts: PromptBuilder) -> Tokenisation:
+    return Tokenisation(**asdict(prompts.exactness), agreed=prompts.agreed, differed=prompts.differed)
 
 
-def _engine(control: Control, pool: Pool, engine: Engine, own: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    audit = engine.audit.view()
-    answer = own.get(engine.id, {})
-    return {
-        **describe_engine(control, engine),
-        "audit": {
-            "checked": audit.checked,
-            "exact": audit.exact,
-            "predicted_tokens": audit.predicted_tokens,
-            "reported_tokens": audit.reported_tokens,
-            "recent_miss_share": audit.recent_miss_share,
-        },
-        "restored_ahead": asdict(engine.ahead),
-        "blocks": {tier.value: pool.index.held(engine.id, tier) for tier in Tier},
-        "kv": {} if "error" in answer else answer,
-        "kv_error": answer.get("error"),
-    }
+def _engine(pool: Pool, engine: Engine, own: dict[str, Any]) -> EngineStats:
+    return EngineStats(
+        **msgspec.structs.asdict(describe_engine(engine, pool)),
+        audit=engine.audit.view(),
+        restored_ahead=engine.ahead,
+        blocks={tier.value: pool.index.held(engine.id, tier) for tier in Tier},
+        kv={} if "error" in own else own,
+        kv_error=own.get("error"),
+    )
 
 
-def _totals(control: Control) -> dict[str, int]:
-    engines = list(control.fleet.engines.values())
+def _totals(fleet: Fleet) -> Totals:
+    engines = list(fleet.engines.values())
     audits = [engine.audit.view() for engine in engines]
-    return {
-        "engines": len(engines),
-        "ready": sum(engine.state is EngineState.READY for engine in engines),
-        "in_flight": sum(engine.ledger.in_flight for engine in engines),
-        "served": sum(engine.ledger.served for engine in engines),
-        "index_entries": sum(len(pool.index) for pool in control.fleet.pools.values()),
-        "predictions_checked": sum(audit.checked for audit in audits),
-        "predictions_exact": sum(audit.exact for audit in audits),
-        "predicted_cached_tokens": sum(audit.predicted_tokens for audit in audits),
-        "reported_cached_tokens": sum(audit.reported_tokens for audit in audits),
-    }
+    return Totals(
+        engines=len(engines),
+        ready=sum(engine.state is EngineState.READY for engine in engines),
+        in_flight=sum(engine.ledger.in_flight for engine in engines),
+        served=sum(engine.ledger.served for engine in engines),
+        index_entries=sum(len(pool.index) for pool in fleet.pools.values()),
+        predictions_checked=sum(audit.checked for audit in audits),
+        predictions_exact=sum(audit.exact for audit in audits),
+        predicted_cached_tokens=sum(audit.predicted_tokens for audit in audits),
+        reported_cached_tokens=sum(audit.reported_tokens for audit in audits),
+    )

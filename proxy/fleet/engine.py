@@ -13,6 +13,7 @@ from proxy.core.index.view import EngineView
 from proxy.core.placement.load import EngineLedger
 from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.lease import Lease
+from proxy.fleet.salts import TenantSalts
 
 # The block size of pools, unless an engine's own is smaller.
 TOKENS_PER_BLOCK = 16
@@ -59,6 +60,7 @@ class Engine:
         self.audit = EngineAudit()
         self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
         self.below = LearnedBlocks(HINTED_BLOCKS)
+        self.salts = TenantSalts()
         self.ahead = AheadCounts()
         self.view: EngineView | None = None
         self.process: Process | None = None

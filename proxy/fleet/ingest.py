@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import structlog
 
 from engine_adapter import Capability, EngineError, ViewCurrent, ViewLost
+from proxy.core.index.blocks import BlockHash
 from proxy.core.index.slices import slices
 from proxy.core.index.view import EngineView
 from proxy.fleet.engine import Engine
@@ -29,9 +31,13 @@ TURN_S = 0.001
 class Ingest:
     """Keeps the index true to what the engines say."""
 
-    def __init__(self, fleet: Fleet, tasks: Supervisor) -> None:
+    def __init__(
+        self, fleet: Fleet, tasks: Supervisor, owner_of: Callable[[str], str | None] = lambda _salt: None
+    ) -> None:
+        """`owner_of` names the tenant of a cache salt, None for a salt of no tenant."""
         self._fleet = fleet
         self._tasks = tasks
+        self._owner_of = owner_of
 
     def follow(self, engine: Engine, pool: Pool) -> None:
         """Starts, or starts over, following the engine's events; ends with `leave`."""
@@ -66,7 +72,13 @@ class Ingest:
 
     async def _apply_all(self, engine: Engine, pool: Pool) -> None:
         """One subscription, from an empty view to its end."""
-        view = engine.view = EngineView(engine.id, pool.index, pool.root_of, pool.tokens_per_block)
+
+        def root_of(salt: str | None, adapter: str | None) -> BlockHash:
+            if salt is not None:
+                engine.salts.note(self._owner_of(salt), salt)
+            return pool.root_of(salt, adapter)
+
+        view = engine.view = EngineView(engine.id, pool.index, root_of, pool.tokens_per_block)
         turn_ends = 0.0
         async for event in engine.adapter.events():
             if isinstance(event, ViewLost):

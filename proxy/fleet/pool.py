@@ -33,7 +33,6 @@ class Pool:
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
         self.away: dict[str, frozenset[str]] = {}  # engines that were lost, and the adapters they served
-        self._roots: dict[tuple[str | None, str | None], BlockHash] = {}
 
     @property
     def index(self) -> PrefixIndex:
@@ -42,12 +41,7 @@ class Pool:
 
     def root_of(self, salt: str | None, adapter: str | None = None) -> BlockHash:
         """The namespace root of this model under a salt, with a LoRA adapter."""
-        root = self._roots.get((salt, adapter))
-        if root is None:
-            if len(self._roots) > 10_000:  # noqa: PLR2004 - salts are the clients' to invent: bounded
-                self._roots.clear()
-            root = self._roots[salt, adapter] = namespace_root(self.model, adapter=adapter, salt=salt)
-        return root
+        return namespace_root(self.model, adapter=adapter, salt=salt)
 
     @property
     def adapters(self) -> frozenset[str]:
@@ -57,10 +51,6 @@ class Pool:
     def adapter_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request's `model` means; None for the model itself."""
         return model if model is not None and model != self.model and model in self.adapters else None
-
-    def salts(self) -> list[str]:
-        """The cache salts seen so far, in requests and in events of engines."""
-        return list(dict.fromkeys(salt for salt, _ in self._roots if salt is not None))
 
     def chain(self, prompt: Prompt | None) -> Chain | None:
         """The block chain of a prompt; None for a prompt nothing is known of."""

@@ -1,10 +1,10 @@
-"""Why a request was placed where it was: in a word for metrics, and in a sentence for people.
+"""Why a request was placed where it was: one word for metrics, one sentence for people.
 
-reason_of   which of few cases it was
-why         what made the difference, with figures
-tie_of      what decided where costs did not
+reason_of   the case, out of six
+why         the term that made the difference, with figures
+tie_of      what decided when costs were equal
 
-All of it follows from the placement itself: a past decision is explained by what was known then.
+Everything follows from the placement itself, so a past decision is explained by what was known then.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from proxy.core.placement.decision import TIE_S, Cost, Placement
 class Reason(StrEnum):
     """What sent a request to its engine."""
 
-    HELD = "held"  # it has the most of the prompt
-    GATHERED = "gathered"  # it will have, once requests in flight are through
-    RELEASED = "released"  # another has more of it, and costs more
-    SPREAD = "spread"  # nobody has any of it
-    ONLY = "only"  # no other could take it
-    BALANCED = "balanced"  # the prompt is not known here: by requests in flight alone
+    HELD = "held"  # the engine holds the most of the prompt
+    GATHERED = "gathered"  # the engine will hold the most, once its requests in flight are computed
+    RELEASED = "released"  # another engine holds more of the prompt, and costs more
+    SPREAD = "spread"  # no engine holds any of the prompt
+    ONLY = "only"  # no other engine could take the request
+    BALANCED = "balanced"  # the prompt is not known here: placed by requests in flight alone
 
 
 def reason_of(placement: Placement) -> Reason:
@@ -43,18 +43,13 @@ def reason_of(placement: Placement) -> Reason:
     return Reason.GATHERED if is_ahead_by_it or there_now < chosen.pending_tokens else Reason.HELD
 
 
-def first_token_s(cost: Cost) -> float:
-    """Seconds the request itself would wait for its first token."""
-    return cost.queue_s + cost.room_s + cost.restore_s + cost.prefill_s + cost.interference_s
-
-
 def utilisation_of(placement: Placement) -> float:
-    """The share of their time that engines compute prompts, as the placement counted with it."""
+    """The share of their time that the engines compute prompts, as this placement counted it."""
     return 1 - 1 / placement.strain
 
 
 def tie_of(placement: Placement) -> str | None:
-    """What the engine was chosen for among those that cost the same; None where costs decided."""
+    """What decided between engines of equal cost; None where costs decided."""
     chosen, equals = placement.chosen, _equals(placement)
     if not equals:
         return None
@@ -68,26 +63,26 @@ def tie_of(placement: Placement) -> str | None:
 
 
 def why(placement: Placement, *, unknown: str = "the prompt is not known here") -> str:
-    """What made the difference, in one sentence. `unknown` says why nothing is known of a prompt."""
+    """What made the difference, in one sentence. `unknown` says why a prompt is not known."""
     name, chosen, total = placement.engine, placement.chosen, placement.n_tokens
     reason = reason_of(placement)
     if reason is Reason.BALANCED:
         fewest = f"{name} has the fewest requests in flight ({chosen.in_flight})"
         return f"{unknown}: {fewest}{_tie(placement)}"
     if reason is Reason.ONLY:
-        return f"{name} is the only engine that can take it, and holds {_held(chosen, total)}"
+        return f"{name} is the only engine that can take the request; it holds {_held(chosen, total)}"
     if reason is Reason.RELEASED:
         return _of_a_release(placement)
     said, subject = f"{name} holds {_held(chosen, total)}", "it"
     if reason is Reason.GATHERED:
         said = f"{name} is computing {chosen.pending_tokens:,} of {total:,} tokens for requests in flight"
     elif reason is Reason.SPREAD:
-        said, subject = "no engine holds any of it", name
+        said, subject = "no engine holds any of the prompt", name
     if _equals(placement):
         return said + _tie(placement)
     others = _others(placement)
-    sooner = min(others, key=first_token_s)
-    if first_token_s(sooner) + TIE_S < first_token_s(chosen):
+    sooner = min(others, key=lambda cost: cost.first_token_s)
+    if sooner.first_token_s + TIE_S < chosen.first_token_s:
         return f"{said}; {_of_the_sooner(sooner, placement)}"
     rival = min(others, key=lambda cost: cost.total_s)
     obstacle = _obstacle(rival, placement, f"on {rival.engine}")
@@ -95,7 +90,7 @@ def why(placement: Placement, *, unknown: str = "the prompt is not known here") 
 
 
 def _of_a_release(placement: Placement) -> str:
-    """Another engine has more of the prompt."""
+    """The sentence when another engine holds more of the prompt."""
     chosen, total = placement.chosen, placement.n_tokens
     holder = max(_others(placement), key=lambda cost: (cost.cached_tokens, -cost.total_s))
     said = f"{holder.engine} holds {_held(holder, total)}"
@@ -106,9 +101,9 @@ def _of_a_release(placement: Placement) -> str:
 
 
 def _of_the_sooner(sooner: Cost, placement: Placement) -> str:
-    """An engine that would answer sooner, at a cost to others."""
+    """The end of the sentence when another engine would answer sooner, at a cost to other requests."""
     chosen = placement.chosen
-    times = f"{_s(first_token_s(sooner))} against {_s(first_token_s(chosen))}"
+    times = f"{_s(sooner.first_token_s)} against {_s(chosen.first_token_s)}"
     said = f"{sooner.engine} would answer sooner, in {times}, but would"
     price_s, dearest = max(
         (sooner.congestion_s - chosen.congestion_s, "congestion"),
@@ -116,26 +111,26 @@ def _of_the_sooner(sooner: Cost, placement: Placement) -> str:
         (sooner.later_s - chosen.later_s, "later"),
     )
     if dearest == "regret":
-        return f"{said} evict what is worth {_s(_regret_s(sooner))}"
+        return f"{said} evict KV worth {_s(_regret_s(sooner))}"
     if dearest == "later":
-        return f"{said} make the next turns wait {_s(price_s)} longer, as it is busier"
+        return f"{said} make the next turns wait {_s(price_s)} longer, because it is busier"
     busy = f"at {utilisation_of(placement):.0%} utilisation"
-    return f"{said} hold up what comes after by {_s(sooner.congestion_s)}, {busy}"
+    return f"{said} delay later requests by {_s(sooner.congestion_s)}, {busy}"
 
 
 def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
-    """The term by which the rival is dearer than the chosen engine, most of all."""
+    """The term that makes the rival dearer than the chosen engine by the most."""
     chosen, strain = placement.chosen, placement.strain
     computed = f"{placement.n_tokens - rival.cached_tokens:,} tokens"
     terms = (
         (rival.queue_s - chosen.queue_s, f"{_s(rival.queue_s)} of prefill wait {place}"),
         (
             rival.room_s - chosen.room_s,
-            f"the streams {place} leave no room for it for {_s(rival.room_s)}",
+            f"running streams {place} leave no memory for it for {_s(rival.room_s)}",
         ),
         (
             (rival.restore_s - chosen.restore_s) * strain,
-            f"bringing back {_brought(rival)} {place} takes {_s(rival.restore_s)}",
+            f"restoring {_restored(rival)} {place} takes {_s(rival.restore_s)}",
         ),
         (
             (rival.prefill_s - chosen.prefill_s) * strain,
@@ -143,7 +138,7 @@ def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
         ),
         (
             rival.interference_s - chosen.interference_s,
-            f"the streams {place} slow the prompt by {_s(rival.interference_s)}",
+            f"running streams {place} slow the prompt by {_s(rival.interference_s)}",
         ),
         (
             rival.later_s - chosen.later_s,
@@ -151,36 +146,36 @@ def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
         ),
         (
             _regret_s(rival) - _regret_s(chosen),
-            f"making room {place} evicts what is worth {_s(_regret_s(rival))}",
+            f"making room {place} evicts KV worth {_s(_regret_s(rival))}",
         ),
     )
     return max(terms)[1]
 
 
 def _regret_s(cost: Cost) -> float:
-    """What it evicts; nothing that is known where that was not looked at."""
+    """The cost of what it evicts; 0 where that was not looked at."""
     return cost.regret_s or 0.0
 
 
 def _takes(cost: Cost, total: int) -> str:
-    """What an engine has to do before the first token."""
+    """What an engine does before the first token."""
     steps = []
     if cost.queue_s > TIE_S:
         steps.append(f"is free in {_s(cost.queue_s)}")
     if cost.room_s > TIE_S:
-        steps.append(f"has room {_s(cost.room_s)} after")
+        steps.append(f"has memory {_s(cost.room_s)} later")
     if cost.restore_s > TIE_S:
-        steps.append(f"brings back {_brought(cost)} in {_s(cost.restore_s)}")
+        steps.append(f"restores {_restored(cost)} in {_s(cost.restore_s)}")
     steps.append(f"computes {total - cost.cached_tokens:,} tokens in {_s(cost.prefill_s)}")
     return _listed(steps)
 
 
 def _tie(placement: Placement) -> str:
-    """What decided among equals, as the end of a sentence; nothing where costs did."""
+    """What decided between equal costs, as the end of a sentence; empty where costs decided."""
     tie = tie_of(placement)
     if tie is None:
         return ""
-    return f"; of {len(_equals(placement)) + 1} equals, {placement.engine} {tie}"
+    return f"; of {len(_equals(placement)) + 1} equal engines, {placement.engine} {tie}"
 
 
 def _equals(placement: Placement) -> list[Cost]:
@@ -201,7 +196,7 @@ def _held(cost: Cost, total: int) -> str:
     return f"{cost.cached_tokens:,} of {total:,} tokens"
 
 
-def _brought(cost: Cost) -> str:
+def _restored(cost: Cost) -> str:
     tokens = cost.host_tokens + cost.disk_tokens
     return f"{tokens:,} tokens" if tokens else "its KV"
 
@@ -212,7 +207,7 @@ def _listed(steps: Sequence[str]) -> str:
 
 
 def _s(seconds: float) -> str:
-    """A time as people say it."""
+    """A time, rounded for people."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"  # noqa: PLR2004 - rounding

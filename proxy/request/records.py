@@ -9,7 +9,8 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+
+import msgspec
 
 from engine_adapter import JsonBody, common_prefix
 from proxy.core.index.blocks import Chain
@@ -21,18 +22,16 @@ from proxy.request.session import Session, session_of
 MAX_TOKENS = 8_000_000
 
 
-@dataclass(slots=True)
-class RequestRecord:
-    """One request, filled in as it goes on. Times in seconds; `started` in Unix time.
+class RequestFacts(msgspec.Struct):
+    """What the admin API tells of a request. Times are in seconds, `started` is Unix time.
 
     Attributes:
-        model: as its client named it.
-        session: the conversation it says it is of.
-        served_as: the model of the engines that were to serve it.
-        chain: the prompt's blocks, until the request is over.
-        tokens_agree: whether its engine made the same tokens of the prompt, None where it did not tell.
-        output_tokens: of the answer, None where the engine did not tell.
-        events: of the answer's stream, as far as the client got it.
+        model: the name its client sent.
+        attempts: the engines it was sent to, in order.
+        reported_tokens: prompt tokens the engine reused; None where the engine did not tell.
+        output_tokens: tokens of the answer; None where the engine did not tell.
+        first_byte_s: from placement to the first byte. An answer that is no stream has its first byte last.
+        note: what the engine's adapter says about this answer.
     """
 
     request_id: str
@@ -42,21 +41,34 @@ class RequestRecord:
     tenant: str | None
     stream: bool
     prompt_cache_key: str | None = None
-    session: Session | None = None
-    served_as: str | None = None
-    prompt: Prompt | None = field(default=None, repr=False)
-    chain: Chain | None = field(default=None, repr=False)
-    placement: Placement | None = None
-    attempts: list[str] = field(default_factory=list)
+    attempts: list[str] = []  # each record gets its own
     status: int | None = None
     reported_tokens: int | None = None
     output_tokens: int | None = None
-    events: int = 0
-    tokens_agree: bool | None = None
     first_byte_s: float | None = None
     duration_s: float | None = None
     error: str | None = None
     note: str = ""
+
+
+class RequestRecord(RequestFacts, kw_only=True):
+    """One request, filled in as it goes on.
+
+    Attributes:
+        session: the conversation its client says it belongs to.
+        served_as: the model of the pool it was sent to.
+        chain: the prompt's blocks, until the request is over.
+        tokens_agree: whether the engine made the same tokens of the prompt; None where it did not tell.
+        events: events of the answer's stream that the client was sent.
+    """
+
+    session: Session | None = None
+    served_as: str | None = None
+    prompt: Prompt | None = None
+    chain: Chain | None = None
+    placement: Placement | None = None
+    events: int = 0
+    tokens_agree: bool | None = None
 
     @classmethod
     def of(cls, call: Call) -> RequestRecord:
@@ -73,14 +85,34 @@ class RequestRecord:
             session=session_of(call.tenant, call.headers, call.body),
         )
 
+    def __repr__(self) -> str:
+        """Without the prompt, which must not get into logs."""
+        return f"RequestRecord({self.request_id!r})"
+
     @property
     def n_tokens(self) -> int | None:
         """Prompt tokens, None where they are not known."""
         return len(self.prompt.token_ids) if self.prompt is not None else None
 
+    @property
+    def engine(self) -> str | None:
+        """The engine it was placed on last."""
+        return self.placement.engine if self.placement is not None else None
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
+    @property
+    def predicted_tokens(self) -> int | None:
+        """Prompt tokens that the engine was expected to reuse."""
+        return self.placement.predicted_tokens if self.placement is not None else None
+
+    @property
+    def expected_first_token_s(self) -> float | None:
+        """Seconds from placement to the first token, as expected; None for an unknown prompt."""
+        if self.placement is None or self.prompt is None:
+            return None
+        return self.placement.chosen.first_token_s
+
+
+class Divergence(msgspec.Struct, frozen=True):
     """Where a prompt leaves the earlier one it shares most with.
 
     Attributes:

@@ -27,13 +27,14 @@ class Tenants:
     """Keys → tenants → salts.
 
     With one tenant, or none, all share KV and a client's own `cache_salt` is passed on. With several, each
-    has a salt of its own, and a client's salt only divides it further. All salts of a tenant begin alike,
-    so that its KV can be told from the salts that engines report.
+    has a salt of its own, and a client's salt only divides it further. All salts of a tenant begin with the
+    tenant's own: a salt that an engine reports tells whose KV it is.
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys = tuple(keys)
-        self.isolated = len({key.tenant for key in self._keys}) > 1
+        self.isolated = len(self.names) > 1
+        self._owners = {_own_salt(name): name for name in self.names} if self.isolated else {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -60,14 +61,22 @@ class Tenants:
             raise BadRequest("cache_salt must be a non-empty string", param="cache_salt")
         if not self.isolated or tenant is None:
             return client_salt
-        own = f"kvpin-{_digest(tenant)}"
+        own = _own_salt(tenant)
         return own if client_salt is None else f"{own}-{_digest(client_salt)}"
 
-    def owns(self, tenant: str, salt: str) -> bool:
-        """Whether requests of the tenant run under `salt`: with or without a salt of the client's."""
-        return self.isolated and salt.startswith(f"kvpin-{_digest(tenant)}")
+    def owner(self, salt: str | None) -> str | None:
+        """The tenant whose requests run under `salt`, with or without a salt of the client's; None for a salt
+        of no tenant."""
+        return self._owners.get(salt[:_OWN_LENGTH]) if salt is not None else None
+
+
+def _own_salt(tenant: str) -> str:
+    return f"kvpin-{_digest(tenant)}"
 
 
 def _digest(text: str) -> str:
     """128 bits in hex: of one length, so that one tenant's salts never begin like another's."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+_OWN_LENGTH = len(_own_salt(""))

@@ -502,6 +502,18 @@ class TestMedia:
             assert red == again
             assert len({red, blue, "u"}) == 3
 
+    @pytest.mark.parametrize("reuse", [False, True])
+    async def test_whose_salts_an_engine_may_hold_kv_under(self, engine, reuse):
+        """Prompts that nobody here can tokenise leave KV all the same: a tenant's flush must reach it."""
+        tenants = Tenants([ApiKey.of(name, name) for name in ("red", "blue")])
+        async with proxy_over(engine, tenants=tenants, reuse=reuse) as proxy, client_of(proxy) as client:
+            headers = {"authorization": "Bearer red"}
+            for fields in ({}, {"cache_salt": "x"}):
+                assert (await client.post(CHAT, json={**ASK, **fields}, headers=headers)).status_code == 200
+            salts = proxy.fleet.engines["a"].salts
+            assert salts.of("red") == {tenants.salt("red", None), tenants.salt("red", "x")}
+            assert salts.of("blue") == frozenset()
+
     async def test_the_text_before_an_image_is_followed_and_nothing_rests_on_it(self, engine, tokenizer_dir):
         a = HoldingAdapter(engine)
         async with proxy_over(a, reuse=True) as proxy, client_of(proxy) as client:

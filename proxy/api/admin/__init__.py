@@ -1,11 +1,16 @@
-"""The control plane, `/admin/v1/*`: HTTP around `proxy.control`.
+"""The admin API, `/admin/v1/*`: HTTP around `proxy.control`.
 
-endpoint.py   a route as data            bodies.py    what comes in      answers.py   what goes out
-engines.py  kv.py  requests.py  tables.py             one subject each
-openapi.py    the document of all of it  app.py       guard, routes, errors
+endpoint.py   a route as data: handler, body, answer     bodies.py    what requests may say
+engines.py  kv.py  requests.py  tables.py                the routes, one subject each
+openapi.py    the document of all routes                 app.py       guard, routing, errors
+
+The structs that are answered are declared where they are filled, in `proxy.control`.
 """
 
-from proxy.api.admin.app import admin_routes
-from proxy.control import Control
+from proxy.api.admin.app import admin_mount
+from proxy.api.admin.engines import EngineRoutes
+from proxy.api.admin.kv import KvRoutes
+from proxy.api.admin.requests import RequestRoutes
+from proxy.api.admin.tables import TableRoutes
 
-__all__ = ["Control", "admin_routes"]
+__all__ = ["EngineRoutes", "KvRoutes", "RequestRoutes", "TableRoutes", "admin_mount"]

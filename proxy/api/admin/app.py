@@ -1,8 +1,8 @@
-"""The admin API as one ASGI application: guard first, then routes, errors in one shape."""
+"""The admin API as one ASGI application: first the guard, then the routes; errors have one shape."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -14,57 +14,36 @@ from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter import EngineError
-from proxy.api.admin import engines, kv, requests, tables
-from proxy.api.admin.answers import OpenApi
-from proxy.api.admin.endpoint import Endpoint, answer
-from proxy.api.admin.openapi import document
+from proxy.api.admin.endpoint import Endpoint, Handler
+from proxy.api.admin.openapi import with_document
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import error_response, handle_http
-from proxy.control import Control
 from proxy.errors import ProxyError
 
 PREFIX = "/admin/v1"
 
 
-async def get_document(_control: Control, _request: Request) -> Response:
-    """The OpenAPI document."""
-    return answer(OpenApi, document(PREFIX, ENDPOINTS))
+def admin_mount(endpoints: Iterable[Endpoint], guard: AdminGuard) -> Mount:
+    """The admin API, to mount at the root."""
+    router = Router(routes(with_document(PREFIX, endpoints)), default=_not_found)
+    return Mount(PREFIX, app=_Guarded(router, guard))
 
 
-ENDPOINTS: tuple[Endpoint, ...] = (
-    *engines.ENDPOINTS,
-    *kv.ENDPOINTS,
-    *requests.ENDPOINTS,
-    *tables.ENDPOINTS,
-    Endpoint("GET", "/openapi.json", get_document, "This document.", OpenApi),
-)
-
-
-def admin_routes(control: Control, guard: AdminGuard) -> list[Mount]:
-    """The routes to mount at the root."""
-    router = Router(routes(control), default=_not_found)
-    return [Mount(PREFIX, app=_Guarded(router, guard))]
-
-
-def routes(control: Control) -> list[Route]:
-    """One route a path, with all its methods."""
-    by_path = sorted(ENDPOINTS, key=lambda endpoint: endpoint.path)
+def routes(endpoints: Iterable[Endpoint]) -> list[Route]:
+    """One route for each path, with all its methods."""
+    by_path = sorted(endpoints, key=lambda endpoint: endpoint.path)
     made = []
     for path, group in groupby(by_path, key=lambda endpoint: endpoint.path):
         handlers = {endpoint.method: endpoint.handler for endpoint in group}
-        made.append(Route(path, partial(_serve, control, handlers), methods=list(handlers)))
+        made.append(Route(path, partial(_serve, handlers), methods=list(handlers)))
     return made
 
 
-async def _serve(
-    control: Control,
-    handlers: dict[str, Callable[[Control, Request], Awaitable[Response]]],
-    request: Request,
-) -> Response:
-    """One request to one endpoint; HEAD is answered as GET is."""
+async def _serve(handlers: Mapping[str, Handler], request: Request) -> Response:
+    """One request to one path; HEAD is answered like GET."""
     handler = handlers.get(request.method) or handlers["GET"]
     try:
-        return await handler(control, request)
+        return await handler(request)
     except (ProxyError, EngineError) as error:
         return error_response(error, request.headers.get("x-request-id"))
 
@@ -76,7 +55,7 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
-    """Lets nothing through without the key, unknown paths included."""
+    """Answers nothing without the key, unknown paths included."""
 
     app: ASGIApp
     guard: AdminGuard

@@ -1,22 +1,25 @@
-"""A route as data: what serves it, what it takes and gives. The OpenAPI document is made from the same."""
+"""A route of the admin API as data: what serves it, takes and answers. The OpenAPI document comes from it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from proxy.control import Control
 from proxy.errors import BadRequest, BodyTooLarge
 
-Handler = Callable[[Control, Request], Awaitable[Response]]
-_Body = TypeVar("_Body", bound=msgspec.Struct)
+Handler = Callable[[Request], Awaitable[Response]]
+Body = TypeVar("Body")
 
+# The longest request body: prompt tables are the largest.
+MAX_BODY_BYTES = 512 * 2**20
 _FIELD = re.compile(r"field `(?P<name>[^`]+)`")
 _PATH = re.compile(r"at `\$\.?(?P<path>[^`]*)`")
 
@@ -35,12 +38,13 @@ class Endpoint:
     """One method of one path.
 
     Attributes:
-        method, path: below `/admin/v1`; `{name}` is a path parameter.
+        method: e.g. `POST`.
+        path: the path below `/admin/v1`; `{name}` is a path parameter.
         handler: serves it.
         summary: one sentence for the document.
         answer: struct of a good answer; None for an empty one.
-        body: struct of the request body, where there is one.
-        open_body: other fields may stand beside those of `body`.
+        body: struct of the request body, or the settings it is checked by; None without a body.
+        open_body: fields beside those of `body` are allowed.
         raw_body: bytes are taken as well.
         statuses: statuses of good answers.
         query: query parameters.
@@ -51,34 +55,35 @@ class Endpoint:
     handler: Handler
     summary: str
     answer: type[msgspec.Struct] | None
-    body: type[msgspec.Struct] | None = None
+    body: type[msgspec.Struct | BaseModel] | None = None
     open_body: bool = False
     raw_body: bool = False
     statuses: tuple[int, ...] = (200,)
     query: tuple[Query, ...] = field(default=())
 
 
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """The request's body. Raises BodyTooLarge beyond `limit` bytes, BadRequest when its client left."""
+async def read_bytes(request: Request) -> bytes:
+    """The request's body. Raises BodyTooLarge beyond MAX_BODY_BYTES, BadRequest when its client left."""
     chunks, size = [], 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise BodyTooLarge(f"the body is longer than the limit of {limit} bytes")
-            chunks.append(chunk)
+        async with aclosing(request.stream()) as stream:
+            async for chunk in stream:
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    raise BodyTooLarge(f"the body is longer than the limit of {MAX_BODY_BYTES} bytes")
+                chunks.append(chunk)
     except ClientDisconnect as error:
         raise BadRequest("the body ended early") from error
     return b"".join(chunks)
 
 
-async def read_body(request: Request, limit: int, kind: type[_Body]) -> _Body:
+async def read_body(request: Request, kind: type[Body]) -> Body:
     """The JSON body as `kind`; an empty one is `{}`. Raises BadRequest naming the field, BodyTooLarge."""
-    return decode(await read_bytes(request, limit) or b"{}", kind)
+    return decode(await read_bytes(request) or b"{}", kind)
 
 
-def decode(raw: bytes, kind: type[_Body]) -> _Body:
-    """JSON → struct; raises BadRequest naming the field."""
+def decode(raw: bytes, kind: type[Body]) -> Body:
+    """JSON → `kind`; raises BadRequest naming the field."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -90,13 +95,9 @@ def decode(raw: bytes, kind: type[_Body]) -> _Body:
         raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
-def answer(kind: type[msgspec.Struct], values: Any, status: int = 200) -> Response:  # noqa: ANN401 - JSON
-    """A JSON answer, held to its struct."""
-    return Response(
-        msgspec.json.encode(msgspec.convert(values, kind)),
-        status,
-        media_type="application/json",
-    )
+def answer(content: msgspec.Struct, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 def int_query(request: Request, name: str, default: int, most: int) -> int:
@@ -110,7 +111,7 @@ def int_query(request: Request, name: str, default: int, most: int) -> int:
 
 
 def _field_of(message: str) -> str | None:
-    """The field a message of msgspec is about, as a path into the body."""
+    """The field that a message of msgspec is about, as a path into the body."""
     name, path = _FIELD.search(message), _PATH.search(message)
     parts = [path["path"] if path else "", name["name"] if name else ""]
     return ".".join(part for part in parts if part) or None

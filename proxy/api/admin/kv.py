@@ -1,142 +1,120 @@
-"""Operations on KV: flush, offload, restore, warm, pin, unpin, and how they come along."""
+"""Operations on KV, flush, offload, restore, warm, pin and unpin, and their progress."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine_adapter import KvVerb
-from proxy.api.admin.answers import OperationAnswer, OperationList
-from proxy.api.admin.bodies import Flush, Offload, Pin, Restore, Unpin, Warm
-from proxy.api.admin.endpoint import Endpoint, Handler, answer, read_body
-from proxy.control import Control
-from proxy.control.kv import operate
-from proxy.control.operations import Operation, OperationState, Part
-from proxy.control.pinning import pin, unpin
-from proxy.control.warm import warm
+from proxy.api.admin.bodies import Flush, Offload, OnTarget, Pin, Restore, Unpin, Warm
+from proxy.api.admin.endpoint import Endpoint, answer, read_body
+from proxy.control.kv import KvVerbs
+from proxy.control.operations import Operation, OperationAnswer, Operations, OperationState
+from proxy.control.pinning import Pinning
+from proxy.control.warm import Warming
 
-_Body = TypeVar("_Body", bound=msgspec.Struct)
-
-
-async def flush(control: Control, body: Flush) -> Operation:
-    """Forgets KV."""
-    return await operate(control, KvVerb.FLUSH, body)
-
-
-async def offload(control: Control, body: Offload) -> Operation:
-    """GPU → host."""
-    return await operate(control, KvVerb.OFFLOAD, body)
-
-
-async def restore(control: Control, body: Restore) -> Operation:
-    """Host → GPU."""
-    return await operate(control, KvVerb.RESTORE, body, warm_instead=body.fallback == "warm")
-
-
-async def post_warm(control: Control, body: Warm) -> Operation:
-    """Prefills ahead of need."""
-    return await warm(control, body, everywhere=body.engines == "all")
-
-
-async def post_pin(control: Control, body: Pin) -> Operation:
-    """Keeps a prefix."""
-    return await pin(control, body, body.ttl_s)
-
-
-async def post_unpin(control: Control, body: Unpin) -> Operation:
-    """Lets it go."""
-    return unpin(control, body.pin_id)
-
-
-async def list_operations(control: Control, _request: Request) -> Response:
-    """Newest first."""
-    operations = [_describe(operation) for operation in control.operations.newest()]
-    return answer(OperationList, {"operations": operations})
-
-
-async def get_operation(control: Control, request: Request) -> Response:
-    """How it comes along."""
-    operation = control.operations.get(request.path_params["operation_id"])
-    return answer(OperationAnswer, _describe(operation))
-
-
-async def delete_operation(control: Control, request: Request) -> Response:
-    """Ends it where it is."""
-    operation = control.operations.cancel(control.tasks, request.path_params["operation_id"])
-    return answer(OperationAnswer, _describe(operation))
-
-
-def _starts(kind: type[_Body], begin: Callable[[Control, _Body], Awaitable[Operation]]) -> Handler:
-    """A handler that starts an operation and waits for it as long as the body says: 200 when it has
-    ended, 202 while it runs."""
-
-    async def handler(control: Control, request: Request) -> Response:
-        body = await read_body(request, control.max_body_bytes, kind)
-        operation = await begin(control, body)
-        ended = await operation.wait(body.wait_s)  # type: ignore[attr-defined]  # every such body has it
-        return answer(OperationAnswer, _describe(operation), 200 if ended else 202)
-
-    return handler
-
-
-def _describe(operation: Operation) -> dict[str, Any]:
-    return {
-        "id": operation.operation_id,
-        "verb": operation.verb,
-        "target": operation.target,
-        "state": operation.state.value,
-        "started": operation.started,
-        "finished": operation.finished,
-        "engines": [_describe_part(part) for part in operation.parts],
-        "note": operation.note,
-        "result": operation.result,
-        "error": operation.error,
-    }
-
-
-def _describe_part(part: Part) -> dict[str, Any]:
-    return {
-        "engine": part.engine,
-        "verb": part.verb,
-        "state": part.state.value,
-        "done": part.done,
-        "total": part.total,
-        "bytes": part.bytes,
-        "left": part.left,
-        "error": part.error,
-    }
-
-
-def _operation(path: str, handler: Handler, body: type[msgspec.Struct], summary: str) -> Endpoint:
-    return Endpoint("POST", path, handler, summary, OperationAnswer, body=body, statuses=(200, 202))
-
-
+_Body = TypeVar("_Body", bound=OnTarget | Unpin)
 _STATES = ", ".join(state.value for state in OperationState)
 
-ENDPOINTS = (
-    _operation("/flush", _starts(Flush, flush), Flush, "Forgets KV, and what follows it."),
-    _operation("/offload", _starts(Offload, offload), Offload, "Moves KV from the GPU tier to host memory."),
-    _operation("/restore", _starts(Restore, restore), Restore, "Moves KV from host memory to the GPU tier."),
-    _operation("/warm", _starts(Warm, post_warm), Warm, "Computes a prefix before it is needed."),
-    _operation("/pin", _starts(Pin, post_pin), Pin, "Protects a prefix from eviction for a time."),
-    _operation("/unpin", _starts(Unpin, post_unpin), Unpin, "Ends a pin."),
-    Endpoint("GET", "/operations", list_operations, "Running and recent operations.", OperationList),
-    Endpoint(
-        "GET",
-        "/operations/{operation_id}",
-        get_operation,
-        f"How an operation comes along: {_STATES}.",
-        OperationAnswer,
-    ),
-    Endpoint(
-        "DELETE",
-        "/operations/{operation_id}",
-        delete_operation,
-        "Cancels an operation; what it has done stays done.",
-        OperationAnswer,
-    ),
-)
+
+class OperationList(msgspec.Struct):
+    """Operations, newest first."""
+
+    operations: list[OperationAnswer]
+
+
+class KvRoutes:
+    """Starts operations, lists them, and cancels them."""
+
+    def __init__(self, kv: KvVerbs, warming: Warming, pinning: Pinning, operations: Operations) -> None:
+        self._kv = kv
+        self._warming = warming
+        self._pinning = pinning
+        self._operations = operations
+
+    async def flush(self, body: Flush) -> Operation:
+        """Drops KV."""
+        return await self._kv.operate(KvVerb.FLUSH, body)
+
+    async def offload(self, body: Offload) -> Operation:
+        """GPU → host."""
+        return await self._kv.operate(KvVerb.OFFLOAD, body)
+
+    async def restore(self, body: Restore) -> Operation:
+        """Host → GPU."""
+        return await self._kv.operate(KvVerb.RESTORE, body, warm_instead=body.fallback == "warm")
+
+    async def warm(self, body: Warm) -> Operation:
+        """Computes a prefix."""
+        return await self._warming.warm(body, everywhere=body.engines == "all")
+
+    async def pin(self, body: Pin) -> Operation:
+        """Keeps a prefix."""
+        return await self._pinning.pin(body, body.ttl_s)
+
+    async def unpin(self, body: Unpin) -> Operation:
+        """Ends a pin."""
+        return self._pinning.unpin(body.pin_id)
+
+    async def list_operations(self, _request: Request) -> Response:
+        """All operations, newest first."""
+        return answer(OperationList([_described(operation) for operation in self._operations.newest()]))
+
+    async def get_operation(self, request: Request) -> Response:
+        """One operation."""
+        return answer(_described(self._operations.get(request.path_params["operation_id"])))
+
+    async def delete_operation(self, request: Request) -> Response:
+        """Cancels an operation."""
+        return answer(_described(self._operations.cancel(request.path_params["operation_id"])))
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The routes as data."""
+        return (
+            _start("/flush", Flush, self.flush, "Drops KV, and the KV that follows it."),
+            _start("/offload", Offload, self.offload, "Moves KV from the GPU tier to host memory."),
+            _start("/restore", Restore, self.restore, "Moves KV from host memory to the GPU tier."),
+            _start("/warm", Warm, self.warm, "Computes a prefix before it is needed."),
+            _start("/pin", Pin, self.pin, "Protects a prefix from eviction for a time."),
+            _start("/unpin", Unpin, self.unpin, "Ends a pin."),
+            Endpoint(
+                "GET", "/operations", self.list_operations, "Running and recent operations.", OperationList
+            ),
+            Endpoint(
+                "GET",
+                "/operations/{operation_id}",
+                self.get_operation,
+                f"An operation's progress and state: {_STATES}.",
+                OperationAnswer,
+            ),
+            Endpoint(
+                "DELETE",
+                "/operations/{operation_id}",
+                self.delete_operation,
+                "Cancels an operation; what is done stays done.",
+                OperationAnswer,
+            ),
+        )
+
+
+def _start(
+    path: str, kind: type[_Body], begin: Callable[[_Body], Awaitable[Operation]], summary: str
+) -> Endpoint:
+    """An endpoint that starts an operation and waits for it as long as the body says. It answers 200 when
+    the operation has ended, 202 while it runs."""
+
+    async def handler(request: Request) -> Response:
+        body = await read_body(request, kind)
+        operation = await begin(body)
+        ended = await operation.wait(body.wait_s)
+        return answer(_described(operation), 200 if ended else 202)
+
+    return Endpoint("POST", path, handler, summary, OperationAnswer, body=kind, statuses=(200, 202))
+
+
+def _described(operation: Operation) -> OperationAnswer:
+    return msgspec.convert(operation, OperationAnswer, from_attributes=True)

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the endpoints and their structs."""
+"""The OpenAPI 3.1 document, made from the endpoints and the structs they take and answer."""
 
 from __future__ import annotations
 
@@ -8,45 +8,103 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
 
-from proxy.api.admin.answers import ErrorAnswer
-from proxy.api.admin.endpoint import Endpoint
+from proxy.api.admin.endpoint import Endpoint, answer
 
 _REF = "#/components/schemas/{name}"
+_Schema = dict[str, Any]
 
 
-def document(prefix: str, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+class OpenApi(msgspec.Struct):
+    """An OpenAPI 3.1 document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+    security: list[dict[str, list[str]]]
+
+
+class ErrorFields(msgspec.Struct):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """Every error, in OpenAI's shape."""
+
+    error: ErrorFields
+
+
+def with_document(prefix: str, endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
+    """The endpoints, and one more that serves the document of them all."""
+
+    async def get_document(_request: Request) -> Response:
+        return answer(described)
+
+    last = Endpoint("GET", "/openapi.json", get_document, "This document.", OpenApi)
+    every = (*endpoints, last)
+    described = document(prefix, every)
+    return every
+
+
+def document(prefix: str, endpoints: Iterable[Endpoint]) -> OpenApi:
     """The whole document; `prefix` is where the endpoints are mounted."""
     endpoints = list(endpoints)
-    structs = [
-        kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None
-    ]
-    unique = list(dict.fromkeys([*structs, ErrorAnswer]))
-    refs, schemas = msgspec.json.schema_components(unique, ref_template=_REF)
-    by_struct = dict(zip(unique, refs, strict=True))
-    for endpoint in endpoints:
-        if endpoint.open_body and endpoint.body is not None:
-            schemas[endpoint.body.__name__]["additionalProperties"] = True
+    schemas, refs = _components(endpoints)
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
-        paths.setdefault(prefix + endpoint.path, {})[endpoint.method.lower()] = _route(endpoint, by_struct)
-    return {
-        "openapi": "3.1.0",
-        "info": {
+        paths.setdefault(prefix + endpoint.path, {})[endpoint.method.lower()] = _route(endpoint, refs)
+    return OpenApi(
+        openapi="3.1.0",
+        info={
             "title": "kvpin admin API",
             "version": version("kvpin"),
-            "description": "Its own key; without one, it answers this machine only.",
+            "description": "It needs the admin key; without one, it answers only the machine it runs on.",
         },
-        "paths": paths,
-        "components": {
+        paths=paths,
+        components={
             "schemas": schemas,
             "securitySchemes": {"adminKey": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{"adminKey": []}],
-    }
+        security=[{"adminKey": []}],
+    )
 
 
-def _route(endpoint: Endpoint, refs: dict[object, dict[str, Any]]) -> dict[str, Any]:
+def _components(endpoints: list[Endpoint]) -> tuple[_Schema, dict[object, _Schema]]:
+    """The schemas by name, and a reference to that of each body and answer."""
+    answers = dict.fromkeys(endpoint.answer for endpoint in endpoints if endpoint.answer is not None)
+    told, schemas = _structs([*answers, ErrorAnswer])
+    for schema in schemas.values():
+        if "properties" in schema:
+            schema["required"] = list(schema["properties"])  # defaults or not, an answer has all its fields
+    bodies = dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None)
+    taken, body_schemas = _structs([body for body in bodies if issubclass(body, msgspec.Struct)])
+    refs, schemas = told | taken, schemas | body_schemas
+    for body in bodies:
+        if issubclass(body, BaseModel):
+            schema = body.model_json_schema(ref_template=_REF.format(name="{model}"))
+            schemas |= schema.pop("$defs", {}) | {body.__name__: schema}
+            refs[body] = {"$ref": _REF.format(name=body.__name__)}
+    for endpoint in endpoints:
+        if endpoint.open_body and endpoint.body is not None:
+            schemas[endpoint.body.__name__]["additionalProperties"] = True
+    return schemas, refs
+
+
+def _structs(kinds: list[type]) -> tuple[dict[object, _Schema], _Schema]:
+    refs, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
+    return dict(zip(kinds, refs, strict=True)), schemas
+
+
+def _route(endpoint: Endpoint, refs: dict[object, _Schema]) -> dict[str, Any]:
     good: dict[str, Any] = {"description": "As asked." if endpoint.answer is not None else "Done."}
     if endpoint.answer is not None:
         good["content"] = {"application/json": {"schema": refs[endpoint.answer]}}

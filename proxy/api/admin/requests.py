@@ -1,68 +1,79 @@
-"""Where a request would go, and what became of past ones."""
+"""Where a request would go, and what happened to past ones."""
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine_adapter import JsonBody
-from proxy.api.admin.answers import RequestAnswer, RequestList, RouteAnswer
 from proxy.api.admin.bodies import DryRun
 from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, int_query, read_bytes
-from proxy.control import Control
-from proxy.control.explain import explain, summarize
-from proxy.control.routing import route
+from proxy.control.explain import RequestAnswer, RequestSummary, explain, summarize
+from proxy.control.routing import RouteAnswer, route
 from proxy.errors import NotFound
+from proxy.flow import Flow
 
 MOST = 10_000
 
 
-async def post_route(control: Control, request: Request) -> Response:
-    """A dry run of placement."""
-    raw = await read_bytes(request, control.max_body_bytes) or b"{}"
-    decode(raw, DryRun)
-    return answer(RouteAnswer, await route(control, JsonBody(raw)))
+class RequestList(msgspec.Struct):
+    """Requests, newest first."""
+
+    requests: list[RequestSummary]
 
 
-async def list_requests(control: Control, request: Request) -> Response:
-    """The last requests, newest first."""
-    limit = int_query(request, "limit", 50, MOST)
-    records = list(control.requests)[: -limit - 1 : -1]
-    return answer(RequestList, {"requests": [summarize(record) for record in records]})
+class RequestRoutes:
+    """Asks the read path about requests."""
 
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
 
-async def get_request(control: Control, request: Request) -> Response:
-    """One of them, explained."""
-    request_id = request.path_params["request_id"]
-    record = control.requests.get(request_id)
-    if record is None:
-        raise NotFound(f"no recent request has the id {request_id!r}", param="request_id")
-    return answer(RequestAnswer, explain(control, record))
+    async def post_route(self, request: Request) -> Response:
+        """A dry run of placement."""
+        raw = await read_bytes(request) or b"{}"
+        decode(raw, DryRun)
+        return answer(await route(self._flow, JsonBody(raw)))
 
+    async def list_requests(self, request: Request) -> Response:
+        """The last requests, newest first."""
+        limit = int_query(request, "limit", 50, MOST)
+        records = list(self._flow.requests)[: -limit - 1 : -1]
+        return answer(RequestList([summarize(record) for record in records]))
 
-ENDPOINTS = (
-    Endpoint(
-        "POST",
-        "/route",
-        post_route,
-        "Where a request would go now and why, without sending it; the body is the request's own.",
-        RouteAnswer,
-        body=DryRun,
-        open_body=True,
-    ),
-    Endpoint(
-        "GET",
-        "/requests",
-        list_requests,
-        "The last requests, newest first.",
-        RequestList,
-        query=(Query("limit", "integer", f"How many, 1 to {MOST}; 50 by default."),),
-    ),
-    Endpoint(
-        "GET",
-        "/requests/{request_id}",
-        get_request,
-        "One request: predicted, reported, and why its cache missed or hit.",
-        RequestAnswer,
-    ),
-)
+    async def get_request(self, request: Request) -> Response:
+        """One request, explained."""
+        request_id = request.path_params["request_id"]
+        record = self._flow.requests.get(request_id)
+        if record is None:
+            raise NotFound(f"no recent request has the id {request_id!r}", param="request_id")
+        return answer(explain(self._flow, record))
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The routes as data."""
+        return (
+            Endpoint(
+                "POST",
+                "/route",
+                self.post_route,
+                "Where a request would go now and why, without sending it; the body is the request's own.",
+                RouteAnswer,
+                body=DryRun,
+                open_body=True,
+            ),
+            Endpoint(
+                "GET",
+                "/requests",
+                self.list_requests,
+                "The last requests, newest first.",
+                RequestList,
+                query=(Query("limit", "integer", f"How many, 1 to {MOST}; 50 by default."),),
+            ),
+            Endpoint(
+                "GET",
+                "/requests/{request_id}",
+                self.get_request,
+                "One request: predicted and reported cached tokens, and why its cache missed or hit.",
+                RequestAnswer,
+            ),
+        )

@@ -123,6 +123,11 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     turn: int = 0
     is_last: bool = False
 
+    @property
+    def first_token_s(self) -> float:
+        """Seconds the request itself waits for its first token."""
+        return self.queue_s + self.room_s + self.restore_s + self.prefill_s + self.interference_s
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -133,7 +133,9 @@ def test_why_a_request_missed(ask, show, live_proxy, story):
     last = ask("requests", "--limit", "1")["requests"][0]
     explained = ask("requests", last["request_id"])
     assert explained["reported_tokens"] == explained["predicted_tokens"]
-    assert explained["explanation"].split("; ")[0].endswith("on e0, as predicted")
+    said = explained["explanation"].split("; ")[0]
+    assert said.startswith("e0 reused ")
+    assert said.endswith(", as predicted")
     output = show("requests", last["request_id"])
     assert explained["explanation"] in " ".join(output.split())
     assert last["request_id"] in show("requests")

@@ -1,9 +1,8 @@
 import pytest
 
 from engine_adapter import EngineSpec, EngineSpecError, KvVerb
-from proxy.control.engines import add_engine, describe_engine, drain_engine, free_id, remove_engine
-from proxy.control.kv import operate
-from proxy.control.targets import Target
+from proxy.control.engines import describe_engine
+from proxy.control.target import Target
 from proxy.errors import Conflict, NotFound
 from proxy.fleet.engine import EngineState
 from proxy.process.managed import ManagedEngine
@@ -14,27 +13,27 @@ from tests.kv_world import KvFake, tokens, until
 
 async def test_an_added_engine_is_looked_after(world):
     async with FakeEngine("a") as server:
-        engine = add_engine(world.control, EngineSpec("openai_compatible", server.url, "new"))
+        engine = world.engine_set.add(EngineSpec("openai_compatible", server.url, "new"))
         assert engine.state is EngineState.CONNECTING
         await until(lambda: engine.state is EngineState.READY)
-        assert world.control.fleet.pool("m").engines["new"] is engine
+        assert world.fleet.pool("m").engines["new"] is engine
         with pytest.raises(Conflict) as caught:
-            add_engine(world.control, EngineSpec("openai_compatible", server.url, "new"))
+            world.engine_set.add(EngineSpec("openai_compatible", server.url, "new"))
         assert caught.value.param == "id"
-        await remove_engine(world.control, "new")
-        assert world.control.fleet.engines == {}
+        await world.engine_set.remove("new")
+        assert world.fleet.engines == {}
 
 
 async def test_an_unknown_kind_is_refused(world):
     with pytest.raises(EngineSpecError, match="teapot"):
-        add_engine(world.control, EngineSpec("teapot", "http://127.0.0.1:1", "x"))
-    assert world.control.fleet.engines == {}
+        world.engine_set.add(EngineSpec("teapot", "http://127.0.0.1:1", "x"))
+    assert world.fleet.engines == {}
 
 
 async def test_free_ids(world, pair):
     world.add(KvFake("vllm-0"))
-    assert free_id(world.control, "vllm") == "vllm-1"
-    assert free_id(world.control, "nim") == "nim-0"
+    assert world.engine_set.free_id("vllm") == "vllm-1"
+    assert world.engine_set.free_id("nim") == "nim-0"
 
 
 async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
@@ -42,44 +41,44 @@ async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
     for fake in pair:
         world.served(fake, tokens(32))
     a.gate.clear()
-    operation = await operate(world.control, KvVerb.FLUSH, Target(all=True))
+    operation = await world.kv.operate(KvVerb.FLUSH, Target(all=True))
     await until(lambda: not b.tiers)
-    await remove_engine(world.control, "a")
+    await world.engine_set.remove("a")
     assert await operation.wait(5)
     assert operation.error == "1 of 2 engine(s) failed: a: the engine was removed"
     assert a.closed
     with pytest.raises(NotFound):
-        await remove_engine(world.control, "a")
+        await world.engine_set.remove("a")
 
 
 async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
     process = world.engines["a"].process = ManagedEngine(ManagedSettings(kind="embedded", id="a"))
     with pytest.raises(Conflict, match="runs 'a' itself"):
-        await remove_engine(world.control, "a")
-    shown = describe_engine(world.control, world.engines["a"])["process"]
+        await world.engine_set.remove("a")
+    shown = describe_engine(world.engines["a"], world.pool).process
     assert (shown["state"], shown["port"], shown["pid"]) == ("stopped", process.port, None)
-    assert describe_engine(world.control, world.engines["b"])["process"] is None
+    assert describe_engine(world.engines["b"], world.pool).process is None
 
 
 async def test_draining_and_back(world, pair):
-    engine = drain_engine(world.control, "a", undo=False)
+    engine = world.engine_set.drain("a", undo=False)
     assert engine.state is EngineState.DRAINING
     assert [candidate.engine for candidate in world.pool.candidates(None)] == ["b"]
-    drain_engine(world.control, "a", undo=True)
+    world.engine_set.drain("a", undo=True)
     # It is asked before it is trusted.
     assert engine.state is EngineState.SUSPECT
     assert engine.check_now.is_set()
-    assert drain_engine(world.control, "b", undo=True).state is EngineState.READY
+    assert world.engine_set.drain("b", undo=True).state is EngineState.READY
     with pytest.raises(NotFound):
-        drain_engine(world.control, "z", undo=False)
+        world.engine_set.drain("z", undo=False)
 
 
 async def test_undo_on_an_engine_that_is_gone(world, pair):
-    drain_engine(world.control, "a", undo=False)
-    world.control.fleet.leave(world.engines["a"])
-    assert drain_engine(world.control, "a", undo=True).state is EngineState.DOWN
+    world.engine_set.drain("a", undo=False)
+    world.fleet.leave(world.engines["a"])
+    assert world.engine_set.drain("a", undo=True).state is EngineState.DOWN
 
 
 async def test_its_key_is_not_shown(world):
     fake = KvFake("a", api_key="secret")
-    assert "secret" not in str(describe_engine(world.control, world.add(fake)))
+    assert "secret" not in str(describe_engine(world.add(fake), world.pool))

@@ -3,13 +3,20 @@ from array import array
 
 import pytest
 
-from engine_adapter import Capability, EngineUnavailable, KvVerb, NotSupported, ViewCurrent, ViewLost
-from proxy.control.kv import operate
+from engine_adapter import (
+    CacheCleared,
+    Capability,
+    EngineUnavailable,
+    KvVerb,
+    NotSupported,
+    ViewCurrent,
+    ViewLost,
+)
 from proxy.control.operations import OperationState
-from proxy.control.pinning import active_pins, pin
-from proxy.control.targets import Target
+from proxy.control.target import Target
 from proxy.core.audit import Trust
 from proxy.errors import BadRequest
+from proxy.fleet.salts import MAX_SALTS
 from proxy.prompt import Prompt
 from tests.fakes import FakeEngine
 from tests.kv_world import ALL, KvFake, kv_world, tokens, until
@@ -35,7 +42,7 @@ async def test_a_prefix_is_flushed_where_it_lies_and_nowhere_else(world, learned
     a, b = learned
     world.served(a, tokens(64))
     world.served(b, tokens(64, start=9))
-    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(40))))
+    operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(token_ids=tokens(40))))
     assert operation.state is OperationState.DONE
     part = {part.engine: part for part in operation.parts}["a"]
     assert (part.done, part.total, part.bytes) == (2, 2, 200)
@@ -49,7 +56,7 @@ async def test_a_flush_clears_the_view_before_it_is_done(world, learned):
     a, _ = learned
     world.served(a, tokens(64))
     a.gate.clear()
-    operation = await operate(world.control, KvVerb.FLUSH, Target(engine="a"))
+    operation = await world.kv.operate(KvVerb.FLUSH, Target(engine="a"))
     assert not await operation.wait(0.02)
     assert world.matched(tokens(64)) == {}
     assert operation.parts[0].total == 4
@@ -62,14 +69,14 @@ async def test_what_just_ended_is_not_expected_back(world, learned):
     """A request's blocks stay pending for a moment after it: a flush must not wait for that."""
     world.served(learned[0], tokens(64))
     world.pool.index.add_pending("a", world.pool.chain(Prompt(array("i", tokens(64)))).hashes)
-    await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(64))))
+    await finished(await world.kv.operate(KvVerb.FLUSH, Target(token_ids=tokens(64))))
     assert world.matched(tokens(64)) == {}
 
 
 async def test_all_engines_at_once(world, learned):
     for fake in learned:
         world.served(fake, tokens(32))
-    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(all=True)))
+    operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(all=True)))
     assert [(part.engine, part.done) for part in operation.parts] == [("a", 2), ("b", 2)]
     assert world.matched(tokens(32)) == {}
 
@@ -78,9 +85,9 @@ async def test_offload_and_restore_move_between_tiers(world, learned):
     a, _ = learned
     world.served(a, tokens(64))
     target = Target(token_ids=tokens(32), engine="a")
-    operation = await finished(await operate(world.control, KvVerb.OFFLOAD, target))
+    operation = await finished(await world.kv.operate(KvVerb.OFFLOAD, target))
     assert (operation.parts[0].done, sorted(a.tiers.values())) == (2, ["gpu", "gpu", "host", "host"])
-    operation = await finished(await operate(world.control, KvVerb.RESTORE, Target(engine="a")))
+    operation = await finished(await world.kv.operate(KvVerb.RESTORE, Target(engine="a")))
     assert (operation.parts[0].done, set(a.tiers.values())) == (2, {"gpu"})
     assert world.matched(tokens(64)) == {"a": 4}
 
@@ -88,7 +95,7 @@ async def test_offload_and_restore_move_between_tiers(world, learned):
 async def test_nothing_to_do_is_done_with_an_explanation(world, pair):
     for engine in world.engines.values():
         engine.audit.synced()
-    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(32))))
+    operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(token_ids=tokens(32))))
     assert (operation.state, operation.parts) == (OperationState.DONE, ())
     assert operation.note == "no engine holds any of it"
 
@@ -98,15 +105,15 @@ async def test_without_reuse_every_engine_is_asked(tokenizer_dir):
         fake = KvFake("a")
         world.add(fake)
         world.served(fake, tokens(32))
-        operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(32))))
+        operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(token_ids=tokens(32))))
         assert operation.parts[0].done == 2
 
 
 async def test_what_no_engine_can_is_not_started(world):
     world.add(KvFake("a", ALL - {Capability.RESTORE}))
     with pytest.raises(NotSupported, match=r"'restore'.*warm"):
-        await operate(world.control, KvVerb.RESTORE, Target(engine="a"))
-    assert world.control.operations.newest() == []
+        await world.kv.operate(KvVerb.RESTORE, Target(engine="a"))
+    assert world.operations.newest() == []
 
 
 async def test_what_one_engine_cannot_fails_its_part_alone(world):
@@ -114,7 +121,7 @@ async def test_what_one_engine_cannot_fails_its_part_alone(world):
     for fake in (able, unable):
         world.add(fake)
         world.served(fake, tokens(32))
-    operation = await finished(await operate(world.control, KvVerb.OFFLOAD, Target(all=True)))
+    operation = await finished(await world.kv.operate(KvVerb.OFFLOAD, Target(all=True)))
     assert operation.state is OperationState.FAILED
     assert [part.state.value for part in operation.parts] == ["done", "failed"]
     assert "'offload'" in operation.parts[1].error
@@ -126,11 +133,11 @@ async def test_a_restore_can_fall_back_to_warming(world):
         world.add(fake)
         world.served(fake, tokens(32))
         target = Target(token_ids=tokens(40), engine="a")
-        operation = await finished(await operate(world.control, KvVerb.RESTORE, target, warm_instead=True))
+        operation = await finished(await world.kv.operate(KvVerb.RESTORE, target, warm_instead=True))
         assert (operation.state, operation.parts[0].verb) == (OperationState.DONE, "warm")
         assert server.seen[-1].json["prompt"] == tokens(40)
     with pytest.raises(BadRequest) as caught:
-        await operate(world.control, KvVerb.RESTORE, Target(engine="a"), warm_instead=True)
+        await world.kv.operate(KvVerb.RESTORE, Target(engine="a"), warm_instead=True)
     assert caught.value.param == "fallback"
 
 
@@ -139,7 +146,7 @@ async def test_an_engine_that_goes_away_fails_its_part(world, learned):
     for fake in learned:
         world.served(fake, tokens(32))
     a.failure = EngineUnavailable("gone")
-    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(all=True)))
+    operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(all=True)))
     assert operation.error == "1 of 2 engine(s) failed: a: gone"
     assert not b.tiers
 
@@ -147,13 +154,13 @@ async def test_an_engine_that_goes_away_fails_its_part(world, learned):
 async def test_what_a_flush_leaves_is_learned_again_from_events(world, pair):
     a, _ = pair
     engine = world.engines["a"]
-    world.control.flow.ingest.follow(engine, world.pool)
+    world.flow.ingest.follow(engine, world.pool)
     a.feed.put_nowait(ViewLost("connected"))
     a.feed.put_nowait(ViewCurrent())
     await until(lambda: engine.audit.trust is Trust.PRECISE)
     world.served(a, tokens(32))
     a.in_use.add(next(iter(a.tiers)))
-    operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(engine="a")))
+    operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(engine="a")))
     assert operation.parts[0].left == {"in_use": 1}
     await until(lambda: a.subscriptions == 2)
 
@@ -161,11 +168,11 @@ async def test_what_a_flush_leaves_is_learned_again_from_events(world, pair):
 async def test_a_clean_flush_keeps_the_subscription(world, pair):
     a, _ = pair
     engine = world.engines["a"]
-    world.control.flow.ingest.follow(engine, world.pool)
+    world.flow.ingest.follow(engine, world.pool)
     a.feed.put_nowait(ViewCurrent())
     await until(lambda: engine.audit.trust is Trust.PRECISE)
     world.served(a, tokens(32))
-    await finished(await operate(world.control, KvVerb.FLUSH, Target(engine="a")))
+    await finished(await world.kv.operate(KvVerb.FLUSH, Target(engine="a")))
     await asyncio.sleep(0.02)
     assert a.subscriptions == 1
 
@@ -176,11 +183,11 @@ async def test_a_flush_ends_the_pins_it_meets(world, learned):
         world.served(fake, tokens(32))
     world.served(a, tokens(32, start=9))
     for ids in (tokens(32), tokens(32, start=9)):
-        await finished(await pin(world.control, Target(token_ids=ids), 60))
-    await finished(await operate(world.control, KvVerb.FLUSH, Target(token_ids=tokens(16), engine="a")))
-    assert [held["engines"] for held in active_pins(world.control)] == [["b"], ["a"]]
-    await finished(await operate(world.control, KvVerb.FLUSH, Target(engine="a")))
-    assert [held["engines"] for held in active_pins(world.control)] == [["b"]]
+        await finished(await world.pinning.pin(Target(token_ids=ids), 60))
+    await finished(await world.kv.operate(KvVerb.FLUSH, Target(token_ids=tokens(16), engine="a")))
+    assert [held.engines for held in world.pinning.active()] == [["b"], ["a"]]
+    await finished(await world.kv.operate(KvVerb.FLUSH, Target(engine="a")))
+    assert [held.engines for held in world.pinning.active()] == [["b"]]
     assert b.pins
 
 
@@ -190,25 +197,90 @@ async def test_a_tenants_kv_and_nobody_elses(tokenizer_dir):
         fake = KvFake("a", NO_EVENTS)
         world.add(fake)
         salts = {
-            (tenant, salt): world.control.tenants.salt(tenant, salt)
+            (tenant, salt): world.tenants.salt(tenant, salt)
             for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None))
         }
-        for salt in salts.values():
+        for (tenant, _), salt in salts.items():
             world.served(fake, tokens(32), salt)
-        operation = await finished(await operate(world.control, KvVerb.FLUSH, Target(tenant="alice")))
+            world.engines["a"].salts.note(tenant, salt)
+        operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice")))
         assert (operation.parts[0].done, operation.parts[0].total) == (4, 4)
         assert {block[0] for block in fake.tiers} == {salts["bob", None]}
         # Whose block a hash is cannot be told: the learned view of the engine starts over.
         assert world.matched(tokens(32), salts["alice", "x"]) == {}
 
 
+class TestForgottenSalts:
+    """More cache salts than are remembered: a tenant's flush must not call itself sure."""
+
+    KEYS = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
+
+    @pytest.fixture
+    async def shared(self, tokenizer_dir):
+        """An engine whose every event was seen, with KV of alice's and more salts of bob's than are kept."""
+        async with kv_world(tokenizer_dir, api_keys=self.KEYS) as world:
+            fake = KvFake("a")
+            engine = world.add(fake)
+            world.flow.ingest.follow(engine, world.pool)
+            fake.feed.put_nowait(CacheCleared())
+            fake.feed.put_nowait(ViewCurrent())
+            await until(lambda: engine.audit.trust is Trust.PRECISE)
+            self.use(world, fake, "alice", "x")
+            self.use(world, fake, "bob", "first")
+            for n in range(MAX_SALTS):
+                engine.salts.note("bob", world.tenants.salt("bob", str(n)))
+            yield world, fake
+
+    @staticmethod
+    def use(world, fake, tenant, salt):
+        salt = world.tenants.salt(tenant, salt)
+        world.served(fake, tokens(32), salt)
+        world.engines["a"].salts.note(tenant, salt)
+
+    async def flushed(self, world, **target):
+        return await finished(await world.kv.operate(KvVerb.FLUSH, Target(**target)))
+
+    async def test_the_other_tenants_flush_is_whole(self, shared):
+        world, fake = shared
+        operation = await self.flushed(world, tenant="alice")
+        assert (operation.parts[0].done, operation.note) == (2, None)
+        assert {block[0] for block in fake.tiers} == {world.tenants.salt("bob", "first")}
+
+    async def test_the_answer_says_that_salts_were_forgotten(self, shared):
+        world, fake = shared
+        operation = await self.flushed(world, tenant="bob")
+        assert operation.note == (
+            "kvpin does not know every cache salt of this tenant on a: flush the whole engine to be sure"
+        )
+        assert len(fake.tiers) == 4  # bob's first salt is forgotten, and its KV is missed
+        assert (await self.flushed(world, tenant="bob", cache_salt="first")).note is None
+
+    async def test_after_a_flush_of_the_engine_it_is_sure_again(self, shared):
+        world, fake = shared
+        fake.in_use.add(next(iter(fake.tiers)))
+        await self.flushed(world, engine="a")
+        assert (await self.flushed(world, tenant="bob")).note is not None
+        fake.in_use.clear()
+        await self.flushed(world, engine="a")
+        await until(lambda: fake.subscriptions == 2)
+        fake.feed.put_nowait(CacheCleared())
+        await until(lambda: world.engines["a"].view.complete)
+        assert (await self.flushed(world, tenant="bob")).note is None
+
+    async def test_nor_are_salts_known_that_an_engine_held_before_kvpin_came(self, shared):
+        world, fake = shared
+        fake.feed.put_nowait(ViewLost("connected"))
+        await until(lambda: not world.engines["a"].view.complete)
+        assert "a: flush the whole engine" in (await self.flushed(world, tenant="alice")).note
+
+
 async def test_cancelling_stops_between_slices(world, learned):
     a, _ = learned
     world.served(a, tokens(64))
     a.gate.clear()
-    operation = await operate(world.control, KvVerb.FLUSH, Target(engine="a"))
+    operation = await world.kv.operate(KvVerb.FLUSH, Target(engine="a"))
     assert not await operation.wait(0.02)
-    world.control.operations.cancel(world.control.tasks, operation.operation_id)
+    world.operations.cancel(operation.operation_id)
     assert operation.state is OperationState.CANCELLED
     await asyncio.sleep(0.02)
     a.gate.set()

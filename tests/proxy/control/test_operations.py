@@ -20,8 +20,8 @@ async def nothing(_operation):
 
 
 async def test_it_ends_done_and_keeps_when(tasks):
-    operations = Operations()
-    operation = operations.start(tasks, new_operation("flush", "all"), nothing)
+    operations = Operations(tasks)
+    operation = operations.start(new_operation("flush", "all"), nothing)
     assert await operation.wait(5)
     assert operation.state is OperationState.DONE
     assert operation.finished >= operation.started
@@ -30,7 +30,7 @@ async def test_it_ends_done_and_keeps_when(tasks):
 
 async def test_waiting_ends_before_it_does(tasks):
     gate = asyncio.Event()
-    operation = Operations().start(tasks, new_operation("flush", "all"), lambda _: gate.wait())
+    operation = Operations(tasks).start(new_operation("flush", "all"), lambda _: gate.wait())
     assert not await operation.wait(0)
     assert operation.state is OperationState.RUNNING
     gate.set()
@@ -42,7 +42,7 @@ async def test_an_error_fails_it_with_its_text(tasks, error):
     async def work(_operation):
         raise error
 
-    operation = Operations().start(tasks, new_operation("flush", "all"), work)
+    operation = Operations(tasks).start(new_operation("flush", "all"), work)
     await operation.wait(5)
     assert (operation.state, operation.error) == (OperationState.FAILED, "no")
 
@@ -51,14 +51,14 @@ async def test_a_bug_fails_it_without_its_text(tasks):
     async def work(_operation):
         raise ZeroDivisionError("secret")
 
-    operation = Operations().start(tasks, new_operation("flush", "all"), work)
+    operation = Operations(tasks).start(new_operation("flush", "all"), work)
     await operation.wait(5)
     assert operation.state is OperationState.FAILED
     assert "secret" not in operation.error
 
 
 async def test_cancelling_ends_it_and_its_parts(tasks):
-    operations, ended = Operations(), asyncio.Event()
+    operations, ended = Operations(tasks), asyncio.Event()
 
     async def work(_operation):
         try:
@@ -66,10 +66,10 @@ async def test_cancelling_ends_it_and_its_parts(tasks):
         finally:
             ended.set()
 
-    operation = operations.start(tasks, new_operation("flush", "all", [Part("a", "flush")]), work)
+    operation = operations.start(new_operation("flush", "all", [Part("a", "flush")]), work)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert operations.cancel(tasks, operation.operation_id) is operation
+    assert operations.cancel(operation.operation_id) is operation
     assert operation.state is OperationState.CANCELLED
     assert operation.parts[0].state is OperationState.CANCELLED
     async with asyncio.timeout(5):
@@ -79,24 +79,24 @@ async def test_cancelling_ends_it_and_its_parts(tasks):
 
 
 async def test_cancelling_what_has_ended_changes_nothing(tasks):
-    operations = Operations()
-    operation = operations.start(tasks, new_operation("flush", "all"), nothing)
+    operations = Operations(tasks)
+    operation = operations.start(new_operation("flush", "all"), nothing)
     await operation.wait(5)
-    operations.cancel(tasks, operation.operation_id)
+    operations.cancel(operation.operation_id)
     assert operation.state is OperationState.DONE
 
 
-def test_an_unknown_one_is_not_found():
+async def test_an_unknown_one_is_not_found(tasks):
     with pytest.raises(NotFound, match="op-x"):
-        Operations().get("op-x")
+        Operations(tasks).get("op-x")
 
 
 async def test_history_is_bounded_and_keeps_what_runs(tasks):
-    operations = Operations()
+    operations = Operations(tasks)
     gate = asyncio.Event()
-    running = operations.start(tasks, new_operation("flush", "all"), lambda _: gate.wait())
+    running = operations.start(new_operation("flush", "all"), lambda _: gate.wait())
     for _ in range(HISTORY + 5):
-        done = operations.start(tasks, new_operation("flush", "all"), nothing)
+        done = operations.start(new_operation("flush", "all"), nothing)
         await done.wait(5)
     newest = operations.newest()
     assert len(newest) == HISTORY
@@ -116,7 +116,7 @@ async def test_one_engine_fails_and_the_others_go_on(tasks):
     async def work(_operation):
         await run_parts(zip(parts, (bad, good), strict=True))
 
-    operation = Operations().start(tasks, new_operation("flush", "all", parts), work)
+    operation = Operations(tasks).start(new_operation("flush", "all", parts), work)
     await operation.wait(5)
     assert [part.state for part in parts] == [OperationState.FAILED, OperationState.DONE]
     assert operation.state is OperationState.FAILED
@@ -124,12 +124,12 @@ async def test_one_engine_fails_and_the_others_go_on(tasks):
 
 
 async def test_an_engine_that_is_removed_ends_its_part_alone(tasks):
-    operations, parts, gate = Operations(), [Part("a", "flush"), Part("b", "flush")], asyncio.Event()
+    operations, parts, gate = Operations(tasks), [Part("a", "flush"), Part("b", "flush")], asyncio.Event()
 
     async def work(_operation):
         await run_parts((part, gate.wait) for part in parts)
 
-    operation = operations.start(tasks, new_operation("flush", "all", parts), work)
+    operation = operations.start(new_operation("flush", "all", parts), work)
     assert not await operation.wait(0.01)
     operations.stop_on("a")
     gate.set()

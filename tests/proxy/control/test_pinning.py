@@ -1,11 +1,11 @@
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine_adapter import Capability, EngineUnavailable, NotSupported
 from proxy.control.operations import OperationState
-from proxy.control.pinning import active_pins, pin, unpin
-from proxy.control.targets import Target
+from proxy.control.target import Target
 from proxy.errors import BadRequest, NotFound
 from tests.kv_world import ALL, KvFake, tokens
 
@@ -19,12 +19,12 @@ async def test_a_pin_holds_on_every_engine_that_holds_the_prefix(world, pair):
     a, b = pair
     for fake in pair:
         world.served(fake, tokens(32))
-    operation = await finished(await pin(world.control, Target(token_ids=tokens(40)), 60))
+    operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
     assert operation.state is OperationState.DONE
     assert operation.result["blocks"] == 4
     assert len(a.pins) == len(b.pins) == 1
-    (held,) = active_pins(world.control)
-    assert held == {
+    (held,) = world.pinning.active()
+    assert msgspec.to_builtins(held) == {
         "pin_id": operation.result["pin_id"],
         "target": "token_ids (40 tokens)",
         "engines": ["a", "b"],
@@ -35,22 +35,22 @@ async def test_a_pin_holds_on_every_engine_that_holds_the_prefix(world, pair):
 
 async def test_it_ends_with_its_time(world, pair):
     world.served(pair[0], tokens(32))
-    operation = await finished(await pin(world.control, Target(token_ids=tokens(40)), 60))
+    operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
     world.now += 60
-    assert active_pins(world.control) == []
+    assert world.pinning.active() == []
     with pytest.raises(NotFound):
-        unpin(world.control, operation.result["pin_id"])
+        world.pinning.unpin(operation.result["pin_id"])
 
 
 async def test_unpin_lets_go_everywhere(world, pair):
     for fake in pair:
         world.served(fake, tokens(32))
-    pin_id = (await finished(await pin(world.control, Target(token_ids=tokens(40)), 60))).result["pin_id"]
-    operation = await finished(unpin(world.control, pin_id))
+    pin_id = (await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))).result["pin_id"]
+    operation = await finished(world.pinning.unpin(pin_id))
     assert operation.result == {"pin_id": pin_id, "unpinned": True}
     assert [fake.pins for fake in pair] == [{}, {}]
     with pytest.raises(NotFound) as caught:
-        unpin(world.control, pin_id)
+        world.pinning.unpin(pin_id)
     assert caught.value.param == "pin_id"
 
 
@@ -58,13 +58,13 @@ async def test_an_engine_that_does_not_let_go_can_be_asked_again(world, pair):
     a, _ = pair
     for fake in pair:
         world.served(fake, tokens(32))
-    pin_id = (await finished(await pin(world.control, Target(token_ids=tokens(40)), 60))).result["pin_id"]
+    pin_id = (await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))).result["pin_id"]
     a.failure = EngineUnavailable("gone")
-    operation = await finished(unpin(world.control, pin_id))
+    operation = await finished(world.pinning.unpin(pin_id))
     assert operation.state is OperationState.FAILED
-    assert [held["engines"] for held in active_pins(world.control)] == [["a"]]
+    assert [held.engines for held in world.pinning.active()] == [["a"]]
     a.failure = None
-    assert (await finished(unpin(world.control, pin_id))).result["unpinned"]
+    assert (await finished(world.pinning.unpin(pin_id))).result["unpinned"]
     assert not a.pins
 
 
@@ -73,36 +73,36 @@ async def test_one_engine_fails_and_the_other_holds(world, pair):
     for fake in pair:
         world.served(fake, tokens(32))
     a.failure = EngineUnavailable("gone")
-    operation = await finished(await pin(world.control, Target(token_ids=tokens(40)), 60))
+    operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
     assert operation.state is OperationState.FAILED
     assert operation.result["pin_id"]
-    assert [held["engines"] for held in active_pins(world.control)] == [["b"]]
+    assert [held.engines for held in world.pinning.active()] == [["b"]]
 
 
 async def test_nothing_held_is_nothing_pinned(world, pair):
     a, _ = pair
-    operation = await finished(await pin(world.control, Target(token_ids=tokens(40)), 60))
+    operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
     assert (operation.state, operation.result) == (OperationState.DONE, {})
     assert "warm it first" in operation.note
     assert not a.pins
-    assert active_pins(world.control) == []
+    assert world.pinning.active() == []
 
 
 async def test_a_restart_ends_the_pins_on_that_engine(world, pair):
     for fake in pair:
         world.served(fake, tokens(32))
-    await finished(await pin(world.control, Target(token_ids=tokens(40)), 60))
+    await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
     engine = world.engines["a"]
     engine.info = replace(engine.info, instance="another")
-    assert [held["engines"] for held in active_pins(world.control)] == [["b"]]
-    world.control.fleet.remove("b")
-    assert active_pins(world.control) == []
+    assert [held.engines for held in world.pinning.active()] == [["b"]]
+    world.fleet.remove("b")
+    assert world.pinning.active() == []
 
 
 async def test_what_cannot_be_pinned(world):
     world.add(KvFake("a", ALL - {Capability.PIN}))
     with pytest.raises(BadRequest) as caught:
-        await pin(world.control, Target(engine="a"), 60)
+        await world.pinning.pin(Target(engine="a"), 60)
     assert caught.value.param == "engine"
     with pytest.raises(NotSupported, match="'pin'"):
-        await pin(world.control, Target(token_ids=tokens(32), engine="a"), 60)
+        await world.pinning.pin(Target(token_ids=tokens(32), engine="a"), 60)

@@ -1,14 +1,20 @@
+import msgspec
+
 from engine_adapter import EngineUnavailable
 from proxy.control.stats import stats
 from proxy.prompt import Exactness
 from tests.kv_world import KvFake, kv_world, tokens
 
 
+async def shown_by(world):
+    return msgspec.to_builtins(await stats(world.fleet, world.pinning.active(), reuse=world.reuse))
+
+
 async def test_pools_engines_and_totals(world, pair):
     a, _ = pair
     world.served(a, tokens(64))
     world.engines["a"].audit.observe(32, 48)
-    shown = await stats(world.control)
+    shown = await shown_by(world)
     (pool,) = shown["pools"]
     assert (pool["model"], pool["index_entries"], pool["tokens_per_block"]) == ("m", 4, 16)
     first, second = pool["engines"]
@@ -25,7 +31,7 @@ async def test_pools_engines_and_totals(world, pair):
 async def test_how_prompts_become_tokens(world, pair):
     world.pool.prompts.exactness = Exactness(ok=True, detail="why", source="local")
     world.pool.prompts.agreed = 3
-    (pool,) = (await stats(world.control))["pools"]
+    (pool,) = (await shown_by(world))["pools"]
     assert pool["tokenisation"] == {
         "ok": True,
         "detail": "why",
@@ -34,31 +40,31 @@ async def test_how_prompts_become_tokens(world, pair):
         "differed": 0,
     }
     world.pool.prompts = None
-    (pool,) = (await stats(world.control))["pools"]
+    (pool,) = (await shown_by(world))["pools"]
     assert pool["tokenisation"] is None
 
 
 async def test_lora_adapters_are_shown(world, pair):
     world.add(KvFake("c", adapters=("ada",)))
-    (pool,) = (await stats(world.control))["pools"]
+    (pool,) = (await shown_by(world))["pools"]
     assert pool["adapters"] == ["ada"]
     assert [engine["adapters"] for engine in pool["engines"]] == [[], [], ["ada"]]
 
 
 async def test_an_engine_that_does_not_answer_is_shown_all_the_same(world, pair):
     pair[0].failure = EngineUnavailable("gone")
-    (pool,) = (await stats(world.control))["pools"]
+    (pool,) = (await shown_by(world))["pools"]
     assert (pool["engines"][0]["kv"], pool["engines"][0]["kv_error"]) == ({}, "gone")
     assert pool["engines"][1]["kv_error"] is None
 
 
 async def test_an_engine_that_is_down_is_shown_apart(world, pair):
-    world.control.fleet.leave(world.engines["b"])
-    shown = await stats(world.control)
+    world.fleet.leave(world.engines["b"])
+    shown = await shown_by(world)
     assert [engine["id"] for engine in shown["unconnected"]] == ["b"]
     assert [engine["id"] for engine in shown["pools"][0]["engines"]] == ["a"]
 
 
 async def test_it_says_when_reuse_is_off(tokenizer_dir):
     async with kv_world(tokenizer_dir, reuse=False) as world:
-        assert not (await stats(world.control))["reuse"]
+        assert not (await shown_by(world))["reuse"]

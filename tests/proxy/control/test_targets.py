@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from engine_adapter import Capability, KvTarget, NotSupported
-from proxy.control.targets import Target, kind_of, prefix_of, require_able, select
+from proxy.control.target import Target
+from proxy.control.targets import require_able
 from proxy.errors import BadRequest, NoEngine, NotFound
 from tests.kv_world import ALL, KvFake, kv_world, tokens
 
@@ -12,82 +13,43 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Paris today? " *
 KEYS = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind"),
-    [
-        ({"messages": []}, "messages"),
-        ({"prompt": ""}, "prompt"),
-        ({"token_ids": [1], "engine": "a", "tenant": "t"}, "token_ids"),
-        ({"prompt_cache_key": "k"}, "prompt_cache_key"),
-        ({"engine": "a"}, "engine"),
-        ({"engine": "a", "tenant": "t"}, "tenant"),
-        ({"all": True}, "all"),
-    ],
-)
-def test_the_kind_of_a_target(fields, kind):
-    assert kind_of(Target(**fields)) == kind
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({}, "target"),
-        ({"model": "m", "cache_salt": "s"}, "target"),
-        ({"messages": [], "prompt": "x"}, "prompt"),
-        ({"prompt": "x", "all": True}, "all"),
-        ({"all": True, "engine": "a"}, "all"),
-        ({"all": True, "tenant": "t"}, "all"),
-        ({"prompt": "x", "tools": []}, "tools"),
-        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
-        ({"messages": [], "extra_ids": [1]}, "extra_ids"),
-        ({"messages": [], "prompt_table": "t"}, "prompt_table"),
-        ({"token_ids": [1], "add_special_tokens": False}, "add_special_tokens"),
-        ({"prompt_cache_key": "k", "cache_salt": "s"}, "cache_salt"),
-    ],
-)
-def test_a_wrong_target_names_its_field(fields, param):
-    with pytest.raises(BadRequest) as caught:
-        kind_of(Target(**fields))
-    assert caught.value.param == param
-
-
 async def test_a_chat_is_the_data_planes_prompt_without_the_turn_to_answer(world, pair):
     from engine_adapter import JsonBody
 
-    prefix = await prefix_of(world.control, Target(messages=MESSAGES))
+    prefix = await world.targets.prefix_of(Target(messages=MESSAGES))
     body = JsonBody(msgspec.json.encode({"model": "m", "messages": MESSAGES}))
     served = await world.pool.prompts.build("/v1/chat/completions", body, salt=None)
     length = len(prefix.prompt.token_ids)
     assert prefix.prompt.token_ids == served.token_ids[:length]
     assert length < len(served.token_ids)
-    whole = await prefix_of(world.control, Target(messages=MESSAGES, add_generation_prompt=True))
+    whole = await world.targets.prefix_of(Target(messages=MESSAGES, add_generation_prompt=True))
     assert whole.prompt == served
     assert whole.chain == world.pool.chain(served)
 
 
 async def test_tools_and_template_options_are_part_of_it(world, pair):
     tool = {"type": "function", "function": {"name": "f"}}
-    plain = await prefix_of(world.control, Target(messages=MESSAGES))
-    tooled = await prefix_of(world.control, Target(messages=MESSAGES, tools=[tool]))
+    plain = await world.targets.prefix_of(Target(messages=MESSAGES))
+    tooled = await world.targets.prefix_of(Target(messages=MESSAGES, tools=[tool]))
     assert tooled.chain.hashes[0] != plain.chain.hashes[0]
 
 
 async def test_text_and_token_ids(world, pair):
-    text = await prefix_of(world.control, Target(prompt="The cache", add_special_tokens=False))
+    text = await world.targets.prefix_of(Target(prompt="The cache", add_special_tokens=False))
     ids = text.prompt.token_ids.tolist()
-    assert (await prefix_of(world.control, Target(token_ids=ids))).prompt == text.prompt
+    assert (await world.targets.prefix_of(Target(token_ids=ids))).prompt == text.prompt
     assert text.label == f"prompt ({len(ids)} tokens)"
 
 
 async def test_the_last_prompt_of_a_cache_key(world, pair):
     record = world.record("r1", tokens(40), prompt_cache_key="k")
-    prefix = await prefix_of(world.control, Target(prompt_cache_key="k"))
+    prefix = await world.targets.prefix_of(Target(prompt_cache_key="k"))
     assert prefix.prompt is record.prompt
     with pytest.raises(NotFound) as caught:
-        await prefix_of(world.control, Target(prompt_cache_key="other"))
+        await world.targets.prefix_of(Target(prompt_cache_key="other"))
     assert caught.value.param == "prompt_cache_key"
     with pytest.raises(BadRequest) as caught:
-        await prefix_of(world.control, Target(prompt_cache_key="k", model="n"))
+        await world.targets.prefix_of(Target(prompt_cache_key="k", model="n"))
     assert caught.value.param == "model"
 
 
@@ -96,7 +58,7 @@ async def test_a_prefix_that_holds_images_is_none(world, pair, unlike_text):
     record = world.record("r1", tokens(40), prompt_cache_key="k")
     record.prompt = replace(record.prompt, **unlike_text)
     with pytest.raises(BadRequest, match="images") as caught:
-        await prefix_of(world.control, Target(prompt_cache_key="k"))
+        await world.targets.prefix_of(Target(prompt_cache_key="k"))
     assert caught.value.param == "prompt_cache_key"
 
 
@@ -116,14 +78,14 @@ async def test_a_prefix_that_holds_images_is_none(world, pair, unlike_text):
 async def test_a_prefix_that_cannot_be_named(world, pair, fields, error, param):
     world.pool.prompts.info = replace(world.pool.prompts.info, max_model_len=4096)
     with pytest.raises(error) as caught:
-        await prefix_of(world.control, Target(**fields))
+        await world.targets.prefix_of(Target(**fields))
     assert caught.value.param == param
 
 
 async def test_an_engine_that_is_down_has_no_pool(world, pair):
-    world.control.fleet.leave(world.engines["a"])
+    world.fleet.leave(world.engines["a"])
     with pytest.raises(NoEngine, match="'a' is not connected"):
-        await prefix_of(world.control, Target(prompt="x", engine="a"))
+        await world.targets.prefix_of(Target(prompt="x", engine="a"))
 
 
 async def test_a_prefix_concerns_engines_that_hold_any_of_it_or_may(world, pair):
@@ -133,20 +95,20 @@ async def test_a_prefix_concerns_engines_that_hold_any_of_it_or_may(world, pair)
     ids = tokens(64)
     prompt = world.served(a, ids[:32])
     world.pool.index.store("a", "gpu", world.pool.chain(prompt).hashes)
-    selection = await select(world.control, Target(token_ids=ids), Capability.FLUSH)
+    selection = await world.targets.select(Target(token_ids=ids), Capability.FLUSH)
     assert [share.engine.id for share in selection.shares] == ["a"]
     assert selection.note is None
     world.engines["b"].audit.lost("in doubt")
-    selection = await select(world.control, Target(token_ids=ids), Capability.FLUSH)
+    selection = await world.targets.select(Target(token_ids=ids), Capability.FLUSH)
     assert [share.engine.id for share in selection.shares] == ["a", "b"]
 
 
 async def test_nobody_holds_it_and_the_note_says_so(world, pair):
     for engine in world.engines.values():
         engine.audit.synced()
-    selection = await select(world.control, Target(token_ids=tokens(40)), Capability.FLUSH)
+    selection = await world.targets.select(Target(token_ids=tokens(40)), Capability.FLUSH)
     assert (selection.shares, selection.note) == ((), "no engine holds any of it")
-    selection = await select(world.control, Target(token_ids=tokens(15)), Capability.FLUSH)
+    selection = await world.targets.select(Target(token_ids=tokens(15)), Capability.FLUSH)
     assert selection.note == "only full blocks of 16 tokens are kept; the prefix has 15"
 
 
@@ -154,70 +116,70 @@ async def test_tiers_that_no_event_tells_of_may_hold_it(world, pair):
     for engine in world.engines.values():
         engine.audit.synced()
     world.engines["b"].info = replace(world.engines["b"].info, tokens_per_chunk=16)
-    selection = await select(world.control, Target(token_ids=tokens(40)), Capability.RESTORE)
+    selection = await world.targets.select(Target(token_ids=tokens(40)), Capability.RESTORE)
     assert [share.engine.id for share in selection.shares] == ["b"]
 
 
 async def test_engines_that_cannot_are_told_apart(world):
     world.add(KvFake("a"))
     world.add(KvFake("b", ALL - {Capability.OFFLOAD}))
-    selection = await select(world.control, Target(all=True), Capability.OFFLOAD)
+    selection = await world.targets.select(Target(all=True), Capability.OFFLOAD)
     assert [s.engine.id for s in selection.shares] == ["a"]
     assert [s.engine.id for s in selection.unable] == ["b"]
     require_able(selection, Capability.OFFLOAD)
-    selection = await select(world.control, Target(engine="b"), Capability.OFFLOAD)
+    selection = await world.targets.select(Target(engine="b"), Capability.OFFLOAD)
     with pytest.raises(NotSupported, match="'offload'") as caught:
         require_able(selection, Capability.OFFLOAD)
-    assert str(caught.value) == str(world.control.fleet.engine("b").adapter.not_supported(Capability.OFFLOAD))
+    assert str(caught.value) == str(world.fleet.engine("b").adapter.not_supported(Capability.OFFLOAD))
 
 
 async def test_all_of_a_salt(world, pair):
-    selection = await select(world.control, Target(all=True, cache_salt="s"), Capability.FLUSH)
+    selection = await world.targets.select(Target(all=True, cache_salt="s"), Capability.FLUSH)
     assert [share.targets for share in selection.shares] == [(KvTarget(cache_salt="s"),)] * 2
-    selection = await select(world.control, Target(engine="b", model="m"), Capability.FLUSH)
+    selection = await world.targets.select(Target(engine="b", model="m"), Capability.FLUSH)
     assert [(s.engine.id, s.targets) for s in selection.shares] == [("b", (KvTarget(),))]
 
 
 async def test_a_tenant_is_every_salt_it_has_been_seen_with(tokenizer_dir):
     async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
-        world.add(KvFake("a"))
-        tenants = world.control.tenants
+        engine = world.add(KvFake("a"))
+        tenants = world.tenants
         for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None)):
-            world.pool.root_of(tenants.salt(tenant, salt))
-        selection = await select(world.control, Target(tenant="alice"), Capability.FLUSH)
+            engine.salts.note(tenant, tenants.salt(tenant, salt))
+        selection = await world.targets.select(Target(tenant="alice"), Capability.FLUSH)
         expected = {tenants.salt("alice", None), tenants.salt("alice", "x")}
         assert {target.cache_salt for target in selection.shares[0].targets} == expected
-        narrow = await select(world.control, Target(tenant="alice", cache_salt="x"), Capability.FLUSH)
+        narrow = await world.targets.select(Target(tenant="alice", cache_salt="x"), Capability.FLUSH)
         assert narrow.shares[0].targets == (KvTarget(cache_salt=tenants.salt("alice", "x")),)
 
 
 async def test_a_prefix_lies_under_its_tenants_salt(tokenizer_dir):
     async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
         world.add(KvFake("a"))
-        salt = world.control.tenants.salt("alice", "x")
-        prefix = await prefix_of(world.control, Target(prompt="x", tenant="alice", cache_salt="x"))
+        salt = world.tenants.salt("alice", "x")
+        prefix = await world.targets.prefix_of(Target(prompt="x", tenant="alice", cache_salt="x"))
         assert prefix.kv.cache_salt == salt
         for target in (Target(prompt="x"), Target(prompt_cache_key="k")):
             with pytest.raises(BadRequest) as caught:
-                await prefix_of(world.control, target)
+                await world.targets.prefix_of(target)
             assert caught.value.param == "tenant"
         world.record("r1", tokens(20), tenant="bob", prompt_cache_key="k")
-        found = await prefix_of(world.control, Target(prompt_cache_key="k", tenant="bob"))
+        found = await world.targets.prefix_of(Target(prompt_cache_key="k", tenant="bob"))
         assert len(found.prompt.token_ids) == 20
         with pytest.raises(NotFound):
-            await prefix_of(world.control, Target(prompt_cache_key="k", tenant="alice"))
+            await world.targets.prefix_of(Target(prompt_cache_key="k", tenant="alice"))
         with pytest.raises(NotFound):
-            await prefix_of(world.control, Target(prompt_cache_key="k", tenant="carol"))
+            await world.targets.prefix_of(Target(prompt_cache_key="k", tenant="carol"))
 
 
 async def test_one_tenant_alone_shares_with_everybody(tokenizer_dir):
     async with kv_world(tokenizer_dir, api_keys=KEYS[:1]) as world:
         world.add(KvFake("a"))
         with pytest.raises(BadRequest) as caught:
-            await select(world.control, Target(tenant="alice"), Capability.FLUSH)
+            await world.targets.select(Target(tenant="alice"), Capability.FLUSH)
         assert caught.value.param == "tenant"
         world.record("r1", tokens(20), tenant="alice", prompt_cache_key="k")
-        assert (await prefix_of(world.control, Target(prompt_cache_key="k"))).prompt.salt is None
+        assert (await world.targets.prefix_of(Target(prompt_cache_key="k"))).prompt.salt is None
 
 
 class TestAdapters:
@@ -235,37 +197,37 @@ class TestAdapters:
         "fields", [{"messages": MESSAGES}, {"prompt": "some words " * 20}, {"token_ids": IDS}]
     )
     async def test_a_prefix_is_the_adapters_that_model_names(self, world, ada, fields):
-        plain = await prefix_of(world.control, Target(**fields))
-        own = await prefix_of(world.control, Target(**fields, model="ada"))
+        plain = await world.targets.prefix_of(Target(**fields))
+        own = await world.targets.prefix_of(Target(**fields, model="ada"))
         assert (own.kv.adapter, plain.kv.adapter) == ("ada", None)
         assert own.kv.token_ids == plain.kv.token_ids
         assert own.chain.hashes[0] != plain.chain.hashes[0]
 
     async def test_only_engines_that_serve_it_are_concerned(self, world, pair, ada):
         target = Target(token_ids=self.IDS, model="ada")
-        chosen = await select(world.control, target, Capability.FLUSH)
+        chosen = await world.targets.select(target, Capability.FLUSH)
         assert [share.engine.id for share in chosen.shares] == ["c"]
         assert chosen.shares[0].targets[0].adapter == "ada"
 
     async def test_the_salt_goes_with_it(self, world, ada):
-        kv = (await prefix_of(world.control, Target(token_ids=self.IDS, model="ada", cache_salt="s"))).kv
+        kv = (await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", cache_salt="s"))).kv
         assert (kv.adapter, kv.cache_salt) == ("ada", "s")
 
     async def test_one_engines_adapters_are_named(self, world, ada):
-        prefix = await prefix_of(world.control, Target(token_ids=self.IDS, model="ada", engine="c"))
+        prefix = await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", engine="c"))
         assert prefix.kv.adapter == "ada"
         with pytest.raises(BadRequest, match=r"engine 'a' serves 'm'$"):
-            await prefix_of(world.control, Target(token_ids=self.IDS, model="ada", engine="a"))
+            await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", engine="a"))
         with pytest.raises(BadRequest, match=r"engine 'c' serves 'm', 'ada', 'lin'$"):
-            await prefix_of(world.control, Target(token_ids=self.IDS, model="bob", engine="c"))
+            await world.targets.prefix_of(Target(token_ids=self.IDS, model="bob", engine="c"))
 
     async def test_the_last_prompt_of_a_cache_key_keeps_it(self, world, ada):
         record = world.record("r", self.IDS, model="ada", adapter="ada", prompt_cache_key="k")
-        prefix = await prefix_of(world.control, Target(prompt_cache_key="k"))
+        prefix = await world.targets.prefix_of(Target(prompt_cache_key="k"))
         assert (prefix.prompt, prefix.kv.adapter) == (record.prompt, "ada")
 
     @pytest.mark.parametrize("fields", [{"all": True}, {"engine": "c"}])
     async def test_all_of_an_adapters_kv_cannot_be_told_from_the_rest(self, world, ada, fields):
         with pytest.raises(BadRequest, match="only by a prefix") as caught:
-            await select(world.control, Target(**fields, model="ada"), Capability.FLUSH)
+            await world.targets.select(Target(**fields, model="ada"), Capability.FLUSH)
         assert caught.value.param == "model"

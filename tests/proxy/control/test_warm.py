@@ -5,13 +5,14 @@ import pytest
 
 from engine_adapter import Capability, NotSupported
 from proxy.control.operations import OperationState, Part
-from proxy.control.targets import Prefix, Target
-from proxy.control.warm import warm, warm_on
+from proxy.control.target import Target
+from proxy.control.targets import Prefix
+from proxy.control.warm import Warming
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import EngineState
 from proxy.prompt import Prompt
 from tests.fakes import ANSWER, FakeEngine
-from tests.kv_world import ALL, KvFake, tokens
+from tests.kv_world import ALL, KvFake, WatchedFlow, tokens
 
 NO_EVENTS = ALL - {Capability.KV_EVENTS}
 
@@ -33,7 +34,7 @@ async def finished(operation):
 async def test_one_token_is_asked_of_the_engine_placement_picks(world, servers):
     a, b = servers
     world.served(world.engines["b"].adapter, tokens(32))
-    operation = await finished(await warm(world.control, Target(token_ids=tokens(48))))
+    operation = await finished(await world.warming.warm(Target(token_ids=tokens(48))))
     assert operation.state is OperationState.DONE
     assert (operation.parts[0].engine, operation.parts[0].done) == ("b", 3)
     assert not a.seen
@@ -44,8 +45,15 @@ async def test_one_token_is_asked_of_the_engine_placement_picks(world, servers):
     assert "cache_salt" not in request.json
 
 
+async def test_it_takes_the_read_paths_own_steps(world, servers):
+    flow = WatchedFlow.of(world.flow)
+    warming = Warming(flow, world.targets, world.operations)
+    await finished(await warming.warm(Target(token_ids=tokens(48), engine="a")))
+    assert flow.steps == ["candidates", "candidates", "run_on"]
+
+
 async def test_the_index_learns_what_was_warmed_and_nothing_stays_in_flight(world, servers):
-    await finished(await warm(world.control, Target(token_ids=tokens(48), engine="a")))
+    await finished(await world.warming.warm(Target(token_ids=tokens(48), engine="a")))
     assert world.matched(tokens(48)) == {"a": 3}
     assert world.engines["a"].ledger.in_flight == 0
     assert world.engines["a"].ledger.served == 1
@@ -60,7 +68,7 @@ async def test_it_counts_as_load_while_it_runs(world, servers):
         await exchange.send(ANSWER)
 
     servers[0].script = slow
-    operation = await warm(world.control, Target(token_ids=tokens(48), engine="a"))
+    operation = await world.warming.warm(Target(token_ids=tokens(48), engine="a"))
     await servers[0].request()
     assert world.engines["a"].ledger.in_flight == 1
     gate.set()
@@ -68,26 +76,26 @@ async def test_it_counts_as_load_while_it_runs(world, servers):
 
 
 async def test_everywhere(world, servers):
-    operation = await finished(await warm(world.control, Target(token_ids=tokens(48)), everywhere=True))
+    operation = await finished(await world.warming.warm(Target(token_ids=tokens(48)), everywhere=True))
     assert [part.state.value for part in operation.parts] == ["done", "done"]
     assert [len(server.seen) for server in servers] == [1, 1]
 
 
 async def test_the_salt_goes_along(world, servers):
-    await finished(await warm(world.control, Target(token_ids=tokens(48), cache_salt="s", engine="a")))
+    await finished(await world.warming.warm(Target(token_ids=tokens(48), cache_salt="s", engine="a")))
     assert servers[0].seen[0].json["cache_salt"] == "s"
 
 
 async def test_extra_ids_go_along_or_it_is_not_supported(world, servers):
     prompt = Prompt(array("i", [600, *tokens(31)]), array("Q", [9] + [0] * 31))
     prefix = Prefix(world.pool, prompt, world.pool.chain(prompt), "token_ids")
-    await warm_on(world.control, prefix, world.engines["a"], Part("a", "warm"))
+    await world.warming.warm_on(prefix, world.engines["a"], Part("a", "warm"))
     assert servers[0].seen[0].json["extra_ids"] == [9] + [0] * 31
     world.add(KvFake("c", NO_EVENTS - {Capability.EXTRA_IDS}))
     world.record("r1", None)
     world.record("r2", tokens(4), prompt_cache_key="k").prompt = prompt
     with pytest.raises(NotSupported, match="'extra_ids'"):
-        await warm(world.control, Target(prompt_cache_key="k", engine="c"))
+        await world.warming.warm(Target(prompt_cache_key="k", engine="c"))
 
 
 async def test_an_engines_refusal_fails_it(world, servers):
@@ -95,23 +103,23 @@ async def test_an_engines_refusal_fails_it(world, servers):
         await exchange.send({"error": {"message": "too long"}}, 400)
 
     servers[0].script = refuse
-    operation = await finished(await warm(world.control, Target(token_ids=tokens(48), engine="a")))
+    operation = await finished(await world.warming.warm(Target(token_ids=tokens(48), engine="a")))
     assert (operation.state, operation.parts[0].error) == (OperationState.FAILED, "too long")
     assert world.matched(tokens(48)) == {}
 
 
 async def test_who_cannot_be_asked(world, servers):
     with pytest.raises(BadRequest) as caught:
-        await warm(world.control, Target(token_ids=tokens(48), engine="a"), everywhere=True)
+        await world.warming.warm(Target(token_ids=tokens(48), engine="a"), everywhere=True)
     assert caught.value.param == "engines"
     with pytest.raises(BadRequest, match="needs a prefix"):
-        await warm(world.control, Target(all=True))
+        await world.warming.warm(Target(all=True))
     world.engines["a"].state = EngineState.DRAINING
     with pytest.raises(NoEngine, match="'a'"):
-        await warm(world.control, Target(token_ids=tokens(48), engine="a"))
+        await world.warming.warm(Target(token_ids=tokens(48), engine="a"))
     world.engines["b"].state = EngineState.DOWN
     with pytest.raises(NoEngine):
-        await warm(world.control, Target(token_ids=tokens(48)))
+        await world.warming.warm(Target(token_ids=tokens(48)))
 
 
 async def test_an_engine_that_leaves_in_between_fails_it(world, servers):
@@ -119,17 +127,17 @@ async def test_an_engine_that_leaves_in_between_fails_it(world, servers):
     prefix = Prefix(world.pool, prompt, world.pool.chain(prompt), "token_ids")
     world.engines["a"].state = EngineState.DOWN
     with pytest.raises(NoEngine):
-        await warm_on(world.control, prefix, world.engines["a"], Part("a", "warm"))
+        await world.warming.warm_on(prefix, world.engines["a"], Part("a", "warm"))
 
 
 async def test_an_adapters_prefix_is_warmed_with_it(world, servers):
     async with FakeEngine("c") as server:
         world.add(KvFake("c", NO_EVENTS, adapters=("ada",), url=server.url))
-        operation = await warm(world.control, Target(token_ids=tokens(48), model="ada"), everywhere=True)
+        operation = await world.warming.warm(Target(token_ids=tokens(48), model="ada"), everywhere=True)
         await finished(operation)
         assert [part.engine for part in operation.parts] == ["c"]
         assert server.seen[0].json["model"] == "ada"
     assert world.matched(tokens(48), adapter="ada") == {"c": 3}
     assert world.matched(tokens(48)) == {}
     with pytest.raises(BadRequest):
-        await warm(world.control, Target(token_ids=tokens(48), model="ada", engine="a"))
+        await world.warming.warm(Target(token_ids=tokens(48), model="ada", engine="a"))

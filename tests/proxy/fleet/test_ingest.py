@@ -66,6 +66,16 @@ async def test_events_fill_the_index_and_a_current_view_is_trusted(world):
     assert world.pool.index.held("a", Tier.GPU) == 1
 
 
+async def test_events_tell_whose_salts_an_engine_holds_kv_under():
+    world = World()
+    world.ingest = Ingest(world.fleet, world.tasks, {"red-1": "red"}.get)
+    world.ingest.follow(world.engine, world.pool)
+    await world.say(*(replace(STORED, hashes=(n,), salt=s) for n, s in enumerate(["red-1", "mine", None])))
+    assert world.engine.salts.of("red") == {"red-1"}
+    assert len(world.pool.index) == 3
+    await world.tasks.stop()
+
+
 async def test_a_lost_view_voids_what_was_known_and_learned(world):
     world.pool.learn(world.engine, (7, 8))
     await world.say(ViewLost("start"), STORED, ViewCurrent(), ViewLost("a gap"))

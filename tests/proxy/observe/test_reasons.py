@@ -3,7 +3,7 @@
 import pytest
 
 from proxy.core.placement.decision import Cost, Placement
-from proxy.observe.reasons import Reason, first_token_s, reason_of, tie_of, utilisation_of, why
+from proxy.observe.reasons import Reason, reason_of, tie_of, utilisation_of, why
 
 
 def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
@@ -26,11 +26,6 @@ def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
 def placed(engine, *costs, strain=1.0, rule="lowest cost"):
     chosen = next(each for each in costs if each.engine == engine)
     return Placement(engine, chosen.cached_tokens, 4000, costs, rule, strain=strain)
-
-
-def test_nothing_but_what_the_request_waits_for_is_its_first_token():
-    told = cost("a", 2000, queue=1.0, room=2.0, restore=0.25, interference=0.125, later=9.0, strain=3.0)
-    assert first_token_s(told) == 3.875
 
 
 def test_utilisation_is_what_strain_comes_of():
@@ -59,12 +54,12 @@ class TestHeld:
 
     def test_streams_are_to_leave_room_for_it(self):
         placement = placed("e1", cost("e0"), cost("e1", 3200, queue=0.2, room=0.1))
-        assert "it is free in 200 ms, has room 100 ms after and computes 800 tokens" in why(placement)
+        assert "it is free in 200 ms, has memory 100 ms later and computes 800 tokens" in why(placement)
 
     def test_it_comes_back_from_the_host_tier(self):
         placement = placed("e1", cost("e0"), cost("e1", 3200, queue=0.005, restore=0.05, host_tokens=1600))
         assert why(placement).startswith(
-            "e1 holds 3,200 of 4,000 tokens; it is free in 5.0 ms, brings back 1,600 tokens in 50 ms and "
+            "e1 holds 3,200 of 4,000 tokens; it is free in 5.0 ms, restores 1,600 tokens in 50 ms and "
             "computes 800 tokens in 200 ms, but"
         )
 
@@ -84,18 +79,19 @@ class TestHeld:
         costs = cost("e0", strain=4.0), cost("e1", 3200, queue=1.5, strain=4.0)
         placement = placed("e1", *costs, strain=4.0)
         assert why(placement) == (
-            "e1 holds 3,200 of 4,000 tokens; e0 would answer sooner, in 1.0 s against 1.7 s, but would hold "
-            "up what comes after by 3.0 s, at 75% utilisation"
+            "e1 holds 3,200 of 4,000 tokens; e0 would answer sooner, in 1.0 s against 1.7 s, but would delay "
+            "later requests by 3.0 s, at 75% utilisation"
         )
 
     def test_another_would_answer_sooner_and_evict(self):
         placement = placed("e1", cost("e0", regret=2.5), cost("e1", 3200, queue=1.5, regret=0.1))
-        assert why(placement).endswith("sooner, in 1.0 s against 1.7 s, but would evict what is worth 2.5 s")
+        assert why(placement).endswith("sooner, in 1.0 s against 1.7 s, but would evict KV worth 2.5 s")
 
     def test_another_would_answer_sooner_and_is_busier(self):
         placement = placed("e1", cost("e0", later=2.5), cost("e1", 3200, queue=1.5, later=0.5))
         assert why(placement).endswith(
-            "sooner, in 1.0 s against 1.7 s, but would make the next turns wait 2.0 s longer, as it is busier"
+            "sooner, in 1.0 s against 1.7 s, but would make the next turns wait 2.0 s longer, because it is "
+            "busier"
         )
 
 
@@ -104,16 +100,16 @@ class TestReleased:
         ("terms", "obstacle"),
         [
             ({"queue": 1.9}, "1.9 s of prefill wait there"),
-            ({"room": 1.9}, "the streams there leave no room for it for 1.9 s"),
+            ({"room": 1.9}, "running streams there leave no memory for it for 1.9 s"),
             (
                 {"restore": 1.9, "host_tokens": 2000, "disk_tokens": 1200},
-                "bringing back 3,200 tokens there takes 1.9 s",
+                "restoring 3,200 tokens there takes 1.9 s",
             ),
-            ({"restore": 1.9}, "bringing back its KV there takes 1.9 s"),
+            ({"restore": 1.9}, "restoring its KV there takes 1.9 s"),
             ({"prefill": 1.9}, "computing 800 tokens there takes 1.9 s"),
-            ({"interference": 1.9}, "the streams there slow the prompt by 1.9 s"),
+            ({"interference": 1.9}, "running streams there slow the prompt by 1.9 s"),
             ({"later": 1.9}, "the next turns would wait 1.9 s there"),
-            ({"regret": 1.9}, "making room there evicts what is worth 1.9 s"),
+            ({"regret": 1.9}, "making room there evicts KV worth 1.9 s"),
         ],
     )
     def test_the_term_that_made_the_difference_is_named(self, terms, obstacle):
@@ -134,7 +130,7 @@ class TestReleased:
     def test_what_saves_nothing_to_speak_of_does_not_decide(self):
         costs = cost("e0", free_blocks=9), cost("e1", 2), cost("e2", queue=1.0)
         assert why(placed("e0", *costs)) == (
-            "e1 holds 2 of 4,000 tokens, which saves less than a millisecond; of 2 equals, "
+            "e1 holds 2 of 4,000 tokens, which saves less than a millisecond; of 2 equal engines, "
             "e0 has the most free cache (9 blocks)"
         )
 
@@ -169,12 +165,13 @@ class TestSpread:
         placement = placed("e0", cost("e0"), cost("e1", queue=0.4), cost("e2", queue=0.6))
         assert reason_of(placement) is Reason.SPREAD
         assert why(placement) == (
-            "no engine holds any of it; e0 computes 4,000 tokens in 1.0 s, but 400 ms of prefill wait on e1"
+            "no engine holds any of the prompt; e0 computes 4,000 tokens in 1.0 s, but 400 ms of prefill "
+            "wait on e1"
         )
 
     def test_where_least_is_lost(self):
         placement = placed("e0", cost("e0"), cost("e1", regret=0.2))
-        assert why(placement).endswith("but making room on e1 evicts what is worth 200 ms")
+        assert why(placement).endswith("but making room on e1 evicts KV worth 200 ms")
 
 
 class TestTies:
@@ -192,7 +189,7 @@ class TestTies:
     def test_what_decided_is_told(self, chosen, other, tie):
         placement = placed("e0", cost("e0", **chosen), cost("e1", **other), cost("e2", queue=1.0))
         assert tie_of(placement) == tie
-        assert why(placement) == f"no engine holds any of it; of 2 equals, e0 {tie}"
+        assert why(placement) == f"no engine holds any of the prompt; of 2 equal engines, e0 {tie}"
 
     def test_a_millisecond_is_none(self):
         assert tie_of(placed("e0", cost("e0", queue=0.0009), cost("e1"))) is not None
@@ -204,7 +201,7 @@ class TestTies:
     def test_requests_in_flight_that_are_equal(self):
         costs = Cost("e0", in_flight=2, turn=4), Cost("e1", in_flight=2, turn=7), Cost("e2", in_flight=3)
         placement = placed("e0", *costs, rule="least loaded")
-        assert why(placement).endswith("in flight (2); of 2 equals, e0 was chosen longest ago")
+        assert why(placement).endswith("in flight (2); of 2 equal engines, e0 was chosen longest ago")
 
 
 def test_a_prompt_that_is_not_known():
@@ -216,4 +213,4 @@ def test_a_prompt_that_is_not_known():
 def test_one_engine_alone():
     placement = placed("e0", cost("e0", 800))
     assert reason_of(placement) is Reason.ONLY
-    assert why(placement) == "e0 is the only engine that can take it, and holds 800 of 4,000 tokens"
+    assert why(placement) == "e0 is the only engine that can take the request; it holds 800 of 4,000 tokens"

@@ -37,7 +37,8 @@ def test_without_keys_it_is_open():
 def test_one_tenant_shares_and_its_own_salts_pass(tenants):
     assert tenants.salt("alice", None) is None
     assert tenants.salt("alice", "mine") == "mine"
-    assert not tenants.owns("alice", "mine")
+    assert tenants.owner("mine") is None
+    assert tenants.owner(TWO.salt("alice", None)) is None
 
 
 @given(SOME, SOME, st.none() | SOME, st.none() | SOME)
@@ -46,17 +47,20 @@ def test_salts_are_equal_only_for_the_same_tenant_and_salt(one, two, salt_one, s
     assert (TWO.salt(one, salt_one) == TWO.salt(two, salt_two)) is same
 
 
-@given(SOME, SOME, st.none() | SOME)
-def test_a_tenant_owns_its_salts_and_no_others(tenant, other, salt):
-    assert TWO.owns(tenant, TWO.salt(tenant, salt))
-    assert TWO.owns(other, TWO.salt(tenant, salt)) is (tenant == other)
+@given(st.sampled_from(["alice", "bob"]), st.none() | SOME)
+def test_a_salt_tells_whose_it_is(tenant, salt):
+    assert TWO.owner(TWO.salt(tenant, salt)) == tenant
 
 
-@given(SOME, SOME)
-def test_a_client_cannot_ask_for_anothers_salt(tenant, other):
-    wanted = TWO.salt(other, None)
-    assert TWO.salt(tenant, wanted) != wanted
-    assert TWO.owns(other, TWO.salt(tenant, wanted)) is (tenant == other)
+@pytest.mark.parametrize("salt", [None, "mine", "kvpin-", TWO.salt("carol", None)])
+def test_a_salt_of_no_tenant_has_no_owner(salt):
+    assert TWO.owner(salt) is None
+
+
+def test_a_client_cannot_ask_for_anothers_salt():
+    wanted = TWO.salt("bob", None)
+    assert TWO.salt("alice", wanted) != wanted
+    assert TWO.owner(TWO.salt("alice", wanted)) == "alice"
 
 
 @pytest.mark.parametrize("tenants", [NONE, TWO])

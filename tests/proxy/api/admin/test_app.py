@@ -1,12 +1,12 @@
 import pytest
 
-from proxy.api.admin.app import ENDPOINTS, routes
+from proxy.api.admin.app import routes
 from proxy.api.auth import AdminGuard
 
 
 async def test_nothing_is_answered_without_the_key(world):
     async with world.client(AdminGuard("admin-key")) as client:
-        for endpoint in ENDPOINTS:
+        for endpoint in world.endpoints:
             answer = await client.request(endpoint.method, endpoint.path)
             assert answer.status_code == 401, endpoint.path
             assert answer.headers["www-authenticate"] == "Bearer"
@@ -43,5 +43,5 @@ async def test_head_is_answered_as_get(client):
 
 
 def test_every_endpoint_has_a_route_and_every_route_an_endpoint(world):
-    served = {(method, route.path) for route in routes(world.control) for method in route.methods}
-    assert served - {("HEAD", path) for _, path in served} == {(e.method, e.path) for e in ENDPOINTS}
+    served = {(method, route.path) for route in routes(world.endpoints) for method in route.methods}
+    assert served - {("HEAD", path) for _, path in served} == {(e.method, e.path) for e in world.endpoints}

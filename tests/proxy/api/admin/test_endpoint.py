@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from proxy.api.admin.answers import Totals
+from proxy.api.admin import endpoint
 from proxy.api.admin.bodies import Flush, Pin, Unpin
 from proxy.api.admin.endpoint import answer, decode
 from proxy.errors import BadRequest
@@ -36,11 +36,8 @@ def test_what_is_no_json_is_told_so(raw):
     assert caught.value.code == "invalid_json"
 
 
-def test_an_answer_is_held_to_its_struct():
-    fields = dict.fromkeys(Totals.__struct_fields__, 1)
-    assert msgspec.json.decode(answer(Totals, fields).body) == fields
-    with pytest.raises(msgspec.ValidationError, match="secret"):
-        answer(Totals, fields | {"secret": 1})
+def test_an_answer_is_its_struct():
+    assert msgspec.json.decode(answer(Flush(engine="a"), 202).body)["engine"] == "a"
 
 
 async def test_an_empty_body_is_an_empty_object(client):
@@ -48,10 +45,8 @@ async def test_an_empty_body_is_an_empty_object(client):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "target")
 
 
-async def test_a_body_over_the_limit(world):
-    from dataclasses import replace
-
-    world.control = replace(world.control, max_body_bytes=10)
+async def test_a_body_over_the_limit(world, monkeypatch):
+    monkeypatch.setattr(endpoint, "MAX_BODY_BYTES", 10)
     async with world.client() as client:
         answer = await client.post("/flush", json={"prompt": "x" * 20})
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")

@@ -9,7 +9,7 @@ async def test_an_engine_comes_drains_and_goes(world, client):
     async with FakeEngine("a") as server:
         answer = await client.post("/engines", json={"kind": "openai-compatible", "url": server.url})
         assert (answer.status_code, answer.json()["id"]) == (201, "openai_compatible-0")
-        engine = world.control.fleet.engine("openai_compatible-0")
+        engine = world.fleet.engine("openai_compatible-0")
         await until(lambda: engine.state is EngineState.READY)
         listed = (await client.get("/engines")).json()["engines"]
         assert [(e["id"], e["state"], e["model"]) for e in listed] == [(engine.id, "ready", "m")]
@@ -55,7 +55,7 @@ async def test_an_engines_key_is_not_shown(world, client):
     body = {"kind": "vllm", "url": "http://127.0.0.1:1", "id": "v", "api_key": "secret-key"}
     answer = await client.post("/engines", json=body | {"headers": {"X-Team": "secret-team"}})
     assert "secret-" not in answer.text + (await client.get("/engines")).text
-    spec = world.control.fleet.engine("v").adapter.spec
+    spec = world.fleet.engine("v").adapter.spec
     assert (spec.api_key, spec.headers) == ("secret-key", {"X-Team": "secret-team"})
 
 
@@ -68,7 +68,7 @@ async def test_an_engine_added_has_its_cache_tiers(world, client):
     }
     body = {"kind": "llama_server", "url": "http://127.0.0.1:1", "id": "v", **caches}
     assert (await client.post("/engines", json=body)).status_code == 201
-    options = world.control.fleet.engine("v").adapter.spec.options
+    options = world.fleet.engine("v").adapter.spec.options
     assert (options.host_cache_dir, options.host_cache_bytes) == ("/mem", 7)
     assert (options.disk_cache_dir, options.disk_cache_bytes) == ("/disk", 2048)
 

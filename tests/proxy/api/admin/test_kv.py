@@ -36,7 +36,7 @@ async def test_one_that_does_not_is_202_and_can_be_followed(world, client, pair)
     running = (await client.get(path)).json()
     assert (running["state"], running["finished"]) == ("running", None)
     pair[0].gate.set()
-    operation = world.control.operations.newest()[0]
+    operation = world.operations.newest()[0]
     assert await operation.wait(5)
     assert (await client.get(path)).json()["engines"][0]["done"] == 4
     listed = (await client.get("/operations")).json()["operations"]
@@ -118,6 +118,6 @@ async def test_an_engine_removed_in_between_does_not_hold_it_up(world, client, p
     path = f"/operations/{(await client.post('/flush', json={'engine': 'a', 'wait_s': 0})).json()['id']}"
     await until(lambda: pair[0].targets)
     assert (await client.delete("/engines/a")).status_code == 204
-    operation = world.control.operations.newest()[0]
+    operation = world.operations.newest()[0]
     assert await operation.wait(5)
     assert (await client.get(path)).json()["engines"][0]["error"] == "the engine was removed"

@@ -1,6 +1,9 @@
 import re
 
-from proxy.api.admin.app import ENDPOINTS, PREFIX, routes
+from proxy.api.admin.app import PREFIX, routes
+from proxy.api.admin.openapi import with_document
+from proxy.core.placement.decision import Cost
+from proxy.settings import EngineSettings
 
 
 async def document(client):
@@ -19,13 +22,22 @@ def operations(document):
 
 async def test_it_describes_every_route_and_no_other(world, client):
     described = set(operations(await document(client)))
-    served = {(m, PREFIX + r.path) for r in routes(world.control) for m in r.methods if m != "HEAD"}
+    served = {
+        (m, PREFIX + r.path)
+        for r in routes(with_document(PREFIX, world.endpoints))
+        for m in r.methods
+        if m != "HEAD"
+    }
     assert described == served
 
 
-async def test_every_operation_is_told_in_words(client):
+async def test_every_operation_is_told_in_words(world, client):
     made = operations(await document(client))
-    assert len({operation["operationId"] for operation in made.values()}) == len(made) == len(ENDPOINTS)
+    assert (
+        len({operation["operationId"] for operation in made.values()})
+        == len(made)
+        == len(world.endpoints) + 1
+    )
     for operation in made.values():
         assert operation["summary"].endswith(".")
         assert "default" in operation["responses"]
@@ -59,3 +71,23 @@ async def test_it_names_its_version_and_its_key(client):
     assert made["openapi"] == "3.1.0"
     assert made["security"] == [{"adminKey": []}]
     assert made["components"]["securitySchemes"]["adminKey"]["scheme"] == "bearer"
+
+
+async def test_an_engine_is_described_as_in_the_settings(client):
+    schema = (await document(client))["components"]["schemas"]["EngineSettings"]
+    assert set(schema["properties"]) == set(EngineSettings.model_fields)
+
+
+async def test_answers_have_all_their_fields_and_a_sentence_on_them(world, client):
+    schemas = (await document(client))["components"]["schemas"]
+    for endpoint in world.endpoints:
+        if endpoint.answer is not None:
+            schema = schemas[endpoint.answer.__name__]
+            assert schema["description"]
+            assert schema["required"] == list(schema["properties"])
+
+
+async def test_a_cost_is_declared_once(client):
+    """What placement computes is what is described and answered."""
+    schema = (await document(client))["components"]["schemas"]["CostAnswer"]
+    assert set(schema["properties"]) == {*Cost.__struct_fields__, "first_token_s"}

@@ -8,7 +8,7 @@ from tests.kv_world import tokens
 
 def placement(world, ids, blocks=0):
     candidate = Candidate("a", 16, EngineRates(PoolRates()), Match(gpu=blocks))
-    return place([candidate], world.pool.chain(world.control.requests.get("r").prompt))
+    return place([candidate], world.pool.chain(world.flow.requests.get("r").prompt))
 
 
 async def test_where_a_request_would_go(world, client, pair):

@@ -352,3 +352,11 @@ class TestWhateverTheState:
 
         assert cost(queue_s, gpu) <= cost(queue_s + wait_s, gpu)
         assert cost(queue_s, gpu) <= cost(queue_s, max(gpu - less, 0)) + 1e-9
+
+
+def test_the_first_token_waits_for_the_requests_own_terms_alone():
+    cost = Cost(
+        "a", queue_s=1.0, room_s=2.0, restore_s=0.25, prefill_s=0.5, interference_s=0.125,
+        congestion_s=8.0, later_s=9.0, regret_s=7.0, total_s=27.875,
+    )  # fmt: skip
+    assert cost.first_token_s == 3.875

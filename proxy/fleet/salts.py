@@ -1,0 +1,48 @@
+"""The cache salts under which an engine may hold KV of each tenant; flushing a tenant flushes them all."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+# Salts remembered for each tenant on each engine. Tenants are few, but a tenant may send a salt per user.
+MAX_SALTS = 4096
+# kvpin's own salts have at most 71 characters. An engine's events may tell of others.
+MAX_LENGTH = 256
+
+
+class TenantSalts:
+    """The salts of each tenant, the last used last. One tenant's salts never push out another's.
+
+    At the limit, the salt that was not used for the longest time is forgotten. Its KV is the oldest, so the
+    engine has probably evicted it, but nobody knows: the tenant counts as incomplete from then on.
+    """
+
+    def __init__(self) -> None:
+        self._salts: dict[str, OrderedDict[str, None]] = {}
+        self._incomplete: set[str] = set()
+
+    def note(self, tenant: str | None, salt: str | None) -> None:
+        """The engine may hold KV of the tenant under this salt. KV that belongs to no tenant is not noted."""
+        if tenant is None or salt is None:
+            return
+        if len(salt) > MAX_LENGTH:
+            self._incomplete.add(tenant)
+            return
+        salts = self._salts.setdefault(tenant, OrderedDict())
+        salts[salt] = None
+        salts.move_to_end(salt)
+        if len(salts) > MAX_SALTS:
+            salts.popitem(last=False)
+            self._incomplete.add(tenant)
+
+    def of(self, tenant: str) -> frozenset[str]:
+        """The tenant's salts that are remembered."""
+        return frozenset(self._salts.get(tenant, ()))
+
+    def is_complete(self, tenant: str) -> bool:
+        """Whether no salt of the tenant was forgotten."""
+        return tenant not in self._incomplete
+
+    def emptied(self) -> None:
+        """The engine dropped all its KV: what was forgotten does not matter any more."""
+        self._incomplete.clear()

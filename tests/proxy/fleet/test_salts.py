@@ -1,0 +1,52 @@
+from proxy.fleet.salts import MAX_LENGTH, MAX_SALTS, TenantSalts
+
+
+def noted(n, tenant="alice"):
+    salts = TenantSalts()
+    for number in range(n):
+        salts.note(tenant, f"{tenant}-{number}")
+    return salts
+
+
+def test_as_many_as_the_limit_are_remembered():
+    salts = noted(MAX_SALTS)
+    assert len(salts.of("alice")) == MAX_SALTS
+    assert salts.is_complete("alice")
+
+
+def test_beyond_it_the_longest_unused_is_forgotten_and_the_tenant_says_so():
+    salts = noted(MAX_SALTS)
+    salts.note("alice", "alice-0")  # used again
+    salts.note("alice", "one more")
+    assert {"alice-0", "one more"} <= salts.of("alice")
+    assert "alice-1" not in salts.of("alice")
+    assert not salts.is_complete("alice")
+
+
+def test_one_tenants_salts_push_out_nobody_elses():
+    salts = noted(MAX_SALTS + 1, "bob")
+    salts.note("alice", "a")
+    assert (salts.of("alice"), salts.is_complete("alice")) == ({"a"}, True)
+    for number in range(MAX_SALTS):
+        salts.note("bob", f"more-{number}")
+    assert (salts.of("alice"), salts.is_complete("alice")) == ({"a"}, True)
+
+
+def test_what_is_no_tenants_or_has_no_salt_is_not_kept():
+    salts = TenantSalts()
+    salts.note(None, "s")
+    salts.note("alice", None)
+    assert salts._salts == {}
+
+
+def test_a_salt_too_long_to_keep_is_not_kept_in_silence():
+    salts = TenantSalts()
+    salts.note("alice", "x" * (MAX_LENGTH + 1))
+    assert (salts.of("alice"), salts.is_complete("alice")) == (frozenset(), False)
+
+
+def test_an_engine_that_was_emptied_holds_nothing_forgotten():
+    salts = noted(MAX_SALTS + 1)
+    salts.emptied()
+    assert salts.is_complete("alice")
+    assert len(salts.of("alice")) == MAX_SALTS
