@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
-from proxy.api.errors import TABLE
+from proxy.request.error_table import TABLE
 from proxy.core.placement import demand, load, rates
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics

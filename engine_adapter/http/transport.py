@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -44,7 +44,7 @@ class IncomingResponse(Protocol):
     status: int
     headers: Mapping[str, str]
 
-    def chunks(self) -> AsyncIterator[bytes]:
+    def chunks(self) -> AsyncGenerator[bytes, None]:
         """Body bytes as they arrive. Raises EngineUnavailable when the engine goes away."""
 
     async def read(self) -> bytes:
@@ -81,7 +81,7 @@ class AiohttpResponse:
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """See `IncomingResponse.chunks`."""
         content = self._response.content
         try:

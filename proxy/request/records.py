@@ -25,6 +25,8 @@ class RequestRecord:
     """One request, filled in as it goes on. Times in seconds; `started` in Unix time.
 
     Attributes:
+        request_id: kvpin's own, unique.
+        client_id: the client's `x-request-id`, which is unique to nobody.
         model: as its client named it.
         session: the conversation it says it is of.
         served_as: the model of the engines that were to serve it.
@@ -39,6 +41,7 @@ class RequestRecord:
     model: str | None
     tenant: str | None
     stream: bool
+    client_id: str | None = None
     prompt_cache_key: str | None = None
     session: Session | None = None
     served_as: str | None = None
@@ -66,6 +69,7 @@ class RequestRecord:
             model=call.model,
             tenant=call.tenant,
             stream=call.streams,
+            client_id=call.client_id,
             prompt_cache_key=key if isinstance(key, str) else None,
             session=session_of(call.tenant, call.headers, call.body),
         )
@@ -106,16 +110,20 @@ class RequestLog:
 
     def add(self, record: RequestRecord) -> None:
         """Notes a finished request; the oldest leave when there is no room."""
-        old = self._records.pop(record.request_id, None)
-        self._tokens += (record.n_tokens or 0) - ((old and old.n_tokens) or 0)
         self._records[record.request_id] = record
+        self._tokens += record.n_tokens or 0
         while len(self._records) > self._capacity or (self._tokens > MAX_TOKENS and len(self._records) > 1):
             _, dropped = self._records.popitem(last=False)
             self._tokens -= dropped.n_tokens or 0
 
-    def get(self, request_id: str) -> RequestRecord | None:
-        """The record of that id."""
-        return self._records.get(request_id)
+    def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
+        """The record of that id: kvpin's own, else the newest with that id of its client's. With `tenant`,
+        among the requests of that tenant."""
+        own = self._records.get(request_id)
+        for record in (own,) if own is not None else reversed(self._records.values()):
+            if request_id in (record.request_id, record.client_id) and tenant in (None, record.tenant):
+                return record
+        return None
 
     def last_prompt(self, prompt_cache_key: str, tenant: str | None) -> tuple[str | None, Prompt] | None:
         """Model and prompt of the newest request with that `prompt_cache_key`."""
