@@ -8,7 +8,7 @@ what is inside does not show, and it is used as any engine that speaks OpenAI's 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -114,7 +114,7 @@ class NimAdapter:
         """See `EngineAdapter.render`."""
         return await self._inner.render(path, body)
 
-    def events(self) -> AsyncIterator[KvEvent]:
+    def events(self) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""
         return self._inner.events()
 
@@ -122,7 +122,7 @@ class NimAdapter:
         """See `EngineAdapter.lookup`."""
         return await self._inner.lookup(prompt)
 
-    def operate(self, verb: KvVerb, target: KvTarget) -> AsyncIterator[KvProgress]:
+    def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`."""
         return self._inner.operate(verb, target)
 

@@ -133,13 +133,22 @@ class Proxy:
         for engine in self.fleet.engines.values():
             self.monitor.forget(engine)
         # While managed engines still run: an adapter may have KV to save.
-        await asyncio.gather(*(engine.adapter.aclose() for engine in self.fleet.engines.values()))
+        await self._close_adapters()
         await self.tasks.stop()
         if self.recorder is not None:
             await self.recorder.aclose()
         for process in self.managed:
             await process.stop()
         await self.transport.aclose()
+
+    async def _close_adapters(self) -> None:
+        """Closes all adapters. One that fails is logged, and the others are closed all the same."""
+        engines = list(self.fleet.engines.values())
+        closing = (engine.adapter.aclose() for engine in engines)
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        for engine, error in zip(engines, results, strict=True):
+            if error is not None:
+                log.error("the engine's adapter failed to close", engine=engine.id, exc_info=error)
 
 
 def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:

@@ -161,7 +161,7 @@ class Flow:
             ready.chain, ready.prompt, adapter=ready.adapter, session=ready.session, without=without
         )
 
-    async def _candidates(self, ready: Ready, failed: Container[str]) -> list[Candidate]:
+    async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
         """The engines to try next. A request that no engine can take yet waits for one up to `wait_s`."""
         found = self.candidates(ready, without=failed)
         if not found and not failed and ready.pool.is_coming_back:
@@ -264,15 +264,15 @@ def _body_for(engine: Engine, ready: Ready) -> RequestBody:
     return call.body.replace(**changes) if changes else call.body
 
 
-def _final(failures: Sequence[EngineError]) -> Exception:
+def _final(failures: Sequence[EngineError]) -> EngineRejected | EngineFailed:
     """What the client is told when the engines that were asked all failed."""
     last = failures[-1]
-    if not isinstance(last, EngineRejected):
-        last = EngineFailed(f"{len(failures)} engine(s) failed this request; the last said: {last}")
-    if len(failures) > 1 and not RETRY_HEADERS.intersection(last.headers):
+    failed = EngineFailed(f"{len(failures)} engine(s) failed this request; the last said: {last}")
+    error = last if isinstance(last, EngineRejected) else failed
+    if len(failures) > 1 and not RETRY_HEADERS.intersection(error.headers):
         # kvpin has retried already: a client's own retries would only add load.
-        last.headers = {**last.headers, "x-should-retry": "false"}
-    return last
+        error.headers = {**error.headers, "x-should-retry": "false"}
+    return error
 
 
 def _headers(call: Call, placement: Placement, hold: Hold) -> dict[str, str]:

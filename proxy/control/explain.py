@@ -23,6 +23,7 @@ def summarize(record: RequestRecord) -> dict[str, Any]:
     placement = record.placement
     return {
         "request_id": record.request_id,
+        "client_request_id": record.client_id,
         "started": record.started,
         "route": record.route,
         "model": record.model,

@@ -1,9 +1,11 @@
+import asyncio
 import json
 from array import array
 
 import httpx
 import numpy as np
 import pytest
+import structlog
 from safetensors.numpy import save
 
 from engine_adapter import AiohttpTransport, EngineSpecError, JsonBody, engine_command
@@ -14,6 +16,7 @@ from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from scripts.make_gguf import gguf_path
+from tests.fakes import FakeAdapter
 from tests.llama import llama_server
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
@@ -149,3 +152,21 @@ async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path, capfd)
     said = capfd.readouterr().err
     assert said.startswith("kvpin: record_traffic: ")
     assert said.endswith("cannot be written: No such file or directory\n")
+
+
+async def test_an_adapter_that_fails_to_close_keeps_no_other_open():
+    class Adapter(FakeAdapter):
+        closed = False
+
+        async def aclose(self):
+            if self.spec.id == "bad":
+                raise RuntimeError("no KV saved")
+            await asyncio.sleep(0)
+            self.closed = True
+
+    proxy = Proxy(Settings(), AiohttpTransport())
+    good, bad, late = (proxy.fleet.add(Adapter(name)).adapter for name in ("good", "bad", "late"))
+    with structlog.testing.capture_logs() as logs:
+        await proxy.stop()
+    assert (good.closed, bad.closed, late.closed) == (True, False, True)
+    assert [(log["engine"], str(log["exc_info"])) for log in logs] == [("bad", "no KV saved")]

@@ -242,6 +242,7 @@ class RequestSummary(_Answer):
     of an answer that is no stream comes with its last."""
 
     request_id: str
+    client_request_id: str | None
     started: float
     route: str
     model: str | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -62,11 +63,12 @@ async def read_bytes(request: Request, limit: int) -> bytes:
     """The request's body. Raises BodyTooLarge beyond `limit` bytes, BadRequest when its client left."""
     chunks, size = [], 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise BodyTooLarge(f"the body is longer than the limit of {limit} bytes")
-            chunks.append(chunk)
+        async with aclosing(request.stream()) as stream:
+            async for chunk in stream:
+                size += len(chunk)
+                if size > limit:
+                    raise BodyTooLarge(f"the body is longer than the limit of {limit} bytes")
+                chunks.append(chunk)
     except ClientDisconnect as error:
         raise BadRequest("the body ended early") from error
     return b"".join(chunks)

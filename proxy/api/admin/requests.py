@@ -34,7 +34,7 @@ async def list_requests(control: Control, request: Request) -> Response:
 async def get_request(control: Control, request: Request) -> Response:
     """One of them, explained."""
     request_id = request.path_params["request_id"]
-    record = control.requests.get(request_id)
+    record = control.requests.get(request_id, request.query_params.get("tenant"))
     if record is None:
         raise NotFound(f"no recent request has the id {request_id!r}", param="request_id")
     return answer(RequestAnswer, explain(control, record))
@@ -62,7 +62,8 @@ ENDPOINTS = (
         "GET",
         "/requests/{request_id}",
         get_request,
-        "One request: predicted, reported, and why its cache missed or hit.",
+        "One request, by kvpin's id or its client's: predicted, reported, and why its cache missed or hit.",
         RequestAnswer,
+        query=(Query("tenant", "string", "Whose request it is, where several clients send the same id."),),
     ),
 )
