@@ -114,7 +114,7 @@ async def test_what_is_wrong(world, pair):
     with pytest.raises(NotFound):
         await route(world.control, body(prompt=IDS, model="n"))
     for engine in world.engines.values():
-        engine.suspect(ValueError("x"))
+        engine.state = EngineState.DRAINING
     with pytest.raises(NoEngine):
         await route(world.control, body(prompt=IDS))
 
