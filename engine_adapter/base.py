@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -89,7 +89,7 @@ class EngineAdapter(Protocol):
         """Token ids of a request that holds images, and where each lies [Capability.RENDER].
         EngineRejected for one that the engine would not serve."""
 
-    def events(self) -> AsyncIterator[KvEvent]:
+    def events(self) -> AsyncGenerator[KvEvent, None]:
         """What the engine stores and removes, for as long as the caller iterates
         [Capability.KV_EVENTS]. Starts with ViewLost, then what it holds already as far as that can be
         learned, then ViewCurrent, then changes; after a gap that cannot be filled it starts over in
@@ -99,7 +99,7 @@ class EngineAdapter(Protocol):
         """What the tiers below the GPU hold of a prompt now, for engines with `EngineInfo.tokens_per_chunk`;
         None where they do not say in good time. Never raises."""
 
-    def operate(self, verb: KvVerb, target: KvTarget) -> AsyncIterator[KvProgress]:
+    def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Flushes, offloads or restores; yields progress until done, the last item being the result.
         Running requests keep their blocks and their speed: the work is done in slices."""
 

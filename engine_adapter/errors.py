@@ -11,6 +11,11 @@ EngineError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
 
 class EngineError(Exception):
     """Base of every error an adapter raises."""
@@ -21,7 +26,15 @@ class EngineSpecError(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine could not be reached or went away."""
+    """The engine could not be reached or went away.
+
+    Attributes:
+        dropped: the connection broke after the request was sent: the request itself may be the cause.
+    """
+
+    def __init__(self, message: str, *, dropped: bool = False) -> None:
+        super().__init__(message)
+        self.dropped = dropped
 
 
 class EngineRejected(EngineError):
@@ -30,12 +43,26 @@ class EngineRejected(EngineError):
     Attributes:
         status: HTTP status of the answer.
         param: the request field the engine names, if any.
+        type, code: the engine's own words for the error, if any.
+        headers: what the engine tells the client about a retry, by lower-case names.
     """
 
-    def __init__(self, message: str, *, status: int, param: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        param: str | None = None,
+        type: str | None = None,  # noqa: A002 - OpenAI's name of the field
+        code: str | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.type = type
+        self.code = code
+        self.headers = headers
 
 
 class NotSupported(EngineError):

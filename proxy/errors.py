@@ -1,4 +1,4 @@
-"""What kvpin itself can answer instead of an engine's response. `api/errors.py` gives each its status.
+"""What kvpin itself answers in place of an engine. `request/error_table.py` gives each class its status.
 
 ProxyError
 ├── BadRequest           the client's fault; names the field
@@ -7,11 +7,13 @@ ProxyError
 ├── Unauthorized         no key, or a wrong one
 ├── Forbidden            the admin API without a key, from elsewhere than this machine
 ├── BodyTooLarge         over the limit
-├── NoEngine             nobody can serve it now: come back in `retry_after_s`
-└── EngineFailed         every engine that could be asked failed
+├── NoEngine             no engine can take it now: retry in `retry_after_s`
+└── EngineFailed         the engines that were asked went away
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class ProxyError(Exception):
@@ -20,6 +22,7 @@ class ProxyError(Exception):
     Attributes:
         param: the request field at fault, if any.
         code: OpenAI's machine-readable code; None takes the default of the class.
+        headers: added to the answer.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -27,6 +30,7 @@ class ProxyError(Exception):
         self.message = message
         self.param = param
         self.code = code
+        self.headers: Mapping[str, str] = {}
 
 
 class BadRequest(ProxyError):
@@ -44,6 +48,10 @@ class Conflict(ProxyError):
 class Unauthorized(ProxyError):
     """The key is missing or wrong."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = {"www-authenticate": "Bearer"}
+
 
 class Forbidden(ProxyError):
     """The caller may not do this from where it is."""
@@ -54,16 +62,12 @@ class BodyTooLarge(ProxyError):
 
 
 class NoEngine(ProxyError):
-    """No engine can take the request now.
-
-    Attributes:
-        retry_after_s: when to try again.
-    """
+    """No engine can take the request now; its client is asked to retry in `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.headers = {"retry-after": str(retry_after_s)}
 
 
 class EngineFailed(ProxyError):
-    """The engines that were asked went away before the first byte of an answer."""
+    """The engines that were asked went away before the answer began."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Collection, Container, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import structlog
@@ -39,7 +39,8 @@ from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.fleet.pool import Pool, no_engine_for
 from proxy.prompt import MediaUuids, Prompt, audit_tokens
 from proxy.request.calls import Call, Reply
-from proxy.request.forward import REFUSALS, Forwarder, Outcome
+from proxy.request.error_table import status_of
+from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.session import Session, session_of
 from proxy.request.tenants import Tenants
@@ -48,6 +49,10 @@ log = structlog.get_logger(__name__)
 
 # The status of an answer nobody waited for, as nginx has it.
 CLIENT_LEFT = 499
+# An engine that restarts, or is being checked, is back within this.
+ENGINE_WAIT_S = 2.0
+# A request that broke the connections of so many engines is taken for the cause, and tried on no other one.
+MAX_DROPPED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ class Flow:
         media: what clients' names of images stand for.
         requests: gets a record of each request.
         retries: engines tried after the first.
+        wait_s: how long a request waits for an engine where none takes requests.
         observe: called with each finished record, for metrics.
     """
 
@@ -96,6 +102,7 @@ class Flow:
     requests: RequestLog
     retries: int
     observe: Callable[[RequestRecord], None]
+    wait_s: float = ENGINE_WAIT_S
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request, or raises a ProxyError or EngineError before the answer has begun."""
@@ -105,10 +112,7 @@ class Flow:
             ready = await self.prepare(call)
             record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
             failed: dict[str, EngineError] = {}
-            while True:
-                candidates = self.candidates(ready, without=failed)
-                if not candidates:
-                    raise _final(failed) if failed else no_engine_for(ready.adapter)
+            while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
                 engine = ready.pool.engines[placement.engine]
                 record.attempts.append(engine.id)
@@ -117,12 +121,13 @@ class Flow:
                 except (EngineUnavailable, EngineRejected) as error:
                     if isinstance(error, EngineRejected) and error.status not in REFUSALS:
                         raise  # the client's fault: no engine would take it
-                    self._note_failure(engine, call, error)
                     failed[engine.id] = error
-                    if len(failed) > self.retries or not _repeatable(call):
-                        raise _final(failed) from None
+                    _note_failure(engine, error)
+                    if not self._may_retry(call, failed.values()):
+                        break
+            raise _final(list(failed.values())) if failed else no_engine_for(ready.adapter)
         except (ProxyError, EngineError) as error:
-            record.error = str(error)
+            record.status, record.error = status_of(error), str(error)
             raise
         except asyncio.CancelledError:
             record.status, record.error = CLIENT_LEFT, "the client left"
@@ -158,6 +163,23 @@ class Flow:
             ready.chain, ready.prompt, adapter=ready.adapter, session=ready.session, without=without
         )
 
+    async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
+        """The engines to try next. A request that no engine can take yet waits for one up to `wait_s`."""
+        found = self.candidates(ready, without=failed)
+        if not found and not failed and ready.pool.is_coming_back:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.wait_s):
+                    while not found:
+                        await self.fleet.until_ready()
+                        found = self.candidates(ready)
+        return found
+
+    def _may_retry(self, call: Call, failures: Collection[EngineError]) -> bool:
+        """Whether another engine may be tried after these failures."""
+        repeatable = call.body is None or isinstance(call.body, JsonBody)  # a body streamed through is gone
+        dropped = sum(isinstance(error, EngineUnavailable) and error.dropped for error in failures)
+        return repeatable and dropped < MAX_DROPPED and len(failures) <= self.retries
+
     async def run_on(self, ready: Ready, placement: Placement, reply: Reply, record: RequestRecord) -> None:
         """Leases the placed engine, sends the request there, and audits the prediction.
 
@@ -183,7 +205,7 @@ class Flow:
                         hold,
                         reply,
                         _headers(call, placement, hold),
-                        lambda: lease.first_byte(streamed=call.streams),
+                        lambda hang_up: lease.first_byte(hang_up, streamed=call.streams),
                     )
             record.first_byte_s = lease.first_byte_s
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
@@ -193,7 +215,7 @@ class Flow:
             if lease.succeeded:
                 expect_below(pool, engine, ready.chain)
             if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP
-                self._note_failure(engine, call, EngineUnavailable(outcome.error))
+                engine.suspect(EngineUnavailable(outcome.error))
             is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
             if self.ingest is not None and is_known and outcome.cached_tokens is not None:
                 predicted, reported = placement.predicted_tokens, outcome.cached_tokens
@@ -224,10 +246,12 @@ class Flow:
         retention = retention_of(call.body, call.tenant)
         return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=retention))
 
-    def _note_failure(self, engine: Engine, call: Call, error: EngineError) -> None:
-        log.warning("engine failed a request", engine=engine.id, request=call.request_id, error=str(error))
-        if isinstance(error, EngineUnavailable):
-            engine.suspect(error)
+
+def _note_failure(engine: Engine, error: EngineError) -> None:
+    if isinstance(error, EngineRejected):
+        log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
+    else:
+        engine.suspect(error)
 
 
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:
@@ -244,23 +268,21 @@ def _body_for(engine: Engine, ready: Ready) -> RequestBody:
     return call.body.replace(**changes) if changes else call.body
 
 
-def _final(failed: dict[str, EngineError]) -> Exception:
-    """What the client is told when every engine that was asked failed."""
-    last = list(failed.values())[-1]
-    if isinstance(last, EngineRejected):
-        return last
-    return EngineFailed(f"{len(failed)} engine(s) failed this request; the last said: {last}")
-
-
-def _repeatable(call: Call) -> bool:
-    """Whether it can be sent again: a body that was streamed through is gone."""
-    return call.body is None or isinstance(call.body, JsonBody)
+def _final(failures: Sequence[EngineError]) -> EngineRejected | EngineFailed:
+    """What the client is told when the engines that were asked all failed."""
+    last = failures[-1]
+    failed = EngineFailed(f"{len(failures)} engine(s) failed this request; the last said: {last}")
+    error = last if isinstance(last, EngineRejected) else failed
+    if len(failures) > 1 and not RETRY_HEADERS.intersection(error.headers):
+        # kvpin has retried already: a client's own retries would only add load.
+        error.headers = {**error.headers, "x-should-retry": "false"}
+    return error
 
 
 def _headers(call: Call, placement: Placement, hold: Hold) -> dict[str, str]:
     """What kvpin adds to the answer's headers."""
     headers = {
-        "x-request-id": call.request_id,
+        "x-request-id": call.answer_id,
         "x-kvpin-engine": placement.engine,
         "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
     }

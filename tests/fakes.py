@@ -336,6 +336,7 @@ class FakeProxy:
     reuse: bool = False
     tenants: Tenants = field(default_factory=lambda: Tenants(()))
     retries: int = 2
+    wait_s: float = 0.1
     max_body_bytes: int = 1 << 20
     url: str = ""
 
@@ -353,6 +354,7 @@ class FakeProxy:
             media=MediaUuids(),
             requests=self.requests,
             retries=self.retries,
+            wait_s=self.wait_s,
             observe=self.metrics.observe,
         )
         data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes)

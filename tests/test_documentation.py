@@ -12,11 +12,11 @@ from engine_adapter import ENGINE_OPTIONS
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
-from proxy.api.errors import TABLE
 from proxy.core.placement import demand, load, rates
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.observe.reasons import Reason
+from proxy.request.error_table import TABLE
 from proxy.settings import Settings
 
 ROOT = Path(__file__).parent.parent

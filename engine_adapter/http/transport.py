@@ -9,21 +9,24 @@ engine learns that its client left.
 from __future__ import annotations
 
 import asyncio
+import select
 import ssl
-from collections.abc import AsyncIterator, Mapping
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import aiohttp
 import yarl
-from aiohttp.client_proto import ResponseHandler
+from aiohttp.client_reqrep import ConnectionKey
+from aiohttp.connector import Connection
 from aiohttp.tracing import Trace
 
 from engine_adapter.errors import EngineUnavailable
 
 # Engines close idle connections after 5 s (llama-server, uvicorn's default): stay below.
 KEEPALIVE_S = 4.0
+# Failures before anything of a request was sent.
+_NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,14 @@ class IncomingResponse(Protocol):
     status: int
     headers: Mapping[str, str]
 
-    def chunks(self) -> AsyncIterator[bytes]:
+    def chunks(self) -> AsyncGenerator[bytes, None]:
         """Body bytes as they arrive. Raises EngineUnavailable when the engine goes away."""
 
     async def read(self) -> bytes:
         """The whole body. Raises EngineUnavailable when the engine goes away."""
+
+    def hang_up(self, reason: str) -> None:
+        """Drops the connection. Whoever reads the body gets EngineUnavailable with that reason."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -72,26 +78,39 @@ class AiohttpResponse:
     def __init__(self, response: aiohttp.ClientResponse, upload: _Upload | None) -> None:
         self._response = response
         self._upload = upload
+        self._hung_up: EngineUnavailable | None = None
         if upload is not None:
             upload.response = response
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """See `IncomingResponse.chunks`."""
         content = self._response.content
         try:
             while chunk := await content.readany():
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
-            raise _cause(self._upload) or _broke_off(error) from error
+            raise self._cause(error) from error
 
     async def read(self) -> bytes:
         """See `IncomingResponse.read`."""
         try:
             return await self._response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise _cause(self._upload) or _broke_off(error) from error
+            raise self._cause(error) from error
+
+    def hang_up(self, reason: str) -> None:
+        """See `IncomingResponse.hang_up`."""
+        self._hung_up = EngineUnavailable(reason)
+        self._response.close()
+
+    def _cause(self, error: Exception) -> Exception:
+        """Why the body ended early; `error` is what aiohttp says."""
+        if self._upload is not None and self._upload.error is not None:
+            return self._upload.error
+        broke_off = f"the engine stopped in mid-answer: {describe(error)}"
+        return self._hung_up or EngineUnavailable(broke_off, dropped=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,38 +124,41 @@ class AiohttpResponse:
 class AiohttpTransport:
     """`Transport` over aiohttp: no limit on connections, no decompression, no redirects.
 
-    An engine may close an idle connection in the very moment it is used again. It has not read the
-    request then, so it is sent once more, on a new connection; on a new connection nothing is repeated.
+    A request that may have been read is not sent again: an engine that died of it would get it twice. aiohttp
+    repeats the idempotent methods once, which HTTP allows.
     """
 
     def __init__(self, *, connect_timeout_s: float = 5.0) -> None:
-        self._session = _session(
-            _Connector(limit=0, keepalive_timeout=KEEPALIVE_S), connect_timeout_s=connect_timeout_s
-        )
-        self._fresh = _session(
-            aiohttp.TCPConnector(limit=0, force_close=True), connect_timeout_s=connect_timeout_s
+        self._session = aiohttp.ClientSession(
+            connector=_Connector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
 
     async def send(self, request: OutgoingRequest) -> AiohttpResponse:
         """See `Transport.send`."""
         body = request.body
         upload = None if isinstance(body, bytes) or body is None else _Upload(body)
-        _reused.set(True)
         try:
-            try:
-                response = await _open(self._session, request, upload)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if upload is not None or not _reused.get():
-                    raise
-                response = await _open(self._fresh, request, None)
+            response = await self._session.request(
+                request.method,
+                yarl.URL(request.url, encoded=True),
+                data=upload or body or None,
+                headers=request.headers,
+                allow_redirects=False,
+                ssl=request.tls or True,
+            )
         except (aiohttp.ClientError, OSError) as error:
-            raise _cause(upload) or EngineUnavailable(describe(error)) from error
+            if upload is not None and upload.error is not None:
+                raise upload.error from error
+            raise EngineUnavailable(describe(error), dropped=not isinstance(error, _NOT_SENT)) from error
         return AiohttpResponse(response, upload)
 
     async def aclose(self) -> None:
         """See `Transport.aclose`."""
         await self._session.close()
-        await self._fresh.close()
         # aiohttp closes sockets in the next loop cycle; without it, warnings at shutdown.
         await asyncio.sleep(0)
 
@@ -146,21 +168,28 @@ def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-# Whether the request the running task sends goes over a connection that carried another one before.
-_reused: ContextVar[bool] = ContextVar("_reused")
-
-
 class _Connector(aiohttp.TCPConnector):
-    """Notes in `_reused` when it has to make a connection."""
+    """Gives no idle connection that the engine has closed.
 
-    async def _create_connection(
-        self,
-        req: aiohttp.ClientRequest,
-        traces: list[Trace],
-        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's signature
-    ) -> ResponseHandler:
-        _reused.set(False)
-        return await super()._create_connection(req, traces, timeout)
+    The event loop may not have seen the end yet. A request sent there would fail, and nobody could say
+    whether the engine had read it.
+    """
+
+    async def _get(self, key: ConnectionKey, traces: list[Trace]) -> Connection | None:
+        while (connection := await super()._get(key, traces)) is not None:
+            if not _is_readable(connection):
+                return connection
+            connection.close()
+        return None
+
+
+def _is_readable(connection: Connection) -> bool:
+    """Whether its socket has something to read: on an idle connection, that is its end."""
+    if connection.transport is None:
+        return True
+    poll = select.poll()
+    poll.register(connection.transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class _Upload:
@@ -181,34 +210,3 @@ class _Upload:
                 # Who reads the answer already would wait for an engine that waits for the rest of this.
                 self.response.close()
             raise
-
-
-def _cause(upload: _Upload | None) -> Exception | None:
-    return upload.error if upload is not None else None
-
-
-def _broke_off(error: Exception) -> EngineUnavailable:
-    return EngineUnavailable(f"the engine stopped in mid-answer: {describe(error)}")
-
-
-def _session(connector: aiohttp.TCPConnector, *, connect_timeout_s: float) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=connector,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-    )
-
-
-async def _open(
-    session: aiohttp.ClientSession, request: OutgoingRequest, upload: _Upload | None
-) -> aiohttp.ClientResponse:
-    return await session.request(
-        request.method,
-        yarl.URL(request.url, encoded=True),
-        data=upload or request.body or None,
-        headers=request.headers,
-        allow_redirects=False,
-        ssl=request.tls or True,
-    )

@@ -55,11 +55,13 @@ class DataPlane:
             await send({"type": "websocket.close"})  # before it was accepted: answered as 403
             return
         headers = Headers(scope=scope)
-        request_id = _request_id(headers)
+        own_id, client_id = f"req-{uuid.uuid4().hex}", _client_id(headers)
+        request_id = client_id or own_id
         reply = Reply(send)
-        with structlog.contextvars.bound_contextvars(request=request_id):
+        names = {"request": own_id, **({"client_request": client_id} if client_id else {})}
+        with structlog.contextvars.bound_contextvars(**names):
             try:
-                await self._serve(scope, receive, reply, headers, request_id)
+                await self._serve(scope, receive, reply, headers, own_id)
             except ClientLeft:
                 return
             except asyncio.CancelledError:
@@ -75,7 +77,7 @@ class DataPlane:
                 await _answer_error(error, request_id, reply, scope, receive, send)
 
     async def _serve(
-        self, scope: Scope, receive: Receive, reply: Reply, headers: Headers, request_id: str
+        self, scope: Scope, receive: Receive, reply: Reply, headers: Headers, own_id: str
     ) -> None:
         tenant = authenticate(headers, self.tenants)
         path = _checked_path(scope)
@@ -86,7 +88,7 @@ class DataPlane:
         body_read = asyncio.Event()
         body = await self._body(route_of(path), receive, headers, body_read)
         passed_on = passed_on_headers(headers, self.tenants)
-        call = Call(request_id, scope["method"], path, passed_on, body, tenant)
+        call = Call(own_id, scope["method"], path, passed_on, body, tenant, _client_id(headers))
         await _until_client_leaves(self.flow, call, reply, receive, body_read)
         return None
 
@@ -189,10 +191,11 @@ def _checked_path(scope: Scope) -> str:
     return f"{path}?{query}" if query else path
 
 
-def _request_id(headers: Headers) -> str:
+def _client_id(headers: Headers) -> str | None:
+    """The client's `x-request-id`, where it is fit to be shown and sent back."""
     given = headers.get("x-request-id", "")
     usable = 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable()
-    return given if usable else f"req-{uuid.uuid4().hex}"
+    return given if usable else None
 
 
 def _model_card(name: str, model: str) -> dict[str, object]:

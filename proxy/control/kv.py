@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from functools import partial
 
 from engine_adapter import Capability, KvTarget, KvVerb
@@ -72,8 +73,9 @@ class KvVerbs:
         try:
             for target in share.targets:
                 before = part.progress
-                async for progress in share.engine.adapter.operate(verb, target):
-                    part.advance(before, progress)
+                async with aclosing(share.engine.adapter.operate(verb, target)) as steps:
+                    async for progress in steps:
+                        part.advance(before, progress)
             complete = not any(part.left.values())
         finally:
             if verb is KvVerb.FLUSH and not complete:

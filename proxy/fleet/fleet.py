@@ -6,6 +6,8 @@ when requests do.
 
 from __future__ import annotations
 
+import asyncio
+
 import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo
@@ -26,12 +28,13 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.pools: dict[str, Pool] = {}
         self._warned: set[str] = set()
+        self._an_engine_is_ready = asyncio.Event()
 
     def add(self, adapter: EngineAdapter) -> Engine:
         """Takes an engine in; it joins a pool once it is connected. Raises Conflict for a known id."""
         if adapter.spec.id in self.engines:
             raise Conflict(f"an engine with id {adapter.spec.id!r} exists", param="id")
-        engine = self.engines[adapter.spec.id] = Engine(adapter)
+        engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
         return engine
 
     def remove(self, engine_id: str) -> Engine:
@@ -108,6 +111,14 @@ class Fleet:
         """True while any engine takes requests and none is in its first start."""
         states = {engine.state for engine in self.engines.values()}
         return EngineState.READY in states and EngineState.CONNECTING not in states
+
+    async def until_ready(self) -> None:
+        """Waits until an engine begins to take requests."""
+        await self._an_engine_is_ready.wait()
+
+    def _wake(self) -> None:
+        self._an_engine_is_ready.set()
+        self._an_engine_is_ready = asyncio.Event()
 
     def served(self) -> dict[str, str]:
         """The names that clients send as `model` → the model of the pool; where a model and a LoRA adapter

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 
 import structlog
 
@@ -80,19 +81,20 @@ class Ingest:
 
         view = engine.view = EngineView(engine.id, pool.index, root_of, pool.tokens_per_block)
         turn_ends = 0.0
-        async for event in engine.adapter.events():
-            if isinstance(event, ViewLost):
-                engine.audit.lost(event.reason)
-                engine.learned.clear()
-                log.info("an engine's cache is viewed afresh", engine=engine.id, why=event.reason)
-            for part in slices(event):
-                view.apply(part)
-                if time.monotonic() > turn_ends:
-                    await asyncio.sleep(0)
-                    turn_ends = time.monotonic() + TURN_S
-            if isinstance(event, ViewCurrent):
-                engine.audit.synced()
-                _log_current(engine, view)
+        async with aclosing(engine.adapter.events()) as events:
+            async for event in events:
+                if isinstance(event, ViewLost):
+                    engine.audit.lost(event.reason)
+                    engine.learned.clear()
+                    log.info("an engine's cache is viewed afresh", engine=engine.id, why=event.reason)
+                for part in slices(event):
+                    view.apply(part)
+                    if time.monotonic() > turn_ends:
+                        await asyncio.sleep(0)
+                        turn_ends = time.monotonic() + TURN_S
+                if isinstance(event, ViewCurrent):
+                    engine.audit.synced()
+                    _log_current(engine, view)
 
 
 def has_exact_events(engine: Engine, pool: Pool) -> bool:

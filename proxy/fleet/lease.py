@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -19,6 +19,11 @@ from proxy.core.placement.placer import Placer, Ticket
 
 if TYPE_CHECKING:
     from proxy.fleet.engine import Engine  # an engine keeps its leases
+
+
+_LOST = "the engine was lost in mid-answer"
+# Ends an answer that is being read, for a reason.
+HangUp = Callable[[str], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +48,8 @@ class Lease:
     report: Report | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     _patience: asyncio.Timeout | None = None
+    _hang_up: HangUp | None = None
+    _is_lost: bool = False
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
@@ -53,11 +60,7 @@ class Lease:
         """
         try:
             async with asyncio.timeout(None) as self._patience:
-                self.engine.unanswered.add(self)
-                try:
-                    yield
-                finally:
-                    self._leave_the_unanswered()
+                yield
         except TimeoutError:
             if self._patience is None or not self._patience.expired():
                 raise
@@ -126,21 +129,23 @@ class Lease:
         return self.engine.removals != self.removals
 
     def give_up(self) -> None:
-        """Ends `patience`."""
-        if self._patience is not None:
+        """The engine is lost: ends `patience`, or the answer where that has begun."""
+        self._is_lost = True
+        if self._hang_up is not None:
+            self._hang_up(_LOST)
+        elif self._patience is not None:
             self._patience.reschedule(0)
 
-    def first_byte(self, *, streamed: bool) -> None:
+    def first_byte(self, hang_up: HangUp, *, streamed: bool) -> None:
         """The answer has begun. A stream's first byte is its first token; other answers are whole by then."""
+        self._hang_up = hang_up
         if self._patience is not None:
             self._patience.reschedule(None)
+        if self._is_lost:
+            hang_up(_LOST)
         self.first_byte_s = time.monotonic() - self.started
-        self._leave_the_unanswered()
+        self.begun.set()
         if streamed:
             self.placer.first_token(time.monotonic(), self.ticket)
         else:
             self.placer.answered(time.monotonic(), self.ticket)
-
-    def _leave_the_unanswered(self) -> None:
-        self.engine.unanswered.discard(self)
-        self.begun.set()

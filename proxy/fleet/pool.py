@@ -63,6 +63,12 @@ class Pool:
         """Engines that take requests."""
         return [engine for engine in self.engines.values() if engine.state is EngineState.READY]
 
+    @property
+    def is_coming_back(self) -> bool:
+        """Whether an engine that takes no requests may do so soon."""
+        states = {engine.state for engine in self.engines.values()}
+        return bool(self.away) or not states.isdisjoint({EngineState.CONNECTING, EngineState.DOWN})
+
     def tokenisers(self) -> list[EngineAdapter]:
         """Those of them that can be asked for the tokens of a request."""
         return [engine.adapter for engine in self.ready() if engine.can(Capability.TOKENIZE)]
@@ -80,15 +86,20 @@ class Pool:
         session: Session | None = None,
         without: Container[str] = (),
     ) -> list[Candidate]:
-        """The ready engines: what each holds of the chain or foresees of the prompt, and how busy it is.
-        With `adapter`, or a prompt that runs with one, those that serve it."""
+        """The engines that take requests: what each holds of the chain or foresees of the prompt, and how
+        busy it is. With `adapter`, or a prompt that runs with one, those that serve it. Suspect engines only
+        where no engine is ready: one broken connection must not empty a small pool."""
         last = self.placer.last_engine(session)
         adapter = prompt.adapter if prompt is not None else adapter
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
-        for engine in self.ready():
-            if engine.id in without or (adapter is not None and adapter not in engine.adapters):
-                continue
+        able = [
+            engine
+            for engine in self.engines.values()
+            if engine.id not in without and (adapter is None or adapter in engine.adapters)
+        ]
+        ready = [engine for engine in able if engine.state is EngineState.READY]
+        for engine in ready or [engine for engine in able if engine.state is EngineState.SUSPECT]:
             match = matches.get(engine.id)
             forecast = engine.adapter.forecast(target) if target is not None else None
             if forecast is not None and not whole:
@@ -127,9 +138,12 @@ class Pool:
         now = monotonic()
         ticket = placer.begin(now, placement, chain, streams=streams, known=known, session=session)
         lease = Lease(engine, placement, placer, ticket, now, engine.removals)
+        engine.leases.add(lease)
         try:
             yield lease
         finally:
+            engine.leases.discard(lease)
+            lease.begun.set()
             computed = lease.placement.uncached_tokens if lease.succeeded else None
             placer.end(monotonic(), ticket, computed, lease.report)
             if lease.succeeded and chain is not None:

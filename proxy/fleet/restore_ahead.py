@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,13 +140,11 @@ class RestoreAhead:
         engine, thread = choice.engine, choice.thread
         started, done = self._clock(), 0
         try:
-            steps = engine.adapter.operate(KvVerb.RESTORE, thread.prompt.prompt.kv)
-            async for step in steps:
-                done = step.done
-                if not _is_quiet(engine, self._clock()):
-                    break
-            if isinstance(steps, AsyncGenerator):
-                await steps.aclose()
+            async with aclosing(engine.adapter.operate(KvVerb.RESTORE, thread.prompt.prompt.kv)) as steps:
+                async for step in steps:
+                    done = step.done
+                    if not _is_quiet(engine, self._clock()):
+                        break
         except EngineError as error:
             log.info("restoring ahead failed", engine=engine.id, error=str(error))
         finally:

@@ -20,11 +20,12 @@ class Call:
     """A client's request, authenticated and read.
 
     Attributes:
-        request_id: the client's `x-request-id`, or one of ours.
+        request_id: kvpin's own, unique.
         method, path: as sent; the path keeps its query string and starts with `/v1/`.
         headers: lower-case names.
         body: parsed when it is a JSON object, the unread stream of another kind, None for an empty one.
         tenant: who asks; None where keys do not tell tenants apart.
+        client_id: the client's `x-request-id`, if it sent one.
     """
 
     request_id: str
@@ -33,6 +34,12 @@ class Call:
     headers: Mapping[str, str] = field(repr=False)
     body: JsonBody | AsyncIterator[bytes] | None = field(repr=False)
     tenant: str | None = None
+    client_id: str | None = None
+
+    @property
+    def answer_id(self) -> str:
+        """The `x-request-id` of its answer."""
+        return self.client_id or self.request_id
 
     @property
     def route(self) -> str:

@@ -9,10 +9,9 @@ send → refused? raise, nothing was sent to the client, so another engine may b
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
-
-import msgspec
 
 from engine_adapter import (
     AnswerReader,
@@ -27,6 +26,7 @@ from engine_adapter import (
     read_streamed_usage,
 )
 from proxy.request.calls import Call, Reply
+from proxy.request.error_table import error_body
 
 # An engine that answers one of these has not served the request; another may.
 REFUSALS = frozenset({429, 500, 502, 503, 504})
@@ -47,10 +47,16 @@ _NOT_PASSED_ON = frozenset(
         "x-request-id",
     }
 )
+# What an engine's error tells its client about a retry, beside `x-ratelimit-*`.
+RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
 # What a stream says of itself, and an answer assembled from it does not.
 _OF_A_STREAM = frozenset({"content-type", "content-length", "cache-control", "x-accel-buffering"})
 # The usage and what follows it at the end of a stream fit well within this.
 _TAIL_BYTES = 8192
+
+
+# Called when an answer begins, with what breaks it off for a reason.
+OnFirstByte = Callable[[Callable[[str], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class Forwarder:
         hold: Hold,
         reply: Reply,
         headers: Mapping[str, str],
-        on_first_byte: Callable[[], None],
+        on_first_byte: OnFirstByte,
     ) -> Outcome:
         """Forwards and answers.
 
@@ -88,7 +94,7 @@ class Forwarder:
             hold: what of it goes to the engine, and who reads the answer on its way.
             reply: the client's side.
             headers: added to the answer.
-            on_first_byte: called when the answer begins.
+            on_first_byte: called when the answer begins, with what breaks it off.
 
         Raises:
             EngineUnavailable, EngineRejected: before anything was sent to the client.
@@ -115,10 +121,10 @@ async def _answer_json(
     headers: list[tuple[str, str]],
     cached: int | None,
     reader: AnswerReader | None,
-    on_first_byte: Callable[[], None],
+    on_first_byte: OnFirstByte,
 ) -> Outcome:
     content = await response.read()
-    on_first_byte()
+    on_first_byte(response.hang_up)
     usage = read_answer_usage(content)
     reported = cached if cached is not None else usage.cached_tokens
     if reader is not None:
@@ -136,13 +142,14 @@ async def _answer_assembled(
     reply: Reply,
     headers: list[tuple[str, str]],
     reader: AnswerReader,
-    on_first_byte: Callable[[], None],
+    on_first_byte: OnFirstByte,
 ) -> Outcome:
     """Nothing is sent before the engine's stream is whole: until then the request can go elsewhere."""
-    async for chunk in response.chunks():
-        reader.feed(chunk)
+    async with aclosing(response.chunks()) as chunks:
+        async for chunk in chunks:
+            reader.feed(chunk)
     content = reader.finish()
-    on_first_byte()
+    on_first_byte(response.hang_up)
     reported = reader.cached_tokens()
     kept = [(name, value) for name, value in headers if name not in _OF_A_STREAM]
     kept.append(("content-type", "application/json"))
@@ -158,24 +165,24 @@ async def _answer_stream(
     headers: list[tuple[str, str]],
     cached: int | None,
     reader: AnswerReader | None,
-    on_first_byte: Callable[[], None],
+    on_first_byte: OnFirstByte,
 ) -> Outcome:
     tail = bytearray()
-    chunks = _watched(response.chunks(), reader, tail)
-    # Nothing is sent before the engine's first byte: until then the request can go elsewhere.
-    first = await anext(chunks, b"")
-    on_first_byte()
-    await reply.start(response.status, [*headers, *_cached_header(cached)])
-    await reply.write(first)
-    try:
-        async for chunk in chunks:
-            await reply.write(chunk)
-    except EngineUnavailable as error:
-        if not reply.complete:
-            if _is_event_stream(response.headers):
-                await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
-            # Not finished on purpose: a clean end would pass for a complete answer.
-            return Outcome(response.status, cached, error=str(error))
+    async with aclosing(_watched(response, reader, tail)) as chunks:
+        # Nothing is sent before the engine's first byte: until then the request can go elsewhere.
+        first = await anext(chunks, b"")
+        on_first_byte(response.hang_up)
+        await reply.start(response.status, [*headers, *_cached_header(cached)])
+        await reply.write(first)
+        try:
+            async for chunk in chunks:
+                await reply.write(chunk)
+        except EngineUnavailable as error:
+            if not reply.complete:
+                if _is_event_stream(response.headers):
+                    await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
+                # Not finished on purpose: a clean end would pass for a complete answer.
+                return Outcome(response.status, cached, error=str(error))
     if reader is not None:
         rest = reader.finish()
         if rest:
@@ -191,29 +198,49 @@ async def _answer_stream(
 
 
 async def _watched(
-    chunks: AsyncIterator[bytes], reader: AnswerReader | None, tail: bytearray
-) -> AsyncIterator[bytes]:
-    """What the client gets of a stream; what the engine sent last is kept in `tail`."""
-    async for chunk in chunks:
-        tail += chunk
-        if len(tail) > 2 * _TAIL_BYTES:
-            del tail[:-_TAIL_BYTES]
-        kept = chunk if reader is None else reader.feed(chunk)
-        if kept:
-            yield kept
+    response: IncomingResponse, reader: AnswerReader | None, tail: bytearray
+) -> AsyncGenerator[bytes, None]:
+    """What the client gets of a stream. `tail` keeps what the engine sent last."""
+    async with aclosing(response.chunks()) as chunks:
+        async for chunk in chunks:
+            tail += chunk
+            if len(tail) > 2 * _TAIL_BYTES:
+                del tail[:-_TAIL_BYTES]
+            kept = chunk if reader is None else reader.feed(chunk)
+            if kept:
+                yield kept
 
 
 async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:
     """The engine's own error, in OpenAI's shape; raises when another engine may do better."""
     content = await response.read()
-    error = read_error(content)
-    if response.status in REFUSALS:
-        raise EngineRejected(error.message, status=response.status, param=error.param)
-    kind = error.type or "invalid_request_error"
+    error, advice = read_error(content), _retry_advice(response.headers)
+    # An engine that says "do not retry" failed because of the request itself.
+    if response.status in REFUSALS and advice.get("x-should-retry") != "false":
+        raise EngineRejected(
+            error.message,
+            status=response.status,
+            param=error.param,
+            type=error.type,
+            code=error.code,
+            headers=advice,
+        )
+    kind = error.type or ("server_error" if response.status in REFUSALS else "invalid_request_error")
     body = error_body(error.message, kind=kind, param=error.param, code=error.code)
-    await reply.start(response.status, [("content-type", "application/json"), *headers.items()])
+    every = {"content-type": "application/json", **advice, **headers}
+    await reply.start(response.status, every.items())
     await reply.finish(body)
     return Outcome(response.status, error=error.message)
+
+
+def _retry_advice(headers: Mapping[str, str]) -> dict[str, str]:
+    """What an engine's error tells its client about a retry."""
+    lower = {name.lower(): value for name, value in headers.items() if value.isascii()}
+    return {
+        name: value
+        for name, value in lower.items()
+        if name in RETRY_HEADERS or name.startswith("x-ratelimit-")
+    }
 
 
 def _cached_header(cached: int | None) -> list[tuple[str, str]]:
@@ -226,8 +253,3 @@ def _is_json(headers: Mapping[str, str]) -> bool:
 
 def _is_event_stream(headers: Mapping[str, str]) -> bool:
     return headers.get("content-type", "").startswith("text/event-stream")
-
-
-def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    """An error in OpenAI's shape."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

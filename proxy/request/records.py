@@ -26,6 +26,8 @@ class RequestFacts(msgspec.Struct):
     """What the admin API tells of a request. Times are in seconds, `started` is Unix time.
 
     Attributes:
+        request_id: kvpin's own id, unique.
+        client_request_id: the client's `x-request-id`; several clients may send the same.
         model: the name its client sent.
         attempts: the engines it was sent to, in order.
         reported_tokens: prompt tokens the engine reused; None where the engine did not tell.
@@ -40,6 +42,7 @@ class RequestFacts(msgspec.Struct):
     model: str | None
     tenant: str | None
     stream: bool
+    client_request_id: str | None = None
     prompt_cache_key: str | None = None
     attempts: list[str] = []  # each record gets its own
     status: int | None = None
@@ -81,6 +84,7 @@ class RequestRecord(RequestFacts, kw_only=True):
             model=call.model,
             tenant=call.tenant,
             stream=call.streams,
+            client_request_id=call.client_id,
             prompt_cache_key=key if isinstance(key, str) else None,
             session=session_of(call.tenant, call.headers, call.body),
         )
@@ -141,16 +145,23 @@ class RequestLog:
 
     def add(self, record: RequestRecord) -> None:
         """Notes a finished request; the oldest leave when there is no room."""
-        old = self._records.pop(record.request_id, None)
-        self._tokens += (record.n_tokens or 0) - ((old and old.n_tokens) or 0)
         self._records[record.request_id] = record
+        self._tokens += record.n_tokens or 0
         while len(self._records) > self._capacity or (self._tokens > MAX_TOKENS and len(self._records) > 1):
             _, dropped = self._records.popitem(last=False)
             self._tokens -= dropped.n_tokens or 0
 
-    def get(self, request_id: str) -> RequestRecord | None:
-        """The record of that id."""
-        return self._records.get(request_id)
+    def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
+        """The record of that id: kvpin's own, else the newest with that id of its client's. With `tenant`,
+        among the requests of that tenant."""
+        own = self._records.get(request_id)
+        for record in (own,) if own is not None else reversed(self._records.values()):
+            if request_id in (record.request_id, record.client_request_id) and tenant in (
+                None,
+                record.tenant,
+            ):
+                return record
+        return None
 
     def last_prompt(self, prompt_cache_key: str, tenant: str | None) -> tuple[str | None, Prompt] | None:
         """Model and prompt of the newest request with that `prompt_cache_key`."""

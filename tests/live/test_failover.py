@@ -72,6 +72,27 @@ async def test_an_engine_killed_under_load_costs_no_new_request(tmp_path):
                 assert int(answer.headers["x-kvpin-predicted-tokens"]) == reported
 
 
+def test_a_stream_of_an_engine_that_hangs_ends_with_an_error(tmp_path, start_engine, monkeypatch):
+    monkeypatch.setenv("KVPIN_HEALTH__TIMEOUT_S", "1")
+    engine = start_engine("--kv-blocks", "256")
+    body = messages("A long story.") | {"max_tokens": 3000, "stream": True, "ignore_eos": True}
+    text = b""
+    with (
+        running_kvpin(tmp_path / "kvpin-log", "--engine", f"embedded={engine.url},id=one") as kvpin,
+        httpx.stream("POST", f"{kvpin.base_url}/chat/completions", json=body, timeout=30) as answer,
+    ):
+        try:
+            with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
+                for number, chunk in enumerate(answer.iter_raw()):
+                    text += chunk
+                    if number == 0:
+                        engine.process.send_signal(signal.SIGSTOP)
+        finally:
+            engine.process.send_signal(signal.SIGCONT)
+        assert b"the engine was lost in mid-answer" in text
+        assert "requests failed with the lost engine" in kvpin.log.read_text()
+
+
 def test_an_engine_restarted_in_place_is_another_engine(tmp_path, start_engine):
     engine = start_engine("--kv-blocks", "64")
     port = engine.url.rpartition(":")[2]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 
 import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+
+from tests.fakes import CHAT, FakeEngine, answer
+from tests.live.conftest import running_kvpin
 
 pytestmark = pytest.mark.live
 
@@ -144,6 +148,35 @@ def test_garbage_of_ten_megabytes(kvpin):
     answer = httpx.post(f"{kvpin.base_url}/chat/completions", content=b"\xff{" * 5_000_000, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(("failure", "stream"), [(503, False), (429, True), (500, False), ("drop", True)])
+async def test_the_sdk_retries_what_the_only_engine_failed_once(tmp_path, failure, stream):
+    failures = [failure]
+
+    async def script(exchange):
+        if exchange.target != CHAT or not failures:
+            await answer(exchange)
+        elif failures.pop() == "drop":
+            exchange.die()
+        else:
+            await exchange.send({"error": {"message": "not now"}}, status=failure)
+
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("a", script))
+        starting = running_kvpin(tmp_path / "log", "--engine", f"openai_compatible={engine.url}", reuse=False)
+        proxy = await asyncio.to_thread(starting.__enter__)
+        stack.push_async_callback(asyncio.to_thread, starting.__exit__, None, None, None)
+        client = await stack.enter_async_context(AsyncOpenAI(base_url=proxy.base_url, api_key="unused"))
+        got = await client.chat.completions.create(model="m", messages=user("Hi."), stream=stream)
+        text = (
+            [chunk.choices[0].delta.content async for chunk in got]
+            if stream
+            else [got.choices[0].message.content]
+        )
+        assert (text, failures) == (["hi"], [])
+        asked = [exchange for exchange in engine.seen if exchange.target == CHAT]
+        assert [exchange.headers["x-stainless-retry-count"] for exchange in asked] == ["0", "1"]
 
 
 async def test_fifty_streams_at_once(kvpin, model):

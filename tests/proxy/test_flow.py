@@ -6,6 +6,7 @@ from array import array
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import httpx
 import pytest
 import structlog
 
@@ -29,9 +30,9 @@ from tests.fakes import (
     ANSWER,
     ASK,
     CHAT,
-    DONE,
     INFO,
     STREAM,
+    FakeEngine,
     client_of,
     connect_to,
     is_openai_error,
@@ -123,33 +124,36 @@ class TestRetries:
         await asyncio.wait_for(left.wait(), 5)
         assert not client.proxy.fleet.engines["a"].unanswered
 
-    async def test_an_answer_that_has_begun_outlives_a_lost_engine(self, engine, client):
+    async def test_an_answer_that_has_begun_ends_with_its_engine(self, engine, other, client):
         async def script(exchange):
             await exchange.start()
             await exchange.chunk(b"data: 1\n\n")
-            await go_on.wait()
-            await exchange.chunk(DONE)
-            await exchange.end()
+            await exchange.left.wait()
+            left.set()
 
         engine.script = script
-        go_on = asyncio.Event()
+        left = asyncio.Event()
+        got = b""
         async with client.stream("POST", CHAT, json=STREAM) as response:
-            chunks = response.aiter_bytes()
-            text = await anext(chunks)
-            client.proxy.fleet.engines["a"].abandon()
-            await asyncio.sleep(0.02)
-            go_on.set()
-            text += b"".join([chunk async for chunk in chunks])
-        assert text == b"data: 1\n\n" + DONE
+            with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
+                async for chunk in response.aiter_raw():
+                    got += chunk
+                    client.proxy.fleet.engines["a"].state = EngineState.DOWN
+                    client.proxy.fleet.engines["a"].abandon()
+        error = json.loads(got.removeprefix(b"data: 1").strip().removeprefix(b"data: "))["error"]
+        assert (error["type"], error["message"]) == ("server_error", "the engine was lost in mid-answer")
+        await asyncio.wait_for(left.wait(), 5)
+        assert client.proxy.last.error == error["message"]
+        assert (client.proxy.fleet.engines["a"].leases, other.seen) == (set(), [])
 
     async def test_when_all_are_gone_it_is_a_502_not_to_be_repeated(self, engine, other, client):
         await engine.stop()
         await other.stop()
-        response = await client.post(CHAT, json=ASK)
-        assert is_openai_error(response, 502, "engine_failed")
-        assert response.headers["x-should-retry"] == "false"
-        assert client.proxy.last.attempts == ["a", "b"]
-        assert is_openai_error(await client.post(CHAT, json=ASK), 503, "no_engine")
+        for _ in range(2):  # the second time, both are suspect and asked all the same
+            response = await client.post(CHAT, json=ASK)
+            assert is_openai_error(response, 502, "engine_failed")
+            assert response.headers["x-should-retry"] == "false"
+            assert client.proxy.last.attempts == ["a", "b"]
 
     async def test_when_all_refuse_the_last_one_is_quoted(self, engine, other, client):
         async def script(exchange):
@@ -161,6 +165,74 @@ class TestRetries:
         assert response.json()["error"]["message"] == "queue full"
         assert response.headers["x-should-retry"] == "false"
         assert (len(engine.seen), len(other.seen)) == (1, 1)
+
+    @pytest.mark.parametrize("status", [429, 503])
+    async def test_what_a_refusal_says_of_retries_reaches_the_client(self, engine, client, status):
+        advice = {"retry-after": "3", "retry-after-ms": "2900", "x-ratelimit-reset-tokens": "3s"}
+
+        async def script(exchange):
+            told = {"message": "full", "type": "rate_limit_error", "code": "busy"}
+            await exchange.send({"error": told}, status=status, headers=[*advice.items(), ("x-odd", "1")])
+
+        engine.script = script
+        client.proxy.fleet.engines["b"].state = EngineState.DRAINING
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, status, "busy")
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        assert advice.items() <= dict(response.headers).items()
+        assert not {"x-should-retry", "x-odd"} & set(response.headers)
+
+    async def test_an_engine_that_says_when_to_come_back_is_not_overruled(self, engine, other, client):
+        async def script(exchange):
+            await exchange.send({"message": "full"}, status=429, headers=[("retry-after", "3")])
+
+        engine.script = other.script = script
+        response = await client.post(CHAT, json=ASK)
+        assert (response.headers["retry-after"], "x-should-retry" in response.headers) == ("3", False)
+        assert client.proxy.last.attempts == ["a", "b"]
+
+    async def test_where_no_other_engine_was_asked_the_client_may_retry(self, engine, client):
+        client.proxy.fleet.engines["b"].state = EngineState.DRAINING
+        await engine.stop()
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 502, "engine_failed")
+        assert "x-should-retry" not in response.headers
+
+    async def test_a_request_that_its_engine_blames_is_tried_on_no_other(self, engine, other, client):
+        async def script(exchange):
+            told = {"message": "the request failed", "type": "server_error", "code": "request_failed"}
+            await exchange.send({"error": told}, status=500, headers=[("x-should-retry", "false")])
+
+        engine.script = script
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 500, "request_failed")
+        assert response.json()["error"]["message"] == "the request failed"
+        assert (response.headers["x-should-retry"], response.headers["x-kvpin-engine"]) == ("false", "a")
+        assert (other.seen, client.proxy.last.attempts, client.proxy.last.status) == ([], ["a"], 500)
+        assert client.proxy.fleet.engines["a"].state == "ready"
+
+    async def test_a_request_that_broke_two_connections_is_tried_on_no_third(self, engine, other):
+        async def script(exchange):
+            exchange.die()
+
+        async with FakeEngine("c") as third:
+            engine.script = other.script = third.script = script
+            async with proxy_over(engine, other, third) as proxy, client_of(proxy) as client:
+                response = await client.post(CHAT, json=ASK)
+                assert is_openai_error(response, 502, "engine_failed")
+                assert response.headers["x-should-retry"] == "false"
+                assert (len(third.seen), proxy.last.attempts) == (0, ["a", "b"])
+                assert proxy.fleet.engines["c"].state == "ready"
+
+    async def test_a_request_that_reached_no_engine_goes_on_to_the_third(self, engine, other):
+        await engine.stop()
+        await other.stop()
+        async with (
+            FakeEngine("c") as third,
+            proxy_over(engine, other, third) as proxy,
+            client_of(proxy) as client,
+        ):
+            assert (await client.post(CHAT, json=ASK)).headers["x-kvpin-engine"] == "c"
 
     async def test_an_upload_cannot_be_repeated(self, engine, other, client):
         await engine.stop()
@@ -174,6 +246,75 @@ class TestRetries:
         async with proxy_over(engine, other, retries=0) as proxy, client_of(proxy) as client:
             assert is_openai_error(await client.post(CHAT, json=ASK), 502, "engine_failed")
         assert not other.seen
+
+
+class TestWaiting:
+    """No engine takes requests, and one may soon."""
+
+    @pytest.fixture
+    async def proxy(self, engine):
+        async with proxy_over(engine, wait_s=5) as proxy:
+            yield proxy
+            await proxy.settled()
+
+    async def test_a_request_waits_for_an_engine_to_become_ready(self, proxy, client):
+        engine = proxy.fleet.engines["a"]
+        proxy.fleet.leave(engine)
+        engine.state = EngineState.DOWN
+        asked = [asyncio.create_task(client.post(CHAT, json=ASK)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        proxy.fleet.join(engine, INFO)
+        engine.state = EngineState.READY
+        responses = await asyncio.wait_for(asyncio.gather(*asked), 2)
+        assert [response.status_code for response in responses] == [200, 200]
+
+    async def test_but_not_for_long(self, engine):
+        async with proxy_over(engine, wait_s=0.02) as proxy, client_of(proxy) as client:
+            proxy.fleet.engines["a"].state = EngineState.DOWN
+            assert is_openai_error(await client.post(CHAT, json=ASK), 503, "no_engine")
+
+    async def test_nor_for_an_engine_that_drains(self, proxy, client):
+        proxy.fleet.engines["a"].state = EngineState.DRAINING
+        response = await asyncio.wait_for(client.post(CHAT, json=ASK), 2)
+        assert is_openai_error(response, 503, "no_engine")
+
+    async def test_a_suspect_engine_is_asked_where_it_is_the_only_one(self, proxy, client):
+        proxy.fleet.engines["a"].state = EngineState.SUSPECT
+        assert (await asyncio.wait_for(client.post(CHAT, json=ASK), 2)).status_code == 200
+
+
+class TestRecords:
+    @pytest.mark.parametrize(
+        ("body", "status"), [({**ASK, "model": "none"}, 404), ({**ASK, "cache_salt": ""}, 400)]
+    )
+    async def test_a_clients_error_is_counted_by_its_status(self, proxy, client, body, status):
+        assert (await client.post(CHAT, json=body)).status_code == status
+        assert proxy.last.status == status
+        metrics = proxy.metrics.render().decode()
+        assert f'status="{status}"' in metrics
+        assert 'status="failed"' not in metrics
+
+    async def test_no_engine_is_counted_by_its_status_too(self, proxy, client):
+        proxy.fleet.engines["a"].state = EngineState.DRAINING
+        await client.post(CHAT, json=ASK)
+        assert proxy.last.status == 503
+
+    async def test_tenants_that_use_one_request_id_have_a_record_each(self, engine):
+        keys = [ApiKey.of(name, name) for name in ("red", "blue")]
+        async with proxy_over(engine, tenants=Tenants(keys)) as proxy, client_of(proxy) as client:
+            for name in ("red", "blue"):
+                headers = {"authorization": f"Bearer {name}", "x-request-id": "same"}
+                response = await client.post(CHAT, json=ASK, headers=headers)
+                assert response.headers["x-request-id"] == "same"
+            red, blue = proxy.requests
+            assert (red.tenant, blue.tenant, red.client_request_id, blue.client_request_id) == (
+                "red",
+                "blue",
+                "same",
+                "same",
+            )
+            assert red.request_id != blue.request_id
+            assert (proxy.requests.get("same", "red"), proxy.requests.get("same", "blue")) == (red, blue)
 
 
 class TestReuse:

@@ -44,7 +44,7 @@ class RequestRoutes:
     async def get_request(self, request: Request) -> Response:
         """One request, explained."""
         request_id = request.path_params["request_id"]
-        record = self._flow.requests.get(request_id)
+        record = self._flow.requests.get(request_id, request.query_params.get("tenant"))
         if record is None:
             raise NotFound(f"no recent request has the id {request_id!r}", param="request_id")
         return answer(explain(self._flow, record))
@@ -73,7 +73,10 @@ class RequestRoutes:
                 "GET",
                 "/requests/{request_id}",
                 self.get_request,
-                "One request: predicted and reported cached tokens, and why its cache missed or hit.",
+                "One request, by kvpin's id or its client's: its cached tokens, and why its cache missed or hit.",
                 RequestAnswer,
+                query=(
+                    Query("tenant", "string", "Whose request it is, where several clients send the same id."),
+                ),
             ),
         )

@@ -1,5 +1,7 @@
 import asyncio
 import gzip
+import socket
+from threading import Thread
 
 import pytest
 
@@ -195,17 +197,41 @@ class TestConnections:
                 assert [chunk async for chunk in response.chunks()]
         assert len(engine.connections) == 1
 
-    async def test_one_the_engine_closed_meanwhile_costs_nothing(self, engine, transport):
+    @pytest.mark.parametrize("method", ["POST", "GET"])
+    async def test_one_the_engine_closed_while_idle_is_not_used(self, transport, method):
+        """The event loop has not seen the end of the connection when the next request is sent."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(5)
+            connections = []
+
+            def answer_once():
+                connection, _ = listener.accept()
+                connections.append(connection)
+                while b"\r\n\r\n" not in connection.recv(4096):
+                    pass
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+            for _ in range(2):
+                server = Thread(target=answer_once, daemon=True)
+                server.start()
+                assert await fetch(transport, OutgoingRequest(method, url, {}, None)) == b"ok"
+                server.join()
+                connections[-1].close()
+            assert len(connections) == 2
+
+    async def test_a_request_the_engine_read_is_not_sent_twice(self, engine, transport):
         async def script(exchange):
-            if len(engine.connections) == 1 and len(engine.seen) > 1:
-                exchange.die()  # as if it had been closed while the request was on its way
+            if len(engine.seen) > 1:
+                exchange.die()  # the body was read
             else:
-                await exchange.send({"n": len(engine.seen)})
+                await exchange.send({})
 
         engine.script = script
         await fetch(transport, request(engine))
-        assert await fetch(transport, request(engine, body=b'{"same": 1}')) == b'{"n": 3}'
-        assert [exchange.body for exchange in engine.seen[1:]] == [b'{"same": 1}'] * 2
+        with pytest.raises(EngineUnavailable) as caught:
+            await fetch(transport, request(engine))
+        assert (len(engine.connections), len(engine.seen), caught.value.dropped) == (1, 2, True)
 
     async def test_an_upload_is_not_sent_twice(self, engine, transport):
         async def script(exchange):
@@ -236,8 +262,9 @@ class TestConnections:
 class TestFailures:
     async def test_a_refused_connection(self, engine, transport):
         await engine.stop()
-        with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1"):
+        with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1") as caught:
             await transport.send(request(engine))
+        assert not caught.value.dropped
 
     async def test_an_answer_that_is_not_http(self, transport):
         async def talk(reader, writer):
@@ -262,14 +289,37 @@ class TestFailures:
 
         engine.script = script
         async with await transport.send(request(engine)) as response:
-            with pytest.raises(EngineUnavailable, match="mid-answer"):
+            with pytest.raises(EngineUnavailable, match="mid-answer") as caught:
                 await response.read()
+            assert caught.value.dropped
         async with await transport.send(request(engine)) as response:
             got = []
             with pytest.raises(EngineUnavailable, match="mid-answer"):  # noqa: PT012 - the loop breaks
                 async for chunk in response.chunks():
                     got += [chunk]
             assert got == [b"some"]
+
+    @pytest.mark.parametrize("reads", ["chunks", "whole"])
+    async def test_hanging_up_ends_the_reading_of_a_silent_engine(self, engine, transport, reads):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"some")
+            await exchange.left.wait()
+
+        async def read(response):
+            return (
+                [chunk async for chunk in response.chunks()] if reads == "chunks" else await response.read()
+            )
+
+        engine.script = script
+        async with await transport.send(request(engine)) as response:
+            reading = asyncio.create_task(read(response))
+            await asyncio.sleep(0.02)
+            response.hang_up("it was lost")
+            with pytest.raises(EngineUnavailable, match="it was lost") as caught:
+                await asyncio.wait_for(reading, 5)
+        assert not caught.value.dropped
+        await asyncio.wait_for(engine.seen[0].left.wait(), 5)
 
 
 def test_an_error_without_text_has_its_name():

@@ -17,7 +17,8 @@ from engine_adapter import (
     PromptTableError,
 )
 from proxy import errors
-from proxy.api.errors import TABLE, error_response, handle, handle_http, row_of
+from proxy.api.errors import error_response, handle, handle_http
+from proxy.request.error_table import TABLE
 
 CASES = [
     (errors.BadRequest("m", param="p"), 400, "invalid_request_error", "p", None),
@@ -64,13 +65,6 @@ def test_no_class_is_without_a_row_or_a_test():
     assert set(TABLE) == {type(error) for error, *_ in CASES}
 
 
-def test_a_subclass_answers_like_its_nearest_base():
-    class Special(errors.NoEngine):
-        pass
-
-    assert row_of(Special("x")) is TABLE[errors.NoEngine]
-
-
 def test_a_bug_keeps_its_text_to_the_log():
     response = error_response(KeyError("a secret"))
     assert response.status_code == 500
@@ -80,10 +74,18 @@ def test_a_bug_keeps_its_text_to_the_log():
 
 def test_headers_tell_clients_what_to_do():
     assert error_response(errors.NoEngine("m", retry_after_s=7)).headers["retry-after"] == "7"
-    for error in (errors.EngineFailed("m"), EngineRejected("m", status=500)):
-        assert error_response(error).headers["x-should-retry"] == "false"
-    assert "x-should-retry" not in error_response(errors.NoEngine("m")).headers
+    for error in (errors.NoEngine("m"), errors.EngineFailed("m"), EngineRejected("m", status=500)):
+        assert "x-should-retry" not in error_response(error).headers, "it is the flow that knows"
     assert error_response(errors.Unauthorized("m")).headers["www-authenticate"] == "Bearer"
+
+
+def test_an_engines_error_passes_whole():
+    advice = {"retry-after": "3", "x-should-retry": "true"}
+    error = EngineRejected("m", status=429, type="rate_limit_error", code="busy", headers=advice)
+    response = error_response(error)
+    body = json.loads(response.body)["error"]
+    assert (body["type"], body["code"]) == ("rate_limit_error", "busy")
+    assert advice.items() <= dict(response.headers).items()
 
 
 async def test_starlettes_handlers_give_the_same_shape():

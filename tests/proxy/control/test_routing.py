@@ -124,7 +124,7 @@ async def test_what_is_wrong(world, pair):
     with pytest.raises(NotFound):
         await routed(world, body(prompt=IDS, model="n"))
     for engine in world.engines.values():
-        engine.suspect(ValueError("x"))
+        engine.state = EngineState.DRAINING
     with pytest.raises(NoEngine):
         await routed(world, body(prompt=IDS))
 

@@ -2,9 +2,10 @@ from array import array
 from dataclasses import replace
 
 import pytest
+import structlog
 
 from engine_adapter import Capability
-from proxy.fleet.engine import EngineState
+from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
@@ -31,3 +32,28 @@ class TestEngine:
         assert not engine.can(Capability.PIN)
         fleet.join(engine, replace(INFO, capabilities=frozenset({Capability.PIN})))
         assert engine.can(Capability.PIN)
+
+    def test_becoming_ready_wakes_who_waits_for_it(self):
+        woken = []
+        engine = Engine(FakeAdapter("a"), lambda: woken.append(engine.state))
+        for state in (EngineState.CONNECTING, EngineState.READY, EngineState.SUSPECT, EngineState.READY):
+            engine.state = state
+        assert woken == [EngineState.READY] * 2
+
+    async def test_a_loss_is_logged_once_with_the_number_of_its_requests(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool = fleet.pools["m"]
+        placement = pool.place(pool.candidates(None), None)
+        with structlog.testing.capture_logs() as logs, pool.lease(placement, None):
+            for _ in range(5):
+                engine.suspect(RuntimeError("reset"))
+            engine.state = EngineState.DOWN
+            engine.abandon()
+            engine.suspect(RuntimeError("a stream that the loss ended"))
+            engine.abandon()
+        assert [(log["event"], log.get("requests")) for log in logs] == [
+            ("a request failed on the engine: checking it", None),
+            ("requests failed with the lost engine", 6),
+            ("requests failed with the lost engine", 1),
+        ]
+        assert engine.last_error == "reset"

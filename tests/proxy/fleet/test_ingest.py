@@ -97,19 +97,16 @@ async def test_a_broken_stream_lowers_trust_and_begins_again(world, error):
 
 async def test_a_stream_that_just_ends_is_no_reason_for_trust(world, monkeypatch):
     await world.say(ViewLost("start"), ViewCurrent())
-    monkeypatch.setattr(world.adapter, "events", lambda: aiter(Nothing()))
+    monkeypatch.setattr(world.adapter, "events", nothing)
     world.ingest.follow(world.engine, world.pool)
     await world.until(lambda: world.engine.audit.trust is Trust.APPROXIMATE)
     assert world.engine.audit.why == "the event stream broke: it ended"
     assert world.engine.state == "ready"
 
 
-class Nothing:
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        raise StopAsyncIteration
+async def nothing():
+    for event in ():
+        yield event
 
 
 async def test_persistent_misses_start_over(world):

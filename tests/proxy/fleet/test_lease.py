@@ -23,6 +23,12 @@ def fleet():
     return Fleet()
 
 
+@pytest.fixture
+def hung_up():
+    """Why answers were broken off."""
+    return []
+
+
 class TestLease:
     def lease(self, fleet):
         pool = fleet.pools["m"]
@@ -81,22 +87,22 @@ class TestLease:
             lease.succeeded = True
         assert engine.ledger.in_flight == 0
 
-    async def test_only_a_streams_first_byte_is_a_first_token(self, fleet):
+    async def test_only_a_streams_first_byte_is_a_first_token(self, fleet, hung_up):
         engine = add_ready(fleet, "a")
         for streamed in (False, True):
             _, _, leasing = self.lease(fleet)
             with leasing as lease:
-                lease.first_byte(streamed=streamed)
+                lease.first_byte(hung_up.append, streamed=streamed)
                 assert lease.first_byte_s >= 0
                 assert engine.ledger.view(monotonic()).decoding == streamed
 
-    async def test_a_first_token_teaches_how_fast_the_engine_is(self, fleet):
+    async def test_a_first_token_teaches_how_fast_the_engine_is(self, fleet, hung_up):
         add_ready(fleet, "a")
         pool = fleet.pools["m"]
         chain = pool.chain(Prompt(array("i", range(1000))))
         with pool.lease(place(pool.candidates(chain), chain), chain, streams=True) as lease:
             await asyncio.sleep(0.001)
-            lease.first_byte(streamed=True)
+            lease.first_byte(hung_up.append, streamed=True)
         took_s = pool.placer.rates.prefill_s(1000)
         assert 0.001 <= took_s <= monotonic() - lease.started
         assert took_s != 1000 / DEFAULT_PREFILL_TOK_S
@@ -107,3 +113,26 @@ class TestLease:
         with leasing as lease:
             lease.refine_work(Work(10))
             assert engine.ledger.view(lease.started).queue_s == pytest.approx(10 / DEFAULT_PREFILL_TOK_S)
+
+    async def test_an_engine_that_is_lost_ends_the_answer_that_has_begun(self, fleet, hung_up):
+        engine = add_ready(fleet, "a")
+        _, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            assert (engine.leases, engine.unanswered) == ({lease}, [lease])
+            async with lease.patience():
+                lease.first_byte(hung_up.append, streamed=True)
+                assert (engine.leases, engine.unanswered) == ({lease}, [])
+                engine.abandon()
+                await asyncio.sleep(0)
+        assert hung_up == ["the engine was lost in mid-answer"]
+        assert not engine.leases
+
+    async def test_so_does_one_that_was_lost_in_the_very_moment_the_answer_began(self, fleet, hung_up):
+        engine = add_ready(fleet, "a")
+        _, _, leasing = self.lease(fleet)
+        with leasing as lease:
+            async with lease.patience():
+                engine.abandon()
+                lease.first_byte(hung_up.append, streamed=True)
+                await asyncio.sleep(0.01)
+        assert len(hung_up) == 1

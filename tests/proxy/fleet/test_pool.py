@@ -85,6 +85,25 @@ class TestCandidates:
             (only,) = pool.candidates(pool.chain(prompt), prompt)
             assert fleet.engines[only.engine].state is EngineState.READY
 
+    def test_a_suspect_one_is_the_last_resort(self, fleet):
+        suspect, ready = (add_ready(fleet, name) for name in "ab")
+        suspect.state = EngineState.SUSPECT
+        pool = fleet.pools["m"]
+        assert [each.engine for each in pool.candidates(None)] == ["b"]
+        assert [each.engine for each in pool.candidates(None, without={"b"})] == ["a"]
+        assert pool.candidates(None, adapter="nobody's") == []
+        ready.state = EngineState.DRAINING
+        assert [each.engine for each in pool.candidates(None)] == ["a"]
+
+    def test_a_pool_whose_engine_is_lost_or_starts_has_one_coming_back(self, fleet):
+        engine, pool = add_ready(fleet, "a"), fleet.pools["m"]
+        expected = {EngineState.CONNECTING, EngineState.DOWN}
+        for state in EngineState:
+            engine.state = state
+            assert pool.is_coming_back is (state in expected)
+        fleet.leave(engine)
+        assert pool.is_coming_back
+
 
 class TestRoots:
     def test_salts_have_roots_of_their_own(self):

@@ -8,10 +8,18 @@ from proxy.request import records as module
 from proxy.request.records import Divergence, RequestLog, RequestRecord
 
 
-def record(name, tokens=None, *, started=0.0, model="m", salt=None, key=None, tenant=None):
+def record(name, tokens=None, *, started=0.0, model="m", salt=None, key=None, tenant=None, client_id=None):
     prompt = Prompt(array("i", tokens), None, salt) if tokens is not None else None
     return RequestRecord(
-        name, started, "/v1/x", model, tenant, stream=False, prompt_cache_key=key, prompt=prompt
+        name,
+        started,
+        "/v1/x",
+        model,
+        tenant,
+        stream=False,
+        client_request_id=client_id,
+        prompt_cache_key=key,
+        prompt=prompt,
     )
 
 
@@ -42,12 +50,20 @@ class TestMemory:
         log.add(record("d"))
         assert (names(log), log._tokens) == (["d"], 0)
 
-    def test_an_id_used_again_is_the_newer_request(self):
-        log = log_of(record("a", range(5)), record("b"), record("a", range(2)))
-        assert (names(log), log._tokens) == (["b", "a"], 2)
-
     def test_none_may_be_kept(self):
         assert names(log_of(record("a", range(5)), capacity=0)) == []
+
+
+def test_a_clients_id_finds_its_own_newest_request_and_hides_no_other():
+    red, blue, again = (
+        record(name, client_id="same", tenant=tenant)
+        for name, tenant in (("req-1", "red"), ("req-2", "blue"), ("req-3", "red"))
+    )
+    log = log_of(red, blue, again, record("req-4", client_id="req-1", tenant="blue"))
+    assert names(log) == ["req-1", "req-2", "req-3", "req-4"]
+    assert (log.get("same", "red"), log.get("same", "blue"), log.get("same")) == (again, blue, again)
+    assert (log.get("req-1"), log.get("req-1", "red"), log.get("req-1", "blue")) == (red, red, None)
+    assert log.get("other") is None
 
 
 def test_the_prompt_of_a_cache_key_is_its_tenants_newest():

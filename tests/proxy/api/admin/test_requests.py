@@ -60,5 +60,10 @@ async def test_one_request_explained(world, client, pair):
     assert answer["divergence"]["text"]
     assert [cost["engine"] for cost in answer["decision"]["costs"]] == ["a"]
     assert answer["decision"]["why"].startswith("a is the only engine")
+    record.client_request_id, record.tenant = "mine", "red"
+    for query in ("", "?tenant=red"):
+        found = (await client.get(f"/requests/mine{query}")).json()
+        assert (found["request_id"], found["client_request_id"]) == ("r", "mine")
+    assert (await client.get("/requests/mine?tenant=blue")).status_code == 404
     missing = await client.get("/requests/nope")
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "request_id")
