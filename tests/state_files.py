@@ -94,3 +94,32 @@ def _no_file_grows() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def unprivileged(directory: Path) -> Iterator[None]:
+    """Root may read every file: while this lasts the process is nobody, who owns `directory`."""
+    if os.geteuid():
+        yield
+        return
+    nobody = 65534
+    for path in (directory, *directory.iterdir()):
+        os.chown(path, nobody, nobody)
+    os.seteuid(nobody)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@contextmanager
+def no_handles() -> Iterator[None]:
+    """While this lasts, the process can open no further file."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        os.close(lowest)

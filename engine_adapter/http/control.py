@@ -131,24 +131,32 @@ class ControlClient:
         json: object = None,
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        answer_s: float | None = None,
     ) -> Any:  # noqa: ANN401 - JSON
-        """Sends JSON or raw bytes; returns the JSON answered."""
+        """Sends JSON or raw bytes; returns the JSON answered. `answer_s` overrides the usual time limit."""
         if content is None and json is not None:
             content = msgspec.json.encode(json)
-        raw = await self.fetch(method, path, content, headers)
+        raw = await self.fetch(method, path, content, headers, answer_s=answer_s)
         try:
             return msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineUnavailable(f"{method} {path}: the answer is not JSON") from error
 
     async def fetch(
-        self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        answer_s: float | None = None,
     ) -> bytes:
-        """The bytes answered."""
+        """The bytes answered; see `call`."""
         kind = {"content-type": "application/json"} if content is not None else {}
+        timeout = httpx.Timeout(answer_s, connect=_CONNECT_S) if answer_s else httpx.USE_CLIENT_DEFAULT
         try:
             response = await self._client.request(
-                method, path, content=content, headers={**kind, **(headers or {})}
+                method, path, content=content, headers={**kind, **(headers or {})}, timeout=timeout
             )
         except httpx.HTTPError as error:
             raise EngineUnavailable(f"{method} {path}: {_describe(error)}") from error

@@ -91,8 +91,10 @@ class LlamaServerAdapter(Undeclared):
     async def connect(self) -> EngineInfo:
         """See `EngineAdapter.connect`."""
         await self._control.fetch("GET", "/health")
-        facts = await discover(self._control, self.spec)
         session = self._session
+        if session is not None and await session.is_busy_moving():
+            return self._info(session)
+        facts = await discover(self._control, self.spec)
         if session is None or session.is_lost or session.identity != identity_of(facts):
             await self._end(farewell=False)
             session = Session(self.spec, self._control, facts)
@@ -101,6 +103,10 @@ class LlamaServerAdapter(Undeclared):
             if session.keeper is not None:
                 for entry in session.keeper.contents.all_entries():
                     self._on_saved(SavedEvent.ADDED, entry)
+        return self._info(session)
+
+    def _info(self, session: Session) -> EngineInfo:
+        facts = session.facts
         return EngineInfo(
             model=self.spec.model or facts.model,
             instance=session.identity,
@@ -127,7 +133,7 @@ class LlamaServerAdapter(Undeclared):
             keeper.wipe()
         self._was_asleep = pulse.is_sleeping
         # Asked only after requests: reading the slots would keep the server from ever falling asleep.
-        if keeper.has_worked and not keeper.streams and not pulse.is_sleeping:
+        if keeper.has_worked and not (keeper.streams or keeper.moves_kv or pulse.is_sleeping):
             await keeper.reconcile()
             await session.try_out()
         return EngineLoad(running=keeper.streams, waiting=keeper.waiting)

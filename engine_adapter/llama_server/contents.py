@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from engine_adapter.errors import EngineRejected
+from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.rates import RateBook
-from engine_adapter.llama_server.saved import STILL_SOUND, Saved, SavedPrefixes, salt_digest
+from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
@@ -82,6 +82,7 @@ class Contents:
         self._saved = saved
         self._mirror = mirror
         self._clock = clock
+        self._refused: set[str] = set()  # names of saved prefixes that this server did not take
         self._restoring_pays = True
         self._vain_restores = 0
         self._no_save_before = 0.0
@@ -104,8 +105,13 @@ class Contents:
 
     def entries(self) -> Iterator[Saved]:
         """Saved prefixes this server can restore."""
-        usable = self.all_entries() if self.can_restore else iter(())
-        return (entry for entry in usable if len(entry.tokens) <= self._facts.slot_ctx)
+        if self._saved is None or not self.can_restore:
+            return iter(())
+        return (
+            entry
+            for entry in self._saved.usable(self._facts.key)
+            if len(entry.tokens) <= self._facts.slot_ctx and entry.name not in self._refused
+        )
 
     def all_entries(self) -> Iterator[Saved]:
         """Saved prefixes of this model and layout."""
@@ -179,7 +185,7 @@ class Contents:
                     keep_s=slot.kept_until - self._clock(),
                     owner=slot.kept_for,
                 )
-        except (EngineRejected, StateFileError) as error:
+        except (EngineError, StateFileError) as error:
             self._pause_saving(error)
             return False
         finally:
@@ -212,15 +218,22 @@ class Contents:
                 moved = await self._io.restore(slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1
-            fate = "cannot be restored now" if error.reason in STILL_SOUND else "is dropped"
+            fate = "is damaged and deleted" if error.is_damage else "cannot be restored now"
             log.warning("%s: a saved prefix %s: %s", self._engine, fate, error)
             return False
         except EngineRejected as error:
             self.counts.failed_restores += 1
-            log.warning("%s: the server refused saved prefix %s: %s", self._engine, entry.name, error)
+            log.warning(
+                "%s: the server refused saved prefix %s: %s; the file is kept, and not restored here again",
+                self._engine,
+                entry.name,
+                error,
+            )
             # A restore that fails wipes the slot.
             self.hold(slot, array("i"), None)
-            await self._saved.drop(entry)
+            # Its bytes are those that were saved: it may fit another server, or this one with other flags.
+            self._refused.add(entry.name)
+            self._mirror.drop(entry.name)
             return False
         self.counts.restores += 1
         self.counts.restored_tokens += moved.tokens

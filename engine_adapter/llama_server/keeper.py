@@ -169,6 +169,11 @@ class SlotKeeper:
         return sum(slot.operation is Operation.REQUEST for slot in self._table)
 
     @property
+    def moves_kv(self) -> bool:
+        """Whether a save or a restore runs. The server answers no question about slots meanwhile."""
+        return any(slot.operation in (Operation.SAVE, Operation.RESTORE) for slot in self._table)
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for a slot."""
         return self._turns.waiting

@@ -37,11 +37,11 @@ from engine_adapter.llama_server.saved_entry import (
 )
 from engine_adapter.llama_server.saved_files import Stamp
 from engine_adapter.llama_server.state_file import Reason, StateFileError, writing
-from engine_adapter.types import Tier, TokenIds
+from engine_adapter.types import Tier
 
 __all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
 
-STILL_SOUND = frozenset({Reason.NO_ROOM, Reason.UNWRITABLE})  # the target failed, not the file
+RETRY_S = 60.0  # after a saved prefix could not be read, before it is tried again
 
 _log = logging.getLogger("kvpin.llama_server")
 _T = TypeVar("_T")
@@ -115,6 +115,11 @@ class SavedPrefixes:
         """The saved prefixes of one key."""
         return (saved for saved in tuple(self._entries.values()) if saved.key == key)
 
+    def usable(self, key: str) -> Iterator[Saved]:
+        """The entries of one key that may be restored now: less those that could not be read a moment ago."""
+        now = self._clock()
+        return (saved for saved in self.entries(key) if saved.retry_at <= now)
+
     @staticmethod
     def new_name(key: str) -> str:
         """The file name for the next save.
@@ -123,17 +128,6 @@ class SavedPrefixes:
             ValueError: the key is not 1 to 128 ASCII letters and digits.
         """
         return saved_files.new_name(key)
-
-    def covering(self, key: str, salt: str | None, tokens: TokenIds[int]) -> Saved | None:
-        """A saved prefix that holds all of `tokens`, None if there is none; `salt` is a digest."""
-        return next(
-            (
-                saved
-                for saved in self.entries(key)
-                if saved.salt == salt and saved.tokens[: len(tokens)] == tokens
-            ),
-            None,
-        )
 
     def stats(self) -> dict[str, Any]:
         """Entries, bytes and cap of each tier, what was done so far, and each entry without its content."""
@@ -194,10 +188,12 @@ class SavedPrefixes:
             if tier is Tier.DISK:
                 with writing(directory):
                     await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-            found = await asyncio.to_thread(saved_files.scan, directory, self._clock(), taken)
-            self._caps[tier] = await asyncio.to_thread(saved_files.capacity, directory, self._wanted[tier])
-            taken |= {each.name for each in found}
-            there += [from_found(tier, each) for each in found]
+            scan = await asyncio.to_thread(saved_files.scan, directory, self._clock(), taken)
+            self._caps[tier] = await asyncio.to_thread(
+                saved_files.capacity, directory, self._wanted[tier], scan.held
+            )
+            taken |= {each.name for each in scan.found}
+            there += [from_found(tier, each) for each in scan.found]
         for saved in there:
             self._register(saved)
         excess = self._victims(Tier.DISK, 0) or []
@@ -310,7 +306,8 @@ class SavedPrefixes:
         """Verifies a saved prefix before a restore, brings it to the host tier, and returns its file name.
 
         Raises:
-            StateFileError: it is not what was saved and was dropped; or the host tier has no room for it.
+            StateFileError: it is damaged or gone, and was dropped; or it cannot be read now, or the host tier
+                has no room for it, and it stays.
         """
         await saved.idle()
         self._check_registered(saved)
@@ -318,8 +315,10 @@ class SavedPrefixes:
         try:
             await asyncio.shield(saved.work)
         except StateFileError as error:
-            if error.reason not in STILL_SOUND and self._is_registered(saved):
-                await asyncio.shield(self._drop(saved))
+            if error.is_damage or error.reason is Reason.MISSING:
+                await self.drop(saved)
+            elif error.reason is not Reason.NO_ROOM:
+                saved.retry_at = self._clock() + RETRY_S
             raise
         self._check_registered(saved)
         return saved.name
@@ -373,12 +372,6 @@ class SavedPrefixes:
         """Forgets a saved prefix and deletes its files, once no restore uses them. Nothing if it is gone."""
         if self._is_registered(saved):
             await asyncio.shield(self._drop(saved))
-
-    async def drop_where(self, predicate: Callable[[Saved], bool]) -> list[Saved]:
-        """Drops all for which `predicate` holds, pinned or not, and returns them."""
-        chosen = [saved for saved in self._entries.values() if predicate(saved)]
-        await _settled([self._drop(saved) for saved in chosen])
-        return chosen
 
     def _drop(self, saved: Saved) -> Work:
         self._forget(saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,7 +11,7 @@ from hashlib import blake2b
 from typing import Any
 
 from engine_adapter.llama_server.plan import density
-from engine_adapter.llama_server.saved_files import Found, Sidecar, Stamp
+from engine_adapter.llama_server.saved_files import FORMAT, Found, Sidecar, Stamp
 from engine_adapter.types import Tier, TokenIds
 
 KEPT_SHARE = 0.5  # of a tier; no client fills it with what it wants kept
@@ -38,6 +39,7 @@ class Saved:
         kept_until: until then it is evicted after others, as far as `kept` says.
         kept_for: digest of who wants it kept.
         seen: stamp of the file whose bytes were hashed in this process.
+        retry_at: until then it is not restored, because it could not be read.
         holds: restores that use it now; its files stay until they end.
         work: the file operation under way.
     """
@@ -56,6 +58,7 @@ class Saved:
     kept_until: float = 0.0
     kept_for: str | None = None
     seen: Stamp | None = field(default=None, repr=False)
+    retry_at: float = 0.0
     holds: int = field(default=0, repr=False)
     work: Work | None = field(default=None, repr=False)
 
@@ -72,7 +75,7 @@ class Saved:
     def sidecar(self) -> Sidecar:
         """What its sidecar says."""
         return Sidecar(
-            1,
+            FORMAT,
             self.key,
             self.salt,
             len(self.tokens),
@@ -81,7 +84,7 @@ class Saved:
             self.created,
             self.last_used,
             self.uses,
-            self.kept_until,
+            None if self.kept_until == math.inf else self.kept_until,
             self.kept_for,
         )
 
@@ -119,7 +122,7 @@ def from_found(tier: Tier, found: Found) -> Saved:
         record.created,
         record.last_used,
         record.uses,
-        kept_until=record.kept_until,
+        kept_until=math.inf if record.kept_until is None else record.kept_until,
         kept_for=record.kept_for,
     )
 

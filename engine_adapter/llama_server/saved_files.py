@@ -13,11 +13,12 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,7 @@ from engine_adapter.llama_server import state_file
 from engine_adapter.llama_server.state_file import Reason, StateFileError, reading, writing
 from engine_adapter.types import TokenIds
 
+FORMAT = 1  # of sidecars
 GRACE_S = 600.0  # how long a file may lie without its sidecar: another process may be at it
 
 _log = logging.getLogger("kvpin.llama_server")
@@ -47,11 +49,12 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         created: seconds since the epoch.
         last_used: likewise.
         uses: how often it was restored.
-        kept_until: seconds since the epoch; until then a client wants it kept.
+        kept_until: seconds since the epoch; until then a client wants it kept. None: for ever, as JSON has no
+            infinity.
         kept_for: digest of who that is.
     """
 
-    format: Literal[1]
+    format: int
     key: str
     salt: str | None
     tokens: int
@@ -60,7 +63,7 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     created: float
     last_used: float
     uses: int
-    kept_until: float = 0.0
+    kept_until: float | None = 0.0
     kept_for: str | None = None
 
 
@@ -80,6 +83,14 @@ class Found:
     name: str
     sidecar: Sidecar
     tokens: TokenIds[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The sound entries of a directory, and the bytes of all files that are or may become entries."""
+
+    found: list[Found]
+    held: int
 
 
 def new_name(key: str) -> str:
@@ -203,15 +214,13 @@ def remove(path: Path) -> None:
             _log.warning("%s cannot be removed: %s", each, error.strerror)
 
 
-def capacity(directory: Path, wanted: int) -> int:
+def capacity(directory: Path, wanted: int, held: int) -> int:
     """Bytes that saved files may take: `wanted`, or less where the file system has no room for so many.
 
-    What kvpin's own files take already is room for them, entries or not yet. Raises StateFileError when there
-    is no such directory.
+    The `held` bytes of a scan are room for entries too. Raises StateFileError where there is no directory.
     """
     with reading(directory):
         status = os.statvfs(directory)
-        held = sum(_size(each) for each in directory.iterdir() if _OWN.fullmatch(each.name))
     room = held + status.f_bavail * status.f_frsize
     room -= room // 50  # sidecars, and blocks that are not full
     if wanted <= room or not status.f_blocks:  # a tmpfs without a limit says 0 blocks
@@ -220,37 +229,49 @@ def capacity(directory: Path, wanted: int) -> int:
     return room
 
 
-def _size(path: Path) -> int:
-    """Bytes of a file, 0 for one that went by itself."""
-    try:
-        return path.lstat().st_size
-    except FileNotFoundError:
-        return 0
+def scan(directory: Path, now: float, taken: AbstractSet[str]) -> Scan:
+    """Reads the entries of a directory. Deletes what is proven damaged, and old files of no entry.
 
-
-def scan(directory: Path, now: float, taken: AbstractSet[str]) -> list[Found]:
-    """The sound entries of a directory; all else that has a name of kvpin's is removed.
-
-    A file without its sidecar, or the reverse, is left while it is younger than GRACE_S, and so is an entry
-    whose name is `taken`: another process may be saving or moving it.
+    Left in place and not used: an entry that cannot be read now, and one that another version of kvpin or of
+    llama-server wrote. Left while younger than GRACE_S, since another process may be saving or moving it: a
+    file without its sidecar, a sidecar without its file, and an entry whose name is `taken`.
 
     Raises:
         StateFileError: the directory cannot be read.
     """
     with reading(directory):
         names = {each.name for each in directory.iterdir() if _OWN.fullmatch(each.name)}
-    found = []
+    found: list[Found] = []
+    unusable: dict[str, StateFileError] = {}
     for name in sorted(names - taken):
         if _sidecar(name) in names:
             try:
                 found.append(_read_entry(directory / name))
             except StateFileError as error:
-                _log.warning("%s; it is removed", error)
-                remove(directory / name)
-    sound = {each for entry in found for each in (entry.name, _sidecar(entry.name))}
-    for name in sorted(names - sound):
+                if error.is_damage:
+                    _log.warning("%s; it is deleted", error)
+                    remove(directory / name)
+                elif error.reason is not Reason.MISSING:
+                    unusable[name] = error
+    if unusable:
+        first = next(iter(unusable.values()))
+        _log.warning("%d saved prefixes are left in place and not used, e.g. %s", len(unusable), first)
+    names -= _with_sidecars(unusable)
+    for name in sorted(names - _with_sidecars(each.name for each in found)):
         _remove_leftover(directory / name, now)
-    return found
+    return Scan(found, sum(_size(directory / name) for name in names))
+
+
+def _with_sidecars(names: Iterable[str]) -> set[str]:
+    return {each for name in names for each in (name, _sidecar(name))}
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, 0 for one that is gone."""
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _sidecar(name: str) -> str:
@@ -261,12 +282,9 @@ def _read_entry(path: Path) -> Found:
     target = path.with_suffix(".json")
     with reading(target):
         data = target.read_bytes()
-    try:
-        sidecar = msgspec.json.decode(data, type=Sidecar)
-    except msgspec.MsgspecError as error:
-        raise StateFileError(target, Reason.SIDECAR, f"cannot be understood, {error}") from error
+    sidecar = _read_sidecar(target, data)
     if sidecar.key != key_of(path.name):
-        raise StateFileError(target, Reason.SIDECAR, f"its key {sidecar.key!r} is not the one of its name")
+        raise StateFileError(target, Reason.FOREIGN, f"its key {sidecar.key!r} is not the one of its name")
     check_size(path, stamp(path)[1], sidecar.size)
     tokens = state_file.read_tokens(path)
     if len(tokens) != sidecar.tokens:
@@ -274,6 +292,22 @@ def _read_entry(path: Path) -> Found:
             path, Reason.TOKENS, f"{len(tokens)} tokens, of {sidecar.tokens} that were saved"
         )
     return Found(path.name, sidecar, tokens)
+
+
+def _read_sidecar(path: Path, data: bytes) -> Sidecar:
+    """A sidecar is written whole or not at all, so one that is no JSON was damaged; other JSON is foreign."""
+    try:
+        record: Any = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise StateFileError(path, Reason.SIDECAR, f"it is no JSON: {error}") from error
+    try:
+        sidecar = msgspec.convert(record, Sidecar)
+    except msgspec.ValidationError as error:
+        raise StateFileError(path, Reason.FOREIGN, f"another version of kvpin wrote it: {error}") from error
+    if sidecar.format != FORMAT:
+        detail = f"another version of kvpin wrote it: format {sidecar.format}, known is {FORMAT}"
+        raise StateFileError(path, Reason.FOREIGN, detail)
+    return sidecar
 
 
 def _remove_leftover(path: Path, now: float) -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file, read_slots, spare_slot
+from engine_adapter.llama_server.discovery import (
+    ServerFacts,
+    probe,
+    probe_file,
+    read_pulse,
+    read_slots,
+    spare_slot,
+)
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
@@ -107,6 +114,13 @@ class Session:
     def is_lost(self) -> bool:
         """Whether the server turned out to be another process."""
         return self.keeper is not None and self.keeper.is_lost
+
+    async def is_busy_moving(self) -> bool:
+        """Whether the same process saves or restores a slot now, and so answers few other questions."""
+        keeper, instance = self.keeper, self.facts.instance
+        if keeper is None or not keeper.moves_kv or instance is None:
+            return False
+        return (await read_pulse(self._control)).instance == instance
 
     async def try_out(self) -> None:
         """Asks once more what could not be tried when kvpin came, because the server was busy."""

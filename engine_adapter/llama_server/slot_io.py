@@ -10,6 +10,9 @@ import msgspec
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 
+# Tens of gigabytes to a slow disk take minutes. A server that dies meanwhile is noticed by its health.
+MOVE_S = 1800.0
+
 
 class _SaveTime(msgspec.Struct):
     save_ms: float
@@ -72,7 +75,9 @@ class SlotIo:
         return (await self._act(slot_id, "erase", _Erased, {})).n_erased
 
     async def _act(self, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]) -> _Answer:
-        answer = await self._control.call("POST", f"/slots/{slot_id}?action={action}", json=fields)
+        answer = await self._control.call(
+            "POST", f"/slots/{slot_id}?action={action}", json=fields, answer_s=MOVE_S
+        )
         try:
             return msgspec.convert(answer, kind)
         except msgspec.ValidationError as error:

@@ -47,8 +47,14 @@ class Reason(StrEnum):
     SIZE = "size"
     CHECKSUM = "checksum"
     SIDECAR = "sidecar"
-    NO_ROOM = "no_room"  # the file may be sound: there is no room for it, or for a copy
-    UNWRITABLE = "unwritable"  # likewise: the directory takes no files
+    FOREIGN = "foreign"  # another version of kvpin wrote it
+    NO_ROOM = "no_room"  # the target: no room for the file, or for a copy of it
+    UNWRITABLE = "unwritable"  # the target: the directory takes no files
+
+
+_DAMAGE = frozenset(
+    {Reason.TRUNCATED, Reason.MAGIC, Reason.TOKENS, Reason.SIZE, Reason.CHECKSUM, Reason.SIDECAR}
+)
 
 
 class StateFileError(Exception):
@@ -61,6 +67,11 @@ class StateFileError(Exception):
     def __init__(self, path: Path, reason: Reason, detail: str) -> None:
         super().__init__(f"saved prefix {path}: {detail}")
         self.reason = reason
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the file is proven damaged. Any other file may be sound and is not deleted."""
+        return self.reason in _DAMAGE
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from array import array
 
 import pytest
@@ -18,7 +19,8 @@ from engine_adapter import (
     NotSupported,
     make_adapter,
 )
-from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
+from engine_adapter.llama_server import saved_files
+from tests.engine_adapter.llama_server.slot_world import WAIT_S, prompt_of, slot_world
 from tests.engines import engine_spec
 
 PLAIN = {Capability.CACHED_TOKENS, Capability.TOKENIZE}
@@ -242,6 +244,30 @@ class TestLives:
         assert [s["unknown"] > 0 for s in await world.slots() if s["id"] == slot] == [True]
         _, reported, said = await world.ask(prompt_of(1))
         assert reported == said  # nothing, unless it was saved before the other client came
+
+    async def test_a_server_that_saves_for_long_is_neither_lost_nor_its_slot(
+        self, world, save_dir, monkeypatch
+    ):
+        """It saves to a pipe that nobody reads: it answers for its health, and no question about slots."""
+        pipes, new_name = [], saved_files.new_name
+
+        def first_in_a_pipe(key):
+            name = new_name(key)
+            if not pipes:
+                pipes.append(save_dir / name)
+                os.mkfifo(pipes[0])
+            return name
+
+        monkeypatch.setattr(saved_files, "new_name", first_in_a_pipe)
+        before = await world.adapter.connect()
+        text, *_ = await world.ask(prompt_of(1))
+        await world.until(lambda slots: any(slot["operation"] == "save" for slot in slots))
+        async with asyncio.timeout(WAIT_S):
+            await world.adapter.load()
+            assert await world.adapter.connect() == before
+        with await asyncio.to_thread(pipes[0].open, "rb"):  # the save goes on, and fails: a pipe has no size
+            await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+        assert await world.ask(prompt_of(1)) == (text, 99, 99)
 
     async def test_a_server_that_slept_has_lost_its_slots(self, start_llama, save_dir):
         server = start_llama("--sleep-idle-seconds", "1", slots=2, ctx=1024, save_dir=save_dir)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from array import array
 
 import pytest
 
 from engine_adapter import BlocksRemoved, BlocksStored, Tier, ViewCurrent
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http import control
 from engine_adapter.llama_server import contents as contents_module
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.contents import MANY_STRANGERS, STRANGE, Contents
 from engine_adapter.llama_server.state_file import read_tokens
 from scripts.make_gguf import gguf_path
-from tests.engine_adapter.llama_server.keeper_world import keeper_world
+from tests.engine_adapter.llama_server.keeper_world import keeper_world, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of
-from tests.state_files import write_state
+from tests.state_files import no_handles, write_state
 
 
 @pytest.fixture
@@ -106,6 +110,28 @@ class TestSave:
         async with contents.keeping(entry):
             assert (list(contents.entries()), world.entries()) == ([], [entry])
 
+    async def test_one_may_take_longer_than_other_questions(self, two_slots, monkeypatch):
+        monkeypatch.setattr(control, "_ANSWER_S", 0.05)
+        async with keeper_world(two_slots) as world:
+            lease = await world.ask(prompt_of(1))
+            with stopped(two_slots):
+                saving = asyncio.create_task(world.save(lease.slot))
+                with pytest.raises(EngineUnavailable):
+                    await world.control.get("/props")
+            assert await saving
+            (entry,) = world.entries()
+            assert world.table[lease.slot].tokens == entry.tokens == await world.truth(lease.slot)
+
+    async def test_one_that_is_never_answered_loses_no_slot(self, two_slots, monkeypatch, said):
+        monkeypatch.setattr(slot_io, "MOVE_S", 0.05)
+        async with keeper_world(two_slots) as world:
+            lease = await world.ask(prompt_of(1))
+            with stopped(two_slots):
+                assert not await world.save(lease.slot)
+            assert world.table[lease.slot].tokens == await world.truth(lease.slot)
+            assert not world.contents.can_save
+            assert "could not be saved" in said()[-1]
+
     async def test_one_that_fails_pauses_saving(self, world, said):
         lease = await world.ask(prompt_of(1))
         with Gone(world):
@@ -185,7 +211,7 @@ class TestRestore:
         assert await world.restore(lease.slot, entry)
         await world.check()
 
-    async def test_what_the_server_refuses_is_dropped_and_has_emptied_the_slot(self, world, said):
+    async def test_what_the_server_refuses_is_kept_for_others_and_has_emptied_the_slot(self, world, said):
         """A file that is whole and unharmed, and no KV of this model."""
         lease = await world.ask(prompt_of(2))
         name = world.registry.new_name(world.facts.key)
@@ -194,10 +220,22 @@ class TestRestore:
         assert not await world.restore(lease.slot, entry)
         assert world.table[lease.slot].is_empty
         assert await held(world) == 0
-        assert world.entries() == []
+        assert (world.entries(), list(world.contents.entries())) == ([entry], [])
+        assert world.file(entry).exists()
         assert world.contents.counts.failed_restores == 1
         assert name in said()[-1]
         await world.check()
+
+    async def test_a_file_that_cannot_be_read_now_is_kept_and_the_prompt_computed(self, world, said):
+        entry = await world.saved_away(prompt_of(1))
+        entry.seen = None  # as after a restart: its bytes are hashed
+        with no_handles():
+            assert not await world.restore(0, entry)
+        assert "Too many open files" in said()[-1]
+        assert world.file(entry).exists()
+        assert (world.entries(), list(world.contents.entries())) == ([entry], [])
+        lease = await world.ask(prompt_of(1))
+        assert (lease.restored, lease.answer.cached_tokens) == (False, 0)
 
     @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
     async def test_a_file_that_was_harmed_is_not_even_tried(self, world, said, harm):

@@ -1,4 +1,5 @@
 import logging
+import math
 import os
 import time
 from array import array
@@ -9,9 +10,11 @@ import msgspec
 import pytest
 
 from engine_adapter.llama_server import saved_files
+from engine_adapter.llama_server.saved_entry import from_found
 from engine_adapter.llama_server.saved_files import GRACE_S, Sidecar
 from engine_adapter.llama_server.state_file import Reason, StateFileError, checksum
-from tests.state_files import LittleRoom, write_state
+from engine_adapter.types import Tier
+from tests.state_files import LittleRoom, frame, no_handles, state_bytes, unprivileged, write_state
 
 TOKENS = array("i", [3, 4, 5])
 
@@ -34,7 +37,7 @@ def there(directory: Path) -> set[str]:
 
 
 def scan(directory: Path, *, later: float = 0.0, taken=frozenset()) -> list[str]:
-    return [found.name for found in saved_files.scan(directory, time.time() + later, taken)]
+    return [found.name for found in saved_files.scan(directory, time.time() + later, taken).found]
 
 
 def test_a_name_holds_its_key_and_is_never_the_same():
@@ -164,31 +167,30 @@ def test_what_cannot_be_removed_is_logged(path, caplog):
 
 
 def test_a_cap_beyond_the_file_system_is_lowered(tmp_path, caplog):
-    assert saved_files.capacity(tmp_path, 1000) == 1000
+    assert saved_files.capacity(tmp_path, 1000, 0) == 1000
     assert not caplog.records
-    room = saved_files.capacity(tmp_path, 1 << 62)
+    room = saved_files.capacity(tmp_path, 1 << 62, 0)
     assert 0 < room < 1 << 62
     assert "room is for" in caplog.text
     with pytest.raises(StateFileError, match="No such file"):
-        saved_files.capacity(tmp_path / "none", 1)
+        saved_files.capacity(tmp_path / "none", 1, 0)
 
 
-def test_what_kvpin_wrote_is_room_of_its_own_and_what_others_wrote_is_not(tmp_path):
+def test_what_entries_hold_is_room_of_theirs_and_what_others_wrote_is_not(tmp_path):
     room = LittleRoom(tmp_path / "little", 1 << 20)
     try:
-        empty = saved_files.capacity(room.path, 1 << 62)
-        for name, change in [(saved_files.new_name("key"), 0), ("notes.bin", 400 << 10)]:
-            (room.path / name).write_bytes(bytes(400 << 10))
+        empty = saved_files.capacity(room.path, 1 << 62, 0)
+        (room.path / "some.bin").write_bytes(bytes(400 << 10))
+        for held, change in [(400 << 10, 0), (0, 400 << 10)]:
             if room.is_mounted:  # else others write to the same file system meanwhile
-                assert abs(empty - change - saved_files.capacity(room.path, 1 << 62)) < 16 << 10
-        assert saved_files._size(room.path / "gone meanwhile") == 0
+                assert abs(empty - change - saved_files.capacity(room.path, 1 << 62, held)) < 16 << 10
     finally:
         room.close()
 
 
 def test_a_file_system_without_a_limit_lowers_no_cap():
     assert os.statvfs("/proc").f_blocks == 0
-    assert saved_files.capacity(Path("/proc"), 1 << 62) == 1 << 62
+    assert saved_files.capacity(Path("/proc"), 1 << 62, 0) == 1 << 62
 
 
 # --- scan --------------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ def test_a_scan_finds_what_is_sound_and_touches_nothing_foreign(path, tmp_path, 
         (tmp_path / name).write_text("mine")
         os.utime(tmp_path / name, (0, 0))
     before = there(tmp_path)
-    (found,) = saved_files.scan(tmp_path, time.time() + 2 * GRACE_S, frozenset())
+    (found,) = saved_files.scan(tmp_path, time.time() + 2 * GRACE_S, frozenset()).found
     assert (found.name, found.tokens, found.sidecar) == (path.name, TOKENS, record(path))
     assert there(tmp_path) == before
     assert not caplog.records
@@ -212,25 +214,96 @@ def test_a_scan_finds_what_is_sound_and_touches_nothing_foreign(path, tmp_path, 
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "4999 bytes, of 5000"),
         (lambda path: write_state(path, [3, 4], size=5000), "2 tokens, of 3"),
         (lambda path: write_state(path, [-2, 4, 5], size=5000), "below 0"),
-        (lambda path: path.with_suffix(".json").write_text("{"), "cannot be understood"),
-        (lambda path: path.with_suffix(".json").write_bytes(b"\xff\xfe"), "cannot be understood"),
-        (
-            lambda path: saved_files.write_sidecar(path, msgspec.structs.replace(record(path), key="x")),
-            "key 'x'",
-        ),
-        (
-            lambda path: saved_files.write_sidecar(path, msgspec.structs.replace(record(path), format=2)),
-            "format",
-        ),
+        (lambda path: path.write_bytes(b"\0" * 5000), "it starts with 0x00000000"),
+        (lambda path: path.with_suffix(".json").write_text("{"), "it is no JSON"),
+        (lambda path: path.with_suffix(".json").write_bytes(b"\xff\xfe"), "it is no JSON"),
+        (lambda path: path.with_suffix(".json").write_bytes(b""), "it is no JSON"),
     ],
 )
-def test_what_does_not_agree_is_removed_with_one_line(path, tmp_path, caplog, harm, why):
+def test_a_damaged_entry_is_deleted_with_one_line(path, tmp_path, caplog, harm, why):
     harm(path)
     assert scan(tmp_path) == []
     assert there(tmp_path) == set()
     (line,) = caplog.messages
     assert why in line
-    assert line.endswith("it is removed")
+    assert line.endswith("it is deleted")
+
+
+def rewrite_sidecar(path: Path, **fields) -> None:
+    sidecar = path.with_suffix(".json")
+    sidecar.write_bytes(msgspec.json.encode(msgspec.json.decode(sidecar.read_bytes()) | fields))
+
+
+def newer_server(path: Path) -> None:
+    data = state_bytes(frame(TOKENS), version=4)
+    path.write_bytes(data + bytes(5000 - len(data)))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: rewrite_sidecar(path, format=2), "format 2, known is 1"),
+        (lambda path: rewrite_sidecar(path, compression="zstd"), "unknown field `compression`"),
+        (lambda path: rewrite_sidecar(path, checksum="a text now"), "another version of kvpin wrote it"),
+        (lambda path: path.with_suffix(".json").write_text("[]"), "another version of kvpin wrote it"),
+        (lambda path: rewrite_sidecar(path, key="x"), "key 'x' is not the one of its name"),
+        (newer_server, "format version 4, known is 3"),
+    ],
+)
+def test_an_entry_of_another_version_is_left_in_place_with_one_line(path, tmp_path, caplog, change, why):
+    change(path)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    assert scan(tmp_path, later=2 * GRACE_S) == []
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+    (line,) = caplog.messages
+    assert "left in place and not used" in line
+    assert why in line
+    assert saved_files.scan(tmp_path, time.time(), frozenset()).held == 0
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".json"])
+def test_an_entry_that_may_not_be_read_is_left_in_place(save_dir, suffix, caplog):
+    paths = [save_dir / saved_files.new_name("key") for _ in range(3)]
+    for path in paths:
+        write_state(path, TOKENS, size=5000)
+        saved_files.write_sidecar(path, record(path))
+    for path in paths[:2]:
+        path.with_suffix(suffix).chmod(0)
+    before = there(save_dir)
+    with unprivileged(save_dir):
+        assert scan(save_dir, later=2 * GRACE_S) == [paths[2].name]
+    assert there(save_dir) == before
+    (line,) = caplog.messages
+    assert line.startswith("2 saved prefixes are left in place and not used")
+    assert "Permission denied" in line
+    for path in paths:
+        path.with_suffix(suffix).chmod(0o600)
+    assert sorted(scan(save_dir)) == sorted(path.name for path in paths)
+
+
+def test_a_full_table_of_file_handles_deletes_nothing(path, tmp_path):
+    before = there(tmp_path)
+    with no_handles(), pytest.raises(StateFileError, match="Too many open files"):
+        scan(tmp_path, later=2 * GRACE_S)
+    assert there(tmp_path) == before
+    assert scan(tmp_path) == [path.name]
+
+
+def test_an_infinite_time_to_keep_survives_the_sidecar(path, tmp_path):
+    (found,) = saved_files.scan(tmp_path, time.time(), frozenset()).found
+    saved = from_found(Tier.HOST, found)
+    saved.kept_until = math.inf
+    saved_files.write_sidecar(path, saved.sidecar())
+    (found,) = saved_files.scan(tmp_path, time.time(), frozenset()).found
+    assert from_found(Tier.HOST, found).kept_until == math.inf
+
+
+def test_the_bytes_of_entries_and_of_what_may_become_one_count(path, tmp_path):
+    (tmp_path / saved_files.new_name("key")).write_bytes(bytes(300))
+    (tmp_path / "notes.bin").write_bytes(bytes(300))
+    sidecar = path.with_suffix(".json").stat().st_size
+    assert saved_files.scan(tmp_path, time.time(), frozenset()).held == 5300 + sidecar
+    assert saved_files._size(tmp_path / "gone meanwhile") == 0
 
 
 def test_what_belongs_to_no_entry_is_left_while_it_is_young(path, tmp_path, caplog):
@@ -258,9 +331,12 @@ def test_a_scan_survives_what_it_cannot_read_or_remove(path, tmp_path, caplog):
     stuck = tmp_path / saved_files.new_name("key")
     write_state(stuck, TOKENS)
     stuck.with_suffix(".json").mkdir()
-    os.utime(stuck.with_suffix(".json"), (0, 0))
+    leftover = tmp_path / (saved_files.new_name("key") + ".part")
+    leftover.mkdir()
+    os.utime(leftover, (0, 0))
     assert scan(tmp_path) == [path.name]
     assert stuck.with_suffix(".json").is_dir()
-    assert f"{stuck.with_suffix('.json')} cannot be removed" in caplog.text
+    assert "Is a directory" in caplog.text
+    assert f"{leftover} cannot be removed" in caplog.text
     with pytest.raises(StateFileError, match="cannot be read: Not a directory"):
         scan(path)
