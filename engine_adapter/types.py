@@ -68,6 +68,7 @@ class EngineSpec:
         host_cache_bytes: room for them.
         disk_cache_dir: directory kvpin moves KV files to that find no room there.
         disk_cache_bytes: room for those.
+        share_kv: tenants may share its KV, where it cannot keep them apart.
     """
 
     kind: str
@@ -85,6 +86,7 @@ class EngineSpec:
     host_cache_bytes: int | None = None
     disk_cache_dir: str | None = None
     disk_cache_bytes: int | None = None
+    share_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class EngineInfo:
             `lookup` asks; None elsewhere.
         shares_prefill: prompts that come side by side compute what they share once: one finds what the other
             is computing, or its turn comes later. Where not, kvpin lets the second one wait.
+        renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
+            cannot be rendered here, it refuses.
     """
 
     model: str
@@ -124,6 +128,7 @@ class EngineInfo:
     adapters: frozenset[str] = frozenset()
     tokens_per_chunk: int | None = None
     shares_prefill: bool = False
+    renders_alike: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ class _EngineOptions(_Part):
     host_cache_bytes: Size | None = None
     disk_cache_dir: str | None = None
     disk_cache_bytes: Size | None = None
+    share_kv: bool = False
 
     def _spec(self, kind: str, url: str) -> EngineSpec:
         return EngineSpec(
@@ -107,6 +108,7 @@ class _EngineOptions(_Part):
             host_cache_bytes=_int(self.host_cache_bytes),
             disk_cache_dir=self.disk_cache_dir,
             disk_cache_bytes=_int(self.disk_cache_bytes),
+            share_kv=self.share_kv,
         )
 
 
@@ -129,6 +131,8 @@ class EngineSettings(_EngineOptions):
         host_cache_bytes: room for them.
         disk_cache_dir: directory for KV files that find no room there.
         disk_cache_bytes: room for those.
+        share_kv: tenants may share its KV; without it, an engine that cannot keep tenants apart is not used
+            where there are several.
     """
 
     kind: Kind

@@ -74,6 +74,7 @@ class AddEngine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     host_cache_bytes: Size | None = None
     disk_cache_dir: Name | None = None
     disk_cache_bytes: Size | None = None
+    share_kv: bool = False
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
