@@ -113,10 +113,8 @@ class Steps:
 def measure_steps(source: Path, sizes: tuple[int, ...], repeats: int) -> list[Steps]:
     """The steps for one tokenizer."""
     info = EngineInfo("m", "i", frozenset[Capability](), tokens_per_block=16, gpu_blocks=100_000)
-    builder = PromptBuilder(info, tables=PromptTables(max_bytes=1), tokenizer=str(source))
-    if builder.local is None:
-        raise SystemExit(builder.reason)
-    tokenizer = builder.local.tokenizer
+    tokenizer = ChatTokenizer.load(str(source))
+    builder = PromptBuilder(info, tables=PromptTables(max_bytes=1), tokenizer=tokenizer)
     pool = _pool(info)
     chats = Chats(tokenizer)
     plain = Tokenizer.from_file(str(source / "tokenizer.json"))

@@ -72,6 +72,7 @@ class EngineSpec(Generic[Options_co]):
             own by default.
         cert: file of the certificate (PEM) that kvpin shows to it.
         key: file of the private key of `cert`, where it is not in the same file.
+        share_kv: tenants may share its KV, where it cannot keep them apart.
         options: what only engines of its kind have.
     """
 
@@ -85,6 +86,7 @@ class EngineSpec(Generic[Options_co]):
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
+    share_kv: bool = False
     options: Options_co = cast("Options_co", EngineOptions())  # noqa: RUF009 - frozen
 
 
@@ -113,6 +115,8 @@ class EngineInfo:
             first.
         shared_tiers: names the tiers below its GPU; engines with the same name share them. None where it
             shares none.
+        renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
+            cannot be rendered here, it refuses.
     """
 
     model: str
@@ -131,6 +135,7 @@ class EngineInfo:
     shares_prefill: bool = False
     events_read_once: bool = False
     shared_tiers: str | None = None
+    renders_alike: bool = False
 
 
 @dataclass(frozen=True, slots=True)

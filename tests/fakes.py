@@ -17,6 +17,7 @@ from starlette.routing import Mount
 
 from engine_adapter import AiohttpTransport, EngineInfo, EngineLoad, EngineSpec
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.fleet.engine import Engine, EngineState
@@ -288,6 +289,12 @@ class FakeAdapter(OpenAICompatibleAdapter):
             raise self.failures.pop(0)
 
 
+def prompts_of(info: EngineInfo, *, tables: PromptTables | None = None, **engines) -> PromptBuilder:
+    """A builder that tokenises with the engine's tokenizer from the start, unchecked."""
+    tokenizer = ChatTokenizer.load(info.tokenizer) if info.tokenizer is not None else None
+    return PromptBuilder(info, tables=tables or PromptTables(), tokenizer=tokenizer, **engines)
+
+
 def add_ready(fleet: Fleet, engine_id: str, *, model=None, **info) -> Engine:
     """An engine of the fleet that takes requests, with changes of INFO."""
     adapter = FakeAdapter(engine_id, model=model)
@@ -367,7 +374,7 @@ class FakeProxy:
         engine = self.fleet.add(adapter)
         pool = self.fleet.join(engine, adapter.info)
         if self.reuse and pool.prompts is None:
-            pool.prompts = PromptBuilder(adapter.info, tables=PromptTables(max_bytes=1 << 20))
+            pool.prompts = prompts_of(adapter.info)
         engine.state = EngineState.READY
         return engine
 

@@ -35,10 +35,10 @@ from proxy.control.warm import Warming
 from proxy.core.pins import PinBook
 from proxy.fleet.engine import Engine, EngineState
 from proxy.flow import Flow
-from proxy.prompt import Prompt, PromptBuilder
+from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from proxy.settings import load_settings
-from tests.fakes import INFO, FakeAdapter
+from tests.fakes import INFO, FakeAdapter, prompts_of
 
 ALL = frozenset(Capability)
 
@@ -52,7 +52,8 @@ class KvFake(FakeAdapter):
 
     def __init__(self, engine_id="a", capabilities=ALL, adapters=(), **options):
         # No events unless a test feeds them, so that its view is learned.
-        info = replace(INFO, capabilities=capabilities, adapters=frozenset(adapters))
+        alike = Capability.EXTRA_IDS in capabilities
+        info = replace(INFO, capabilities=capabilities, adapters=frozenset(adapters), renders_alike=alike)
         super().__init__(engine_id, info=info, **options)
         self.tiers: dict[tuple, str] = {}
         self.pins: dict[str, list] = {}
@@ -172,7 +173,7 @@ class KvWorld:
         pool = self.fleet.join(engine, fake.info)
         if pool.prompts is None:
             info = replace(fake.info, tokenizer=self.tokenizer, vocab_size=600, hidden_size=4)
-            pool.prompts = PromptBuilder(info, tables=self.proxy.tables)
+            pool.prompts = prompts_of(info, tables=self.proxy.tables)
         engine.state = EngineState.READY
         self.engines[engine.id] = engine
         return engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import httpx
@@ -15,7 +15,7 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.tls import tls_context
-from engine_adapter.http.transport import KEEPALIVE_S, OutgoingRequest, describe
+from engine_adapter.http.transport import KEEPALIVE_S, AiohttpTransport, OutgoingRequest, describe
 from engine_adapter.types import EngineSpec
 
 _CONNECT_S, _ANSWER_S = 5.0, 60.0
@@ -105,6 +105,9 @@ class ControlClient:
     """Calls an engine's own routes, apart from the data plane.
 
     Every call raises EngineUnavailable when no answer comes and EngineRejected when it is an error.
+
+    Attributes:
+        lean: for calls that requests wait for.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -118,6 +121,7 @@ class ControlClient:
             limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S),
             trust_env=False,
         )
+        self.lean = LeanClient(spec)
 
     async def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
         """The JSON at `path`."""
@@ -136,11 +140,9 @@ class ControlClient:
         """Sends JSON or raw bytes; returns the JSON answered. `answer_s` overrides the usual time limit."""
         if content is None and json is not None:
             content = msgspec.json.encode(json)
-        raw = await self.fetch(method, path, content, headers, answer_s=answer_s)
-        try:
-            return msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise EngineUnavailable(f"{method} {path}: the answer is not JSON") from error
+        return _decoded(
+            await self.fetch(method, path, content, headers, answer_s=answer_s), f"{method} {path}"
+        )
 
     async def fetch(
         self,
@@ -162,11 +164,48 @@ class ControlClient:
             raise EngineUnavailable(f"{method} {path}: {_describe(error)}") from error
         if response.is_success:
             return response.content
-        raise _rejection(response)
+        raise _rejection(response.status_code, response.content)
 
     async def aclose(self) -> None:
         """Closes its connections."""
         await self._client.aclose()
+        await self.lean.aclose()
+
+
+class JsonCaller(Protocol):
+    """Calls an engine's routes with JSON: `ControlClient`, or its `lean` part."""
+
+    async def call(self, method: str, path: str, *, json: object = None, content: bytes | None = None) -> Any:  # noqa: ANN401 - JSON
+        """Sends JSON or raw bytes; returns the JSON answered. Raises EngineUnavailable and EngineRejected."""
+
+
+class LeanClient:
+    """Calls an engine's own routes over the data plane's transport, at a tenth of httpx's CPU.
+
+    It waits as long as its caller: set a time-out.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._transport: AiohttpTransport | None = None
+
+    async def call(self, method: str, path: str, *, json: object = None, content: bytes | None = None) -> Any:  # noqa: ANN401 - JSON
+        """See `JsonCaller.call`."""
+        if self._transport is None:  # made here, as it needs a running event loop
+            self._transport = AiohttpTransport()
+        body = JsonBody(content if content is not None else msgspec.json.encode(json))
+        headers = {"content-type": "application/json"}
+        request = prepare_request(self._spec, method, path, headers, body)
+        async with await self._transport.send(request) as response:
+            raw = await response.read()
+        if not httpx.codes.is_success(response.status):
+            raise _rejection(response.status, raw)
+        return _decoded(raw, f"{method} {path}")
+
+    async def aclose(self) -> None:
+        """Closes its connections."""
+        if self._transport is not None:
+            await self._transport.aclose()
 
 
 def model_name(models: object) -> str:
@@ -217,9 +256,16 @@ def _describe(error: httpx.HTTPError) -> str:
     return text
 
 
-def _rejection(response: httpx.Response) -> EngineRejected | EngineUnavailable:
+def _decoded(raw: bytes, call: str) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineUnavailable(f"{call}: the answer is not JSON") from error
+
+
+def _rejection(status: int, content: bytes) -> EngineRejected | EngineUnavailable:
     """What an error answer means."""
-    error = read_error(response.content)
-    if response.status_code in (502, 503, 504):
-        return EngineUnavailable(f"the engine answered {response.status_code}: {error.message}")
-    return EngineRejected(error.message, status=response.status_code, param=error.param)
+    error = read_error(content)
+    if status in (502, 503, 504):
+        return EngineUnavailable(f"the engine answered {status}: {error.message}")
+    return EngineRejected(error.message, status=status, param=error.param)

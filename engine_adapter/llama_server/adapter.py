@@ -140,7 +140,7 @@ class LlamaServerAdapter(Undeclared):
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
-        return await tokenize(self._control, path, body)
+        return await tokenize(self._control.lean, path, body)
 
     def not_supported(self, capability: Capability) -> NotSupported:
         """See `EngineAdapter.not_supported`."""

@@ -22,7 +22,7 @@ import msgspec
 from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.prompt.chat_messages import EmbeddingSlot, normalize_messages
 from engine_adapter.prompt.content_format import content_format
-from engine_adapter.prompt.encoders import exact_encoder
+from engine_adapter.prompt.encoders import Encoder, exact_encoder
 from engine_adapter.prompt.extra_ids import Embeddings, prompt_embeds_extra_id
 from engine_adapter.prompt.gguf_tokenizer import load_gguf_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
@@ -67,11 +67,17 @@ class ChatTokenizer:
         source: the directory or hub id it was loaded from.
     """
 
-    def __init__(self, tokenizer: Any, *, source: str) -> None:  # noqa: ANN401 - transformers is untyped
-        """Wraps a transformers tokenizer; `load` is the usual way to one."""
+    def __init__(self, tokenizer: Any, *, source: str, encoder: Encoder | None = None) -> None:  # noqa: ANN401
+        """Wraps a transformers tokenizer; `load` is the usual way to one.
+
+        Args:
+            tokenizer: of transformers, which is untyped.
+            source: where it comes from.
+            encoder: gives its ids; looked for by default, which takes seconds.
+        """
         self.source = source
         self._tokenizer = tokenizer
-        self._encoder = exact_encoder(tokenizer)
+        self._encoder = encoder or exact_encoder(tokenizer)
 
     @classmethod
     def load(cls, source: str) -> ChatTokenizer:
@@ -80,23 +86,8 @@ class ChatTokenizer:
         Raises:
             EngineSpecError: nothing usable is there; one sentence says why.
         """
-        looks_like_path = source.startswith(("/", ".", "~"))
-        path = Path(source).expanduser()
-        is_gguf = path.suffix == ".gguf"
-        if looks_like_path and not is_gguf and not path.is_dir():
-            raise EngineSpecError(f"tokenizer {source!r} is not a directory")
-        try:
-            with _LOADING:
-                if is_gguf:
-                    tokenizer = load_gguf_tokenizer(path)
-                else:
-                    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, used here alone
-
-                    tokenizer = AutoTokenizer.from_pretrained(str(path) if looks_like_path else source)
-        except Exception as error:  # the Rust tokenizers raise the bare class for a broken file
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise EngineSpecError(f"tokenizer {source!r} cannot be loaded: {reason}") from error
-        return cls(tokenizer, source=source)
+        check_source(source)
+        return cls(load_transformers(source), source=source)
 
     @property
     def encoder(self) -> str:
@@ -211,6 +202,35 @@ class ChatTokenizer:
             token_ids.extend(ids)
             extra_ids.extend(array("Q", [identity]) * len(ids))
         return ChatPrompt(token_ids, extra_ids, embeddings)
+
+
+def check_source(source: str) -> None:
+    """Raises EngineSpecError for a path where no tokenizer can be."""
+    if _is_path(source) and Path(source).suffix != ".gguf" and not Path(source).expanduser().is_dir():
+        raise EngineSpecError(f"tokenizer {source!r} is not a directory")
+
+
+def load_transformers(source: str, **options: Any) -> Any:  # noqa: ANN401 - transformers is untyped
+    """The transformers tokenizer of a directory, a GGUF file or a hub id; `options` are of `from_pretrained`.
+
+    Raises:
+        EngineSpecError: nothing usable is there; one sentence says why.
+    """
+    path = Path(source).expanduser()
+    try:
+        with _LOADING:
+            if path.suffix == ".gguf":
+                return load_gguf_tokenizer(path)
+            from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, used here alone
+
+            return AutoTokenizer.from_pretrained(str(path) if _is_path(source) else source, **options)
+    except Exception as error:  # the Rust tokenizers raise the bare class for a broken file
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise EngineSpecError(f"tokenizer {source!r} cannot be loaded: {reason}") from error
+
+
+def _is_path(source: str) -> bool:
+    return source.startswith(("/", ".", "~"))
 
 
 class _Chat:

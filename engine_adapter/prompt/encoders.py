@@ -113,6 +113,20 @@ class FastokensEncoder:
         return token_ids
 
 
+def make_encoder(name: str, backend: Any, description: str) -> Encoder:  # noqa: ANN401 - tokenizers is untyped
+    """The encoder that was found to be exact: `tokenizers` or `fastokens`.
+
+    Args:
+        name: which one.
+        backend: the tokenizer as the `tokenizers` library has it.
+        description: its `tokenizer.json`.
+    """
+    plain = TokenizersEncoder(backend)
+    if name == plain.name:
+        return plain
+    return FastokensEncoder(description, plain, split_special_tokens=bool(backend.encode_special_tokens))
+
+
 def exact_encoder(tokenizer: Any) -> Encoder:  # noqa: ANN401 - transformers is untyped
     """The fastest encoder that gives what `tokenizer`, of transformers, gives."""
     reference = TransformersEncoder(tokenizer)

@@ -111,7 +111,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
-        return await tokenize(self._control, path, body)
+        return await tokenize(self._control.lean, path, body)
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""

@@ -194,7 +194,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         # Tokens have no salt, and the render route of completions would refuse it.
         left_out = dict.fromkeys((SALT, *self._fields.droppable(path, body)))
         sent = body.replace(**left_out, **self._named(path, body))
-        return _rendered(await self._control.call("POST", f"{path}/render", content=sent.raw))
+        return _rendered(await self._control.lean.call("POST", f"{path}/render", content=sent.raw))
 
     # --- KV -------------------------------------------------------------------------------------------
 

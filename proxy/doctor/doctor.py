@@ -108,13 +108,10 @@ async def examine(
                 info, load = await adapter.connect(), await adapter.load()
         except TimeoutError:
             raise EngineUnavailable(f"{spec.url} does not answer within {CONNECT_S:.0f} s") from None
-        builder = await asyncio.to_thread(
-            PromptBuilder,
-            info,
-            tables=PromptTables(),
-            tokenizer=spec.tokenizer,
-            engines=lambda: (adapter,),
-        )
+        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: (adapter,))
+        source = spec.tokenizer or info.tokenizer
+        if source is not None:
+            await builder.load(source)
         tokenisation = await verify_exactness(builder, adapter)
         async with Ward(adapter, info, builder) as ward:
             view = await ward.first_view(takes_events=probe)

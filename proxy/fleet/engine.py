@@ -36,6 +36,7 @@ class EngineState(StrEnum):
     SUSPECT = "suspect"  # a request failed on it; being checked
     DOWN = "down"
     DRAINING = "draining"  # finishes what it has
+    REFUSED = "refused"  # not used: tenants would share its KV
 
 
 class Process(Protocol):

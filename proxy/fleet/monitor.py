@@ -8,12 +8,12 @@ from time import monotonic
 
 import structlog
 
-from engine_adapter import Capability, EngineError, EngineInfo, EngineUnavailable, Finding
+from engine_adapter import Capability, EngineError, EngineUnavailable, Finding
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.pool import Pool
-from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
+from proxy.fleet.tokenisation import Tokenisation
+from proxy.prompt import PromptTables
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -54,7 +54,8 @@ class Monitor:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._isolated = isolated
-        self._told: dict[str, tuple[Finding, ...]] = {}
+        self._tokenisation = Tokenisation(tasks, tables)
+        self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
 
     def watch(self, engine: Engine) -> None:
         """Starts looking after an engine of the fleet."""
@@ -63,6 +64,7 @@ class Monitor:
     def forget(self, engine: Engine) -> None:
         """Stops looking after it."""
         self._tasks.cancel(f"watch {engine.id}")
+        self._findings.pop(engine.id, None)
         if self._ingest is not None:
             self._ingest.leave(engine)
 
@@ -84,19 +86,15 @@ class Monitor:
             info = await engine.adapter.connect()
         pool = self._fleet.join(engine, info)
         await self._give_tables(engine)
-        if pool.prompts is None:
-            pool.prompts = await self._make_prompts(engine, info, pool)
+        self._tokenisation.join(engine, info, pool)
         if self._ingest is not None:
             self._ingest.follow(engine, pool)
-        if engine.state is not EngineState.DRAINING:
-            engine.state = EngineState.READY
         engine.last_error = None
-        self._told.pop(engine.id, None)
-        self._tell_findings(engine)
-        if self._isolated and not engine.can(Capability.CACHE_SALT):
-            why = str(engine.adapter.not_supported(Capability.CACHE_SALT))
-            log.warning("tenants share the KV of this engine", engine=engine.id, why=why)
-        log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
+        self._findings.pop(engine.id, None)
+        self._log_findings(engine)
+        self._admit(engine)
+        if engine.state is EngineState.READY:
+            log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
 
     async def _until_lost(self, engine: Engine) -> None:
         """Checks a connected engine until it fails a check or turns out to be another process."""
@@ -107,15 +105,17 @@ class Monitor:
             # Before the check: a request that fails while it runs asks for another one.
             engine.check_now.clear()
             async with asyncio.timeout(self._timeout_s):
-                if engine.state is EngineState.SUSPECT:
-                    await self._recheck(engine)
-                    engine.state = EngineState.READY
-                    continue
-                load = await engine.adapter.load()
-                if load.counted:
-                    engine.ledger.reported(monotonic(), load.running + load.waiting)
-                if load.outdated:
-                    await self._recheck(engine)
+                await self._check(engine)
+
+    async def _check(self, engine: Engine) -> None:
+        """One health check; a suspect engine, or one that changed, is asked what it is and can do."""
+        if engine.state is not EngineState.SUSPECT:
+            load = await engine.adapter.load()
+            if load.counted:
+                engine.ledger.reported(monotonic(), load.running + load.waiting)
+            if not load.outdated:
+                return
+        await self._recheck(engine)
 
     async def _recheck(self, engine: Engine) -> None:
         """A request failed, or what it can do has changed: is it the same process, and what can it do?"""
@@ -123,18 +123,42 @@ class Monitor:
         if engine.info is None or info.instance != engine.info.instance:
             raise EngineUnavailable("the engine was restarted")
         engine.info = info
-        self._tell_findings(engine)
+        self._log_findings(engine)
+        self._admit(engine)
 
-    def _tell_findings(self, engine: Engine) -> None:
+    def _admit(self, engine: Engine) -> None:
+        """Lets a connected engine take requests, unless it is draining or tenants would share its KV."""
+        if engine.state is EngineState.DRAINING:
+            return
+        can_isolate = engine.can(Capability.CACHE_SALT) or engine.adapter.spec.share_kv
+        if can_isolate or not self._isolated:
+            engine.state = EngineState.READY
+        elif engine.state is not EngineState.REFUSED:
+            self._refuse(engine)
+
+    def _refuse(self, engine: Engine) -> None:
+        engine.state = EngineState.REFUSED
+        engine.last_error = (
+            f"tenants would share its KV: {engine.adapter.not_supported(Capability.CACHE_SALT)}; "
+            "or let them: share_kv=true on this engine"
+        )
+        log.warning("engine is not used", engine=engine.id, reason=engine.last_error)
+        if all(each.state is EngineState.REFUSED for each in self._fleet.engines.values()):
+            log.error(
+                "no engine is used: there are several tenants, and no engine keeps their KV apart",
+                remedy="set share_kv=true on each engine whose KV tenants may share",
+            )
+
+    def _log_findings(self, engine: Engine) -> None:
         """Logs what is found wanting, and what no longer is, each once."""
-        before, now = self._told.get(engine.id, ()), engine.adapter.findings()
-        self._told[engine.id] = now
+        before, now = self._findings.get(engine.id, ()), engine.adapter.findings()
+        self._findings[engine.id] = now
         for finding in now:
             if finding not in before:
                 log.warning("engine is not used fully", engine=engine.id, finding=str(finding))
         for finding in before:
             if finding not in now:
-                log.info("no longer so", engine=engine.id, finding=finding.problem)
+                log.info("finding is gone", engine=engine.id, finding=finding.problem)
 
     def _lose(self, engine: Engine, error: Exception) -> None:
         """The engine is gone, and with it all that was known of its KV."""
@@ -161,18 +185,3 @@ class Monitor:
         if engine.can(Capability.PROMPT_TABLES):
             for table in self._tables.list():
                 await engine.adapter.put_prompt_table(table)
-
-    async def _make_prompts(self, engine: Engine, info: EngineInfo, pool: Pool) -> PromptBuilder:
-        """The pool's tokeniser, checked against the engine once."""
-        builder = await asyncio.to_thread(
-            PromptBuilder,
-            info,
-            tables=self._tables,
-            tokenizer=engine.adapter.spec.tokenizer,
-            engines=pool.tokenisers,
-            renderers=pool.renderers,
-        )
-        exactness = await verify_exactness(builder, engine.adapter)
-        level = log.info if exactness.ok else log.warning
-        level("tokenisation checked against the engine", model=pool.model, detail=exactness.detail)
-        return builder

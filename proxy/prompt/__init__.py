@@ -6,13 +6,14 @@ media.py       images, audio and video                      exactness.py   are o
 builder.py     all of it: body → Prompt
 """
 
-from proxy.prompt.builder import Exactness, Prompt, PromptBuilder
+from proxy.prompt.builder import Exactness, Load, Prompt, PromptBuilder
 from proxy.prompt.exactness import audit_tokens, verify_exactness
 from proxy.prompt.media import MediaUuids
 from proxy.prompt.tables import PromptTables
 
 __all__ = [
     "Exactness",
+    "Load",
     "MediaUuids",
     "Prompt",
     "PromptBuilder",

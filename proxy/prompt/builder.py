@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,6 +18,7 @@ from engine_adapter import (
     common_prefix,
 )
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
+from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of
@@ -35,6 +36,7 @@ from proxy.prompt.tables import PromptTables
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokenizer
 
 Source = Literal["local", "engine", "client"]
+Load = Callable[[str], Awaitable[ChatTokenizer]]
 # Texts whose tokens have nothing in common, from the first one on.
 _ANY_TEXT = ("0", "x")
 
@@ -83,6 +85,13 @@ class Exactness:
     detail: str
     source: Literal["local", "engine", "none"]
 
+    @property
+    def event(self) -> str:
+        """What to call this in a log."""
+        if self.source == "local":
+            return "tokenizer gives the engine's ids" if self.ok else "tokenizer is not checked"
+        return "the engines tokenise" if self.source == "engine" else "prompts are not followed"
+
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
@@ -102,9 +111,9 @@ class PromptBuilder:
         info: what the pool's first engine said of itself.
         local: the tokenizer loaded here, None where there is none.
         reason: why there is none.
-        exact: the ids that are made here were found to be the engine's.
+        exact: the ids made here were found to be the engine's.
         exactness: how prompts are tokenised, and whether that is known to be right.
-        agreed, differed: served prompts whose ids the engine was asked for, and made the same, or others.
+        agreed, differed: served prompts for which the engine reported the same ids, or others.
     """
 
     def __init__(
@@ -112,49 +121,64 @@ class PromptBuilder:
         info: EngineInfo,
         *,
         tables: PromptTables,
-        tokenizer: str | None = None,
+        tokenizer: ChatTokenizer | None = None,
         engines: Callable[[], Iterable[EngineAdapter]] = tuple,
         renderers: Callable[[], Iterable[EngineAdapter]] = tuple,
     ) -> None:
-        """Loads the tokenizer, which takes seconds: call it in a thread.
+        """Until there is a tokenizer here, the engines tokenise.
 
         Args:
             info: what the engine says of itself.
             tables: the registered prompt tables.
-            tokenizer: directory or hub id; the engine's own word by default.
+            tokenizer: the engine's, loaded here; used at once, see `adopt` for one that is yet to be checked.
             engines: gives those that can tokenise now.
-            renderers: gives those that can tokenise what holds images now.
+            renderers: gives those that can tokenise prompts with images now.
         """
         self.info = info
         self.local: LocalTokenizer | None = None
-        self.reason = ""
+        self.reason = "no tokenizer is known for this model"
         self.exact = False
         self.exactness = Exactness(False, "not checked yet", "none")
         self.agreed = self.differed = 0
         self._refuted: set[Source] = set()
         self._tables = tables
-        source = tokenizer or info.tokenizer
-        if source is None:
-            self.reason = "no tokenizer is known for this model"
-        else:
-            try:
-                self.local = LocalTokenizer(
-                    ChatTokenizer.load(source), vocab_size=info.vocab_size, hidden_size=info.hidden_size
-                )
-            except EngineSpecError as error:
-                self.reason = str(error)
-        self._tokenizer: PromptTokenizer | None = self.local
         self._engines = EngineTokenizer(engines, renderers)
-        # Such an engine renders with the same code: what cannot be rendered here is the client's fault.
-        # Any other may take more than we do, so that a prompt we do not understand is only unknown.
-        self._strict = Capability.EXTRA_IDS in info.capabilities
+        self._tokenizer: PromptTokenizer = self._engines
+        # An engine that renders with the same code refuses what cannot be rendered here: the client's fault.
+        # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
+        self._strict = info.renders_alike
         self._asks_about_tools = False
         self._asks_about_special = Capability.TOKENIZE in info.capabilities and not self._strict
+        if tokenizer is not None:
+            self.adopt(tokenizer)
+            self.use_local()
 
     @property
-    def tokenizer(self) -> PromptTokenizer | None:
-        """What prompts are tokenised with now; None where only ready token ids can be followed."""
+    def tokenizer(self) -> PromptTokenizer:
+        """What prompts are tokenised with now."""
         return self._tokenizer
+
+    def adopt(self, tokenizer: ChatTokenizer) -> None:
+        """The engine's tokenizer is loaded here. Prompts are tokenised with it after `use_local`."""
+        self.local = LocalTokenizer(
+            tokenizer, vocab_size=self.info.vocab_size, hidden_size=self.info.hidden_size
+        )
+
+    async def load(self, source: str, load: Load = load_tokenizer) -> None:
+        """Loads the engine's tokenizer and adopts it, which takes seconds; `reason` says why it failed.
+
+        Args:
+            source: directory, GGUF file or hub id.
+            load: loads it; raises EngineSpecError.
+        """
+        try:
+            self.adopt(await load(source))
+        except EngineSpecError as error:
+            self.reason = str(error)
+
+    def use_local(self) -> None:
+        """From now on prompts are tokenised here, if a tokenizer was loaded."""
+        self._tokenizer = self.local or self._engines
 
     def ask_engines(self) -> None:
         """From now on the engines tokenise everything."""
@@ -256,7 +280,7 @@ class PromptBuilder:
         special = not self._strict and is_special(source, body)
         if (special and self._asks_about_special) or (self._asks_about_tools and source.has_tools):
             tokenizer = self._engines
-        if tokenizer is None or (tokenizer is self.local and special and has_own_template(body)):
+        if tokenizer is self.local and special and has_own_template(body):
             return None
         try:
             return self._made(await tokenizer.chat(source, body), tokenizer, certain=not special)
@@ -268,10 +292,8 @@ class PromptBuilder:
     async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> _Tokens | None:
         if isinstance(source.prompt, array):
             tokens: _Tokens | None = _Tokens(ChatPrompt(source.prompt), "client", exact=True)
-        elif self._tokenizer is not None:
-            tokens = self._made(await self._tokenizer.text(source, path, body), self._tokenizer)
         else:
-            tokens = None
+            tokens = self._made(await self._tokenizer.text(source, path, body), self._tokenizer)
         if tokens is None:
             return None
         vocab_size = self.info.vocab_size

@@ -128,18 +128,32 @@ async def _verify(builder: PromptBuilder, adapter: EngineAdapter) -> Exactness:
     can_ask = Capability.TOKENIZE in builder.info.capabilities
     if builder.local is None:
         if can_ask:
-            builder.ask_engines()
             return Exactness(True, f"the engine tokenises each prompt: {builder.reason}", "engine")
         return Exactness(False, f"prompts are not followed: {builder.reason}", "none")
     source = builder.local.tokenizer.source
     if not can_ask:
+        builder.use_local()
         return Exactness(
             False, f"tokenised here with {source!r}, unchecked: the engine has no route to check", "local"
         )
+    count, difference = await _first_difference(builder, builder.local, adapter)
+    if difference is not None:
+        builder.ask_engines()
+        detail = f"the engine tokenises each prompt: {source!r} differs on {difference}"
+        return Exactness(True, detail, "engine")
+    builder.exact = True
+    builder.use_local()
+    return Exactness(True, f"tokenised here with {source!r}, as the engine does on {count} prompts", "local")
+
+
+async def _first_difference(
+    builder: PromptBuilder, local: LocalTokenizer, adapter: EngineAdapter
+) -> tuple[int, str | None]:
+    """The number of prompts that were compared, and the first on which our ids are not the engine's."""
     count = 0
     for name, path, body in _probes(builder.info.model):
         try:
-            difference = await _difference(builder.local, adapter, path, body)
+            difference = await _difference(local, adapter, path, body)
         except EngineRejected as error:
             if "tools" in body:  # vLLM without a tool parser: all else may be as here
                 builder.ask_engines_about_tools()
@@ -147,14 +161,8 @@ async def _verify(builder: PromptBuilder, adapter: EngineAdapter) -> Exactness:
             difference = f"the engine refuses it ({error})"
         count += 1
         if difference is not None:
-            builder.ask_engines()
-            return Exactness(
-                True,
-                f"the engine tokenises each prompt: {source!r} differs on {name!r}: {difference}",
-                "engine",
-            )
-    builder.exact = True
-    return Exactness(True, f"tokenised here with {source!r}, as the engine does on {count} prompts", "local")
+            return count, f"{name!r}: {difference}"
+    return count, None
 
 
 def _probes(model: str) -> Iterator[tuple[str, str, JsonBody]]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.media import mark_media
 from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
+
+ANSWER_S = 2.0
+"""How long a request waits for an engine to tokenise it."""
 
 
 class PromptTokenizer(Protocol):
@@ -54,10 +59,10 @@ class LocalTokenizer:
 
 
 class EngineTokenizer:
-    """Asks an engine, one request for each prompt: slower, and always right.
+    """Asks the engines in turn, one request for each prompt: slower, and always right.
 
-    Engines that do not answer leave the prompt unknown rather than failing it: the request itself may yet
-    be served, and an error in it is the engine's to report.
+    A prompt that no engine tokenises within 2 s stays unknown and does not fail: it is placed by session and
+    load, and an error in it is the engine's to report.
     """
 
     def __init__(
@@ -65,10 +70,10 @@ class EngineTokenizer:
         engines: Callable[[], Iterable[EngineAdapter]],
         renderers: Callable[[], Iterable[EngineAdapter]] = tuple,
     ) -> None:
-        """`engines` gives those that can be asked now, `renderers` those of them that tell where images lie;
-        the first that answers is believed."""
+        """`engines` gives those that can be asked now, `renderers` those that also say where images lie."""
         self._engines = engines
         self._renderers = renderers
+        self._turn = -1
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
         """See `PromptTokenizer.chat`. None for a chat that is not all text: ids do not tell images apart."""
@@ -79,24 +84,29 @@ class EngineTokenizer:
         return await self.ask(path, body)
 
     async def ask(self, path: str, body: JsonBody) -> ChatPrompt | None:
-        """Token ids of a request, None where no engine tells."""
-        for adapter in self._engines():
-            try:
-                return ChatPrompt(await adapter.tokenize(path, body))
-            except EngineUnavailable:
-                continue
-            except EngineRejected:
-                return None
+        """Token ids of a request; None where the engine refuses it, or none answers in time."""
+        with suppress(TimeoutError, EngineRejected):
+            async with asyncio.timeout(ANSWER_S):
+                for adapter in self._in_turn(self._engines):
+                    with suppress(EngineUnavailable):
+                        return ChatPrompt(await adapter.tokenize(path, body))
         return None
 
     async def render(self, path: str, body: JsonBody) -> ChatPrompt | None:
         """Tokens of a request that holds images, audio or video, each marked where it begins; None where no
-        engine tells. An engine that refuses may lack what only another one has: an item sent before."""
-        for adapter in self._renderers():
-            try:
-                rendered = await adapter.render(path, body)
-            except (EngineUnavailable, EngineRejected):
-                continue
-            token_ids = rendered.token_ids
-            return ChatPrompt(token_ids, mark_media(len(token_ids), rendered.media))
+        engine answers in time. One that refuses may lack an item that was sent to another: all are asked."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                for adapter in self._in_turn(self._renderers):
+                    with suppress(EngineUnavailable, EngineRejected):
+                        rendered = await adapter.render(path, body)
+                        marks = mark_media(len(rendered.token_ids), rendered.media)
+                        return ChatPrompt(rendered.token_ids, marks)
         return None
+
+    def _in_turn(self, engines: Callable[[], Iterable[EngineAdapter]]) -> list[EngineAdapter]:
+        """The engines, each call beginning with the next one."""
+        found = list(engines())
+        self._turn += 1
+        first = self._turn % len(found) if found else 0
+        return found[first:] + found[:first]

@@ -110,6 +110,7 @@ class _EngineSettings(BaseModel):
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
+    share_kv: bool = False
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
@@ -134,6 +135,7 @@ class _EngineSettings(BaseModel):
             ca=self.ca,
             cert=self.cert,
             key=self.key,
+            share_kv=self.share_kv,
             options=make_options(self.kind, options) if self.kind in ENGINE_KINDS else EngineOptions(),
         )
 
@@ -152,6 +154,8 @@ class EngineSettings(_EngineSettings):
         ca: file of the certificate authorities (PEM) its certificate is checked against.
         cert: file of the certificate (PEM) that kvpin shows to it.
         key: file of the private key of `cert`.
+        share_kv: tenants may share its KV; without it, an engine that cannot keep tenants apart is not used
+            where there are several.
     """
 
     url: Url

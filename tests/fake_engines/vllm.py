@@ -34,6 +34,7 @@ class VllmOptions:
     """What a server is started with; the flags' names where there is one.
 
     Attributes:
+        root: directory or hub id of the model, as `/v1/models` names it.
         num_gpu_blocks: one of them is always kept empty.
         names_sources: it has `/kv_event_sources` (0.26 and later).
         log_stats: `/metrics` tells of the engine.
@@ -44,6 +45,7 @@ class VllmOptions:
     """
 
     model: str = "tiny"
+    root: str = str(MODEL_DIR)
     adapters: tuple[str, ...] = ()
     block_size: int = 16
     num_gpu_blocks: int = 129
@@ -201,7 +203,7 @@ class FakeVllm:
 
     async def _models(self, _: Request) -> Response:
         options = self.options
-        base = {"id": options.model, "root": str(MODEL_DIR), "parent": None}
+        base = {"id": options.model, "root": options.root, "parent": None}
         data = [base | {"max_model_len": options.max_model_len}]
         data += [{"id": name, "root": f"/{name}", "parent": options.model} for name in options.adapters]
         return JSONResponse({"object": "list", "data": data})

@@ -21,7 +21,6 @@ from engine_adapter import (
 from proxy.core.index.view import EngineView
 from proxy.core.placement.demand import MIN_UTILISATION
 from proxy.fleet.engine import EngineState
-from proxy.prompt import PromptBuilder, PromptTables
 from proxy.request.calls import Call, Reply
 from proxy.request.forward import Outcome
 from proxy.request.session import Session
@@ -37,6 +36,7 @@ from tests.fakes import (
     connect_to,
     is_openai_error,
     post,
+    prompts_of,
     proxy_over,
 )
 from tests.holding import HoldingAdapter, Reader
@@ -561,7 +561,7 @@ class TestTokensThatEnginesTell:
     async def proxy(self, a, tokenizer_dir):
         async with proxy_over(a, reuse=True) as proxy:
             info = replace(INFO, tokenizer=str(tokenizer_dir))
-            proxy.fleet.pools["m"].prompts = PromptBuilder(info, tables=PromptTables())
+            proxy.fleet.pools["m"].prompts = prompts_of(info)
             yield proxy
             await proxy.settled()
 
@@ -659,7 +659,7 @@ class TestMedia:
         a = HoldingAdapter(engine)
         async with proxy_over(a, reuse=True) as proxy, client_of(proxy) as client:
             info = replace(INFO, tokenizer=str(tokenizer_dir))
-            proxy.fleet.pools["m"].prompts = PromptBuilder(info, tables=PromptTables())
+            proxy.fleet.pools["m"].prompts = prompts_of(info)
             tokens = array("i", [1, 2, 3])
             a.make = lambda body: Hold(body, answer=Reader(cached=500, tokens=tokens))
             for part in (self.CAT, self.DOG):

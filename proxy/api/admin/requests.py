@@ -73,7 +73,7 @@ class RequestRoutes:
                 "GET",
                 "/requests/{request_id}",
                 self.get_request,
-                "One request, by kvpin's id or its client's: its cached tokens, and why its cache missed or hit.",
+                "One request, by kvpin's id or its client's: why its cache missed or hit.",
                 RequestAnswer,
                 query=(
                     Query("tenant", "string", "Whose request it is, where several clients send the same id."),

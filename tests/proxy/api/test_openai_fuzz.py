@@ -9,8 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_adapter import Capability
-from proxy.prompt import PromptBuilder, PromptTables
-from tests.fakes import ANSWER, ASK, CHAT, INFO, STREAM, FakeAdapter, FakeEngine, client_of, proxy_over
+from tests.fakes import (
+    ANSWER,
+    ASK,
+    CHAT,
+    INFO,
+    STREAM,
+    FakeAdapter,
+    FakeEngine,
+    client_of,
+    prompts_of,
+    proxy_over,
+)
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=10)
 JSON = st.recursive(
@@ -71,12 +81,15 @@ def world(tokenizer_dir):
         running = proxy_over(reuse=True)
         proxy = runner.run(running.__aenter__())
         info = replace(
-            INFO, vocab_size=600, max_model_len=2000, capabilities=frozenset({Capability.EXTRA_IDS})
+            INFO,
+            vocab_size=600,
+            max_model_len=2000,
+            tokenizer=str(tokenizer_dir),
+            capabilities=frozenset({Capability.EXTRA_IDS}),
+            renders_alike=True,
         )
         proxy.add(FakeAdapter("a", engine.url, info=info))
-        proxy.fleet.pools["m"].prompts = PromptBuilder(
-            info, tables=PromptTables(max_bytes=1 << 20), tokenizer=str(tokenizer_dir)
-        )
+        proxy.fleet.pools["m"].prompts = prompts_of(info)
         client = client_of(proxy)
         yield runner, proxy, client
         runner.run(client.aclose())

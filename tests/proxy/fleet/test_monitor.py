@@ -76,17 +76,47 @@ async def test_an_engine_becomes_ready_and_joins_the_pool_of_its_model(world):
     assert engine.info == INFO
 
 
-@pytest.mark.parametrize(("isolated", "salted"), [(True, False), (True, True), (False, False)])
-async def test_an_engine_that_cannot_keep_tenants_apart_is_told_of(isolated, salted):
-    world = World(isolated=isolated)
-    able = frozenset({Capability.CACHE_SALT} if salted else ())
-    with structlog.testing.capture_logs() as logs:
-        engine, _ = world.add(capabilities=able)
+class TestIsolation:
+    """With several tenants, an engine that cannot keep their KV apart is used only where it may share it."""
+
+    @pytest.fixture
+    async def world(self):
+        world = World(isolated=True)
+        yield world
+        await world.tasks.stop()
+
+    async def test_such_an_engine_is_not_used_and_the_log_names_the_setting(self, world):
+        with structlog.testing.capture_logs() as logs:
+            engine, _ = world.add()
+            await world.state(engine, EngineState.REFUSED)
+        events = [line["event"] for line in logs]
+        assert "engine is not used" in events
+        assert "engine is ready" not in events
+        assert "share_kv=true" in engine.last_error
+        assert any(event.startswith("no engine is used: there are several tenants") for event in events)
+        assert world.fleet.pools["m"].ready() == []
+        assert not world.fleet.is_ready()
+
+    async def test_it_is_used_where_the_operator_says_so(self, world):
+        engine = world.fleet.add(FakeAdapter("a", share_kv=True))
+        world.monitor.watch(engine)
         await world.state(engine, EngineState.READY)
-        await world.until(lambda: "engine is ready" in [line["event"] for line in logs])
-    told = [line for line in logs if line["event"] == "tenants share the KV of this engine"]
-    assert len(told) == (isolated and not salted)
-    await world.tasks.stop()
+
+    async def test_one_that_keeps_them_apart_is_used_and_the_other_is_not(self, world):
+        able, _ = world.add("a", capabilities=frozenset({Capability.CACHE_SALT}))
+        unable, _ = world.add("b")
+        await world.state(able, EngineState.READY)
+        await world.state(unable, EngineState.REFUSED)
+        assert world.fleet.pools["m"].ready() == [able]
+
+    async def test_it_is_used_once_it_can(self, world):
+        """As a vLLM whose trial of salts is settled later than it joined."""
+        engine = world.fleet.add(adapter := ChangingAdapter("a", info=INFO))
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.REFUSED)
+        adapter.info = replace(INFO, capabilities=frozenset({Capability.CACHE_SALT}))
+        adapter.outdated = True
+        await world.state(engine, EngineState.READY)
 
 
 async def test_one_that_is_not_there_is_tried_again(world):
@@ -176,6 +206,26 @@ class TestSuspicion:
         await world.until(lambda: engine.info.instance == "i2")
         assert len(pool.index) == 0
 
+    async def test_an_engine_that_is_drained_while_it_is_checked_stays_so(self, world):
+        engine, adapter = world.add()
+        await world.state(engine, EngineState.READY)
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def connect():
+            begun.set()
+            await go.wait()
+            return INFO
+
+        adapter.connect = connect
+        engine.suspect(EngineUnavailable("reset"))
+        await asyncio.wait_for(begun.wait(), 1)
+        engine.state = EngineState.DRAINING
+        engine.check_now.clear()
+        go.set()
+        engine.check_now.set()
+        await world.until(lambda: not engine.check_now.is_set())
+        assert engine.state is EngineState.DRAINING
+
     async def test_that_comes_during_a_check_is_not_forgotten(self, world):
         engine, adapter = world.add()
         await world.state(engine, EngineState.READY)
@@ -229,6 +279,7 @@ async def test_a_forgotten_engine_is_looked_after_no_more(world):
     engine, adapter = world.add()
     await world.state(engine, EngineState.READY)
     world.monitor.forget(engine)
+    assert world.monitor._findings == {}
     world.fleet.remove("a")
     await asyncio.sleep(0)
     before = adapter.checks

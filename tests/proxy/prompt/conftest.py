@@ -69,4 +69,4 @@ def info_of(tokenizer_dir):
 
 @pytest.fixture
 def embedded(info_of):
-    return info_of(Capability.TOKENIZE, Capability.EXTRA_IDS)
+    return info_of(Capability.TOKENIZE, Capability.EXTRA_IDS, renders_alike=True)

@@ -10,6 +10,7 @@ from engine_adapter import Capability, ChatError, JsonBody, PromptTableError
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, PromptTables
+from tests.fakes import prompts_of
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 VOCAB, HIDDEN = 1000, 4
@@ -27,7 +28,7 @@ def tables():
 @pytest.fixture
 def build(tables):
     async def build(info, path, *, salt=None, builder=None, **fields):
-        builder = builder or PromptBuilder(info, tables=tables)
+        builder = builder or prompts_of(info, tables=tables)
         return await builder.build(path, JsonBody(msgspec.json.encode(fields)), salt=salt)
 
     return build
@@ -59,7 +60,7 @@ async def test_text_and_token_ids(build, embedded, engine):
 
 async def test_who_made_the_ids_and_whether_they_are_exact(build, info_of, tables, engine):
     info = info_of(Capability.TOKENIZE)
-    builder = PromptBuilder(info, tables=tables, engines=lambda: (engine,))
+    builder = prompts_of(info, tables=tables, engines=lambda: (engine,))
 
     async def of(path, **fields):
         prompt = await build(None, path, builder=builder, **fields)
@@ -75,7 +76,7 @@ async def test_who_made_the_ids_and_whether_they_are_exact(build, info_of, table
 
 
 async def test_what_engines_differ_on_is_never_exact_where_none_can_be_asked(build, info_of, tables):
-    builder = PromptBuilder(info_of(), tables=tables)
+    builder = prompts_of(info_of(), tables=tables)
     builder.exact = True
     assert not (await build(None, CHAT, builder=builder, messages=HELLO, tool_choice="none")).exact
     for field in ("chat_template", "documents", "add_special_tokens"):
@@ -134,8 +135,8 @@ async def test_without_a_vocabulary_size_fake_ids_are_not_followed(build, info_o
 
 
 async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, tables):
-    builder = PromptBuilder(info_of(tokenizer=None), tables=tables)
-    assert (builder.local, builder.tokenizer) == (None, None)
+    builder = prompts_of(info_of(tokenizer=None), tables=tables)
+    assert builder.local is None
     assert builder.reason == "no tokenizer is known for this model"
     assert await build(None, CHAT, builder=builder, messages=HELLO) is None
     assert await build(None, COMPLETIONS, builder=builder, prompt="hello") is None
@@ -144,19 +145,27 @@ async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, t
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_a_reason_not_a_failure(info_of, tables):
-    builder = PromptBuilder(info_of(tokenizer="/nowhere/at/all"), tables=tables)
+    builder = PromptBuilder(info_of(), tables=tables)
+    await builder.load("/nowhere/at/all")
     assert builder.local is None
     assert "/nowhere/at/all" in builder.reason
 
 
-async def test_the_operators_tokenizer_wins(info_of, tables, tokenizer_dir):
-    info = info_of(tokenizer="/nowhere/at/all")
-    assert PromptBuilder(info, tables=tables, tokenizer=str(tokenizer_dir)).local is not None
+async def test_a_tokenizer_that_is_loaded_is_not_used_before_it_is_checked(build, info_of, engine, tables):
+    builder = PromptBuilder(info_of(Capability.TOKENIZE), tables=tables, engines=lambda: [engine])
+
+    async def load(source):
+        return engine.tokenizer
+
+    await builder.load("here", load)
+    assert (await build(None, CHAT, builder=builder, messages=HELLO)).source == "engine"
+    builder.use_local()
+    assert (await build(None, CHAT, builder=builder, messages=HELLO)).source == "local"
 
 
 async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
     engines = [engine]
-    builder = PromptBuilder(embedded, tables=tables, engines=lambda: engines)
+    builder = prompts_of(embedded, tables=tables, engines=lambda: engines)
     builder.ask_engines()
     engine.alter = lambda path, body, ids: [1, *ids]
     ours = engine.tokenizer.chat(HELLO).token_ids.tolist()
@@ -181,17 +190,17 @@ async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
 async def test_what_engines_differ_on_is_asked_of_one(build, info_of, engine, tables, fields):
     """One that renders with our own code does not differ."""
     able = frozenset({Capability.TOKENIZE})
-    builder = PromptBuilder(info_of(*able), tables=tables, engines=lambda: [engine])
+    builder = prompts_of(info_of(*able), tables=tables, engines=lambda: [engine])
     engine.alter = lambda path, body, ids: [599, *ids]
     assert (await build(None, CHAT, builder=builder, **fields)).token_ids[0] == 599
     assert (await build(None, CHAT, builder=builder, messages=HELLO)).token_ids[0] != 599
     assert len(engine.asked) == 1
-    own = PromptBuilder(info_of(*able, Capability.EXTRA_IDS), tables=tables, engines=lambda: [engine])
+    own = prompts_of(info_of(*able, renders_alike=True), tables=tables, engines=lambda: [engine])
     assert (await build(None, CHAT, builder=own, **fields)).token_ids[0] != 599
 
 
 async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(build, embedded, engine, tables):
-    builder = PromptBuilder(embedded, tables=tables, engines=lambda: [engine])
+    builder = prompts_of(embedded, tables=tables, engines=lambda: [engine])
     prompt = await build(None, RESPONSES, builder=builder, input="hello", salt="s")
     assert (prompt.token_ids, prompt.extra_ids, prompt.salt) == (
         engine.tokenizer.chat(HELLO).token_ids,
@@ -206,7 +215,7 @@ async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(buil
 
 async def test_a_response_no_engine_tokenises_is_not_followed(build, embedded, engine, tables):
     assert await build(embedded, RESPONSES, input="hello") is None
-    builder = PromptBuilder(embedded, tables=tables, engines=lambda: [engine])
+    builder = prompts_of(embedded, tables=tables, engines=lambda: [engine])
     for fails in (engine.refuses, engine.is_gone):
         fails()
         assert await build(None, RESPONSES, builder=builder, input="hello") is None
@@ -214,13 +223,13 @@ async def test_a_response_no_engine_tokenises_is_not_followed(build, embedded, e
 
 
 async def test_a_response_beyond_the_context_is_refused(build, info_of, engine, tables):
-    builder = PromptBuilder(info_of(max_model_len=3), tables=tables, engines=lambda: [engine])
+    builder = prompts_of(info_of(max_model_len=3), tables=tables, engines=lambda: [engine])
     with pytest.raises(BadRequest, match="context is 3 tokens") as caught:
         await build(None, RESPONSES, builder=builder, input="hello")
     assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
 
 
 def test_token_ids_have_text(embedded, tables):
-    builder = PromptBuilder(embedded, tables=tables)
+    builder = prompts_of(embedded, tables=tables)
     ids = builder.local.tokenizer.encode("hello", add_special_tokens=False)
     assert builder.decode(ids) == "hello"

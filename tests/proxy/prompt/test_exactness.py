@@ -8,6 +8,7 @@ from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBo
 from proxy.prompt import PromptBuilder, PromptTables, audit_tokens, verify_exactness
 from proxy.prompt.exactness import ENOUGH_AGREED
 from proxy.prompt.tokenizer import EngineTokenizer
+from tests.fakes import prompts_of
 
 CHAT = "/v1/chat/completions"
 
@@ -15,7 +16,7 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture
 def check(engine):
     async def check(info):
-        builder = PromptBuilder(info, tables=PromptTables())
+        builder = prompts_of(info, tables=PromptTables())
         return builder, await verify_exactness(builder, engine)
 
     return check
@@ -68,7 +69,7 @@ async def test_an_engine_that_is_not_set_up_for_tools_is_asked_about_them_alone(
         return ids
 
     engine.alter = no_tools
-    builder = PromptBuilder(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda: [engine])
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda: [engine])
     exactness = await verify_exactness(builder, engine)
     assert (exactness.ok, exactness.source) == (True, "local")
     assert "on 7 prompts" in exactness.detail
@@ -89,14 +90,14 @@ async def test_an_engine_that_is_not_set_up_for_tools_is_asked_about_them_alone(
 
 async def test_a_chat_neither_side_can_render_is_none(check, embedded, engine, monkeypatch):
     engine.tokenizer._tokenizer.chat_template = None
-    builder = PromptBuilder(embedded, tables=PromptTables())
+    builder = prompts_of(embedded, tables=PromptTables())
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert (exactness.ok, exactness.source) == (True, "local")
 
 
 async def test_what_only_the_engine_can_render(embedded, engine):
-    builder = PromptBuilder(embedded, tables=PromptTables())
+    builder = prompts_of(embedded, tables=PromptTables())
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
@@ -110,11 +111,12 @@ async def test_without_a_tokenizer_here_the_engine_is_asked(check, info_of):
     assert isinstance(builder.tokenizer, EngineTokenizer)
 
 
-async def test_without_any_tokenizer_prompts_are_not_followed(check, info_of, engine):
-    builder, exactness = await check(info_of(tokenizer="/nowhere/at/all"))
+async def test_without_any_tokenizer_prompts_are_not_followed(info_of, engine):
+    builder = PromptBuilder(info_of(), tables=PromptTables())
+    await builder.load("/nowhere/at/all")
+    exactness = await verify_exactness(builder, engine)
     assert (exactness.ok, exactness.source) == (False, "none")
     assert "/nowhere/at/all" in exactness.detail
-    assert builder.tokenizer is None
     assert engine.asked == []
 
 
@@ -146,14 +148,14 @@ class TestAudit:
     async def asking(self, info_of, engine):
         """A builder of a pool whose engine can be asked, and was: its tokenizer is right on the probes."""
         info = info_of(Capability.TOKENIZE)
-        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: (engine,))
+        builder = prompts_of(info, tables=PromptTables(), engines=lambda: (engine,))
         await verify_exactness(builder, engine)
         return builder
 
     @pytest.fixture
     async def unchecked(self, info_of, engine):
         """A builder of a pool whose engine cannot be asked."""
-        builder = PromptBuilder(info_of(), tables=PromptTables())
+        builder = prompts_of(info_of(), tables=PromptTables())
         await verify_exactness(builder, engine)
         return builder
 

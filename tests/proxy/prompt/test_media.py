@@ -8,8 +8,9 @@ from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBo
 from engine_adapter.prompt.media import mark_media
 from engine_adapter.types import MediaSpan, RenderedPrompt, token_array
 from proxy.errors import BadRequest
-from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
+from proxy.prompt import MediaUuids, PromptTables
 from proxy.prompt.media import find_media, media_fields
+from tests.fakes import prompts_of
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 CAT, DOG = b"\x89PNG cat", b"\x89PNG dog"
@@ -267,7 +268,7 @@ def engine_info(info_of):
 def builder_of(engine_info, engine):
     def builder_of(*renderers, info=engine_info):
         tables = PromptTables()
-        return PromptBuilder(info, tables=tables, engines=lambda: [engine], renderers=lambda: renderers)
+        return prompts_of(info, tables=tables, engines=lambda: [engine], renderers=lambda: renderers)
 
     return builder_of
 
@@ -373,8 +374,8 @@ class TestTheTextBefore:
     async def test_nothing_is_before_a_first_message_with_an_image(self, builder_of, refusing):
         assert await build(builder_of(refusing), chat(image(), system=None)) is None
 
-    async def test_nor_where_nobody_tokenises(self, builder_of, info_of):
-        assert await build(builder_of(info=info_of(tokenizer=None)), chat(image())) is None
+    async def test_nor_where_nobody_tokenises(self, info_of):
+        assert await build(prompts_of(info_of(tokenizer=None)), chat(image())) is None
 
     async def test_a_template_that_cannot_take_it(self, builder_of, refusing):
         messages = [{"role": "system", "content": "Hi."}, {"role": "nobody", "content": [image()]}, 5]

@@ -1,0 +1,143 @@
+"""Loads a tokenizer with the help of a second process, which bears what loading costs.
+
+    load_tokenizer(source)  ──→  python -m engine_adapter.prompt.tokenizer_process SOURCE
+                                 local files, then the model hub → transformers → fastest exact encoder
+    ChatTokenizer           ←──  Description
+
+In one process, transformers' loader would take several times the memory of the tokenizer it makes, hold the
+GIL for seconds, import torch where it is installed, and retry for a minute where the hub is out of reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.prompt.chat import ChatTokenizer, check_source, load_transformers
+from engine_adapter.prompt.described import DescribedTokenizer, Description, describe
+
+HUB_S = 3.0
+"""How long the model hub may take to answer."""
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+# One line of ours is enough.
+_QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "critical",
+    "TRANSFORMERS_VERBOSITY": "critical",
+}
+
+
+class _Failure(msgspec.Struct, frozen=True, tag=True):
+    """Why there is no tokenizer."""
+
+    reason: str
+
+
+async def load_tokenizer(source: str) -> ChatTokenizer:
+    """The tokenizer of a directory, of a GGUF file or, by its id, of the model hub.
+
+    Takes seconds, in which the event loop is free. Ended early when cancelled.
+
+    Raises:
+        EngineSpecError: nothing usable is there, or the hub did not answer within 3 s.
+    """
+    check_source(source)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, source,
+        env={**os.environ, **_QUIET},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        answer, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        reason = f"its loader ended with status {process.returncode}"
+        raise EngineSpecError(f"tokenizer {source!r} cannot be loaded: {reason}")
+    return await asyncio.to_thread(_read, answer, source)
+
+
+def _read(answer: bytes, source: str) -> ChatTokenizer:
+    """The tokenizer that the second process described."""
+    found = msgspec.msgpack.decode(answer, type=Description | _Failure)
+    if isinstance(found, _Failure):
+        raise EngineSpecError(found.reason)
+    if found.tokenizer is None:
+        return ChatTokenizer.load(source)
+    tokenizer = DescribedTokenizer(found)
+    return ChatTokenizer(tokenizer, source=source, encoder=tokenizer.encoder)
+
+
+# --- the second process --------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Loads the tokenizer that the command line names and writes its description to standard output."""
+    output, source = os.dup(1), sys.argv[1]
+    os.dup2(2, 1)  # what libraries print is not an answer
+    sys.modules["torch"] = None  # type: ignore[assignment]  # no tokenizer needs it: 200 MB and seconds less
+    found: Description | _Failure
+    try:
+        found = describe(_load(source))
+    except EngineSpecError as error:
+        found = _Failure(str(error))
+    with os.fdopen(output, "wb") as answer:
+        answer.write(msgspec.msgpack.encode(found))
+    os._exit(0)  # a thread may still wait for the hub
+
+
+def _load(source: str) -> object:
+    """The transformers tokenizer: from local files where they are, else from the hub, if it answers."""
+    if Path(source).expanduser().exists():
+        return load_transformers(source, local_files_only=True)
+    if _is_cached(source):
+        try:
+            return load_transformers(source, local_files_only=True)
+        except EngineSpecError:
+            pass  # an incomplete copy
+    if not _hub_answers():
+        raise EngineSpecError(
+            f"tokenizer {source!r} is not on this machine, and the model hub does not answer within "
+            f"{HUB_S:.0f} s; copy it here and name its directory: tokenizer=DIR"
+        )
+    return load_transformers(source)
+
+
+def _is_cached(source: str) -> bool:
+    """Whether the hub's cache has files of this model."""
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - for the second process alone
+
+    try:
+        return any(isinstance(try_to_load_from_cache(source, name), str) for name in _FILES)
+    except ValueError as error:
+        raise EngineSpecError(f"tokenizer {source!r} is neither a directory nor a model id") from error
+
+
+def _hub_answers() -> bool:
+    """Whether the hub answers in time; a lookup of its address has no time-out of its own."""
+    from huggingface_hub import constants, get_session  # noqa: PLC0415 - likewise
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        get_session().head(constants.ENDPOINT, timeout=HUB_S)
+        answered.set()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_S)
+    return answered.is_set()
+
+
+if __name__ == "__main__":
+    main()

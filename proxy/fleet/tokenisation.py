@@ -1,0 +1,73 @@
+"""Gives each pool its tokenizer: loaded once, in the background, and checked against one of its engines.
+
+    first engine joins → the engines tokenise → tokenizer loaded → same ids as the engine? → kvpin tokenises
+
+Engines that join later, or again, find what the pool has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from engine_adapter import EngineError, EngineInfo
+from engine_adapter.prompt.tokenizer_process import load_tokenizer
+from proxy.fleet.engine import Engine
+from proxy.fleet.pool import Pool
+from proxy.prompt import Load, PromptBuilder, PromptTables, verify_exactness
+from proxy.tasks import Supervisor
+
+log = structlog.get_logger(__name__)
+
+# Between attempts to check a tokenizer, while the engine does not answer.
+RETRY_S = 1.0
+
+
+class Tokenisation:
+    """The tokenizers of all pools.
+
+    Args:
+        tasks: runs the loading.
+        tables: p-tuning tables that prompts may name.
+        load: gives the tokenizer of a directory or hub id; raises EngineSpecError.
+    """
+
+    def __init__(self, tasks: Supervisor, tables: PromptTables, load: Load = load_tokenizer) -> None:
+        self._tasks = tasks
+        self._tables = tables
+        self._load = load
+        self._tried: dict[str, set[str]] = {}  # directories and hub ids, by model
+
+    def join(self, engine: Engine, info: EngineInfo, pool: Pool) -> None:
+        """An engine joined the pool: prompts can be built from now on. Does not wait for the tokenizer."""
+        is_new = pool.prompts is None
+        builder = pool.prompts = pool.prompts or PromptBuilder(
+            info, tables=self._tables, engines=pool.tokenisers, renderers=pool.renderers
+        )
+        source = engine.adapter.spec.tokenizer or info.tokenizer
+        tried = self._tried.setdefault(pool.model, set())
+        if source is not None and source not in tried and builder.local is None:
+            tried.add(source)
+            work = self._load_and_check(pool, builder, engine, source)
+            self._tasks.start(f"tokenizer {pool.model} {source}", work)
+        elif is_new:
+            self._tasks.start(f"tokenizer {pool.model}", self._check(pool, builder, engine))
+
+    async def _load_and_check(self, pool: Pool, builder: PromptBuilder, engine: Engine, source: str) -> None:
+        builder.reason = f"the tokenizer {source!r} is being loaded"
+        await verify_exactness(builder, engine.adapter)  # with no tokenizer here, no engine is asked
+        await builder.load(source, self._load)
+        await self._check(pool, builder, engine)
+
+    async def _check(self, pool: Pool, builder: PromptBuilder, engine: Engine) -> None:
+        """Compares the tokenizer with an engine of the pool, and logs what came of it."""
+        while True:
+            try:
+                exactness = await verify_exactness(builder, next(iter(pool.tokenisers()), engine.adapter))
+                break
+            except EngineError:
+                await asyncio.sleep(RETRY_S)
+        is_as_hoped = exactness.ok and (builder.local is None) == (exactness.source != "local")
+        level = log.info if is_as_hoped else log.warning
+        level(exactness.event, model=pool.model, detail=exactness.detail)

@@ -1,0 +1,102 @@
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import engine_adapter.torch_engine
+from engine_adapter import EngineSpecError
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.prompt.tokenizer_process import HUB_S, load_tokenizer
+
+DEFAULT = str(Path(engine_adapter.torch_engine.__file__).parent / "default_model")
+TEXTS = ("Hello, world!", "zażółć 漢字 🙂", "<|im_start|>user\n", "  x ", "")
+CHATS = [
+    [{"role": "user", "content": "hello"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ],
+]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def test_it_is_the_tokenizer_that_loading_here_gives(tokenizer_dir):
+    for source in (DEFAULT, str(tokenizer_dir)):
+        ours, apart = ChatTokenizer.load(source), await load_tokenizer(source)
+        facts = [(t.source, t.encoder, t.vocab_size, t.eos_token_id) for t in (ours, apart)]
+        assert facts[0] == facts[1]
+        for text in TEXTS:
+            for special in (True, False):
+                ids = ours.encode(text, add_special_tokens=special)
+                assert apart.encode(text, add_special_tokens=special) == ids
+                assert apart.decode(ids) == ours.decode(ids)
+                assert apart.decode(ids, skip_special_tokens=True) == ours.decode(
+                    ids, skip_special_tokens=True
+                )
+        for chat in CHATS:
+            for tools in (None, [TOOL]):
+                assert apart.render(chat, tools=tools) == ours.render(chat, tools=tools)
+        said = [*CHATS[0], {"role": "assistant", "content": "Well,"}]
+        more = {"add_generation_prompt": False, "continue_final_message": True}
+        assert apart.render(said, **more) == ours.render(said, **more)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("/nowhere/at/all", "is not a directory"),
+        ("a/b/c", "is neither a directory nor a model id"),
+        ("/nowhere.gguf", "cannot be loaded: "),
+    ],
+)
+async def test_what_cannot_be_loaded_is_one_sentence(source, reason):
+    with pytest.raises(EngineSpecError, match=reason) as caught:
+        await load_tokenizer(source)
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_hub_out_of_reach_costs_seconds_and_no_output(monkeypatch, capfd):
+    """The top-level domain is reserved never to resolve."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    with pytest.raises(
+        EngineSpecError, match="'acme/none' is not on this machine, and the model hub does not"
+    ):
+        await load_tokenizer("acme/none")
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_a_hub_that_never_answers_is_waited_for_3_seconds(monkeypatch):
+    async def hang(_reader, _writer):
+        await asyncio.sleep(60)
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+    started = time.monotonic()
+    with pytest.raises(EngineSpecError, match="does not answer within 3 s"):
+        await load_tokenizer("acme/none")
+    assert time.monotonic() - started > HUB_S
+    server.close()
+
+
+async def test_a_loader_that_dies_is_a_reason(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineSpecError, match="its loader ended with status 1"):
+        await load_tokenizer("acme/none")
+
+
+async def test_it_ends_when_nobody_waits_any_more(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    loading = asyncio.create_task(load_tokenizer("acme/none"))
+    async with asyncio.timeout(20):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()  # noqa: ASYNC240

@@ -1,0 +1,189 @@
+import asyncio
+from array import array
+from dataclasses import replace
+
+import pytest
+import structlog
+
+from engine_adapter import Capability, EngineSpecError, EngineUnavailable, JsonBody
+from engine_adapter.prompt.chat import ChatTokenizer
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.tokenisation import Tokenisation
+from proxy.prompt import PromptTables
+from proxy.tasks import Supervisor
+from tests.fakes import INFO, FakeAdapter
+
+COMPLETIONS = "/v1/completions"
+ASKABLE = replace(INFO, tokenizer="acme/model", capabilities=frozenset({Capability.TOKENIZE}))
+BODY = JsonBody(b'{"prompt": "hello"}')
+
+
+class Loader:
+    """Stands for what loads tokenizers: it counts, and waits until it is let go."""
+
+    def __init__(self, tokenizer=None):
+        self.tokenizer = tokenizer
+        self.sources = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, source):
+        self.sources.append(source)
+        await self.go.wait()
+        if self.tokenizer is None:
+            raise EngineSpecError(f"tokenizer {source!r} is nowhere")
+        return self.tokenizer
+
+
+class Tokenising(FakeAdapter):
+    """An engine with that tokenizer."""
+
+    tokenizer: ChatTokenizer
+    asked = 0
+    failures_left = 0
+
+    async def tokenize(self, path, body):
+        self.asked += 1
+        if self.failures_left:
+            self.failures_left -= 1
+            raise EngineUnavailable("busy")
+        if path == COMPLETIONS:
+            return self.tokenizer.encode(body.get("prompt"), add_special_tokens=True)
+        return self.tokenizer.chat(body.get("messages"), tools=body.get("tools")).token_ids
+
+
+class World:
+    def __init__(self, tokenizer, loader):
+        self.tokenizer, self.loader = tokenizer, loader
+        self.tasks, self.fleet = Supervisor(), Fleet()
+        self.tokenisation = Tokenisation(self.tasks, PromptTables(), loader)
+
+    def join(self, engine_id, info=ASKABLE):
+        adapter = Tokenising(engine_id, info=info)
+        adapter.tokenizer = self.tokenizer
+        engine = self.fleet.add(adapter)
+        self.rejoin(engine)
+        return engine
+
+    def rejoin(self, engine):
+        pool = self.fleet.join(engine, engine.adapter.info)
+        engine.state = EngineState.READY
+        self.tokenisation.join(engine, engine.adapter.info, pool)
+
+    @property
+    def prompts(self):
+        return self.fleet.pools["m"].prompts
+
+    async def settled(self):
+        async with asyncio.timeout(5):
+            while self.tasks._tasks:  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir):
+    return ChatTokenizer.load(str(tokenizer_dir))
+
+
+@pytest.fixture
+async def world(tokenizer):
+    world = World(tokenizer, Loader(tokenizer))
+    yield world
+    await world.tasks.stop()
+
+
+async def test_four_engines_load_one_tokenizer(world):
+    engines = [world.join(name) for name in "abcd"]
+    world.loader.go.set()
+    await world.settled()
+    assert world.loader.sources == ["acme/model"]
+    assert world.prompts.exactness.source == "local"
+    assert len([engine for engine in engines if engine.adapter.asked]) == 1
+
+
+async def test_until_it_is_loaded_the_engines_tokenise(world, tokenizer):
+    engine = world.join("a")
+    prompt = await world.prompts.build(COMPLETIONS, BODY, salt=None)
+    assert (prompt.source, prompt.token_ids) == ("engine", tokenizer.encode("hello", add_special_tokens=True))
+    await asyncio.sleep(0)
+    assert world.prompts.exactness.source == "engine"
+    assert "'acme/model' is being loaded" in world.prompts.exactness.detail
+    world.loader.go.set()
+    await world.settled()
+    asked = engine.adapter.asked
+    assert (await world.prompts.build(COMPLETIONS, BODY, salt=None)).source == "local"
+    assert engine.adapter.asked == asked
+
+
+async def test_a_restarted_engine_finds_the_tokenizer_and_its_check(world):
+    engine = world.join("a")
+    world.loader.go.set()
+    await world.settled()
+    prompts, asked = world.prompts, engine.adapter.asked
+    world.fleet.leave(engine)
+    world.rejoin(engine)
+    await world.settled()
+    assert world.prompts is prompts
+    assert (world.loader.sources, engine.adapter.asked) == (["acme/model"], asked)
+
+
+async def test_one_that_cannot_be_loaded_is_looked_for_once_and_the_log_says_what_happens(tokenizer):
+    world = World(tokenizer, Loader())
+    world.loader.go.set()
+    with structlog.testing.capture_logs() as logs:
+        engine = world.join("a")
+        await world.settled()
+        world.fleet.leave(engine)
+        world.rejoin(engine)
+        world.join("b")
+        await world.settled()
+    assert world.loader.sources == ["acme/model"]
+    (line,) = logs
+    assert line["event"] == "the engines tokenise"
+    assert "tokenizer 'acme/model' is nowhere" in line["detail"]
+
+
+async def test_where_the_first_engines_tokenizer_is_nowhere_that_of_another_is_loaded(world, tokenizer):
+    world.loader.tokenizer = None
+    world.loader.go.set()
+    world.join("a")
+    await world.settled()
+    world.loader.tokenizer = tokenizer
+    world.join("b", replace(ASKABLE, tokenizer="/models/b"))
+    await world.settled()
+    assert world.loader.sources == ["acme/model", "/models/b"]
+    assert world.prompts.exactness.source == "local"
+
+
+async def test_an_engine_that_does_not_answer_is_asked_again(world, monkeypatch):
+    monkeypatch.setattr("proxy.fleet.tokenisation.RETRY_S", 0.0)
+    engine = world.join("a")
+    engine.adapter.failures_left = 2
+    world.loader.go.set()
+    await world.settled()
+    assert world.prompts.exactness.ok
+    assert world.prompts.exactness.source == "local"
+
+
+@pytest.mark.parametrize(
+    ("info", "alter", "event", "level"),
+    [
+        (ASKABLE, False, "tokenizer gives the engine's ids", "info"),
+        (ASKABLE, True, "the engines tokenise", "warning"),
+        (replace(ASKABLE, tokenizer=None), False, "the engines tokenise", "info"),
+        (replace(INFO, tokenizer="acme/model"), False, "tokenizer is not checked", "warning"),
+        (INFO, False, "prompts are not followed", "warning"),
+    ],
+)
+async def test_the_log_says_what_came_of_it(world, monkeypatch, info, alter, event, level):
+    if alter:
+        monkeypatch.setattr(Tokenising, "tokenize", one_token)
+    world.loader.go.set()
+    with structlog.testing.capture_logs() as logs:
+        world.join("a", info)
+        await world.settled()
+    assert [(line["event"], line["log_level"]) for line in logs] == [(event, level)]
+
+
+async def one_token(_self, _path, _body):
+    return array("i", [6])
