@@ -70,12 +70,12 @@ async def kv_stats(service: EngineService) -> dict[str, Any]:
 
 async def event_sources(request: Request) -> Response:
     """Where KV events can be had, by data-parallel rank; there is one."""
-    return json_response({"0": asdict(_service(request).publisher.source)})
+    return json_response({"0": asdict(service_of(request).publisher.source)})
 
 
 async def info(request: Request) -> Response:
     """What this engine is."""
-    service = _service(request)
+    service = service_of(request)
     model, engine = service.model, service.engine
     return json_response(
         {
@@ -99,7 +99,7 @@ async def info(request: Request) -> Response:
 
 async def load(request: Request) -> Response:
     """Who this is and how busy. Asks nothing of the engine thread: a long step is no sign of ill health."""
-    service = _service(request)
+    service = service_of(request)
     counters = service.engine.counters
     return json_response(
         {"instance": service.instance, "running": counters.running, "waiting": counters.waiting}
@@ -108,12 +108,12 @@ async def load(request: Request) -> Response:
 
 async def stats(request: Request) -> Response:
     """Blocks, pins, requests and tokens."""
-    return json_response(await kv_stats(_service(request)))
+    return json_response(await kv_stats(service_of(request)))
 
 
 async def snapshot(request: Request) -> Response:
     """All the engine holds, and the number of the event batch that brings a reader up to it."""
-    service = _service(request)
+    service = service_of(request)
     publisher = service.publisher
 
     def take(cache: KvCache) -> tuple[int, list[BlocksStored]]:
@@ -126,8 +126,8 @@ async def snapshot(request: Request) -> Response:
 
 def _slice_route(slice_of: Slice) -> Callable[[Request], Awaitable[Response]]:
     async def route(request: Request) -> Response:
-        service = _service(request)
-        asked = parse(await _body(request) or b"{}", SliceRequest)
+        service = service_of(request)
+        asked = parse(await body_of(request) or b"{}", SliceRequest)
         target, size = target_of(asked), slice_size_of(asked)
         done = await service.call(lambda cache: slice_of(cache, target, size))
         return json_response(asdict(done))
@@ -137,8 +137,8 @@ def _slice_route(slice_of: Slice) -> Callable[[Request], Awaitable[Response]]:
 
 async def pin(request: Request) -> Response:
     """Protects a prefix from eviction for a while."""
-    service = _service(request)
-    asked = parse(await _body(request), PinRequest)
+    service = service_of(request)
+    asked = parse(await body_of(request), PinRequest)
     target, ttl_s = target_of(asked), ttl_of(asked)
     pinned = await service.call(lambda cache: cache.pin(target, ttl_s, time.monotonic()))
     return json_response(asdict(pinned))
@@ -146,27 +146,27 @@ async def pin(request: Request) -> Response:
 
 async def unpin(request: Request) -> Response:
     """Ends a pin."""
-    service = _service(request)
-    asked = parse(await _body(request), UnpinRequest)
+    service = service_of(request)
+    asked = parse(await body_of(request), UnpinRequest)
     return json_response({"unpinned": await service.call(partial(KvCache.unpin, pin_id=asked.pin_id))})
 
 
 async def list_tables(request: Request) -> Response:
     """Every prompt table."""
-    return json_response({"prompt_tables": [_shown(table) for table in _service(request).tables.all()]})
+    return json_response({"prompt_tables": [_shown(table) for table in service_of(request).tables.all()]})
 
 
 async def put_table(request: Request) -> Response:
     """Stores a prompt table; 201 for a new one, 200 for one that is there already."""
-    service = _service(request)
+    service = service_of(request)
     extra_id = parse_extra_id(request.query_params.get("extra_id"))
-    table, is_new = service.tables.put(request.path_params["table_id"], await _body(request), extra_id)
+    table, is_new = service.tables.put(request.path_params["table_id"], await body_of(request), extra_id)
     return json_response(_shown(table), status=201 if is_new else 200)
 
 
 async def delete_table(request: Request) -> Response:
     """Forgets a prompt table; one that is not there is fine."""
-    return json_response({"deleted": _service(request).tables.delete(request.path_params["table_id"])})
+    return json_response({"deleted": service_of(request).tables.delete(request.path_params["table_id"])})
 
 
 def _shown(table: StoredTable) -> dict[str, Any]:
@@ -178,10 +178,12 @@ def _shown(table: StoredTable) -> dict[str, Any]:
     }
 
 
-def _service(request: Request) -> EngineService:
+def service_of(request: Request) -> EngineService:
+    """The service behind a request; raises ApiError (503) while there is none."""
     service: EngineService = request.app.state.host.ready()
     return service
 
 
-async def _body(request: Request) -> bytes:
+async def body_of(request: Request) -> bytes:
+    """The whole body; raises ApiError (413) beyond the limit."""
     return await read_body(request.scope, request.receive, request.app.state.max_body_bytes)

@@ -14,9 +14,8 @@ from starlette.routing import Route
 from engine_adapter.errors import EngineError
 from engine_adapter.torch_engine.admission import check_token_id
 from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error_response, json_response
-from engine_adapter.torch_engine.bodies import read_body
 from engine_adapter.torch_engine.completions import CompletionRoute
-from engine_adapter.torch_engine.kv_routes import kv_routes, kv_stats
+from engine_adapter.torch_engine.kv_routes import body_of, kv_routes, kv_stats, service_of
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.torch_engine.protocol import (
     ChatRequest,
@@ -75,7 +74,7 @@ def create_app(host: EngineHost, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
 
 async def health(request: Request) -> Response:
     """200 once the engine serves."""
-    _service(request)
+    service_of(request)
     return json_response({"status": "ok"})
 
 
@@ -93,20 +92,20 @@ async def metrics(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """The one model served."""
-    return json_response({"object": "list", "data": [_model_card(_service(request))]})
+    return json_response({"object": "list", "data": [_model_card(service_of(request))]})
 
 
 async def model(request: Request) -> Response:
     """One model by name."""
-    service = _service(request)
+    service = service_of(request)
     service.check_model(request.path_params["model"])
     return json_response(_model_card(service))
 
 
 async def tokenize(request: Request) -> Response:
     """The tokens of a chat or a prompt, exactly as they would be served."""
-    service = _service(request)
-    prompt = await service.prompt(parse_tokenize(await _body(request)))
+    service = service_of(request)
+    prompt = await service.prompt(parse_tokenize(await body_of(request)))
     extra_ids = prompt.embeddings.extra_ids
     return json_response(
         {
@@ -120,8 +119,8 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    service = _service(request)
-    asked = parse(await _body(request), DetokenizeRequest)
+    service = service_of(request)
+    asked = parse(await body_of(request), DetokenizeRequest)
     limit = service.model.vocab_size
     for index, token in enumerate(asked.tokens):
         check_token_id(token, f"tokens[{index}]", limit)
@@ -136,15 +135,6 @@ def _model_card(service: EngineService) -> dict[str, Any]:
         "owned_by": "kvpin",
         "max_model_len": service.engine.max_model_len,
     }
-
-
-def _service(request: Request) -> EngineService:
-    service: EngineService = request.app.state.host.ready()
-    return service
-
-
-async def _body(request: Request) -> bytes:
-    return await read_body(request.scope, request.receive, request.app.state.max_body_bytes)
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:

@@ -244,8 +244,8 @@ async def test_prompt_tables_share_only_their_own_kv(adapter, control):
     assert caught.value.param == "prompt_table"
 
 
-async def test_an_engine_that_is_killed(adapter_of, start_engine):
-    engine = start_engine("--kv-blocks", "64")
+async def test_an_engine_without_host_tier_or_pins_that_is_killed(adapter_of, start_engine):
+    engine = start_engine("--kv-blocks", "64", "--pin-share", "0")
     adapter = adapter_of("embedded", engine.url)
     info = await adapter.connect()
     assert info.host_blocks == 0
@@ -253,6 +253,11 @@ async def test_an_engine_that_is_killed(adapter_of, start_engine):
     assert info.capabilities == frozenset(Capability) - missing
     with pytest.raises(NotSupported, match="host"):
         await result(adapter, KvVerb.OFFLOAD, KvTarget())
+    async with aclosing(ControlClient(adapter.spec)) as control:
+        await complete(control, range(5, 30))
+    with pytest.raises(EngineRejected, match="at most 0 of 64") as refused:
+        await adapter.pin(KvTarget(token_array(range(5, 30))), 9.0)
+    assert refused.value.status == 409
     view = View()
     following = asyncio.create_task(follow(adapter, view))
     await asyncio.wait_for(view.current.wait(), WAIT_S)

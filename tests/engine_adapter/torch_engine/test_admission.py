@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import sys
 from array import array
-from pathlib import Path
 
 import pytest
 import torch
 
 from engine_adapter.torch_engine.admission import check_request
 from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused, SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_world import tiny
+from tests.engine_adapter.torch_engine.engine_world import tiny
 
 FAKE = 4096
 ROWS = {7: torch.zeros(2, 256)}

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import threading
 from array import array
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,14 @@ from engine_adapter.torch_engine.kv_integrity import violations
 from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
 from engine_adapter.types import BlocksStored, KvTarget, Tier
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_world import CONFIGS, VOCAB, Reference, served, tiny, write_config_model
+from tests.engine_adapter.torch_engine.engine_world import (
+    CONFIGS,
+    VOCAB,
+    Reference,
+    served,
+    tiny,
+    write_config_model,
+)
 
 
 def prompt_of(length, seed=0):

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import sys
 from array import array
-from pathlib import Path
 
 import pytest
 
 from engine_adapter.torch_engine.requests import PinLimitReached
 from engine_adapter.types import KvTarget, Tier
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kv_world import World
+from tests.engine_adapter.torch_engine.kv_world import World
 
 A = list(range(8))
 B = [*range(4), *range(50, 54)]  # shares its first block with A

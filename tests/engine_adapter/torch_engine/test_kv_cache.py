@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import sys
 from array import array
-from pathlib import Path
 
 import pytest
 import xxhash
 
 from engine_adapter.types import KvTarget, Tier
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kv_world import SIZE, World
+from tests.engine_adapter.torch_engine.kv_world import SIZE, World
 
 
 def tokens(length, start=0):

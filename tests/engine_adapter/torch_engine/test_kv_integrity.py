@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from array import array
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,9 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine_adapter.torch_engine.kv_integrity import violations
 from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.types import KvTarget
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kv_world import SIZE, World
+from tests.engine_adapter.torch_engine.kv_world import SIZE, World
 
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=18)
 SALTS = st.sampled_from([None, None, "a", "b"])

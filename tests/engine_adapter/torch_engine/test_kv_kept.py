@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import sys
 from array import array
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +9,7 @@ from hypothesis import strategies as st
 from engine_adapter.torch_engine.kv_kept import KeptBlocks
 from engine_adapter.torch_engine.kv_node import Node
 from engine_adapter.types import KvTarget, Retention
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kv_world import SIZE, World
+from tests.engine_adapter.torch_engine.kv_world import SIZE, World
 
 DAY_S = 86_400.0
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +16,7 @@ from transformers import (
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.model import DEFAULT_MODEL, load_model, random_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_world import CONFIGS, tiny, write_config_model
+from tests.engine_adapter.torch_engine.engine_world import CONFIGS, tiny, write_config_model
 
 
 def test_the_default_model_says_what_it_is():

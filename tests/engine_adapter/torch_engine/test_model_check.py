@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import IMPLEMENTATION
 from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.model_check import TOLERANCE, check_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_world import CONFIGS, phi3_with_longrope, write_config_model
+from tests.engine_adapter.torch_engine.engine_world import CONFIGS, phi3_with_longrope, write_config_model
 
 
 @pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in TOLERANCE])

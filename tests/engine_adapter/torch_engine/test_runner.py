@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import sys
 from array import array
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +8,7 @@ import torch
 from engine_adapter.torch_engine.kv_cache import KvSequence
 from engine_adapter.torch_engine.runner import Runner, Work
 from engine_adapter.torch_engine.storage import KvStorage
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_world import tiny
+from tests.engine_adapter.torch_engine.engine_world import tiny
 
 SIZE = 4
 

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import sys
 from array import array
-from pathlib import Path
 
 import torch
 
 from engine_adapter.torch_engine.requests import GenerationRequest, SamplingParams
 from engine_adapter.torch_engine.sampling import Choice, Sampler
 from engine_adapter.torch_engine.scheduler import Active, Scheduler
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kv_world import World
+from tests.engine_adapter.torch_engine.kv_world import World
 
 
 class Desk:

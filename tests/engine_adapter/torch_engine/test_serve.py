@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,10 +15,8 @@ from typer.testing import CliRunner
 
 from engine_adapter import EngineSpecError
 from engine_adapter.torch_engine.serve import ServeOptions, app, serve_engine
+from tests.engine_adapter.torch_engine import failing_engine as failing
 from tests.engines import running_engine
-
-sys.path.insert(0, str(Path(__file__).parent))
-import failing_engine as failing
 
 STOP_S = 30
 
