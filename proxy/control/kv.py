@@ -8,7 +8,7 @@ from functools import partial
 from engine_adapter import Capability, KvTarget, KvVerb
 from proxy.control.operations import Operation, Operations, Part, new_operation, run_parts
 from proxy.control.target import Target
-from proxy.control.targets import Selection, Share, Targets, require_able
+from proxy.control.targets import Selection, Share, Targets, parts_of, require_able
 from proxy.control.warm import Warming
 from proxy.core.audit import Trust
 from proxy.core.pins import Pin, PinBook
@@ -46,24 +46,17 @@ class KvVerbs:
             raise BadRequest("only a prefix can be warmed in place of a restore", param="fallback")
         if not warm_instead:
             require_able(selection, capability)
-        pairs = [(Part(share.engine.id, verb.value), share) for share in selection.shares]
-        others = [Part(share.engine.id, "warm" if warm_instead else verb.value) for share in selection.unable]
-        if not warm_instead:
-            for part, share in zip(others, selection.unable, strict=True):
-                part.fail(str(share.engine.adapter.not_supported(capability)))
-
-        async def work(_operation: Operation) -> None:
-            running = [(part, partial(self._do, verb, share, selection, part)) for part, share in pairs]
-            if warm_instead and selection.prefix is not None:
-                running += [
-                    (part, partial(self._warming.warm_on, selection.prefix, share.engine, part))
-                    for part, share in zip(others, selection.unable, strict=True)
-                ]
-            await run_parts(running)
-
-        parts = [*(part for part, _ in pairs), *others]
+        able, unable = parts_of(selection, capability)
+        work = [(part, partial(self._do, verb, share, selection, part)) for part, share in able]
+        if warm_instead and selection.prefix is not None:
+            unable = [Part(share.engine.id, "warm") for share in selection.unable]
+            work += [
+                (part, partial(self._warming.warm_on, selection.prefix, share.engine, part))
+                for part, share in zip(unable, selection.unable, strict=True)
+            ]
+        parts = [*(part for part, _ in able), *unable]
         operation = new_operation(verb.value, selection.label, parts, selection.note)
-        return self._operations.start(operation, work)
+        return self._operations.start(operation, lambda _operation: run_parts(work))
 
     async def _do(self, verb: KvVerb, share: Share, selection: Selection, part: Part) -> None:
         """One engine's part."""

@@ -13,7 +13,7 @@ import msgspec
 from engine_adapter import Capability
 from proxy.control.operations import Operation, Operations, Part, new_operation, run_parts
 from proxy.control.target import PREFIXES, Target, kind_of
-from proxy.control.targets import Share, Targets, require_able
+from proxy.control.targets import Share, Targets, parts_of, require_able
 from proxy.core.pins import Pin, PinBook
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.fleet import Fleet
@@ -60,10 +60,7 @@ class Pinning:
             raise BadRequest(f"a pin needs a prefix: one of {', '.join(PREFIXES)}", param=kind)
         selection = await self._targets.select(target, Capability.PIN)
         require_able(selection, Capability.PIN)
-        pairs = [(Part(share.engine.id, "pin"), share) for share in selection.shares]
-        unable = [Part(share.engine.id, "pin") for share in selection.unable]
-        for part, share in zip(unable, selection.unable, strict=True):
-            part.fail(str(share.engine.adapter.not_supported(Capability.PIN)))
+        pairs, unable = parts_of(selection, Capability.PIN)
         blocks = selection.prefix.chain.hashes if selection.prefix is not None else ()
 
         async def work(operation: Operation) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_adapter import Capability, KvTarget
+from proxy.control.operations import Part
 from proxy.control.target import PREFIXES, Target, kind_of, request_of
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import Chain
@@ -122,7 +123,7 @@ class Targets:
             for engine in pool.engines.values()
             if target.engine in (None, engine.id)
         ]
-        note = _what_may_be_missed(target, shares) if shares else "no engine is connected"
+        note = _what_may_be_missed(target, shares, capability) if shares else "no engine is connected"
         return _divide(label, shares, capability, None, note)
 
     def _holders(self, prefix: Prefix, target: Target, capability: Capability) -> list[Engine]:
@@ -221,6 +222,17 @@ def require_able(selection: Selection, capability: Capability) -> None:
         raise selection.unable[0].engine.adapter.not_supported(capability)
 
 
+def parts_of(selection: Selection, capability: Capability) -> tuple[list[tuple[Part, Share]], list[Part]]:
+    """A part for each engine that can do the operation, and a failed part for each that cannot."""
+    able = [(Part(share.engine.id, capability.value), share) for share in selection.shares]
+    unable = []
+    for share in selection.unable:
+        part = Part(share.engine.id, capability.value)
+        part.fail(str(share.engine.adapter.not_supported(capability)))
+        unable.append(part)
+    return able, unable
+
+
 def _divide(
     label: str, shares: list[Share], capability: Capability, prefix: Prefix | None, note: str | None
 ) -> Selection:
@@ -248,16 +260,17 @@ def _why_none(prefix: Prefix) -> str:
     return "no engine holds any of it"
 
 
-def _what_may_be_missed(target: Target, shares: list[Share]) -> str | None:
+def _what_may_be_missed(target: Target, shares: list[Share], capability: Capability) -> str | None:
     """Names the engines that may hold KV of the tenant under salts that kvpin does not know."""
     if target.tenant is None or target.cache_salt is not None:
         return None
     unsure = [share.engine.id for share in shares if not _knows_salts(share.engine, target.tenant)]
     if not unsure:
         return None
+    remedy = ": flush the whole engine to be sure" if capability is Capability.FLUSH else ""
     return (
-        f"kvpin does not know every cache salt of this tenant on {', '.join(unsure)}: flush the whole engine "
-        "to be sure"
+        f"kvpin does not know every cache salt of this tenant on {', '.join(unsure)}, and may have missed "
+        f"some of its KV there{remedy}"
     )
 
 
