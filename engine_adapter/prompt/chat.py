@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ import jinja2
 import msgspec
 
 from engine_adapter.errors import ChatError, EngineSpecError
-from engine_adapter.prompt.chat_messages import EmbeddingSlot, normalize_messages
+from engine_adapter.prompt.chat_messages import NormalMessages, normalize_messages
 from engine_adapter.prompt.content_format import content_format
 from engine_adapter.prompt.encoders import Encoder, exact_encoder
 from engine_adapter.prompt.extra_ids import Embeddings, prompt_embeds_extra_id
@@ -178,14 +178,14 @@ class ChatTokenizer:
             raise ChatError(
                 "this engine takes no prompt_embeds: its vocabulary size is unknown", param="messages"
             )
-        return self._join(text, normal.embeddings, vocab_size)
+        return self._join(text, normal, vocab_size)
 
-    def _join(self, text: str, slots: Sequence[EmbeddingSlot], vocab_size: int) -> ChatPrompt:
+    def _join(self, text: str, normal: NormalMessages, vocab_size: int) -> ChatPrompt:
         """Encodes the text between the markers and puts rows of fake ids in their places."""
-        by_marker = {slot.marker: slot for slot in slots}
-        pieces = re.split(f"({'|'.join(by_marker)})", text)
+        by_marker = {slot.marker: slot for slot in normal.embeddings}
+        pieces = re.split(normal.marker_pattern, text)
         rendered = set(pieces[1::2])
-        for slot in slots:
+        for slot in normal.embeddings:
             if slot.marker not in rendered:
                 raise ChatError(f"the chat template leaves out {slot.param}", param=slot.param)
         token_ids, extra_ids = array("i"), array("Q")
@@ -205,8 +205,8 @@ class ChatTokenizer:
 
 
 def check_source(source: str) -> None:
-    """Raises EngineSpecError for a path where no tokenizer can be."""
-    if _is_path(source) and Path(source).suffix != ".gguf" and not Path(source).expanduser().is_dir():
+    """Raises EngineSpecError for a path that is no directory; a GGUF file says itself what it lacks."""
+    if _is_path(source) and not source.endswith(".gguf") and not Path(source).expanduser().is_dir():
         raise EngineSpecError(f"tokenizer {source!r} is not a directory")
 
 

@@ -29,10 +29,20 @@ class EmbeddingSlot:
 
 @dataclass(frozen=True, slots=True)
 class NormalMessages:
-    """Messages ready for a template, and the embeddings taken out of them in their order."""
+    """Messages ready for a template, and the embeddings taken out of them in their order.
+
+    Attributes:
+        word: begins every marker, and stands nowhere else in the chat.
+    """
 
     messages: list[dict[str, Any]]
     embeddings: list[EmbeddingSlot]
+    word: str = ""
+
+    @property
+    def marker_pattern(self) -> str:
+        """Matches the markers, in time linear in the text however many there are."""
+        return f"({self.word}x[0-9]+x)"
 
 
 def normalize_messages(
@@ -58,7 +68,7 @@ def normalize_messages(
         raise ChatError("messages must be a list of at least one message", param="messages")
     reader = _Reader(wanted, make_word, hidden_size)
     normal = [reader.message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    return NormalMessages(normal, reader.embeddings)
+    return NormalMessages(normal, reader.embeddings, reader.word)
 
 
 class _Reader:
@@ -70,7 +80,7 @@ class _Reader:
         self.embeddings: list[EmbeddingSlot] = []
         self._wanted = wanted
         self._make_word = make_word
-        self._word = ""
+        self.word = ""
         self._hidden_size = hidden_size
 
     def message(self, message: object, name: str) -> dict[str, Any]:
@@ -132,8 +142,8 @@ class _Reader:
                 f"{name} has {embeddings.hidden} columns; the model's hidden size is {self._hidden_size}",
                 param=name,
             )
-        self._word = self._word or self._make_word()
-        marker = f"{self._word}x{len(self.embeddings)}x"
+        self.word = self.word or self._make_word()
+        marker = f"{self.word}x{len(self.embeddings)}x"
         self.embeddings.append(EmbeddingSlot(marker, name, embeddings))
         return marker
 

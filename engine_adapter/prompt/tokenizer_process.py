@@ -98,7 +98,7 @@ def main() -> None:
 
 def _load(source: str) -> object:
     """The transformers tokenizer: from local files where they are, else from the hub, if it answers."""
-    if Path(source).expanduser().exists():
+    if Path(source).expanduser().exists() or source.endswith(".gguf"):
         return load_transformers(source, local_files_only=True)
     if _is_cached(source):
         try:

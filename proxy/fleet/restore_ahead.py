@@ -100,6 +100,7 @@ class RestoreAhead:
     def tick(self) -> None:
         """Starts what is worth it now, at most one restore an engine."""
         now = self._clock()
+        self._not_before = {engine: when for engine, when in self._not_before.items() if when > now}
         for thread in self._threads.lapsed(now):
             if thread.restored_on is not None:
                 self._count(thread, used=False)

@@ -268,7 +268,9 @@ class PromptBuilder:
             messages = texts_only(source.messages, text)
             if messages is None:
                 return None
-            tokens = await self._chat(replace(source, messages=messages), body.replace(messages=messages))
+            tokens = await self._chat(
+                replace(source, messages=messages, n_media=0), body.replace(messages=messages)
+            )
             if tokens is None:
                 return None
             made.append(tokens.prompt.token_ids)

@@ -15,6 +15,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -41,6 +42,9 @@ _KINDS = {
     "prompt_embeds": "embeddings",
 }
 # Fields of requests that hold parts, and what holds parts within them.
+_RANK = {key: rank for rank, key in enumerate(_KINDS)}
+MOST_MEDIA = 4096
+"""Images, audio, video and embeddings of one request."""
 _FIELDS = ("messages", "input", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
 _WITHIN = ("content", "output")
 # Decoding and hashing that many bytes takes about a millisecond; more is done in a thread.
@@ -102,8 +106,24 @@ def is_text(part: object) -> bool:
 
 
 def find_media(values: dict[str, Any]) -> list[MediaPart]:
-    """The images, audio and video in decoded fields of a request, in their order."""
-    return [part for name, value in values.items() for part in _parts(value, name)]
+    """The images, audio and video in decoded fields of a request, in their order.
+
+    Raises:
+        BadRequest: there are more than `MOST_MEDIA`.
+    """
+    parts = (part for name, value in values.items() for part in _parts(value, name))
+    found = list(islice(parts, MOST_MEDIA + 1))
+    check_number(len(found), next(iter(values), None))
+    return found
+
+
+def check_number(media: int, param: str | None) -> None:
+    """Raises BadRequest for more images, audio, video and embeddings than are read in time."""
+    if media > MOST_MEDIA:
+        raise BadRequest(
+            f"a request may hold {MOST_MEDIA} images, audio, video and embeddings; this one holds more",
+            param=param,
+        )
 
 
 def texts_only(messages: object, text: str) -> list[Any] | None:
@@ -130,8 +150,10 @@ def _parts(value: object, param: str) -> Iterator[MediaPart]:
             if isinstance(each, (dict, list)):  # a batch of chats is a list of lists
                 yield from _parts(each, f"{param}[{index}]")
     elif isinstance(value, dict):
-        key = next((key for key in _KINDS if key in value or value.get("type") == key), None)
-        if key is not None:
+        kind = value.get("type")
+        keys = value.keys() & _KINDS.keys() or ({kind} if isinstance(kind, str) and kind in _KINDS else set())
+        if keys:
+            key = min(keys, key=_RANK.__getitem__)
             yield MediaPart(param, _KINDS[key], value, _item(key, value.get(key)))
         for name in _WITHIN:
             if name in value:

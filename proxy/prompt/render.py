@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from engine_adapter import JsonBody
 from engine_adapter.types import TokenIds
 from proxy.errors import BadRequest
-from proxy.prompt.media import find_media, is_text, media_fields
+from proxy.prompt.media import check_number, find_media, is_text, media_fields
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -52,7 +52,7 @@ _OF_THE_ENGINE = (
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """A chat, as its template will get it."""
+    """A chat, as its template will get it. `n_media` counts the parts that are not text."""
 
     param: ClassVar[str] = "messages"
     messages: object = field(repr=False)
@@ -60,14 +60,12 @@ class ChatInput:
     template_kwargs: object = field(repr=False)
     add_generation_prompt: bool
     continue_final_message: bool
+    n_media: int = 0
 
     @property
     def is_text(self) -> bool:
         """Whether all of it is text: the ids of anything else do not tell what it is."""
-        messages = self.messages if isinstance(self.messages, list) else ()
-        contents = [message.get("content") for message in messages if isinstance(message, dict)]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        return all(map(is_text, parts))
+        return self.n_media == 0
 
     @property
     def has_tools(self) -> bool:
@@ -173,6 +171,7 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
             template_kwargs=body.get("chat_template_kwargs"),
             add_generation_prompt=_flag(body, "add_generation_prompt", default=True) and not continues,
             continue_final_message=continues,
+            n_media=_count_media(body.get("messages")),
         )
     if path == RESPONSES_PATH:
         return ResponseInput(is_text=not find_media(media_fields(body)))
@@ -187,6 +186,19 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
         explicit=_explicit(body.get("extra_ids")),
         table=_table(body.get("prompt_table")),
     )
+
+
+def _count_media(messages: object) -> int:
+    """Parts of a chat that are not text. Raises BadRequest for too many."""
+    contents = [message.get("content") for message in _dicts(messages)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    count = len(parts) - sum(map(is_text, parts))
+    check_number(count, "messages")
+    return count
+
+
+def _dicts(values: object) -> list[dict[str, Any]]:
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
 def _single_prompt(value: Any) -> str | TokenIds[int] | None:  # noqa: ANN401 - JSON

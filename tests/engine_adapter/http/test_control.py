@@ -215,3 +215,41 @@ async def test_nobody_there():
     with pytest.raises(EngineUnavailable):
         await client.get("/x")
     await client.aclose()
+
+
+class TestLean:
+    """Calls that requests wait for: as `ControlClient.call`, over the data plane's transport."""
+
+    @pytest.fixture
+    async def control(self):
+        async def tokenize(request: Request) -> Response:
+            assert request.headers["authorization"] == "Bearer k"
+            match await request.json():
+                case {"prompt": str(prompt)}:
+                    return JSONResponse({"tokens": [len(prompt)]})
+                case {"status": status}:
+                    return JSONResponse({"error": {"message": "no", "param": "p"}}, status)
+                case _:
+                    return Response("what?")
+
+        with served(Starlette(routes=[Route("/tokenize", tokenize, methods=["POST"])])) as url:
+            control = ControlClient(spec(url, api_key="k"))
+            yield control
+            await control.aclose()
+
+    async def test_json_and_bytes(self, control):
+        assert await control.lean.call("POST", "/tokenize", json={"prompt": "abc"}) == {"tokens": [3]}
+        assert await control.lean.call("POST", "/tokenize", content=b'{"prompt": "a"}') == {"tokens": [1]}
+
+    @pytest.mark.parametrize(("status", "error"), [(400, EngineRejected), (503, EngineUnavailable)])
+    async def test_errors_are_told_apart(self, control, status, error):
+        with pytest.raises(error, match="no"):
+            await control.lean.call("POST", "/tokenize", json={"status": status})
+
+    async def test_an_answer_that_is_not_json_or_none_at_all(self, control):
+        with pytest.raises(EngineUnavailable, match="POST /tokenize: the answer is not JSON"):
+            await control.lean.call("POST", "/tokenize", json={})
+        nobody = ControlClient(spec("http://127.0.0.1:1"))
+        with pytest.raises(EngineUnavailable):
+            await nobody.lean.call("POST", "/tokenize", json={})
+        await nobody.aclose()

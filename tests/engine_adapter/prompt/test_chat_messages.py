@@ -1,5 +1,6 @@
 import base64
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -114,3 +115,14 @@ def test_embeddings_need_a_hidden_size():
     message = {"role": "user", "content": [{"type": "prompt_embeds", "data": embeds()}]}
     with pytest.raises(ChatError, match="cannot be used here"):
         normalize_messages([message], ContentFormat.STRING, make_word=lambda: "M")
+
+
+def test_markers_are_found_by_one_pattern_however_many_there_are():
+    """An alternative for each of them took time that grows with the square of their number."""
+    parts = [{"type": "prompt_embeds", "data": embeds()}] * 12
+    normal = normalize_messages(
+        [{"role": "user", "content": parts}], ContentFormat.STRING, make_word=lambda: "w0rd", hidden_size=4
+    )
+    assert normal.marker_pattern == "(w0rdx[0-9]+x)"
+    found = re.findall(normal.marker_pattern, normal.messages[0]["content"])
+    assert found == [slot.marker for slot in normal.embeddings]

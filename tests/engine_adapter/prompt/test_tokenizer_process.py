@@ -12,12 +12,10 @@ from engine_adapter.prompt.tokenizer_process import HUB_S, load_tokenizer
 
 DEFAULT = str(Path(engine_adapter.torch_engine.__file__).parent / "default_model")
 TEXTS = ("Hello, world!", "zażółć 漢字 🙂", "<|im_start|>user\n", "  x ", "")
+PART = {"type": "text", "text": "a"}
 CHATS = [
     [{"role": "user", "content": "hello"}],
-    [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "a"}]},
-    ],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [PART]}],
 ]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
@@ -32,9 +30,8 @@ async def test_it_is_the_tokenizer_that_loading_here_gives(tokenizer_dir):
                 ids = ours.encode(text, add_special_tokens=special)
                 assert apart.encode(text, add_special_tokens=special) == ids
                 assert apart.decode(ids) == ours.decode(ids)
-                assert apart.decode(ids, skip_special_tokens=True) == ours.decode(
-                    ids, skip_special_tokens=True
-                )
+                bare = ours.decode(ids, skip_special_tokens=True)
+                assert apart.decode(ids, skip_special_tokens=True) == bare
         for chat in CHATS:
             for tools in (None, [TOOL]):
                 assert apart.render(chat, tools=tools) == ours.render(chat, tools=tools)
@@ -60,9 +57,7 @@ async def test_what_cannot_be_loaded_is_one_sentence(source, reason):
 async def test_a_hub_out_of_reach_costs_seconds_and_no_output(monkeypatch, capfd):
     """The top-level domain is reserved never to resolve."""
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
-    with pytest.raises(
-        EngineSpecError, match="'acme/none' is not on this machine, and the model hub does not"
-    ):
+    with pytest.raises(EngineSpecError, match="'acme/none' is not on this machine, and"):
         await load_tokenizer("acme/none")
     assert capfd.readouterr() == ("", "")
 

@@ -250,6 +250,15 @@ async def test_one_at_a_time_and_no_more_than_a_part_of_the_time(world):
     assert world.restored == 2
 
 
+async def test_engines_that_may_restore_again_are_not_remembered(world):
+    world.talk(1)
+    await world.tick()
+    assert world.ahead._not_before == {"a": world.now}
+    world.now += 0.1
+    world.ahead.tick()
+    assert world.ahead._not_before == {}
+
+
 async def test_what_would_leave_the_gpu_may_be_worth_more(world, monkeypatch):
     world.talk(1)
     other = world.prompt(6)

@@ -9,7 +9,7 @@ from engine_adapter.prompt.media import mark_media
 from engine_adapter.types import MediaSpan, RenderedPrompt, token_array
 from proxy.errors import BadRequest
 from proxy.prompt import MediaUuids, PromptTables
-from proxy.prompt.media import find_media, media_fields
+from proxy.prompt.media import MOST_MEDIA, find_media, media_fields
 from tests.fakes import prompts_of
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -380,3 +380,27 @@ class TestTheTextBefore:
     async def test_a_template_that_cannot_take_it(self, builder_of, refusing):
         messages = [{"role": "system", "content": "Hi."}, {"role": "nobody", "content": [image()]}, 5]
         assert await build(builder_of(refusing), body_of(messages=messages)) is None
+
+
+class TestNumber:
+    """More media than can be read in time is the client's fault, however small each of them is."""
+
+    PARTS = (image(), {"type": "prompt_embeds", "data": "AAAA"}, {"type": "odd"})
+
+    @pytest.mark.parametrize("part", PARTS)
+    async def test_of_a_chat(self, builder_of, part):
+        with pytest.raises(BadRequest, match="may hold 4096 images") as caught:
+            await build(builder_of(), chat(*[part] * (MOST_MEDIA + 1)))
+        assert caught.value.param == "messages"
+
+    async def test_of_a_response_and_of_uuids(self, builder_of):
+        parts = [{"type": "input_image", "image_url": data_url(CAT), "uuid": "u"}] * (MOST_MEDIA + 1)
+        body = body_of(input=[{"role": "user", "content": parts}])
+        with pytest.raises(BadRequest, match="may hold 4096 images"):
+            await build(builder_of(), body, RESPONSES)
+        with pytest.raises(BadRequest, match="may hold 4096 images"):
+            await MediaUuids().admit(body, None)
+
+    async def test_text_has_no_limit_of_its_own(self, builder_of):
+        with pytest.raises(BadRequest, match="context is 2000 tokens"):
+            await build(builder_of(), chat(*[text("a")] * (MOST_MEDIA + 1)))

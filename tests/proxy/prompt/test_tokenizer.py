@@ -1,3 +1,4 @@
+import asyncio
 import threading
 
 import msgspec
@@ -76,3 +77,24 @@ async def test_an_engine_that_does_not_answer_leaves_the_prompt_unknown(engine, 
     getattr(engine, how)()
     source, body = request(COMPLETIONS, prompt="hello")
     assert await EngineTokenizer(lambda: [engine]).text(source, COMPLETIONS, body) is None
+
+
+async def test_engines_are_asked_in_turn(engine):
+    engines = [TokenizingEngine(engine.tokenizer) for _ in range(3)]
+    asker = EngineTokenizer(lambda: engines)
+    source, body = request(COMPLETIONS, prompt="hello")
+    for _ in range(6):
+        await asker.text(source, COMPLETIONS, body)
+    assert [len(each.asked) for each in engines] == [2, 2, 2]
+
+
+async def test_an_engine_that_does_not_answer_in_time_leaves_the_prompt_unknown(engine, monkeypatch):
+    async def hang(*_):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("proxy.prompt.tokenizer.ANSWER_S", 0.01)
+    engine.tokenize = engine.render = hang
+    source, body = request(COMPLETIONS, prompt="hello")
+    asker = EngineTokenizer(lambda: [engine], lambda: [engine])
+    assert await asker.text(source, COMPLETIONS, body) is None
+    assert await asker.render(CHAT, body) is None
