@@ -66,6 +66,23 @@ def test_everything_that_can_be_said(kvpin, tmp_path):
     assert paths["plot"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_trace_too_short_to_compare_policies_says_so(kvpin):
+    words = ("replay", AGENTS, "--policies", "kvpin,sticky", "--load", "0.9", "--jobs", "1")
+    reason = "too short to compare policies: 200 requests"
+    assert reason in kvpin(*words).stdout
+    (doubt,) = json.loads(kvpin(*words, "--json", "-").stdout)["doubts"]
+    assert doubt.startswith(reason)
+
+
+def test_the_number_of_engines_that_keeps_a_p99(kvpin):
+    words = ("replay", CONVERSATION, "--target-p99", "20", "--prefill-rate", "15k", "--jobs", "1")
+    enough = "kvpin: 3 engines are enough for a p99 TTFT of 20 s: it is 8.24 s, and 32.7 s with 2"
+    assert enough in kvpin(*words).stdout
+    (need,) = json.loads(kvpin(*words, "--json", "-").stdout)["needs"]
+    assert (need["engines"], need["target_p99_s"]) == (3, 20.0)
+    assert "kvpin: 2 engines are not enough" in kvpin(*words, "--max-engines", "2").stdout
+
+
 @pytest.mark.parametrize("kind", ["json", "csv"])
 def test_the_standard_output_holds_nothing_else(kvpin, kind):
     result = kvpin("replay", AGENTS, "--limit", "20", "--policies", "kvpin", f"--{kind}", "-")
