@@ -1,5 +1,7 @@
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
+DOCS = Path(__file__).parents[3] / "docs" / "replay.md"
 AGENTS, CONVERSATION = (str(TRACES / f"{name}.jsonl.gz") for name in ("agents", "conversation"))
 
 
@@ -203,3 +206,28 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(kvpin, monkeypatch
     result = kvpin("replay", AGENTS, "--plot", str(tmp_path / "p.png"))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "kvpin: --plot needs matplotlib: pip install 'kvpin[replay]'\n"
+
+
+def quoted():
+    """Commands that the documentation shows with their output: words, output."""
+    for block in re.findall(r"```console\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL):
+        command, _, output = block.replace("\\\n", "").partition("\n")
+        if output and not output.startswith("$"):
+            yield shlex.split(command)[3:], output
+
+
+@pytest.mark.parametrize(("words", "output"), list(quoted()))
+def test_the_documentation_quotes_what_it_prints(kvpin, words, output, monkeypatch):
+    monkeypatch.chdir(DOCS.parents[1])
+    assert kvpin("replay", *words, "--jobs", "1").stdout == output
+
+
+def test_the_documentation_has_every_flag(kvpin):
+    documented = DOCS.read_text(encoding="utf-8")
+    flags = set(re.findall(r"(--[a-z0-9-]+)", kvpin("replay", "--help").stdout)) - {"--help"}
+    assert len(flags) > 20
+    assert [flag for flag in sorted(flags) if f"`{flag}" not in documented] == []
+
+
+def test_the_documentation_quotes_both_uses():
+    assert len(list(quoted())) == 2
