@@ -1,4 +1,5 @@
-"""Starts kvpin for a benchmark and stops it again; makes the larger model benchmarks use."""
+"""Starts kvpin for a benchmark and stops it again; makes the larger model that benchmarks use. A benchmark
+that lacks a package says what to install."""
 
 from __future__ import annotations
 
@@ -10,21 +11,43 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 
 import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("KVPIN_CACHE", Path.home() / ".cache" / "kvpin"))
+INSTALL = "pip install -e '.[dev,engine]'"
+
+
+def say_what_to_install(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """One line for a package that is missing; any other error ends a benchmark as it always does."""
+    if isinstance(error, ModuleNotFoundError):
+        print(f"{Path(sys.argv[0]).name} needs {error.name!r}: {INSTALL}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # a benchmark runs, not a test
+    sys.excepthook = say_what_to_install
 
 
 def made_model(name: str, *sizes: str) -> Path:
     """A Llama of random weights with the default tokenizer, made once; `sizes` are `make_model`'s options."""
     directory = CACHE / name
     if not (directory / "config.json").exists():
+        _need_torch()
         module = "engine_adapter.torch_engine.make_model"
         subprocess.run([sys.executable, "-m", module, *sizes, str(directory)], cwd=ROOT, check=True)
     return directory
+
+
+def _need_torch() -> None:
+    """Raises here what a process that computes would die of."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
 
 def free_port() -> int:
@@ -46,6 +69,7 @@ def kvpin(*options: str, reuse: bool = True, ready_s: float = 120, log: Path | N
 @contextmanager
 def engine(*options: str, ready_s: float = 120) -> Iterator[str]:
     """Runs `kvpin engine` with these options; yields its address once it serves."""
+    _need_torch()
     command = [sys.executable, "-m", "engine_adapter.torch_engine.serve", *options]
     with _running(command, dict(os.environ), "/health", ready_s, None) as url:
         yield url

@@ -12,7 +12,7 @@ from engine_adapter import ENGINE_OPTIONS
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
-from proxy.core.placement import demand, load, rates
+from proxy.core.placement import answers, demand, load, rates
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.observe.reasons import Reason
@@ -119,6 +119,8 @@ def test_every_reason_of_a_placement(reason):
     [
         f"the last {rates.WINDOW} samples",
         f"the last {4 * rates.WINDOW} samples",
+        f"the last {answers.WINDOW} whole answers",
+        f"requested again. Before: {demand.PRIOR}",
         f"{rates.DEFAULT_PREFILL_TOK_S:,.0f} tokens a second",
         f"{rates.OWN_PACE} times faster",
         f"{demand.MIN_UTILISATION:.0%} at least",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from proxy.replay.capacity import Need
     from proxy.replay.plan import Plan
     from proxy.replay.report import Row
     from proxy.replay.simulator import Outcome, Run
@@ -31,7 +32,9 @@ def register(app: typer.Typer) -> None:
 def replay(
     trace: Annotated[Path, typer.Argument(help="Mooncake jsonl or kvpin's recording, plain or .gz.")],
     *,
-    engines: Annotated[str, typer.Option(metavar="N[,N…]", help="How many engines.")] = "4",
+    engines: Annotated[
+        str | None, typer.Option(metavar="N[,N…]", help="How many engines [4].", show_default=False)
+    ] = None,
     gpu_tokens: Annotated[str, typer.Option(help="KV the GPU of each holds: tokens or bytes.")] = "500k",
     host_tokens: Annotated[str, typer.Option(help="KV of its host tier, likewise; 0: none.")] = "0",
     bytes_per_token: Annotated[
@@ -51,9 +54,20 @@ def replay(
         typer.Option(help="Arrivals scaled so that prompts computed in full keep engines busy so much: 0.9."),
     ] = None,
     speedup: Annotated[float | None, typer.Option(help="Arrivals faster than recorded [1].")] = None,
+    target_p99: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="Find how many engines keep this p99 TTFT, in place of --engines."
+        ),
+    ] = None,
+    max_engines: Annotated[int, typer.Option(min=1, help="The most that --target-p99 tries.")] = 64,
     policies: Annotated[
-        str, typer.Option(metavar="NAME[,NAME…]", help="all, ablations, or some: kvpin,sglang,oracle.")
-    ] = "all",
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME…]",
+            help="all, ablations, or some: kvpin,sglang,oracle [all; with --target-p99 kvpin].",
+        ),
+    ] = None,
     seeds: Annotated[str, typer.Option(metavar="N[,N…]", help="0: arrivals as recorded; others vary.")] = "0",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many lines.")] = None,
     model_name: Annotated[
@@ -87,14 +101,30 @@ def replay(
             decode_stream_ms=decode_stream_ms,
         )
         plan = options.plan(
-            engine, engines=engines, policies=policies, seeds=seeds, load=load, speedup=speedup
+            engine,
+            engines=engines,
+            policies=policies,
+            seeds=seeds,
+            load=load,
+            speedup=speedup,
+            target_p99=target_p99,
+            max_engines=max_engines,
         )
         _check_outputs(json_path, csv_path, plot_path)
         read = read_trace(trace, limit=limit, model=model_name)
-        outcomes = _run(read, plan.runs(read), jobs or os.cpu_count() or 1)
-        _tell(plan, read, outcomes, json_path, csv_path, plot_path)
+        needs, outcomes = _run_plan(plan, read, jobs or os.cpu_count() or 1)
+        _tell(plan, read, needs, outcomes, json_path, csv_path, plot_path)
     except (ValueError, TraceError) as error:
         _refuse(str(error))
+
+
+def _run_plan(plan: Plan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequence[Outcome]]:
+    """The engines that policies need, where that is asked for, and what came of all runs."""
+    if plan.target is None:
+        return (), _run(trace, plan.runs(trace), jobs)
+    from proxy.replay.capacity import search  # noqa: PLC0415 - see above
+
+    return search(plan, plan.target, trace, lambda runs: _run(trace, runs, jobs))
 
 
 def _run(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Outcome]:
@@ -113,18 +143,20 @@ def _run(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Outcome]:
 def _tell(
     plan: Plan,
     trace: Trace,
+    needs: Sequence[Need],
     outcomes: Sequence[Outcome],
     json_path: Path | None,
     csv_path: Path | None,
     plot_path: Path | None,
 ) -> None:
     """The files that were asked for, and the table unless one of them is the standard output."""
+    from proxy.replay.doubts import doubts  # noqa: PLC0415 - see above
     from proxy.replay.plan import notes  # noqa: PLC0415 - see above
     from proxy.replay.report import as_csv, as_json, rows  # noqa: PLC0415 - see above
 
-    each, title = rows(outcomes), plan.title(trace)
+    each, title, why_not = rows(outcomes), plan.title(trace), doubts(trace, outcomes)
     if json_path is not None:
-        _write(json_path, as_json(plan.settings(trace), each))
+        _write(json_path, as_json(plan.settings(trace), each, why_not, needs))
     if csv_path is not None:
         _write(csv_path, as_csv(each))
     if plot_path is not None:
@@ -134,7 +166,7 @@ def _tell(
             draw(plot_path, each, title)
     if _STDOUT not in (json_path, csv_path):
         with _writing(_STDOUT):
-            _show(title, each, notes(trace, outcomes))
+            _show(title, each, [*map(str, needs), *why_not, *notes(trace, outcomes)])
 
 
 def _show(title: str, each: Sequence[Row], told: Sequence[str]) -> None:

@@ -10,6 +10,8 @@ policy.py      what a policy is    simple.py, peers.py, kvpin.py  those there ar
 oracle.py      the hits there could be
 simulator.py   one run
 options.py     flags → plan    plan.py  plan → runs
+capacity.py    how many engines keep a p99
+doubts.py      why a trace cannot tell policies apart
 batch.py       many runs, over processes
 report.py      tables, JSON, CSV    plot.py  PNG
 units.py       500k, 64GiB

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from math import isfinite
 
 from proxy.replay.engine import EngineModel
-from proxy.replay.plan import Plan
-from proxy.replay.registry import resolve
+from proxy.replay.plan import Plan, Target
+from proxy.replay.registry import ORACLE, resolve
 from proxy.replay.units import AmountError, parse_amount, parse_count, parse_tokens
 
 MODELS = ("fifo", "chunked")
+ENGINES = "4"
+MAX_ENGINES = 64
 
 
 class OptionError(ValueError):
@@ -65,11 +67,13 @@ def engine_model(
 def plan(
     model: EngineModel,
     *,
-    engines: str = "4",
-    policies: str = "all",
+    engines: str | None = None,
+    policies: str | None = None,
     seeds: str = "0",
     load: float | None = None,
     speedup: float | None = None,
+    target_p99: float | None = None,
+    max_engines: int = MAX_ENGINES,
 ) -> Plan:
     """What is to be run, from the flags of these names.
 
@@ -78,21 +82,39 @@ def plan(
     """
     if load is not None and speedup is not None:
         raise OptionError("--load and --speedup: both say when requests arrive; give one of them")
-    for flag, value in (("load", load), ("speedup", speedup)):
+    for flag, value in (("load", load), ("speedup", speedup), ("target-p99", target_p99)):
         if value is not None and not (isfinite(value) and value > 0):
             raise OptionError(f"--{flag} {value:g}: it has to be a number, and more than 0")
-    try:
-        names = resolve(policies.split(","))
-    except ValueError as error:
-        raise OptionError(f"--policies: {error}") from error
+    if target_p99 is not None and engines is not None:
+        raise OptionError(
+            "--target-p99 and --engines: the search finds the number; bound it by --max-engines"
+        )
+    if target_p99 is not None and load is not None:
+        raise OptionError("--target-p99 and --load: a load grows with the engines; say --speedup instead")
+    target = Target(target_p99, max_engines) if target_p99 is not None else None
     return Plan(
         model=model,
-        engines=_numbers("engines", engines, least=1),
-        policies=names,
+        engines=_numbers("engines", engines or ENGINES, least=1) if target is None else (),
+        policies=_policies(policies, target),
         seeds=_numbers("seeds", seeds),
         load=load,
         speedup=speedup or 1.0,
+        target=target,
     )
+
+
+def _policies(names: str | None, target: Target | None) -> tuple[str, ...]:
+    """Those that are named, else all; with a target kvpin alone, and never the oracle, which has no times."""
+    try:
+        resolved = resolve((names or ("all" if target is None else "kvpin")).split(","))
+    except ValueError as error:
+        raise OptionError(f"--policies: {error}") from error
+    if target is None:
+        return resolved
+    timed = tuple(name for name in resolved if name != ORACLE)
+    if not timed:
+        raise OptionError(f"--target-p99: the policy {ORACLE} has no times")
+    return timed
 
 
 def _read(flag: str, text: str, parse: Callable[[str], int], *, least: int = 0) -> int:

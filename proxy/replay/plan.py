@@ -13,6 +13,14 @@ from proxy.replay.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """What engines have to keep: a p99 time to first token, with `max_engines` of them at most."""
+
+    p99_s: float
+    max_engines: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Every policy, with every seed, on every number of engines.
 
@@ -24,6 +32,7 @@ class Plan:
         load: what the engines' compute is used for, if they computed all prompts in full; None for arrivals
             as recorded, or at `speedup`.
         speedup: how much faster than recorded requests arrive.
+        target: with it the number of engines is searched for; `engines` is empty.
     """
 
     model: EngineModel
@@ -32,6 +41,7 @@ class Plan:
     seeds: Sequence[int] = (0,)
     load: float | None = None
     speedup: float = 1.0
+    target: Target | None = None
 
     def runs(self, trace: Trace) -> list[Run]:
         """All of it.
@@ -45,6 +55,11 @@ class Plan:
             for seed in self.seeds
             for policy in self.policies
         ]
+
+    def seeded(self, trace: Trace, policy: str, engines: int) -> list[Run]:
+        """One policy on so many engines, with every seed."""
+        speedup = self._speedup(trace, engines)
+        return [Run(policy, engines, self.model, speedup, seed) for seed in self.seeds]
 
     def _speedup(self, trace: Trace, engines: int) -> float:
         if self.load is None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from proxy.replay.capacity import Need
 from proxy.replay.simulator import Outcome
 
 # Those of them that are told with how far runs are apart.
@@ -112,9 +113,13 @@ def _cell(row: Row, column: str, digits: int) -> str:
     return f"{value:,.{digits}f}" + (f" ±{spread:,.{digits}f}" if spread else "")
 
 
-def as_json(settings: Mapping[str, Any], each: Sequence[Row]) -> str:
-    """The settings and one object for each run."""
-    encoded = msgspec.json.encode({"settings": settings, "runs": each})
+def as_json(
+    settings: Mapping[str, Any], each: Sequence[Row], doubts: Sequence[str] = (), needs: Sequence[Need] = ()
+) -> str:
+    """The settings, why runs cannot be compared, the engines policies need, and an object for each run."""
+    needed = [need.as_data() for need in needs]
+    document = {"settings": settings, "doubts": doubts, "needs": needed, "runs": each}
+    encoded = msgspec.json.encode(document)
     return msgspec.json.format(encoded, indent=1).decode() + "\n"
 
 

@@ -1,5 +1,7 @@
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
+DOCS = Path(__file__).parents[3] / "docs" / "replay.md"
 AGENTS, CONVERSATION = (str(TRACES / f"{name}.jsonl.gz") for name in ("agents", "conversation"))
 
 
@@ -64,6 +67,23 @@ def test_everything_that_can_be_said(kvpin, tmp_path):
     ]
     assert len(paths["csv"].read_text().splitlines()) == 5
     assert paths["plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_too_short_to_compare_policies_says_so(kvpin):
+    words = ("replay", AGENTS, "--policies", "kvpin,sticky", "--load", "0.9", "--jobs", "1")
+    reason = "too short to compare policies: 200 requests"
+    assert reason in kvpin(*words).stdout
+    (doubt,) = json.loads(kvpin(*words, "--json", "-").stdout)["doubts"]
+    assert doubt.startswith(reason)
+
+
+def test_the_number_of_engines_that_keeps_a_p99(kvpin):
+    words = ("replay", CONVERSATION, "--target-p99", "20", "--prefill-rate", "15k", "--jobs", "1")
+    enough = "kvpin: 3 engines are enough for a p99 TTFT of 20 s: it is 8.24 s, and 32.7 s with 2"
+    assert enough in kvpin(*words).stdout
+    (need,) = json.loads(kvpin(*words, "--json", "-").stdout)["needs"]
+    assert (need["engines"], need["target_p99_s"]) == (3, 20.0)
+    assert "kvpin: 2 engines are not enough" in kvpin(*words, "--max-engines", "2").stdout
 
 
 @pytest.mark.parametrize("kind", ["json", "csv"])
@@ -186,3 +206,28 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(kvpin, monkeypatch
     result = kvpin("replay", AGENTS, "--plot", str(tmp_path / "p.png"))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "kvpin: --plot needs matplotlib: pip install 'kvpin[replay]'\n"
+
+
+def quoted():
+    """Commands that the documentation shows with their output: words, output."""
+    for block in re.findall(r"```console\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL):
+        command, _, output = block.replace("\\\n", "").partition("\n")
+        if output and not output.startswith("$"):
+            yield shlex.split(command)[3:], output
+
+
+@pytest.mark.parametrize(("words", "output"), list(quoted()))
+def test_the_documentation_quotes_what_it_prints(kvpin, words, output, monkeypatch):
+    monkeypatch.chdir(DOCS.parents[1])
+    assert kvpin("replay", *words, "--jobs", "1").stdout == output
+
+
+def test_the_documentation_has_every_flag(kvpin):
+    documented = DOCS.read_text(encoding="utf-8")
+    flags = set(re.findall(r"(--[a-z0-9-]+)", kvpin("replay", "--help").stdout)) - {"--help"}
+    assert len(flags) > 20
+    assert [flag for flag in sorted(flags) if f"`{flag}" not in documented] == []
+
+
+def test_the_documentation_quotes_both_uses():
+    assert len(list(quoted())) == 2

@@ -4,6 +4,7 @@ import pytest
 
 from proxy.replay.engine import EngineModel
 from proxy.replay.options import OptionError, engine_model, plan
+from proxy.replay.plan import Target
 from proxy.replay.registry import POLICIES
 
 
@@ -65,9 +66,19 @@ def test_a_plan():
     assert plan(model, speedup=2.0).speedup == 2.0
 
 
+def test_a_plan_that_searches():
+    made = plan(EngineModel(1000), target_p99=2.0, max_engines=9)
+    assert (made.engines, made.policies, made.target) == ((), ("kvpin",), Target(2.0, 9))
+    assert plan(EngineModel(1000), target_p99=2.0, policies="all").policies == tuple(POLICIES)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"target_p99": 0.0}, "--target-p99 0: it has to be a number, and more than 0"),
+        ({"target_p99": 1.0, "engines": "4"}, "bound it by --max-engines"),
+        ({"target_p99": 1.0, "load": 0.9}, "say --speedup instead"),
+        ({"target_p99": 1.0, "policies": "oracle"}, "--target-p99: the policy oracle has no times"),
         ({"load": 0.9, "speedup": 2.0}, "give one of them"),
         ({"load": 0.0}, "--load 0: it has to be a number, and more than 0"),
         ({"load": nan}, "--load nan: it has to be a number, and more than 0"),

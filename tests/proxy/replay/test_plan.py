@@ -21,6 +21,11 @@ def test_every_policy_with_every_seed_on_every_number_of_engines():
     ]
 
 
+def test_one_policy_with_every_seed():
+    plan = Plan(model_of(), (), ("kvpin",), (0, 5), speedup=3.0)
+    assert plan.seeded(TRACE, "sticky", 7) == [Run("sticky", 7, model_of(), 3.0, seed) for seed in (0, 5)]
+
+
 def test_a_load_is_one_for_each_number_of_engines():
     plan = Plan(model_of(), (1, 2), ("kvpin",), load=0.5)
     assert [run.speedup for run in plan.runs(TRACE)] == pytest.approx([25, 50])

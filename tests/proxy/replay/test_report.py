@@ -65,7 +65,7 @@ def test_the_table_shows_them(each):
 
 def test_json_and_csv_hold_every_run(each):
     document = json.loads(as_json({"trace": "t"}, each))
-    assert document == {"settings": {"trace": "t"}, "runs": each}
+    assert document == {"settings": {"trace": "t"}, "doubts": [], "needs": [], "runs": each}
     read = list(csv.DictReader(StringIO(as_csv(each))))
     assert len(read) == len(each)
     assert read[1]["mean_ttft_s"] == ""
