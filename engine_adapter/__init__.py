@@ -40,8 +40,9 @@ from engine_adapter.managed import (
     managed_spec,
     prepare_managed,
 )
+from engine_adapter.options import EngineOptions, OptionError
 from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.registry import ENGINE_KINDS, check_kind, make_adapter
+from engine_adapter.registry import ENGINE_KINDS, ENGINE_OPTIONS, check_kind, make_adapter, make_options
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,
@@ -67,6 +68,7 @@ from engine_adapter.types import (
 __all__ = [
     "ENGINE_KINDS",
     "ENGINE_MODULE",
+    "ENGINE_OPTIONS",
     "AiohttpTransport",
     "AnswerReader",
     "BelowGpu",
@@ -79,6 +81,7 @@ __all__ = [
     "EngineError",
     "EngineInfo",
     "EngineLoad",
+    "EngineOptions",
     "EngineRejected",
     "EngineSpec",
     "EngineSpecError",
@@ -93,6 +96,7 @@ __all__ = [
     "KvTarget",
     "KvVerb",
     "NotSupported",
+    "OptionError",
     "OutgoingRequest",
     "Pinned",
     "PromptTable",
@@ -110,6 +114,7 @@ __all__ = [
     "detect_kind",
     "health_path",
     "make_adapter",
+    "make_options",
     "managed_advice",
     "managed_command",
     "managed_spec",

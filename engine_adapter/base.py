@@ -36,7 +36,9 @@ class EngineAdapter(Protocol):
     `EngineInfo.capabilities` raises NotSupported.
     """
 
-    spec: EngineSpec
+    @property
+    def spec(self) -> EngineSpec:
+        """The engine as the operator described it."""
 
     async def connect(self) -> EngineInfo:
         """Asks the engine what it is; called again after each outage. What requests get is not changed by

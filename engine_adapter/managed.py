@@ -10,11 +10,16 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from engine_adapter.engine_command import check_torch, embedded_command
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import command as llama
+from engine_adapter.llama_server.options import LlamaServerOptions, LlamaServerSpec
 from engine_adapter.llama_server.save_dir import default_save_bytes, default_save_dir, make_save_dir
+from engine_adapter.options import Size
 from engine_adapter.types import EngineSpec
 
 
@@ -73,10 +78,10 @@ def health_path(kind: str) -> str:
 class _Kind:
     """How engines of one kind are started; the functions are those of the module, in the same order."""
 
-    command: Callable[[Sequence[str], int, EngineSpec], list[str]]
+    command: Callable[[Sequence[str], int, EngineSpec[Any]], list[str]]
     check: Callable[[Sequence[str]], None]
-    prepare: Callable[[EngineSpec, Sequence[str]], None]
-    complete: Callable[[EngineSpec, Sequence[str]], EngineSpec] = lambda spec, _words: spec
+    prepare: Callable[[EngineSpec[Any], Sequence[str]], None]
+    complete: Callable[[EngineSpec[Any], Sequence[str]], EngineSpec] = lambda spec, _words: spec
     advice: Callable[[Sequence[str]], tuple[str, ...]] = lambda _words: ()
     health_path: str = "/health"
 
@@ -97,30 +102,31 @@ def _llama_binary() -> str:
     return os.environ.get(llama.BINARY_VARIABLE) or llama.BINARY
 
 
-def _complete_llama(spec: EngineSpec, words: Sequence[str]) -> EngineSpec:
-    said, host = llama.named_save_dir(words), _full(spec.host_cache_dir)
+def _complete_llama(spec: EngineSpec[Any], words: Sequence[str]) -> EngineSpec:
+    given: LlamaServerOptions = spec.options
+    said, host = llama.named_save_dir(words), _full(given.host_cache_dir)
     named = Path(said).absolute() if said else None  # the server knows no ~
     if named and host and named != host:
         raise EngineSpecError(
-            f"--slot-save-path {said!r} and host_cache_dir {spec.host_cache_dir!r} differ: give one of them"
+            f"--slot-save-path {said!r} and host_cache_dir {given.host_cache_dir!r} differ: give one of them"
         )
-    host, disk = named or host or default_save_dir(), _full(spec.disk_cache_dir)
-    return replace(
-        spec,
-        api_key=spec.api_key or llama.named_api_key(words),
+    host, disk = named or host or default_save_dir(), _full(given.disk_cache_dir)
+    options = msgspec.structs.replace(
+        given,
         host_cache_dir=str(host),
-        host_cache_bytes=spec.host_cache_bytes or default_save_bytes(host),
+        host_cache_bytes=given.host_cache_bytes or Size(default_save_bytes(host)),
         disk_cache_dir=str(disk) if disk else None,
     )
+    return replace(spec, api_key=spec.api_key or llama.named_api_key(words), options=options)
 
 
 def _full(directory: str | None) -> Path | None:
     return Path(directory).expanduser().absolute() if directory else None
 
 
-def _prepare_llama(spec: EngineSpec, words: Sequence[str]) -> None:
+def _prepare_llama(spec: LlamaServerSpec, words: Sequence[str]) -> None:
     llama.check_files(words, binary=_llama_binary())
-    for directory in (spec.host_cache_dir, spec.disk_cache_dir):
+    for directory in (spec.options.host_cache_dir, spec.options.disk_cache_dir):
         if directory is not None:
             make_save_dir(Path(directory))
 
@@ -153,7 +159,7 @@ _KINDS = {
     ),
     "llama_server": _Kind(
         command=lambda words, port, spec: llama.llama_server_command(
-            words, port=port, save_dir=spec.host_cache_dir, binary=_llama_binary()
+            words, port=port, save_dir=spec.options.host_cache_dir, binary=_llama_binary()
         ),
         check=llama.check_words,
         prepare=_prepare_llama,

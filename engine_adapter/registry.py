@@ -1,45 +1,86 @@
-"""Engine kinds, and how to make the adapter of each. The only place that knows adapter classes."""
+"""Engine kinds: the adapter and the options of each. The only place that knows adapter classes."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
 
 from engine_adapter.base import EngineAdapter
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server.adapter import LlamaServerAdapter
-from engine_adapter.nim import NimAdapter
+from engine_adapter.llama_server.options import LlamaServerOptions
+from engine_adapter.nim import NimOptions, make_nim
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from engine_adapter.options import EngineOptions, read_options
 from engine_adapter.sglang.adapter import SglangAdapter
+from engine_adapter.sglang.options import SglangOptions
 from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 from engine_adapter.types import EngineSpec
+from engine_adapter.vllm.options import VllmOptions
 from engine_adapter.vllm.tiered import make_vllm
 
-_ADAPTERS: dict[str, Callable[[EngineSpec], EngineAdapter]] = {
-    "embedded": EmbeddedAdapter,
-    "openai_compatible": OpenAICompatibleAdapter,
-    "llama_server": LlamaServerAdapter,
-    "vllm": make_vllm,
-    "sglang": SglangAdapter,
-    "tensorrt_llm": TensorRTLLMAdapter,
-    "nim": lambda spec: NimAdapter(spec, make_adapter),
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """One kind of engine: what makes its adapter, and the options it has beyond those of `EngineSpec`."""
+
+    make: Callable[[EngineSpec[Any]], EngineAdapter]
+    options: type[EngineOptions] = EngineOptions
+
+
+_KINDS = {
+    "embedded": EngineKind(EmbeddedAdapter),
+    "openai_compatible": EngineKind(OpenAICompatibleAdapter),
+    "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions),
+    "vllm": EngineKind(make_vllm, VllmOptions),
+    "sglang": EngineKind(SglangAdapter, SglangOptions),
+    "tensorrt_llm": EngineKind(TensorRTLLMAdapter),
+    "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
 }
 
-ENGINE_KINDS = tuple(_ADAPTERS)
+ENGINE_KINDS = tuple(_KINDS)
+ENGINE_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    name: kind.options.__struct_fields__ for name, kind in _KINDS.items()
+}
+"""The names of each kind's own options."""
+
+
+def make_options(kind: str, values: Mapping[str, object]) -> EngineOptions:
+    """The options of an engine of `kind`, from names and values as the operator wrote them.
+
+    Raises:
+        EngineSpecError: the kind does not exist; OptionError: an option is wrong.
+    """
+    check_kind(kind)
+    return read_options(kind, _KINDS[kind].options, values)
 
 
 def make_adapter(spec: EngineSpec) -> EngineAdapter:
     """The adapter for `spec`; raises EngineSpecError for a kind that does not exist."""
     check_kind(spec.kind)
-    return _ADAPTERS[spec.kind](spec)
+    kind = _KINDS[spec.kind]
+    if type(spec.options) is EngineOptions:
+        spec = replace(spec, options=kind.options())
+    return kind.make(spec)
 
 
 def check_kind(kind: str) -> None:
     """Raises EngineSpecError, with the nearest name, for a kind that does not exist."""
-    if kind in _ADAPTERS:
+    if kind in _KINDS:
         return
     near = [known for known in ENGINE_KINDS if kind and known.startswith(kind)]
     near = near or difflib.get_close_matches(kind, ENGINE_KINDS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? It can be" if near else "use"
     raise EngineSpecError(f"unknown engine kind {kind!r}: {hint} one of {', '.join(ENGINE_KINDS)}")
+
+
+def _as_kind(spec: EngineSpec, kind: str) -> EngineAdapter:
+    """The adapter of another kind for the same server, with those options that kind has."""
+    given, options = msgspec.structs.asdict(spec.options), _KINDS[kind].options
+    known = {name: given[name] for name in options.__struct_fields__ if name in given}
+    return make_adapter(replace(spec, kind=kind, options=options(**known)))

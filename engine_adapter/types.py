@@ -11,6 +11,11 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Generic, cast
+
+from typing_extensions import TypeVar
+
+from engine_adapter.options import EngineOptions
 
 TokenIds = array  # array('i'): one int32 per token
 ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
@@ -48,8 +53,11 @@ class KvVerb(StrEnum):
     RESTORE = "restore"  # host → gpu
 
 
+Options_co = TypeVar("Options_co", bound=EngineOptions, default=EngineOptions, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class EngineSpec:
+class EngineSpec(Generic[Options_co]):
     """How the operator describes one engine (`--engine 'KIND=URL[,name=value…]'`).
 
     Attributes:
@@ -59,15 +67,12 @@ class EngineSpec:
         model: the served name, where the engine does not say.
         tokenizer: directory or hub id, where the engine does not say.
         api_key: sent to it instead of the client's key.
-        events: address of its KV events, where the engine does not say.
-        replay: address that events which were missed are asked of, where the engine does not say.
-        dp_rank: the data-parallel rank of the server that this engine is, None where it has one.
-        lmcache: address of the HTTP API of the LMCache server beside it.
-        lmcache_coordinator: address of the LMCache coordinator.
-        host_cache_dir: directory the engine saves KV files in, as kvpin sees it; best in memory.
-        host_cache_bytes: room for them.
-        disk_cache_dir: directory kvpin moves KV files to that find no room there.
-        disk_cache_bytes: room for those.
+        headers: sent with every request to it, in place of the client's of the same name; may be secret.
+        ca: file of the certificate authorities (PEM) that its certificate is checked against; the machine's
+            own by default.
+        cert: file of the certificate (PEM) that kvpin shows to it.
+        key: file of the private key of `cert`, where it is not in the same file.
+        options: what only engines of its kind have.
     """
 
     kind: str
@@ -76,15 +81,11 @@ class EngineSpec:
     model: str | None = None
     tokenizer: str | None = None
     api_key: str | None = field(default=None, repr=False)
-    events: str | None = None
-    replay: str | None = None
-    dp_rank: int | None = None
-    lmcache: str | None = None
-    lmcache_coordinator: str | None = None
-    host_cache_dir: str | None = None
-    host_cache_bytes: int | None = None
-    disk_cache_dir: str | None = None
-    disk_cache_bytes: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    options: Options_co = cast("Options_co", EngineOptions())  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,10 @@ class EngineInfo:
             `lookup` asks; None elsewhere.
         shares_prefill: prompts that come side by side compute what they share once: one finds what the other
             is computing, or its turn comes later. Where not, kvpin lets the second one wait.
+        events_read_once: each KV event goes to one reader only, so a second reader would take events from the
+            first.
+        shared_tiers: names the tiers below its GPU; engines with the same name share them. None where it
+            shares none.
     """
 
     model: str
@@ -124,6 +129,8 @@ class EngineInfo:
     adapters: frozenset[str] = frozenset()
     tokens_per_chunk: int | None = None
     shares_prefill: bool = False
+    events_read_once: bool = False
+    shared_tiers: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

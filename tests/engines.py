@@ -17,10 +17,18 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp
 
+from engine_adapter import EngineSpec, make_options
+
 START_S = 120.0
 STOP_S = 30.0
 DEFAULT_FLAGS = ("--kv-blocks", "256", "--host-cache-bytes", str(64 << 20))
 """Flags of the shared engine: 256 blocks of 16 tokens, and a host tier."""
+
+
+def engine_spec(kind: str, url: str, engine_id: str = "e", **fields) -> EngineSpec:
+    """A description whose `fields` are those of every engine and those of its kind."""
+    common = {name: fields.pop(name) for name in EngineSpec.__slots__ if name in fields}
+    return EngineSpec(kind, url, engine_id, **common, options=make_options(kind, fields))
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
+from engine_adapter import ENGINE_OPTIONS
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
@@ -46,7 +47,13 @@ def table(title: str) -> str:
     return OPERATIONS.partition(f"### {title}")[2].partition("###")[0]
 
 
-@pytest.mark.parametrize("name", [*settings_of(Settings)])
+def options_of_kinds() -> Iterator[str]:
+    """Dotted names of the settings that only engines of some kinds have."""
+    for name in dict.fromkeys(name for names in ENGINE_OPTIONS.values() for name in names):
+        yield from (f"engines[].{name}", f"managed[].{name}")
+
+
+@pytest.mark.parametrize("name", [*settings_of(Settings), *options_of_kinds()])
 def test_every_setting(name):
     assert f"`{name}`" in table("Settings")
 
@@ -62,7 +69,7 @@ def test_no_setting_that_is_gone():
     documented = re.findall(
         r"`([a-z_\[\].]+)`", "".join(re.findall(r"^\| (`.*?) \|", table("Settings"), re.MULTILINE))
     )
-    assert set(documented) == set(settings_of(Settings))
+    assert set(documented) == {*settings_of(Settings), *options_of_kinds()}
 
 
 @pytest.mark.parametrize("name", sorted(metrics_of(Metrics(Fleet()).registry)))

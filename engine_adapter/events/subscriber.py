@@ -156,19 +156,22 @@ class KvEventSubscriber:
                 cursor.last, cursor.complete = held.sequence, True
                 for event in held.events:
                     yield event
-            async for event in self._catch_up(replay, cursor):
-                yield event
+            async with aclosing(self._catch_up(replay, cursor)) as events:
+                async for event in events:
+                    yield event
             yield cursor.tell()
             while True:
                 frames = await inbox.receive(self._idle_check_s)
                 if frames is None:
-                    async for event in self._check(replay, cursor):
-                        yield event
+                    async with aclosing(self._check(replay, cursor)) as events:
+                        async for event in events:
+                            yield event
                     continue
                 message = self._numbered(frames)
                 if message is not None:
-                    async for event in self._go_on(replay, cursor, *message):
-                        yield event
+                    async with aclosing(self._go_on(replay, cursor, *message)) as events:
+                        async for event in events:
+                            yield event
 
     async def _go_on(
         self, replay: ReplayClient | None, cursor: _Cursor, sequence: int, payload: bytes
@@ -185,8 +188,9 @@ class KvEventSubscriber:
             self.counts.gaps += 1
             self.counts.replays += replay is not None
             first = cursor.last + 1
-            async for event in self._catch_up(replay, cursor, until=sequence):
-                yield event
+            async with aclosing(self._catch_up(replay, cursor, until=sequence)) as events:
+                async for event in events:
+                    yield event
             if cursor.last < sequence:
                 raise _StartOverError(f"batches {first} to {sequence} are lost")
 
@@ -197,8 +201,9 @@ class KvEventSubscriber:
         if cursor.silent:
             await self._look_for_replay(replay, cursor)
             return
-        async for event in self._catch_up(replay, cursor, patience_s=self._idle_timeout_s):
-            yield event
+        async with aclosing(self._catch_up(replay, cursor, patience_s=self._idle_timeout_s)) as events:
+            async for event in events:
+                yield event
         if cursor.silent:
             raise _StartOverError("the replay socket no longer answers")
 
@@ -229,8 +234,9 @@ class KvEventSubscriber:
             return
         while True:
             before, answer = cursor.last, _Answer(until, patience_s or self._replay_timeout_s)
-            async for event in self._replayed(replay, cursor, answer):
-                yield event
+            async with aclosing(self._replayed(replay, cursor, answer)) as events:
+                async for event in events:
+                    yield event
             if cursor.last is None or cursor.last >= answer.until:
                 return
             if cursor.last == before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.http.error_bodies import read_error
+from engine_adapter.http.tls import tls_context
 from engine_adapter.http.transport import KEEPALIVE_S, OutgoingRequest, describe
 from engine_adapter.types import EngineSpec
 
@@ -38,6 +40,8 @@ _ENDS_HERE = frozenset(
 )
 _KEYS = frozenset({"authorization", "x-api-key"})
 _OWN_PREFIX = "x-kvpin-"
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 
 
 @lru_cache
@@ -81,8 +85,9 @@ def prepare_request(
         if key.lower() == "connection"
         for name in value.split(",")
     }
+    own = _own_headers(spec)
     # A key the engine was given by the operator stands for every client.
-    ends_here = _ENDS_HERE | _KEYS if spec.api_key else _ENDS_HERE
+    ends_here = _ENDS_HERE | own.keys() | (_KEYS if spec.api_key else frozenset())
     kept = {
         name: value
         for name, value in headers.items()
@@ -91,10 +96,9 @@ def prepare_request(
         and not lower.startswith(_OWN_PREFIX)
     }
     kept["accept-encoding"] = "identity"
-    kept.update(_credentials(spec))
-    return OutgoingRequest(
-        method, base_url(spec) + path, kept, body.raw if isinstance(body, JsonBody) else body
-    )
+    kept.update(own)
+    raw = body.raw if isinstance(body, JsonBody) else body
+    return OutgoingRequest(method, base_url(spec) + path, kept, raw, tls_context(spec))
 
 
 class ControlClient:
@@ -104,10 +108,12 @@ class ControlClient:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Raises EngineSpecError for an address that is none."""
+        """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
+        _check_headers(spec)
         self._client = httpx.AsyncClient(
             base_url=base_url(spec),
-            headers=_credentials(spec),
+            headers=_own_headers(spec),
+            verify=tls_context(spec) or False,  # an http address needs no certificates, and they load slowly
             timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S),
             trust_env=False,
@@ -145,7 +151,7 @@ class ControlClient:
                 method, path, content=content, headers={**kind, **(headers or {})}
             )
         except httpx.HTTPError as error:
-            raise EngineUnavailable(f"{method} {path}: {describe(error)}") from error
+            raise EngineUnavailable(f"{method} {path}: {_describe(error)}") from error
         if response.is_success:
             return response.content
         raise _rejection(response)
@@ -177,8 +183,30 @@ def max_model_len(models: object) -> int | None:
             return None
 
 
-def _credentials(spec: EngineSpec) -> dict[str, str]:
-    return {"authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
+def _own_headers(spec: EngineSpec) -> dict[str, str]:
+    """What the operator has every request to the engine carry; names in lower case."""
+    headers = {name.lower(): value for name, value in spec.headers.items()}
+    return headers | ({"authorization": f"Bearer {spec.api_key}"} if spec.api_key else {})
+
+
+def _check_headers(spec: EngineSpec) -> None:
+    """Raises EngineSpecError, which does not repeat a value: it may be secret."""
+    for name, value in spec.headers.items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise EngineSpecError(f"engine {spec.id!r}: headers: {name!r} is no header name")
+        if name.lower() in _ENDS_HERE:
+            raise EngineSpecError(f"engine {spec.id!r}: headers: kvpin sets {name!r} itself: leave it out")
+        if not _HEADER_VALUE.fullmatch(value):
+            raise EngineSpecError(
+                f"engine {spec.id!r}: headers: {name!r} has a value that is not printable ASCII"
+            )
+
+
+def _describe(error: httpx.HTTPError) -> str:
+    text = describe(error)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return f"{text}; name the authorities that signed its certificate: ca=FILE"
+    return text
 
 
 def _rejection(response: httpx.Response) -> EngineRejected | EngineUnavailable:

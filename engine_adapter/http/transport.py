@@ -9,6 +9,7 @@ engine learns that its client left.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,12 +28,14 @@ KEEPALIVE_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class OutgoingRequest:
-    """A request ready to be sent to one engine. The URL goes on as it stands, percent signs and all."""
+    """A request ready to be sent to one engine. The URL goes on as it stands, percent signs and all. `tls` is
+    the engine's own context, None where it has none."""
 
     method: str
     url: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     body: bytes | AsyncIterator[bytes] | None = None
+    tls: ssl.SSLContext | None = None
 
 
 class IncomingResponse(Protocol):
@@ -207,4 +210,5 @@ async def _open(
         data=upload or request.body or None,
         headers=request.headers,
         allow_redirects=False,
+        ssl=request.tls or True,
     )

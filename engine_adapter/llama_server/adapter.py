@@ -25,6 +25,7 @@ from engine_adapter.llama_server.contents import STRANGE
 from engine_adapter.llama_server.discovery import discover, read_pulse
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
+from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.session import Session, identity_of
 from engine_adapter.llama_server.tokens import tokenize
@@ -34,7 +35,6 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
-    EngineSpec,
     Finding,
     KvEvent,
     KvProgress,
@@ -76,12 +76,12 @@ _INSTEAD = {
 class LlamaServerAdapter(Undeclared):
     """`EngineAdapter` of llama.cpp's llama-server."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: LlamaServerSpec) -> None:
         """Raises EngineSpecError for an address that is none, or directories that contradict each other."""
         self.spec = spec
         self._control = ControlClient(spec)
         self._mirror = MirrorEvents()
-        self._registry = SavedPrefixes.shared(_place(spec)) if spec.host_cache_dir else None
+        self._registry = SavedPrefixes.shared(_place(spec)) if spec.options.host_cache_dir else None
         self._unsubscribe = self._registry.subscribe(self._on_saved) if self._registry else None
         self._session: Session | None = None
         self._was_asleep = False
@@ -306,14 +306,14 @@ def _may_trim(template: str, body: JsonBody) -> bool:
     return "think" in template or any(body.get(name) for name in _PARSED)
 
 
-def _place(spec: EngineSpec) -> SavedPlace:
+def _place(spec: LlamaServerSpec) -> SavedPlace:
     """Where the server's saved prefixes lie."""
-    if spec.host_cache_dir is None:
+    if spec.options.host_cache_dir is None:
         raise EngineSpecError(f"engine {spec.id!r} has no host_cache_dir")
-    disk = Path(spec.disk_cache_dir).expanduser() if spec.disk_cache_dir else None
+    disk = Path(spec.options.disk_cache_dir).expanduser() if spec.options.disk_cache_dir else None
     return SavedPlace(
-        host=Path(spec.host_cache_dir).expanduser(),
-        host_bytes=spec.host_cache_bytes or DEFAULT_CACHE_BYTES,
+        host=Path(spec.options.host_cache_dir).expanduser(),
+        host_bytes=spec.options.host_cache_bytes or DEFAULT_CACHE_BYTES,
         disk=disk,
-        disk_bytes=(spec.disk_cache_bytes or DEFAULT_CACHE_BYTES) if disk else 0,
+        disk_bytes=(spec.options.disk_cache_bytes or DEFAULT_CACHE_BYTES) if disk else 0,
     )

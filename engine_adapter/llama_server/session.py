@@ -13,13 +13,14 @@ from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file, read_slots, spare_slot
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
+from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.llama_server.verbs import SlotVerbs
 from engine_adapter.llama_server.write_back import save_all, write_back
-from engine_adapter.types import Capability, EngineSpec
+from engine_adapter.types import Capability
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -41,7 +42,7 @@ class Session:
         verbs: the admin verbs on them, likewise.
     """
 
-    def __init__(self, spec: EngineSpec, control: ControlClient, facts: ServerFacts) -> None:
+    def __init__(self, spec: LlamaServerSpec, control: ControlClient, facts: ServerFacts) -> None:
         self.facts = facts
         self.keeper: SlotKeeper | None = None
         self.verbs: SlotVerbs | None = None
@@ -158,8 +159,10 @@ class Session:
         leaves_a_file = facts.can_save and facts.is_unified is None
         file = probe_file()
         facts = await probe(self._control, facts, slot_id, file=file)
-        if self._spec.host_cache_dir is not None and leaves_a_file:
-            self._shares_directory = await asyncio.to_thread(_take_probe, self._spec.host_cache_dir, file)
+        if self._spec.options.host_cache_dir is not None and leaves_a_file:
+            self._shares_directory = await asyncio.to_thread(
+                _take_probe, self._spec.options.host_cache_dir, file
+            )
         return facts
 
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:

@@ -15,7 +15,7 @@ import msgspec
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.lmcache import wire
-from engine_adapter.types import EngineSpec
+from engine_adapter.lmcache.options import LmCacheSpec
 
 _Answer = TypeVar("_Answer")
 _PAGE = 5000
@@ -33,9 +33,9 @@ class Scope:
 class Node:
     """The LMCache server beside an engine."""
 
-    def __init__(self, spec: EngineSpec, url: str) -> None:
+    def __init__(self, spec: LmCacheSpec, url: str) -> None:
         """Raises EngineSpecError for an address that is none."""
-        self._control = ControlClient(replace(spec, url=url, api_key=None))
+        self._control = ControlClient(replace(spec, url=url, api_key=None, headers={}))
 
     async def status(self) -> wire.Status:
         """What it holds, and which engines are connected to it."""
@@ -74,10 +74,10 @@ class Node:
 class Coordinator:
     """The LMCache coordinator, which knows what lies where."""
 
-    def __init__(self, spec: EngineSpec, url: str) -> None:
+    def __init__(self, spec: LmCacheSpec, url: str) -> None:
         """Raises EngineSpecError for an address that is none."""
         self.url = url
-        self._control = ControlClient(replace(spec, url=url, api_key=None))
+        self._control = ControlClient(replace(spec, url=url, api_key=None, headers={}))
 
     async def check(self) -> None:
         """Raises when it is not well."""

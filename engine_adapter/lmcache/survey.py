@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from engine_adapter.errors import EngineError
 from engine_adapter.lmcache import wire
 from engine_adapter.lmcache.client import Coordinator, Node, Scope
-from engine_adapter.types import Capability, EngineSpec, Finding
+from engine_adapter.lmcache.options import LmCacheSpec
+from engine_adapter.types import Capability, Finding
 
 _UNUSED = "nothing is offloaded, restored or pinned there, and what it holds is not predicted"
 _CONNECTOR = (
     'start vLLM with --kv-transfer-config \'{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",'
     '"kv_connector_extra_config":{"lmcache.mp.host":"tcp://HOST","lmcache.mp.port":PORT}}\''
 )
+
 # Ends the name of a model whose context is spread over ranks.
 _SPREAD = "##"
 _REPORTING = "--coordinator-url http://HOST:PORT --coordinator-event-reporting"
@@ -47,7 +49,7 @@ class _Unusable(Exception):
 
 
 async def survey(
-    spec: EngineSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
+    spec: LmCacheSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
 ) -> tuple[Site | None, tuple[Finding, ...]]:
     """Asks both what they are.
 
@@ -67,18 +69,18 @@ async def survey(
 
 
 async def _survey(
-    spec: EngineSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
+    spec: LmCacheSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
 ) -> tuple[Site, tuple[Finding, ...]]:
     try:
         status, config = await node.status(), await node.config()
     except EngineError as error:
-        problem = f"the LMCache server {spec.lmcache} is not there ({error})"
+        problem = f"the LMCache server {spec.options.lmcache} is not there ({error})"
         raise _Unusable(problem, "start it, or leave lmcache= out") from None
     context = _context(spec, model, status)
     told = config.coordinator or wire.CoordinatorConfig()
-    url = spec.lmcache_coordinator or told.url
+    url = spec.options.lmcache_coordinator or told.url
     if url is None or not told.event_reporting:
-        problem = f"the LMCache server {spec.lmcache} tells no coordinator what it holds"
+        problem = f"the LMCache server {spec.options.lmcache} tells no coordinator what it holds"
         raise _Unusable(problem, f"start `lmcache coordinator`, and the server with {_REPORTING}")
     scope = Scope(context.model_name, context.world_size, config.mp.instance_id)
     coordinator = coordinator_at(url)
@@ -97,24 +99,24 @@ async def _survey(
     return replace(site, capabilities=moves | {Capability.PIN}), ()
 
 
-def _context(spec: EngineSpec, model: str, status: wire.Status) -> wire.Context:
+def _context(spec: LmCacheSpec, model: str, status: wire.Status) -> wire.Context:
     """The engine, as the node knows it."""
     contexts = [*status.cache_context_meta.values(), *status.non_cuda_context_meta.values()]
     for each in contexts:
         if each.model_name.partition(_SPREAD)[0] == model:
             if not status.storage_manager.num_l2_adapters:
-                problem = f"the LMCache server {spec.lmcache} has no L2 to offload to"
+                problem = f"the LMCache server {spec.options.lmcache} has no L2 to offload to"
                 raise _Unusable(problem, """start it with --l2-adapter '{"type":"fs","base_path":"DIR"}'""")
             return each
     known = ", ".join(sorted({each.model_name for each in contexts})) or "none"
-    problem = f"no vLLM of {model!r} is connected to the LMCache server {spec.lmcache}, only: {known}"
+    problem = f"no vLLM of {model!r} is connected to the LMCache server {spec.options.lmcache}, only: {known}"
     raise _Unusable(problem, f"{_CONNECTOR}, naming that server's --host and --port")
 
 
-async def _examine(spec: EngineSpec, coordinator: Coordinator, scope: Scope, tokens_per_chunk: int) -> None:
+async def _examine(spec: LmCacheSpec, coordinator: Coordinator, scope: Scope, tokens_per_chunk: int) -> None:
     """Raises for a coordinator that cannot be used."""
     if scope.instance_id not in await coordinator.instances():
-        problem = f"the LMCache coordinator {coordinator.url} does not know the server {spec.lmcache}"
+        problem = f"the LMCache coordinator {coordinator.url} does not know the server {spec.options.lmcache}"
         raise _Unusable(problem, f"start that with {_REPORTING}")
     # One token short of two chunks holds one, unless chunks are larger or smaller here.
     asked = await coordinator.lookup(scope, [0] * (2 * tokens_per_chunk - 1), "")

@@ -11,6 +11,7 @@ from typing import Any
 from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable
 from engine_adapter.lmcache.chunks import below_gpu, text_of
 from engine_adapter.lmcache.client import Coordinator, Node
+from engine_adapter.lmcache.options import LmCacheSpec
 from engine_adapter.lmcache.pins import TimedPins
 from engine_adapter.lmcache.salts import salt_for
 from engine_adapter.lmcache.survey import Site, survey
@@ -18,7 +19,6 @@ from engine_adapter.lmcache.verbs import KvMover
 from engine_adapter.types import (
     BelowGpu,
     Capability,
-    EngineSpec,
     Finding,
     KvProgress,
     KvTarget,
@@ -40,15 +40,15 @@ class LmCache:
         spec: the engine's; names the node, and the coordinator where that is not the node's own.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: LmCacheSpec) -> None:
         """Raises EngineSpecError for an address that is none, ValueError where the spec names no node."""
-        if spec.lmcache is None:
+        if spec.options.lmcache is None:
             raise ValueError(f"engine {spec.id!r} names no LMCache server")
         self._spec = spec
-        self._node = Node(spec, spec.lmcache)
+        self._node = Node(spec, spec.options.lmcache)
         self._coordinators: dict[str, Coordinator] = {}
-        if spec.lmcache_coordinator is not None:
-            self._coordinator_at(spec.lmcache_coordinator)
+        if spec.options.lmcache_coordinator is not None:
+            self._coordinator_at(spec.options.lmcache_coordinator)
         self._pins = TimedPins()
         self._model = ""
         self._tokens_per_block: int | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.lmcache.chunks import Chunk, chunks_of, leading
@@ -48,8 +49,9 @@ class KvMover:
         safe = [chunk for chunk in chunks if chunk.on_disk]
         waiting = (len(chunks) - len(safe)) * self._blocks
         left = {"not_on_disk": waiting} if waiting else {}
-        async for progress in self._drop(safe, "l1", KvProgress(0, waiting, left=left)):
-            yield progress
+        async with aclosing(self._drop(safe, "l1", KvProgress(0, waiting, left=left))) as steps:
+            async for progress in steps:
+                yield progress
 
     async def restore(self, token_ids: array[int], salt: str | None) -> AsyncGenerator[KvProgress, None]:
         """L2 → L1, as far as the prompt lies there without a gap."""
@@ -82,9 +84,10 @@ class KvMover:
             if not chunks:
                 return
             dropped |= {chunk.keys for chunk in chunks}
-            async for progress in self._drop(chunks, "all", before):
-                yield progress
-                last = progress
+            async with aclosing(self._drop(chunks, "all", before)) as steps:
+                async for progress in steps:
+                    yield progress
+                    last = progress
             before = KvProgress(last.done, last.done, last.bytes)
             await asyncio.sleep(self._site.flush_s)  # until the coordinator has heard of it
 

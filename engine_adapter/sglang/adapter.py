@@ -20,6 +20,7 @@ from engine_adapter.http.control import ControlClient, prepare_request, route_of
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.sglang.findings import find, why_events_do_not_fit
 from engine_adapter.sglang.loads import Loads
+from engine_adapter.sglang.options import SglangSpec
 from engine_adapter.sglang.requests import hold_request, kept_apart, tells_cached_tokens
 from engine_adapter.sglang.server_info import ServerInfo, read_adapters, read_server_info
 from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
@@ -27,7 +28,6 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
-    EngineSpec,
     Finding,
     KvEvent,
     KvProgress,
@@ -40,15 +40,9 @@ from engine_adapter.undeclared import Undeclared
 _INSTEAD = {
     Capability.KV_EVENTS: "what it holds is learned from its answers; start it with --kv-events-config",
     Capability.CACHED_TOKENS: "start it with --enable-cache-report",
-    Capability.TOKENIZE: "prompts are tokenised at the proxy with the engine's tokenizer setting",
-    Capability.RENDER: "prompts with images are forwarded, and not followed",
-    Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own",
-    Capability.EXTRA_IDS: "text alone can be warmed",
-    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
     Capability.FLUSH: "it needs the server's --admin-api-key as api_key; a restart does it too",
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
-    Capability.PIN: "warm the prefix again when it is needed",
 }
 _FLUSH_ALL_ONLY = "it is flushed as a whole or not at all: flush the engine, without a prompt or a tenant"
 _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND = 400, 401, 404
@@ -58,11 +52,13 @@ _DP_RANK = "x-data-parallel-rank"
 class SglangAdapter(SelfPlaced, Undeclared):
     """`EngineAdapter` of SGLang; with `dp_rank`, of one data-parallel rank of a server."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    instead = _INSTEAD
+
+    def __init__(self, spec: SglangSpec) -> None:
         """Raises EngineSpecError for an address that is none."""
         self.spec = spec
         self._control = ControlClient(spec)
-        self._loads = Loads(self._control, spec.dp_rank)
+        self._loads = Loads(self._control, spec.options.dp_rank)
         self._info: ServerInfo | None = None
         self._findings: tuple[Finding, ...] = ()
         self._tells_ready = True
@@ -99,15 +95,11 @@ class SglangAdapter(SelfPlaced, Undeclared):
         if isinstance(body, JsonBody) and self._info is not None:
             body = kept_apart(self._info, route_of(path), body)
         request = prepare_request(self.spec, method, path, headers, body)
-        if self.spec.dp_rank is None:
+        if self.spec.options.dp_rank is None:
             return request
         # The one word for the rank that every route reads, and that stands above the body's.
         kept = {name: value for name, value in request.headers.items() if name.lower() != _DP_RANK}
-        return replace(request, headers={**kept, _DP_RANK: str(self.spec.dp_rank)})
-
-    def not_supported(self, capability: Capability) -> NotSupported:
-        """See `EngineAdapter.not_supported`."""
-        return NotSupported(capability.value, engine=self.spec.id, instead=_INSTEAD[capability])
+        return replace(request, headers={**kept, _DP_RANK: str(self.spec.options.dp_rank)})
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
@@ -169,8 +161,9 @@ class SglangAdapter(SelfPlaced, Undeclared):
         await self._check_ready()
         answer, models = await self._server_info(), await self._control.get("/v1/models")
         info = self._info = read_server_info(answer, models, api_key=self.spec.api_key)
-        if self.spec.dp_rank is not None and self.spec.dp_rank >= info.dp_ranks:
-            raise EngineUnavailable(f"it has no dp_rank {self.spec.dp_rank}, only {info.dp_ranks} rank(s)")
+        rank = self.spec.options.dp_rank
+        if rank is not None and rank >= info.dp_ranks:
+            raise EngineUnavailable(f"it has no dp_rank {rank}, only {info.dp_ranks} rank(s)")
         self._loads.forget()
         self._tokenizes = await tokenizes_chats(self._control)
         self._jinja = self._tokenizes and await uses_jinja(self._control, info)
@@ -202,9 +195,9 @@ class SglangAdapter(SelfPlaced, Undeclared):
 
     def _endpoints(self, info: ServerInfo) -> EventEndpoints:
         """Where the rank's events are, as this machine reaches them."""
-        events, replay, topic = self.spec.events, self.spec.replay, ""
+        events, replay, topic = self.spec.options.events, self.spec.options.replay, ""
         if info.publisher is not None and events is None:
-            told, told_replay = info.publisher.endpoints(self.spec.dp_rank or 0)
+            told, told_replay = info.publisher.endpoints(self.spec.options.dp_rank or 0)
             events, topic = reachable_endpoint(told, self.spec.url), info.publisher.topic
             replay = replay or (told_replay and reachable_endpoint(told_replay, self.spec.url))
         if events is None:

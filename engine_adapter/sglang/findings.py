@@ -5,28 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine_adapter.events.sources import reachable_endpoint
+from engine_adapter.sglang.options import SglangSpec
 from engine_adapter.sglang.server_info import (
     EVENTS_TELL_ADAPTERS,
     EVENTS_TELL_SALTS,
     EventPublisher,
     ServerInfo,
 )
-from engine_adapter.types import EngineSpec, Finding
+from engine_adapter.types import Finding
 
 _EVENTS_FLAG = (
     '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
     '"replay_endpoint": "tcp://*:5657"}\''
 )
+
 _LEARNED = "what it holds is learned from its answers"
 
 
-def why_events_do_not_fit(info: ServerInfo, spec: EngineSpec) -> Finding | None:
+def why_events_do_not_fit(info: ServerInfo, spec: SglangSpec) -> Finding | None:
     """Why the server's KV events cannot be followed; None where they can."""
     if not info.radix_cache:
         return Finding("it reuses no prefixes", "start it without --disable-radix-cache")
     if info.page_size is None:
         return Finding(f"it does not say its page size, so that {_LEARNED}")
-    if info.dp_ranks > 1 and spec.dp_rank is None:
+    if info.dp_ranks > 1 and spec.options.dp_rank is None:
         ranks = info.dp_ranks
         return Finding(
             f"it has {ranks} data-parallel ranks and chooses among them itself, so that {_LEARNED}",
@@ -40,7 +42,7 @@ def why_events_do_not_fit(info: ServerInfo, spec: EngineSpec) -> Finding | None:
     return _why_events_mislead(info) or _why_no_endpoint(info, spec)
 
 
-def find(info: ServerInfo, spec: EngineSpec, *, jinja: bool, tokenizes: bool) -> tuple[Finding, ...]:
+def find(info: ServerInfo, spec: SglangSpec, *, jinja: bool, tokenizes: bool) -> tuple[Finding, ...]:
     """All that stands in the way.
 
     Args:
@@ -52,7 +54,7 @@ def find(info: ServerInfo, spec: EngineSpec, *, jinja: bool, tokenizes: bool) ->
     return tuple(_findings(info, spec, jinja=jinja, tokenizes=tokenizes))
 
 
-def _findings(info: ServerInfo, spec: EngineSpec, *, jinja: bool, tokenizes: bool) -> Iterator[Finding]:
+def _findings(info: ServerInfo, spec: SglangSpec, *, jinja: bool, tokenizes: bool) -> Iterator[Finding]:
     events = why_events_do_not_fit(info, spec)
     if events is not None:
         yield events
@@ -106,8 +108,8 @@ def _why_events_mislead(info: ServerInfo) -> Finding | None:
     return None
 
 
-def _why_no_endpoint(info: ServerInfo, spec: EngineSpec) -> Finding | None:
-    if spec.events is not None:
+def _why_no_endpoint(info: ServerInfo, spec: SglangSpec) -> Finding | None:
+    if spec.options.events is not None:
         return None
     if info.publisher is None:
         return Finding(f"it publishes no KV events, so that {_LEARNED}", f"start it with {_EVENTS_FLAG}")
@@ -120,13 +122,13 @@ def _why_no_endpoint(info: ServerInfo, spec: EngineSpec) -> Finding | None:
     )
 
 
-def _reachable(publisher: EventPublisher, spec: EngineSpec) -> str | None:
-    return reachable_endpoint(publisher.endpoints(spec.dp_rank or 0)[0], spec.url)
+def _reachable(publisher: EventPublisher, spec: SglangSpec) -> str | None:
+    return reachable_endpoint(publisher.endpoints(spec.options.dp_rank or 0)[0], spec.url)
 
 
-def _has_no_replay(info: ServerInfo, spec: EngineSpec) -> bool:
+def _has_no_replay(info: ServerInfo, spec: SglangSpec) -> bool:
     told = info.publisher is not None and info.publisher.replay_port is not None
-    return spec.replay is None and not (told and spec.events is None)
+    return spec.options.replay is None and not (told and spec.options.events is None)
 
 
 def _release(numbers: tuple[int, ...]) -> str:

@@ -19,7 +19,6 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
-    EngineSpec,
     Finding,
     KvEvent,
     KvProgress,
@@ -36,17 +35,15 @@ from engine_adapter.vllm.event_watch import EventWatch
 from engine_adapter.vllm.findings import findings_of
 from engine_adapter.vllm.flush import flush
 from engine_adapter.vllm.metrics import look
+from engine_adapter.vllm.options import VllmSpec
 from engine_adapter.vllm.ranks import sent_to_rank
 from engine_adapter.vllm.requests import RequestShaper
 
 _INSTEAD = {
     Capability.KV_EVENTS: "start it with --kv-events-config; what it holds is learned from its answers",
     Capability.CACHED_TOKENS: "start it with --enable-prompt-tokens-details",
-    Capability.TOKENIZE: "prompts are tokenised at the proxy with the engine's tokenizer setting",
     Capability.RENDER: "start it with --enable-scale-out; now chats are followed up to their first image",
     Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own, or upgrade it",
-    Capability.EXTRA_IDS: "text alone can be warmed",
-    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
     Capability.FLUSH: "start it with VLLM_SERVER_DEV_MODE=1, or let eviction take the KV",
     Capability.OFFLOAD: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
     Capability.RESTORE: "start it with an LMCache server and name that: lmcache=http://HOST:PORT; "
@@ -59,9 +56,12 @@ _FLUSHES_ALL = "it forgets everything or nothing: flush the whole engine, or lea
 class VllmAdapter(SelfPlaced, Undeclared):
     """`EngineAdapter` of vLLM."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    instead = _INSTEAD
+
+    def __init__(self, spec: VllmSpec) -> None:
         """Raises EngineSpecError for an address that is none."""
         self.spec = spec
+        self._rank = spec.options.dp_rank
         self._control = ControlClient(spec)
         self._facts: Facts | None = None
         self._instance = ""
@@ -96,13 +96,11 @@ class VllmAdapter(SelfPlaced, Undeclared):
 
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`."""
-        metrics = await look(self._control, self.spec.dp_rank)
+        metrics = await look(self._control, self._rank)
         if self._facts is not None and self._is_another(metrics.identity, metrics.queries):
             raise EngineUnavailable("the engine was restarted")
         self._queries = metrics.queries
-        # As long as it is not known whether it heeds salts, tenants' requests go without.
-        is_open = self._facts is not None and self._facts.trials.takes_salt is None
-        return EngineLoad(metrics.running, metrics.waiting, metrics.usage, outdated=is_open)
+        return EngineLoad(metrics.running, metrics.waiting, metrics.usage)
 
     def findings(self) -> tuple[Finding, ...]:
         """See `EngineAdapter.findings`."""
@@ -111,13 +109,9 @@ class VllmAdapter(SelfPlaced, Undeclared):
         is_silent = self._subscriber is not None and self._subscriber.replay_is_silent
         return findings_of(self._facts, self.spec, replay_is_silent=is_silent)
 
-    def not_supported(self, capability: Capability) -> NotSupported:
-        """See `EngineAdapter.not_supported`."""
-        return NotSupported(capability.value, engine=self.spec.id, instead=_INSTEAD[capability])
-
     async def stats(self) -> dict[str, Any]:
         """See `EngineAdapter.stats`."""
-        metrics = await look(self._control, self.spec.dp_rank)
+        metrics = await look(self._control, self._rank)
         subscriber = self._subscriber
         return {
             "prefix_cache": {"queried_tokens": metrics.queries, "hit_tokens": metrics.hits},
@@ -145,7 +139,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`."""
-        return prepare_request(self.spec, method, path, sent_to_rank(headers, self.spec.dp_rank), body)
+        return prepare_request(self.spec, method, path, sent_to_rank(headers, self._rank), body)
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
@@ -181,7 +175,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
         facts = await self._able(Capability(verb.value))
         if target.token_ids is not None or target.cache_salt is not None or target.adapter is not None:
             raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
-        ranks = (None,) if self.spec.dp_rank is None else facts.metrics.ranks or (self.spec.dp_rank,)
+        ranks = (None,) if self._rank is None else facts.metrics.ranks or (self._rank,)
         yield await flush(self._control, facts.model, ranks, self._watch)
 
     async def aclose(self) -> None:
@@ -203,7 +197,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
         return queries < self._queries if identity is None else identity != self._instance
 
 
-def _capabilities(facts: Facts, spec: EngineSpec) -> frozenset[Capability]:
+def _capabilities(facts: Facts, spec: VllmSpec) -> frozenset[Capability]:
     has = {
         Capability.KV_EVENTS: event_endpoints(facts, spec) is not None,
         Capability.CACHED_TOKENS: facts.trials.reports_cached is True,

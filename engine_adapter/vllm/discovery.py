@@ -12,8 +12,8 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.sources import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.http.control import ControlClient
-from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.metrics import VllmMetrics, look
+from engine_adapter.vllm.options import VllmSpec
 from engine_adapter.vllm.ranks import rank_headers
 from engine_adapter.vllm.trials import Trials, try_out
 
@@ -79,24 +79,25 @@ class Facts:
     trials: Trials
 
 
-async def discover(control: ControlClient, spec: EngineSpec, known: Facts | None) -> Facts:
+async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) -> Facts:
     """Asks everything. `known` is what was found of the engine before: what can only be found by trying is
     not tried again on the same process.
 
     Raises:
         EngineUnavailable: it is not there, not vLLM, or has no such rank.
     """
+    rank = spec.options.dp_rank
     models, version, sources, metrics, tokenizes, renders, resets = await asyncio.gather(
         control.get("/v1/models"),
         _get(control, "/version"),
         _get(control, "/kv_event_sources"),
-        look(control, spec.dp_rank),
+        look(control, rank),
         _exists(control, "/tokenize"),
         _renders(control),
         _exists(control, "/reset_prefix_cache"),
     )
-    if spec.dp_rank is not None and metrics.ranks and spec.dp_rank not in metrics.ranks:
-        raise EngineUnavailable(f"it has no data-parallel rank {spec.dp_rank}: it has {list(metrics.ranks)}")
+    if rank is not None and metrics.ranks and rank not in metrics.ranks:
+        raise EngineUnavailable(f"it has no data-parallel rank {rank}: it has {list(metrics.ranks)}")
     base, adapters = _models(models, spec)
     same = known is not None and known.metrics.identity == metrics.identity is not None
     tried = known.trials if known is not None and same else Trials()
@@ -107,39 +108,39 @@ async def discover(control: ControlClient, spec: EngineSpec, known: Facts | None
         max_model_len=base.max_model_len,
         version=_version(version),
         metrics=metrics,
-        source=_source(sources, spec.dp_rank),
+        source=_source(sources, rank),
         names_sources=sources is not None,
         tokenizes=tokenizes,
         renders=renders,
         resets=resets,
-        trials=await try_out(control, base.id, metrics, rank_headers(spec.dp_rank), tried),
+        trials=await try_out(control, base.id, metrics, rank_headers(rank), tried),
     )
 
 
-def event_endpoints(facts: Facts, spec: EngineSpec) -> EventEndpoints | None:
+def event_endpoints(facts: Facts, spec: VllmSpec) -> EventEndpoints | None:
     """Where the engine's events can be had from here; None where they cannot. The operator's word counts
     for more than the engine's."""
     if not facts.metrics.tells_blocks or is_several(facts, spec):
         return None
     source = facts.source if facts.source is not None and facts.source.publishes else None
     topic = source.topic if source is not None else ""
-    if spec.events is not None:
-        return EventEndpoints(spec.events, spec.replay, topic)
+    if spec.options.events is not None:
+        return EventEndpoints(spec.options.events, spec.options.replay, topic)
     endpoint = reachable_endpoint(source.endpoint, spec.url) if source is not None else None
     if source is None or endpoint is None:
         return None
-    replay = spec.replay or (
+    replay = spec.options.replay or (
         reachable_endpoint(source.replay_endpoint, spec.url) if source.replay_endpoint else None
     )
     return EventEndpoints(endpoint, replay, topic)
 
 
-def is_several(facts: Facts, spec: EngineSpec) -> bool:
+def is_several(facts: Facts, spec: VllmSpec) -> bool:
     """Whether requests go to ranks that cannot be told apart."""
-    return spec.dp_rank is None and len(facts.metrics.ranks) > 1
+    return spec.options.dp_rank is None and len(facts.metrics.ranks) > 1
 
 
-def _models(answer: object, spec: EngineSpec) -> tuple[_Model, frozenset[str]]:
+def _models(answer: object, spec: VllmSpec) -> tuple[_Model, frozenset[str]]:
     """The base model, by the name the operator gave where it has several, and the names of its adapters."""
     try:
         models = msgspec.convert(answer, _Models).data

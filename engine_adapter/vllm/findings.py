@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_adapter.types import EngineSpec, Finding
+from engine_adapter.types import Finding
 from engine_adapter.vllm.discovery import Facts, event_endpoints, is_several
+from engine_adapter.vllm.options import VllmSpec
 
 _FLAG = (
     """start it with --kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","""
@@ -30,13 +31,14 @@ _LMCACHE = Finding(
     "adapter, or of one prompt embedding, is taken for that of another",
     "name its server: lmcache=http://HOST:PORT",
 )
+
 _OLDEST = (0, 24)
 
 
-def findings_of(facts: Facts, spec: EngineSpec, *, replay_is_silent: bool = False) -> tuple[Finding, ...]:
+def findings_of(facts: Facts, spec: VllmSpec, *, replay_is_silent: bool = False) -> tuple[Finding, ...]:
     """All that was found, what matters most first. `replay_is_silent`: it was asked, and did not answer."""
     found = [*_cache_findings(facts), *_event_findings(facts, spec)]
-    if facts.metrics.lmcache and spec.lmcache is None:
+    if facts.metrics.lmcache and spec.options.lmcache is None:
         found.insert(0, _LMCACHE)
     if replay_is_silent:
         found.append(_SILENT)
@@ -55,7 +57,7 @@ def _cache_findings(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _event_findings(facts: Facts, spec: EngineSpec) -> tuple[Finding, ...]:
+def _event_findings(facts: Facts, spec: VllmSpec) -> tuple[Finding, ...]:
     if not facts.metrics.tells_blocks:
         return ()  # the cache's own findings say why
     ranks, source = facts.metrics.ranks, facts.source
@@ -80,7 +82,7 @@ def _event_findings(facts: Facts, spec: EngineSpec) -> tuple[Finding, ...]:
     return (_NO_EVENTS,) if facts.names_sources else (_NO_SOURCES,)
 
 
-def _route_findings(facts: Facts, spec: EngineSpec) -> Iterator[Finding]:
+def _route_findings(facts: Facts, spec: VllmSpec) -> Iterator[Finding]:
     if facts.trials.reports_cached is False:
         yield Finding(
             "its answers do not tell how many tokens were reused: predictions cannot be checked",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineError, EngineSpecError, NotSupported
+from engine_adapter.errors import EngineError, NotSupported
 from engine_adapter.hold import RequestBody
 from engine_adapter.http.control import route_of
 from engine_adapter.http.transport import OutgoingRequest
@@ -22,7 +22,6 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
-    EngineSpec,
     Finding,
     KvEvent,
     KvProgress,
@@ -32,6 +31,7 @@ from engine_adapter.types import (
     Tier,
 )
 from engine_adapter.vllm.adapter import VllmAdapter
+from engine_adapter.vllm.options import VllmSpec
 from engine_adapter.vllm.prompts import RENDERED_ROUTES
 
 _MOVES = frozenset({Capability.OFFLOAD, Capability.RESTORE, Capability.PIN})
@@ -42,19 +42,17 @@ _MIXED = Finding(
 )
 
 
-def make_vllm(spec: EngineSpec) -> VllmAdapter:
+def make_vllm(spec: VllmSpec) -> VllmAdapter:
     """The adapter of a vLLM server; raises EngineSpecError for an address that is none."""
-    if spec.lmcache is not None:
+    if spec.options.lmcache is not None:
         return TieredVllmAdapter(spec, LmCache(spec))
-    if spec.lmcache_coordinator is not None:
-        raise EngineSpecError(f"engine {spec.id!r}: lmcache_coordinator goes with lmcache=http://HOST:PORT")
     return VllmAdapter(spec)
 
 
 class TieredVllmAdapter(VllmAdapter):
     """`EngineAdapter` of vLLM over LMCache."""
 
-    def __init__(self, spec: EngineSpec, lower: LmCache) -> None:
+    def __init__(self, spec: VllmSpec, lower: LmCache) -> None:
         super().__init__(spec)
         self._lower = lower
         self._adapters: frozenset[str] = frozenset()
@@ -73,6 +71,7 @@ class TieredVllmAdapter(VllmAdapter):
             info,
             capabilities=info.capabilities | self._lower.capabilities,
             tokens_per_chunk=self._lower.tokens_per_chunk,
+            shared_tiers=self.spec.options.lmcache,
         )
 
     async def load(self) -> EngineLoad:

@@ -1,26 +1,27 @@
-"""What only requests tell of a vLLM server: whether it heeds cache salts, and tells the tokens it reused.
+"""Learns by requests what a vLLM server does not say: whether it heeds cache salts and reports reused tokens.
 
-Each is of one token or refused, so that nothing is left in its cache; only an older server, which leaves out
-a count of 0, gets a prompt of a block.
+Each trial request has one token or is refused, so it leaves nothing in the cache. Only an older server, which
+leaves out a count of 0, gets a prompt of one block.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
-from engine_adapter.errors import EngineRejected
+from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.vllm.metrics import VllmMetrics
 
+_T = TypeVar("_T")
 _NO_SUCH_ROUTE = 404
-# A busy engine is not waited for: what could not be tried is left open.
+# How long one trial may take: a busy engine may queue it.
 _PATIENCE_S = 3.0
 _TOKEN = 1
 _CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-# A request for each route that takes a salt. Where salts are known, an empty one is refused.
+# One request for each route that takes a salt. A server that heeds salts refuses an empty one.
 _SALTED: Mapping[str, Mapping[str, object]] = {
     "/v1/completions": {"prompt": [_TOKEN], "max_tokens": 1},
     "/v1/chat/completions": _CHAT,
@@ -31,11 +32,11 @@ _SALTED: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """What was found; None for what could not be tried yet.
+    """What the trials found; None for what could not be tried yet.
 
     Attributes:
-        takes_salt: no route it has lets a salt pass that it does not heed.
-        reports_cached: its answers tell the reused tokens.
+        takes_salt: every route the server has heeds salts. Always known after `try_out`.
+        reports_cached: its answers report the reused tokens.
     """
 
     takes_salt: bool | None = None
@@ -45,7 +46,7 @@ class Trials:
 async def try_out(
     control: ControlClient, model: str, metrics: VllmMetrics, headers: Mapping[str, str], known: Trials
 ) -> Trials:
-    """Tries what is not known yet.
+    """Tries what is not known yet, within 3 s.
 
     Args:
         control: to the server.
@@ -53,18 +54,38 @@ async def try_out(
         metrics: how its cache is cut.
         headers: those that send a request to the engine meant.
         known: what was found of the same process before.
+
+    Raises:
+        EngineUnavailable: no salt trial was answered. An engine must not join before this is known, because
+            the requests of tenants would go to it unsalted.
     """
-    with suppress(TimeoutError):
+    takes_salt, reports_cached = await asyncio.gather(
+        _known(known.takes_salt, lambda: _takes_salt(control, model)),
+        _known(known.reports_cached, lambda: _answered(_reports_cached(control, model, metrics, headers))),
+    )
+    if takes_salt is None:
+        raise EngineUnavailable("it is too busy to show whether it heeds cache salts")
+    return Trials(takes_salt, reports_cached)
+
+
+async def _known(before: bool | None, find_out: Callable[[], Awaitable[bool | None]]) -> bool | None:
+    return await find_out() if before is None else before
+
+
+async def _takes_salt(control: ControlClient, model: str) -> bool | None:
+    """None when no route answers. A salt is refused before anything is queued: while one route answers, a
+    silent one does not heed it."""
+    heeded = await asyncio.gather(*(_answered(_heeds_salt(control, path, model)) for path in _SALTED))
+    return None if all(answer is None for answer in heeded) else all(heeded)
+
+
+async def _answered(trial: Awaitable[_T]) -> _T | None:
+    """The trial's result, None when it takes too long."""
+    try:
         async with asyncio.timeout(_PATIENCE_S):
-            if known.takes_salt is None:
-                known = replace(known, takes_salt=await _takes_salt(control, model))
-            if known.reports_cached is None:
-                known = replace(known, reports_cached=await _reports_cached(control, model, metrics, headers))
-    return known
-
-
-async def _takes_salt(control: ControlClient, model: str) -> bool:
-    return all([await _heeds_salt(control, path, model) for path in _SALTED])
+            return await trial
+    except TimeoutError:
+        return None
 
 
 async def _heeds_salt(control: ControlClient, path: str, model: str) -> bool:

@@ -57,9 +57,9 @@ def doctor(
     options = {"kind": kind, "api_key": api_key, "events": events, "tokenizer": tokenizer}
     where = ""
     try:
-        spec = _spec(engine, {name: value for name, value in options.items() if value is not None})
+        spec, more = _spec(engine, {name: value for name, value in options.items() if value is not None})
         where = spec.url
-        examination = asyncio.run(examine(spec, probe=probe))
+        examination = asyncio.run(examine(spec, options=more, probe=probe))
     except (SettingsError, EngineError) as error:
         told = str(error)
         typer.echo(f"kvpin: {told if where in told else f'{where}: {told}'}", err=True)
@@ -75,8 +75,8 @@ def doctor(
         raise typer.Exit(_FINDINGS)
 
 
-def _spec(text: str, options: dict[str, str]) -> EngineSpec:
-    """The engine's description; its kind is empty where it is to be found out.
+def _spec(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str, str]]:
+    """The engine's description, its kind empty where it is to be found out; and the options of that kind.
 
     Raises:
         SettingsError: saying what is wrong.
@@ -91,5 +91,7 @@ def _spec(text: str, options: dict[str, str]) -> EngineSpec:
     named = "://" not in text.partition("=")[0]
     if named and kind is not None:
         raise SettingsError("--kind goes with a plain address, which yours is not")
-    spec = parse_engine_flag(text if named else f"{kind or _UNKNOWN}={text}", flag="", **options).spec()
-    return replace(spec, id=spec.id or "engine", kind=spec.kind if named else kind or "")
+    settings = parse_engine_flag(text if named else f"{kind or _UNKNOWN}={text}", flag="", **options)
+    spec = settings.spec()
+    spec = replace(spec, id=spec.id or "engine", kind=spec.kind if named else kind or "")
+    return spec, dict(settings.model_extra or {})

@@ -6,7 +6,9 @@ connect → findings → tokenisation → first view of its events → two equal
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from engine_adapter import (
@@ -19,6 +21,7 @@ from engine_adapter import (
     Finding,
     detect_kind,
     make_adapter,
+    make_options,
 )
 from proxy.doctor.probe import Probe, View, Ward
 from proxy.prompt import Exactness, PromptBuilder, PromptTables, verify_exactness
@@ -79,9 +82,15 @@ class Examination:
         }
 
 
-async def examine(spec: EngineSpec, *, probe: bool) -> Examination:
-    """Examines the engine at `spec.url`. An empty `spec.kind` is found out. With `probe`, the engine serves
-    two short requests.
+async def examine(
+    spec: EngineSpec, *, probe: bool, options: Mapping[str, object] = MappingProxyType({})
+) -> Examination:
+    """Examines the engine at `spec.url`.
+
+    Args:
+        spec: the engine; an empty `kind` is found out.
+        probe: the engine serves two short requests.
+        options: those of a kind that is found out.
 
     Raises:
         EngineSpecError: the description cannot be used.
@@ -90,7 +99,8 @@ async def examine(spec: EngineSpec, *, probe: bool) -> Examination:
     """
     detected = not spec.kind
     if detected:
-        spec = replace(spec, kind=await detect_kind(spec))
+        kind = await detect_kind(spec)
+        spec = replace(spec, kind=kind, options=make_options(kind, options))
     adapter = make_adapter(spec)
     try:
         try:

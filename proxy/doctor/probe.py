@@ -31,8 +31,6 @@ VIEW_S, SETTLE_S, LOOK_S = 10.0, 5.0, 0.02
 # The requests of a probe: so many blocks of the engine's and one token, of ids that every vocabulary has.
 PROBE_BLOCKS = 3
 _IDS = range(10, 250)
-# Whoever takes the events of such an engine first has them: one that follows it would miss them.
-_EVENTS_ONCE = frozenset({"tensorrt_llm", "nim"})
 _PATH = "/v1/completions"
 
 
@@ -106,7 +104,7 @@ class Ward:
             return View(
                 "unfit", f"they are in blocks of {engine.info and engine.info.tokens_per_block} tokens"
             )
-        if engine.adapter.spec.kind in _EVENTS_ONCE and not takes_events:
+        if engine.info is not None and engine.info.events_read_once and not takes_events:
             return View("unasked", "whoever asks takes them from others: --probe asks, where no kvpin runs")
         self._ingest.follow(engine, self._pool)
         if not await _until(lambda: engine.audit.trust is Trust.PRECISE, VIEW_S) or engine.view is None:

@@ -80,9 +80,9 @@ def _forget(pool: Pool, engine: Engine, hashes: Iterable[BlockHash]) -> None:
 
 def _sharing(pool: Pool, engine: Engine) -> list[Engine]:
     """The engines of the pool over the same lower tiers, the engine itself among them."""
-    address = engine.adapter.spec.lmcache
+    name = engine.info.shared_tiers if engine.info is not None else None
     return [
         each
         for each in pool.engines.values()
-        if each is engine or (address is not None and each.adapter.spec.lmcache == address)
+        if each is engine or (name is not None and each.info is not None and each.info.shared_tiers == name)
     ]

@@ -6,9 +6,9 @@ import re
 
 from pydantic import ValidationError
 
-from proxy.settings.models import EngineSettings, ManagedSettings, SettingsError
+from proxy.settings.models import EngineSettings, ManagedSettings, SettingsError, option_names
 
-_OPTIONS = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
+_COMMON = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
 
 _COMMAND_LINE = re.compile(r"\s*[A-Za-z][A-Za-z0-9_-]*:(\s|-|$)")
 
@@ -40,11 +40,12 @@ def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> Engi
     if "://" not in url:
         raise SettingsError(f"{label}: the address needs a scheme: http://… or https://…")
     values: dict[str, str] = {"kind": kind.strip(), "url": url.strip(), **more}
+    known = (*_COMMON, *option_names(values["kind"]))
     for option in options:
         name, equals, value = option.partition("=")
         name = name.strip().replace("-", "_")
-        if name not in _OPTIONS:
-            raise SettingsError(f"{label}: unknown option {name!r}; known: {', '.join(_OPTIONS)}")
+        if name not in known:
+            raise SettingsError(f"{label}: unknown option {name!r}; known: {', '.join(known)}")
         if not equals or not value.strip():
             raise SettingsError(f"{label}: option {name!r} needs a value: {name}=…")
         if name in values:

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 from pydantic_settings import SettingsError as SourceError
 
-from proxy.settings.models import Settings, SettingsError
+from proxy.settings.models import Settings, SettingsError, option_names
 
 PREFIX = "KVPIN_"
 DELIMITER = "__"
@@ -84,9 +84,12 @@ def _unknown_keys(
     values: Mapping[str, Any], model: type[BaseModel], parents: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
     """Keys no setting has, each with its parents and the names that exist beside it."""
+    options = option_names(values.get("kind")) if model.model_config.get("extra") == "allow" else ()
     for name, value in values.items():
+        if name in options:
+            continue
         if name not in model.model_fields:
-            yield parents, name, list(model.model_fields)
+            yield parents, name, [*model.model_fields, *options]
             continue
         part = _part_model(model, name)
         if part is None:

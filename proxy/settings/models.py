@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Iterable
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 from urllib.parse import urlsplit
@@ -21,9 +21,20 @@ from pydantic import (
     StringConstraints,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from engine_adapter import EngineSpec, EngineSpecError, check_command, managed_spec
+from engine_adapter import (
+    ENGINE_KINDS,
+    ENGINE_OPTIONS,
+    EngineOptions,
+    EngineSpec,
+    EngineSpecError,
+    OptionError,
+    check_command,
+    make_options,
+    managed_spec,
+)
 
 
 class SettingsError(ValueError):
@@ -51,6 +62,12 @@ def _secret(value: SecretStr) -> SecretStr:
     return value
 
 
+def option_names(kind: object) -> tuple[str, ...]:
+    """The options of engines of `kind`, as the operator spells it; all there are for an unknown kind."""
+    every = tuple(dict.fromkeys(chain.from_iterable(ENGINE_OPTIONS.values())))
+    return ENGINE_OPTIONS.get(_kind(str(kind)), every)
+
+
 def _words(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
@@ -64,53 +81,64 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[ByteSize, Field(gt=0)]
 
 
-def _int(size: ByteSize | None) -> int | None:
-    """A plain number: pydantic's own kind of int is none to other libraries."""
-    return None if size is None else int(size)
-
-
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class _EngineOptions(_Part):
-    """What can be said of an engine whether or not kvpin starts it."""
+def _headers(value: object) -> object:
+    """One header may be written as text, `Name: value`, as it must be in a flag."""
+    if not isinstance(value, str):
+        return value
+    name, colon, text = value.partition(":")
+    if not colon:
+        raise ValueError("write a header as 'Name: value'")
+    return {name.strip(): text.strip()}
 
+
+class _EngineSettings(BaseModel):
+    """What can be said of an engine whether or not kvpin starts it. Fields beyond these are options of its
+    kind, which its adapter declares."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    kind: Kind
     id: EngineId = ""
     model: str | None = None
     tokenizer: str | None = None
     api_key: Secret | None = None
-    events: str | None = None
-    replay: str | None = None
-    dp_rank: Annotated[int, Field(ge=0)] | None = None
-    lmcache: Url | None = None
-    lmcache_coordinator: Url | None = None
-    host_cache_dir: str | None = None
-    host_cache_bytes: Size | None = None
-    disk_cache_dir: str | None = None
-    disk_cache_bytes: Size | None = None
+    headers: Annotated[dict[str, SecretStr], BeforeValidator(_headers)] = Field(default_factory=dict)
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
 
-    def _spec(self, kind: str, url: str) -> EngineSpec:
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if self.kind in ENGINE_KINDS:  # another one is refused when all engines are checked
+            try:
+                make_options(self.kind, self.model_extra or {})
+            except OptionError as error:
+                context = {"param": error.param or ""}
+                raise PydanticCustomError("option", str(error), context) from error
+        return self
+
+    def _spec(self, url: str) -> EngineSpec:
+        options = self.model_extra or {}
         return EngineSpec(
-            kind=kind,
+            kind=self.kind,
             url=url,
             id=self.id,
             model=self.model,
             tokenizer=self.tokenizer,
             api_key=self.api_key.get_secret_value() if self.api_key else None,
-            events=self.events,
-            replay=self.replay,
-            dp_rank=self.dp_rank,
-            lmcache=self.lmcache,
-            lmcache_coordinator=self.lmcache_coordinator,
-            host_cache_dir=self.host_cache_dir,
-            host_cache_bytes=_int(self.host_cache_bytes),
-            disk_cache_dir=self.disk_cache_dir,
-            disk_cache_bytes=_int(self.disk_cache_bytes),
+            headers={name: value.get_secret_value() for name, value in self.headers.items()},
+            ca=self.ca,
+            cert=self.cert,
+            key=self.key,
+            options=make_options(self.kind, options) if self.kind in ENGINE_KINDS else EngineOptions(),
         )
 
 
-class EngineSettings(_EngineOptions):
+class EngineSettings(_EngineSettings):
     """An engine that runs elsewhere.
 
     Attributes:
@@ -120,26 +148,20 @@ class EngineSettings(_EngineOptions):
         model: the served name, where the engine does not say.
         tokenizer: directory or hub id, where the engine does not say.
         api_key: sent to it instead of the client's key.
-        events: address of its KV events, where the engine does not say.
-        replay: address that events which were missed are asked of, where the engine does not say.
-        dp_rank: the data-parallel rank of the server that this engine is; each rank is an engine.
-        lmcache: address of the HTTP API of the LMCache server beside it.
-        lmcache_coordinator: address of the LMCache coordinator.
-        host_cache_dir: directory of the KV files it saves, as kvpin sees it; best in memory.
-        host_cache_bytes: room for them.
-        disk_cache_dir: directory for KV files that find no room there.
-        disk_cache_bytes: room for those.
+        headers: sent with every request to it.
+        ca: file of the certificate authorities (PEM) its certificate is checked against.
+        cert: file of the certificate (PEM) that kvpin shows to it.
+        key: file of the private key of `cert`.
     """
 
-    kind: Kind
     url: Url
 
     def spec(self) -> EngineSpec:
         """The description adapters are made from."""
-        return self._spec(self.kind, self.url)
+        return self._spec(self.url)
 
 
-class ManagedSettings(_EngineOptions):
+class ManagedSettings(_EngineSettings):
     """An engine that kvpin starts, watches and restarts.
 
     Attributes:
@@ -151,7 +173,6 @@ class ManagedSettings(_EngineOptions):
     The other settings are those of `EngineSettings`. A llama-server gets a host cache where none is named.
     """
 
-    kind: Kind
     # Not in repr: a command line may hold a key.
     command: Annotated[tuple[str, ...], BeforeValidator(_words)] = Field(default=(), repr=False)
 
@@ -169,7 +190,7 @@ class ManagedSettings(_EngineOptions):
         Raises:
             EngineSpecError: the command contradicts the other settings.
         """
-        return managed_spec(self._spec(self.kind, f"http://127.0.0.1:{port}"), self.command)
+        return managed_spec(self._spec(f"http://127.0.0.1:{port}"), self.command)
 
 
 class ApiKeySettings(_Part):

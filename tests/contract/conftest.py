@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine_adapter import AiohttpTransport, EngineAdapter, EngineSpec, make_adapter
+from engine_adapter import AiohttpTransport, EngineAdapter, make_adapter
+from tests.engines import engine_spec
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.sglang import RunningSglang, running_sglang
 from tests.fake_engines.tensorrt_llm import RunningTrtllm, running_trtllm
@@ -86,11 +87,11 @@ async def adapter(
         "tensorrt_llm": trtllm_server.url,
         "nim": nim,
     }
-    spec = EngineSpec(
-        kind=request.param,
-        url=urls.get(request.param, embedded_engine.url),
-        id="under-test",
-        host_cache_dir=str(llama.save_dir) if is_llama else None,
+    spec = engine_spec(
+        request.param,
+        urls.get(request.param, embedded_engine.url),
+        "under-test",
+        **({"host_cache_dir": str(llama.save_dir)} if is_llama else {}),
     )
     adapter = make_adapter(spec)
     yield adapter
@@ -103,7 +104,7 @@ async def adapter_of() -> AsyncIterator[Callable[..., EngineAdapter]]:
     made: list[EngineAdapter] = []
 
     def make(kind: str, url: str, **fields: str) -> EngineAdapter:
-        made.append(make_adapter(EngineSpec(kind=kind, url=url, id="under-test", **fields)))
+        made.append(make_adapter(engine_spec(kind, url, "under-test", **fields)))
         return made[-1]
 
     yield make

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from contextlib import aclosing
 
 import pytest
 import torch
@@ -110,8 +111,9 @@ async def result(adapter, verb, target):
 
 
 async def follow(adapter, view: View) -> None:
-    async for event in adapter.events():
-        view.apply(event)
+    async with aclosing(adapter.events()) as events:
+        async for event in events:
+            view.apply(event)
 
 
 async def same_as_the_engine(control, view: View) -> None:

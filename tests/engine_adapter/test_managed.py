@@ -3,7 +3,6 @@ import sys
 import pytest
 
 from engine_adapter import (
-    EngineSpec,
     EngineSpecError,
     check_command,
     engine_command,
@@ -14,10 +13,11 @@ from engine_adapter import (
     prepare_managed,
 )
 from engine_adapter.llama_server.save_dir import default_save_bytes, default_save_dir
+from tests.engines import engine_spec
 
 
 def spec(kind, **fields):
-    return EngineSpec(kind, "http://127.0.0.1:4711", "e", **fields)
+    return engine_spec(kind, "http://127.0.0.1:4711", **fields)
 
 
 def command(kind, *words, **fields):
@@ -44,14 +44,18 @@ def test_the_binary_of_a_llama_server_may_come_from_the_environment(monkeypatch)
 def test_a_llama_server_gets_a_host_cache():
     words = ("-m", "x")
     by_default = managed_spec(spec("llama_server"), words)
-    assert by_default.host_cache_dir == str(default_save_dir())
-    assert by_default.host_cache_bytes == default_save_bytes(default_save_dir())
+    assert by_default.options.host_cache_dir == str(default_save_dir())
+    assert by_default.options.host_cache_bytes == default_save_bytes(default_save_dir())
     given = spec("llama_server", host_cache_dir="/kv", host_cache_bytes=7, api_key="k")
     assert managed_spec(given, words) == given
     words = ("-m", "x", "--slot-save-path", "/mine/", "--api-key", "hush")
     named = managed_spec(spec("llama_server", host_cache_bytes=7), words)
-    assert (named.host_cache_dir, named.host_cache_bytes, named.api_key) == ("/mine", 7, "hush")
-    assert managed_spec(spec("llama_server", host_cache_dir="/mine"), words).host_cache_dir == "/mine"
+    assert (named.options.host_cache_dir, named.options.host_cache_bytes, named.api_key) == (
+        "/mine",
+        7,
+        "hush",
+    )
+    assert managed_spec(spec("llama_server", host_cache_dir="/mine"), words).options.host_cache_dir == "/mine"
 
 
 def test_directories_are_whole_paths(tmp_path, monkeypatch):
@@ -59,9 +63,12 @@ def test_directories_are_whole_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = spec("llama_server", host_cache_dir="~/kv", host_cache_bytes=7, disk_cache_dir="cold")
     completed = managed_spec(given, ("-m", "x"))
-    assert (completed.host_cache_dir, completed.disk_cache_dir) == ("/home/me/kv", str(tmp_path / "cold"))
+    assert (completed.options.host_cache_dir, completed.options.disk_cache_dir) == (
+        "/home/me/kv",
+        str(tmp_path / "cold"),
+    )
     named = managed_spec(spec("llama_server"), ("-m", "x", "--slot-save-path", "hot"))
-    assert named.host_cache_dir == str(tmp_path / "hot")
+    assert named.options.host_cache_dir == str(tmp_path / "hot")
 
 
 def test_two_directories_for_one_thing_are_refused():

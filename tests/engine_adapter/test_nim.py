@@ -26,7 +26,7 @@ from engine_adapter.sglang.adapter import SglangAdapter
 from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.types import EngineSpec, token_array
 from engine_adapter.vllm.adapter import VllmAdapter
-from tests.engines import served
+from tests.engines import engine_spec, served
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import running_trtllm
@@ -47,7 +47,7 @@ async def nim():
     made = []
 
     def make(url, **fields) -> NimAdapter:
-        made.append(make_adapter(EngineSpec("nim", url, "n", **fields)))
+        made.append(make_adapter(engine_spec("nim", url, "n", **fields)))
         return made[-1]
 
     yield make

@@ -38,6 +38,7 @@ class VllmOptions:
         names_sources: it has `/kv_event_sources` (0.26 and later).
         log_stats: `/metrics` tells of the engine.
         knows_salts: it refuses an empty cache salt.
+        saltless: routes that ignore it.
         tells_zero: usage has the reused tokens also when there are none.
         identity: its page tells when its counters were made.
     """
@@ -59,6 +60,7 @@ class VllmOptions:
     api_key: str | None = None
     version: str = "0.32.0"
     knows_salts: bool = True
+    saltless: tuple[str, ...] = ()
     tells_zero: bool = True
     identity: bool = True
 
@@ -246,7 +248,8 @@ class FakeVllm:
     def _serve(self, path: str, read: Callable[[dict], CachePrompt]) -> Callable:
         async def serve(request: Request) -> Response:
             body = await self._body(request)
-            if body.get("cache_salt") == "" and self.options.knows_salts:
+            heeds_salt = self.options.knows_salts and path not in self.options.saltless
+            if body.get("cache_salt") == "" and heeds_salt:
                 raise _RefusedError("Parameter 'cache_salt' must be a non-empty string", param="cache_salt")
             rank = self._rank(request)
             self.seen.append((rank, body))

@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -240,9 +240,11 @@ class MixedRun:
         endpoints = EventEndpoints(f"tcp://127.0.0.1:{event_port}", None)
         while True:
             with suppress(EngineUnavailable):
-                async for event in KvEventSubscriber(endpoints, read_keys=read_vllm_keys).events():
-                    if isinstance(event, BlocksRemoved):
-                        self._report.evicted += len(event.hashes)
+                subscriber = KvEventSubscriber(endpoints, read_keys=read_vllm_keys)
+                async with aclosing(subscriber.events()) as events:
+                    async for event in events:
+                        if isinstance(event, BlocksRemoved):
+                            self._report.evicted += len(event.hashes)
 
     async def _alone(self, stage: str, count: int) -> None:
         for _ in range(count):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Literal
 
 import msgspec
 
+from engine_adapter import ENGINE_OPTIONS
 from proxy.control.pinning import MAX_TTL_S
 from proxy.control.targets import Name, Target
 
 # How long a request for an operation waits for its end before it is answered with the running operation.
 WAIT_S = 10.0
 Wait = Annotated[float, msgspec.Meta(ge=0, le=60)]
-# Bytes as a number, or with a unit: "4GiB".
-Size = Annotated[int, msgspec.Meta(gt=0)] | Name
 
 
 class Flush(Target, kw_only=True):
@@ -56,7 +56,7 @@ class Unpin(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     wait_s: Wait = WAIT_S
 
 
-class AddEngine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _AddEngine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """An engine, described as `--engine` does."""
 
     kind: Name
@@ -65,15 +65,20 @@ class AddEngine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: Name | None = None
     tokenizer: Name | None = None
     api_key: Name | None = None
-    events: Name | None = None
-    replay: Name | None = None
-    dp_rank: int | None = None
-    lmcache: Name | None = None
-    lmcache_coordinator: Name | None = None
-    host_cache_dir: Name | None = None
-    host_cache_bytes: Size | None = None
-    disk_cache_dir: Name | None = None
-    disk_cache_bytes: Size | None = None
+    headers: dict[str, str] | None = None
+    ca: Name | None = None
+    cert: Name | None = None
+    key: Name | None = None
+
+
+AddEngine: type[msgspec.Struct] = msgspec.defstruct(
+    "AddEngine",
+    [(name, str | int | None, None) for name in sorted({*chain.from_iterable(ENGINE_OPTIONS.values())})],
+    bases=(_AddEngine,),
+    forbid_unknown_fields=True,
+    kw_only=True,
+)
+"""With the options of every kind; those of its own are checked with the engine."""
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -51,16 +51,18 @@ async def post_drain(control: Control, request: Request) -> Response:
     return answer(EngineAnswer, describe_engine(control, engine))
 
 
-def _spec(control: Control, body: AddEngine) -> EngineSpec:
+def _spec(control: Control, body: msgspec.Struct) -> EngineSpec:
     """Checked as the settings' own engines are; raises BadRequest naming the field."""
     values = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
     try:
         spec = EngineSettings.model_validate(values).spec()
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else None
+        first = error.errors(include_url=False, include_input=False)[0]
         message = first["msg"].removeprefix("Value error, ")
-        raise BadRequest(f"{name}: {message}" if name else message, param=name) from error
+        if not first["loc"]:  # an option of its kind, named in the message
+            raise BadRequest(message, param=first.get("ctx", {}).get("param")) from error
+        name = str(first["loc"][0])
+        raise BadRequest(f"{name}: {message}", param=name) from error
     return spec if spec.id else replace(spec, id=free_id(control, spec.kind))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from contextlib import aclosing
 
@@ -450,6 +451,21 @@ async def test_fifteen_thousand_lost_batches_leave_nothing_stale():
     match = index.match(extend(namespace_root("m"), token_array([5_001, 5_002]), None, 2))
     assert match == {}
     assert index.match(extend(namespace_root("m"), token_array([15_001, 15_002]), None, 2))["e"].gpu == 1
+
+
+async def test_whoever_leaves_in_a_replay_leaves_no_generator_behind(engine):
+    engine.record(0, 1, 2)
+    left = []
+    before = sys.get_asyncgen_hooks()
+    events = KvEventSubscriber(engine.endpoints).events()
+    sys.set_asyncgen_hooks(before.firstiter, lambda generator: left.append(generator.__qualname__))
+    try:
+        while not isinstance(await anext(events), BlocksRemoved):
+            pass
+        await events.aclose()
+    finally:
+        sys.set_asyncgen_hooks(*before)
+    assert left == []
 
 
 async def test_nothing_is_missed_while_the_real_publisher_goes_on():

@@ -94,6 +94,33 @@ def test_the_engines_own_key_takes_the_place_of_the_clients():
     assert request.headers == {"accept-encoding": "identity", "authorization": "Bearer engines-own"}
 
 
+def test_the_engines_own_headers_take_the_place_of_the_clients():
+    headers = {"X-Team": "kvpins", "authorization": "Basic kvpins"}
+    clients = {"x-team": "clients", "Authorization": "Bearer clients"}
+    request = prepare_request(spec(headers=headers), "GET", "/v1/models", clients, None)
+    assert request.headers == {
+        "accept-encoding": "identity",
+        "x-team": "kvpins",
+        "authorization": "Basic kvpins",
+    }
+    assert "kvpins" not in repr(request) + repr(spec(headers=headers))
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({"Content-Length": "hush"}, "kvpin sets 'Content-Length' itself: leave it out"),
+        ({"a b": "hush"}, "'a b' is no header name"),
+        ({"a": "hush\r\nb: c"}, "'a' has a value that is not printable ASCII"),
+        ({"a": ""}, "'a' has a value that is not printable ASCII"),
+    ],
+)
+def test_wrong_headers_are_named_without_their_values(headers, message):
+    with pytest.raises(EngineSpecError, match=message) as caught:
+        ControlClient(spec(headers=headers))
+    assert "hush" not in str(caught.value)
+
+
 @pytest.mark.parametrize("answer", [{}, [], {"data": []}, {"data": [{}]}, {"data": [{"id": 5}]}])
 def test_models_without_a_name(answer):
     with pytest.raises(EngineUnavailable):
@@ -126,6 +153,7 @@ async def echo(request: Request) -> Response:
             "body": (await request.body()).decode(),
             "key": request.headers.get("authorization"),
             "rank": request.headers.get("x-rank"),
+            "team": request.headers.get("x-team"),
         }
     )
 
@@ -146,14 +174,14 @@ def url():
 
 @pytest.fixture
 async def control(url):
-    client = ControlClient(spec(url, api_key="k"))
+    client = ControlClient(spec(url, api_key="k", headers={"X-Team": "t"}))
     yield client
     await client.aclose()
 
 
 async def test_calls_bring_json_and_the_key(control):
     answer = await control.call("POST", "/echo", json={"a": 1}, headers={"x-rank": "1"})
-    assert answer == {"body": '{"a":1}', "key": "Bearer k", "rank": "1"}
+    assert answer == {"body": '{"a":1}', "key": "Bearer k", "rank": "1", "team": "t"}
     assert (await control.call("POST", "/echo", content=b"raw"))["body"] == "raw"
 
 

@@ -12,7 +12,6 @@ from engine_adapter import (
     AiohttpTransport,
     BlocksRemoved,
     BlocksStored,
-    EngineSpec,
     JsonBody,
     KvTarget,
     Tier,
@@ -20,6 +19,7 @@ from engine_adapter import (
     make_adapter,
 )
 from engine_adapter.types import token_array
+from tests.engines import engine_spec
 
 PATH = "/v1/completions"
 WAIT_S = 20.0
@@ -95,7 +95,7 @@ class World:
 @asynccontextmanager
 async def slot_world(url: str, name: str = "one", **spec) -> AsyncIterator[World]:
     """A connected adapter for the server at `url`."""
-    adapter = make_adapter(EngineSpec("llama_server", url, name, **spec))
+    adapter = make_adapter(engine_spec("llama_server", url, name, **spec))
     transport = AiohttpTransport()
     try:
         await adapter.connect()

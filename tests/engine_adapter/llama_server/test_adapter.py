@@ -10,7 +10,6 @@ import pytest
 
 from engine_adapter import (
     Capability,
-    EngineSpec,
     EngineSpecError,
     EngineUnavailable,
     JsonBody,
@@ -20,6 +19,7 @@ from engine_adapter import (
     make_adapter,
 )
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
+from tests.engines import engine_spec
 
 PLAIN = {Capability.CACHED_TOKENS, Capability.TOKENIZE}
 SLOTS = PLAIN | {Capability.KV_EVENTS, Capability.CACHE_SALT, Capability.PIN}
@@ -88,7 +88,7 @@ class TestWhatItCanDo:
 
     def test_one_directory_has_one_description(self, save_dir):
         specs = [
-            EngineSpec("llama_server", "http://127.0.0.1:1", "a", host_cache_dir=str(save_dir), **cap)
+            engine_spec("llama_server", "http://127.0.0.1:1", "a", host_cache_dir=str(save_dir), **cap)
             for cap in ({"host_cache_bytes": 1 << 20}, {"host_cache_bytes": 2 << 20})
         ]
         first = make_adapter(specs[0])

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
-from engine_adapter import AiohttpTransport, Capability, EngineSpec, EngineUnavailable, KvVerb, make_adapter
+from engine_adapter import AiohttpTransport, Capability, EngineUnavailable, KvVerb, make_adapter
 from engine_adapter.llama_server.discovery import discover, read_slots
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.session import Session, identity_of
 from tests.engine_adapter.llama_server.slot_world import World, prompt_of, slot_world
+from tests.engines import engine_spec
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ async def begun(server, save_dir, control_of):
 
     async def begin(*, trying=True):
         control = control_of(server.url)
-        spec = EngineSpec("llama_server", server.url, "e", host_cache_dir=str(save_dir))
+        spec = engine_spec("llama_server", server.url, host_cache_dir=str(save_dir))
         sessions.append(Session(spec, control, await discover(control, spec)))
         if trying:
             await sessions[-1].begin(None, MirrorEvents())
@@ -100,7 +101,7 @@ async def test_a_beginning_that_fails_leaves_nothing(begun, server):
 
 async def test_one_that_failed_to_connect_connects_again(server, save_dir, start_llama):
     """Half a beginning is no beginning."""
-    adapter = make_adapter(EngineSpec("llama_server", server.url, "e", host_cache_dir=str(save_dir)))
+    adapter = make_adapter(engine_spec("llama_server", server.url, host_cache_dir=str(save_dir)))
     transport = AiohttpTransport()
     await adapter.connect()
     server.kill()

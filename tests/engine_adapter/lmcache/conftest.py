@@ -11,6 +11,7 @@ import pytest
 from engine_adapter.lmcache.client import Coordinator, Node, Scope
 from engine_adapter.lmcache.survey import Site
 from engine_adapter.types import EngineSpec
+from tests.engines import engine_spec
 from tests.fake_engines.lmcache import FakeLmCache, running_lmcache
 
 PROMPT = array("i", range(100, 500))  # six chunks of 64, and a rest
@@ -37,8 +38,8 @@ def lmcache(shared_lmcache) -> FakeLmCache:
     return shared_lmcache
 
 
-def spec_of(lmcache: FakeLmCache, **fields: str) -> EngineSpec:
-    return EngineSpec("vllm", "http://127.0.0.1:1", "v", lmcache=lmcache.url, **fields)
+def spec_of(server: FakeLmCache, **fields: str) -> EngineSpec:
+    return engine_spec("vllm", "http://127.0.0.1:1", "v", **{"lmcache": server.url} | fields)
 
 
 @pytest.fixture

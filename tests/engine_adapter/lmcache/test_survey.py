@@ -1,5 +1,4 @@
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 
@@ -15,7 +14,7 @@ MOVES = {Capability.OFFLOAD, Capability.RESTORE}
 @asynccontextmanager
 async def surveyed(spec: EngineSpec, model: str = str(MODEL_DIR)):
     """What a survey comes to; of what was found, the problem and the remedy as one text."""
-    node, made = Node(spec, spec.lmcache), {}
+    node, made = Node(spec, spec.options.lmcache), {}
     found = await survey(spec, model, node, lambda url: made.setdefault(url, Coordinator(spec, url)))
     yield found[0], [str(finding) for finding in found[1]]
     for each in (node, *made.values()):
@@ -71,7 +70,7 @@ async def test_without_pins_the_rest_can_be_used(start_lmcache):
 
 async def test_either_may_not_be_there(lmcache):
     nobody = "http://127.0.0.1:1"
-    async with surveyed(replace(spec_of(lmcache), lmcache=nobody)) as (site, (finding,)):
+    async with surveyed(spec_of(lmcache, lmcache=nobody)) as (site, (finding,)):
         assert (site, "is not there" in finding) == (None, True)
         assert nobody in finding
     async with surveyed(spec_of(lmcache, lmcache_coordinator=nobody)) as (site, (finding,)):

@@ -7,8 +7,9 @@ import pytest
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.lmcache import LmCache, tiers, verbs
 from engine_adapter.lmcache.salts import salt_for
-from engine_adapter.types import BelowGpu, Capability, EngineSpec, KvTarget, KvVerb, Pinned
+from engine_adapter.types import BelowGpu, Capability, KvTarget, KvVerb, Pinned
 from tests.engine_adapter.lmcache.conftest import PROMPT, WHOLE, spec_of
+from tests.engines import engine_spec
 from tests.fake_engines.text import MODEL_DIR
 
 TARGET = KvTarget(PROMPT)
@@ -29,7 +30,7 @@ async def result(steps):
 
 def test_an_engine_without_lmcache_has_none():
     with pytest.raises(ValueError, match="names no LMCache"):
-        LmCache(EngineSpec("vllm", "http://127.0.0.1:1", "v"))
+        LmCache(engine_spec("vllm", "http://127.0.0.1:1", "v"))
 
 
 class TestWhatItIs:

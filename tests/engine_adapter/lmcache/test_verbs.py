@@ -1,5 +1,6 @@
 import asyncio
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -151,10 +152,10 @@ class TestFlush:
         assert (await last(mover.flush())).done == 412
         assert lmcache.entries == {}
 
-    async def test_what_is_told_late_goes_too(self, lmcache, mover):
+    async def test_what_is_told_late_goes_too(self, lmcache, node, site):
         lmcache.tells_at_once, lmcache.tells_in = False, 3
         lmcache.store(PROMPT)
-        await last(mover.flush())
+        await last(KvMover(node, replace(site, flush_s=0.4), 2).flush())
         assert lmcache.entries == {}
 
     async def test_what_a_request_uses_is_told(self, lmcache, mover):

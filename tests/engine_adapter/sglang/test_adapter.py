@@ -10,7 +10,6 @@ from engine_adapter import (
     CacheCleared,
     Capability,
     EngineRejected,
-    EngineSpec,
     EngineUnavailable,
     JsonBody,
     KvTarget,
@@ -22,6 +21,7 @@ from engine_adapter import (
     make_adapter,
 )
 from engine_adapter.types import token_array
+from tests.engines import engine_spec
 from tests.fake_engines.sglang import CHAT, COMPLETIONS, running_sglang
 from tests.fake_engines.text import MODEL_DIR
 
@@ -33,7 +33,7 @@ async def adapter_of():
     made = []
 
     def make(running, **fields):
-        made.append(make_adapter(EngineSpec(kind="sglang", url=running.url, id="e", **fields)))
+        made.append(make_adapter(engine_spec("sglang", running.url, **fields)))
         return made[-1]
 
     yield make

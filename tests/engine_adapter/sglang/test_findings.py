@@ -1,8 +1,8 @@
 import pytest
 
-from engine_adapter import EngineSpec
 from engine_adapter.sglang.findings import find, why_events_do_not_fit
 from engine_adapter.sglang.server_info import EventPublisher, ServerInfo
+from tests.engines import engine_spec
 
 PUBLISHER = EventPublisher("*", 5557, 5657, "", binds=True)
 WELL = {
@@ -21,7 +21,7 @@ WELL = {
 
 
 def spec(url="http://gpu7:30000", **fields):
-    return EngineSpec("sglang", url, "e", **fields)
+    return engine_spec("sglang", url, **fields)
 
 
 def found(described=None, *, jinja=True, tokenizes=True, **fields):

@@ -25,6 +25,7 @@ from engine_adapter import (
 )
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
+from tests.engines import engine_spec
 from tests.fake_engines.text import chat_tokens, encode
 from tests.fake_engines.vllm import running_vllm
 
@@ -37,7 +38,7 @@ async def adapter_of():
     made = []
 
     def make(server, **fields):
-        made.append(make_adapter(EngineSpec("vllm", server.url, "e", **fields)))
+        made.append(make_adapter(engine_spec("vllm", server.url, **fields)))
         return made[-1]
 
     yield make
@@ -113,13 +114,13 @@ async def test_the_load_of_a_server(adapter_of, transport):
         server.core.release()
 
 
-async def test_whether_salts_are_heeded_is_asked_until_it_is_known(adapter_of, monkeypatch):
+async def test_it_does_not_join_before_it_is_known_whether_it_heeds_salts(adapter_of, monkeypatch):
     with running_vllm() as server:
         adapter = adapter_of(server)
         with monkeypatch.context() as hasty:
             hasty.setattr("engine_adapter.vllm.trials._PATIENCE_S", 0.0)
-            assert Capability.CACHE_SALT not in (await adapter.connect()).capabilities
-        assert (await adapter.load()).outdated
+            with pytest.raises(EngineUnavailable, match="cache salts"):
+                await adapter.connect()
         assert Capability.CACHE_SALT in (await adapter.connect()).capabilities
         assert not (await adapter.load()).outdated
 

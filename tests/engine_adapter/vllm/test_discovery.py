@@ -7,16 +7,15 @@ from starlette.routing import Route
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
-from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.discovery import discover
-from tests.engines import served
+from tests.engines import engine_spec, served
 from tests.fake_engines.text import MODEL_DIR
 from tests.fake_engines.vllm import running_vllm
 
 
 @asynccontextmanager
 async def connected(url, **fields):
-    spec = EngineSpec("vllm", url, "e", **fields)
+    spec = engine_spec("vllm", url, **fields)
     control = ControlClient(spec)
     try:
         yield control, spec

@@ -6,16 +6,16 @@ from msgspec.structs import replace as changed
 
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.http.control import ControlClient
-from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.discovery import discover, event_endpoints
 from engine_adapter.vllm.findings import findings_of
+from tests.engines import engine_spec
 from tests.fake_engines.vllm import running_vllm
 
 
 @asynccontextmanager
 async def discovered(spec_fields=None, **options):
     with running_vllm(**options) as server:
-        spec = EngineSpec("vllm", server.url, "e", **(spec_fields or {}))
+        spec = engine_spec("vllm", server.url, **(spec_fields or {}))
         control = ControlClient(spec)
         try:
             yield await discover(control, spec, None), spec, server
@@ -71,7 +71,7 @@ async def test_events_that_stay_on_the_engines_machine():
         assert event_endpoints(there, remote) is None
         (finding,) = findings_of(there, remote)
         assert "tcp://127.0.0.1:5557 can be had on its own machine alone" in finding.problem
-        told = replace(remote, events="tcp://gpu7:6000")
+        told = engine_spec("vllm", remote.url, events="tcp://gpu7:6000")
         assert event_endpoints(there, told) == EventEndpoints("tcp://gpu7:6000", None, "kv@tiny")
 
 
@@ -80,7 +80,7 @@ async def test_where_events_are():
         publisher = server.publisher
         expected = EventEndpoints(publisher.endpoint, publisher.replay_endpoint, "kv@tiny")
         assert event_endpoints(facts, spec) == expected
-        assert event_endpoints(facts, replace(spec, replay="tcp://h:1")).replay == "tcp://h:1"
+        assert event_endpoints(facts, engine_spec("vllm", spec.url, replay="tcp://h:1")).replay == "tcp://h:1"
     async with discovered(names_sources=False) as (facts, spec, _):
-        named = replace(spec, events="tcp://h:1", replay="tcp://h:2")
+        named = engine_spec("vllm", spec.url, events="tcp://h:1", replay="tcp://h:2")
         assert event_endpoints(facts, named) == EventEndpoints("tcp://h:1", "tcp://h:2", "")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from engine_adapter import EngineSpec, EngineSpecError, JsonBody, NotSupported, make_adapter
+from engine_adapter import EngineSpecError, JsonBody, NotSupported, make_adapter
 from engine_adapter.lmcache.salts import salt_for
 from engine_adapter.types import (
     BlocksRemoved,
@@ -23,6 +23,7 @@ from engine_adapter.types import (
 from engine_adapter.vllm import tiered
 from engine_adapter.vllm.adapter import VllmAdapter
 from engine_adapter.vllm.tiered import TieredVllmAdapter
+from tests.engines import engine_spec
 from tests.fake_engines.lmcache import running_lmcache, running_tiered_vllm
 
 PROMPT = array("i", range(300, 600))  # four chunks of 64, and a rest
@@ -51,7 +52,7 @@ def vllm(start_vllm):
 
 @pytest.fixture
 async def adapter(lmcache, vllm):
-    adapter = make_adapter(EngineSpec("vllm", vllm[0], "v", lmcache=lmcache.url))
+    adapter = make_adapter(engine_spec("vllm", vllm[0], "v", lmcache=lmcache.url))
     yield adapter
     await adapter.aclose()
 
@@ -74,13 +75,13 @@ async def ask(adapter, *, salt=None, model="tiny", path=COMPLETIONS, prompt=PROM
 
 
 def test_which_adapter_is_made():
-    assert type(make_adapter(EngineSpec("vllm", "http://h:1", "v"))) is VllmAdapter
-    tiered = make_adapter(EngineSpec("vllm", "http://h:1", "v", lmcache="http://h:2"))
+    assert type(make_adapter(engine_spec("vllm", "http://h:1", "v"))) is VllmAdapter
+    tiered = make_adapter(engine_spec("vllm", "http://h:1", "v", lmcache="http://h:2"))
     assert type(tiered) is TieredVllmAdapter
     with pytest.raises(EngineSpecError, match="lmcache_coordinator goes with lmcache="):
-        make_adapter(EngineSpec("vllm", "http://h:1", "v", lmcache_coordinator="http://h:3"))
+        make_adapter(engine_spec("vllm", "http://h:1", "v", lmcache_coordinator="http://h:3"))
     with pytest.raises(EngineSpecError, match="is no http:// or https:// address"):
-        make_adapter(EngineSpec("vllm", "http://h:1", "v", lmcache="h:2"))
+        make_adapter(engine_spec("vllm", "http://h:1", "v", lmcache="h:2"))
 
 
 class TestWhatItIs:
@@ -131,13 +132,13 @@ class TestWhatItIs:
 
     async def test_adapters_that_cannot_be_kept_apart_are_a_finding(self, lmcache, start_vllm):
         url, _ = start_vllm(adapters=("ada",), knows_salts=False)
-        adapter = make_adapter(EngineSpec("vllm", url, "v", lmcache=lmcache.url))
+        adapter = make_adapter(engine_spec("vllm", url, "v", lmcache=lmcache.url))
         await adapter.connect()
         assert "takes no cache_salt" in adapter.findings()[-1].problem
         await adapter.aclose()
 
     async def test_without_its_address_it_is_a_finding(self, vllm):
-        adapter = make_adapter(EngineSpec("vllm", vllm[0], "v"))
+        adapter = make_adapter(engine_spec("vllm", vllm[0], "v"))
         await adapter.connect()
         assert "lmcache=http://HOST:PORT" in adapter.findings()[0].remedy
         await adapter.aclose()

@@ -1,5 +1,6 @@
 import pytest
 
+from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.metrics import look
@@ -37,3 +38,20 @@ async def test_a_busy_server_is_not_waited_for(monkeypatch):
         assert await tried(server) == Trials(takes_salt=True, reports_cached=None)
         server.core.release()
         assert await tried(server, Trials(takes_salt=True)) == Trials(True, True)
+
+
+async def test_a_busy_server_that_queues_a_salted_request_does_not_heed_the_salt(monkeypatch):
+    monkeypatch.setattr("engine_adapter.vllm.trials._PATIENCE_S", 0.2)
+    with running_vllm(saltless=("/v1/responses",)) as server:
+        server.core.hold()
+        assert (await tried(server)).takes_salt is False
+        server.core.release()
+
+
+async def test_a_server_that_answers_no_trial_is_not_ready(monkeypatch):
+    monkeypatch.setattr("engine_adapter.vllm.trials._PATIENCE_S", 0.2)
+    with running_vllm(knows_salts=False) as server:
+        server.core.hold()
+        with pytest.raises(EngineUnavailable, match="too busy to show whether it heeds cache salts"):
+            await tried(server)
+        server.core.release()

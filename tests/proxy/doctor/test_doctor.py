@@ -13,7 +13,8 @@ from tests.fakes import FakeEngine
 
 
 async def of(url, *, kind="", probe=True, **fields):
-    return await examine(EngineSpec(kind, url, "x", **fields), probe=probe)
+    common = {name: fields.pop(name) for name in EngineSpec.__slots__ if name in fields}
+    return await examine(EngineSpec(kind, url, "x", **common), probe=probe, options=fields)
 
 
 def said(examination):

@@ -58,9 +58,8 @@ class TestFirstView:
     @pytest.mark.parametrize(("takes", "state"), [(False, "unasked"), (True, "current")])
     async def test_of_events_that_are_had_once_is_taken_on_demand(self, takes, state):
         adapter = FakeAdapter()
-        adapter.spec = replace(adapter.spec, kind="tensorrt_llm")
         adapter.feed.put_nowait(ViewCurrent())
-        async with ward_of(adapter, capabilities=EVENTS) as ward:
+        async with ward_of(adapter, capabilities=EVENTS, events_read_once=True) as ward:
             assert (await ward.first_view(takes_events=takes)).state == state
         assert adapter.subscriptions == takes
 

@@ -23,8 +23,9 @@ WHOLE = 320
 class TieredAdapter(FakeAdapter):
     """An engine whose lower tiers answer what the test says, in the order asked."""
 
-    def __init__(self, engine_id="a", *answers, lmcache="http://127.0.0.1:1"):
-        super().__init__(engine_id, lmcache=lmcache)
+    def __init__(self, engine_id="a", *answers, shared_tiers="http://127.0.0.1:1"):
+        super().__init__(engine_id)
+        self.shared_tiers = shared_tiers
         self.answers = list(answers)
         self.asked = []
 
@@ -40,7 +41,7 @@ def fleet():
 
 def add(fleet, adapter, *, chunk=CHUNK):
     engine = fleet.add(adapter)
-    pool = fleet.join(engine, replace(INFO, tokens_per_chunk=chunk))
+    pool = fleet.join(engine, replace(INFO, tokens_per_chunk=chunk, shared_tiers=adapter.shared_tiers))
     engine.state = EngineState.READY
     return engine, pool
 
@@ -142,8 +143,8 @@ async def test_what_is_not_followed_is_not_asked_for(fleet):
 async def test_engines_over_one_lmcache_share_what_is_known_of_it(fleet):
     _, pool = add(fleet, TieredAdapter("a", BelowGpu(128, 0, 128)))
     add(fleet, TieredAdapter("b"))
-    add(fleet, TieredAdapter("c", lmcache="http://127.0.0.1:2"))
-    add(fleet, TieredAdapter("d", lmcache=None))
+    add(fleet, TieredAdapter("c", shared_tiers="http://127.0.0.1:2"))
+    add(fleet, TieredAdapter("d", shared_tiers=None))
     await looked(pool)
     assert {name: match(pool, name).host for name in "abcd"} == {"a": 8, "b": 8, "c": 0, "d": 0}
     expect_below(pool, pool.engines["d"], pool.chain(PROMPT))

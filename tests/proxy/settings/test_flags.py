@@ -6,16 +6,18 @@ from proxy.settings import SettingsError, is_command_line, parse_engine_flag, pa
 def test_an_engine_with_all_its_options():
     engine = parse_engine_flag(
         "llama-server=http://127.0.0.1:8080/ , id=a,model=m,tokenizer=/models/m,api_key=s3cr=t,"
-        "events=tcp://127.0.0.1:5557,host-cache-dir=/mem/kv,host_cache_bytes=4GiB,"
+        "ca=/ca.pem,headers=X-Team: hush,host-cache-dir=/mem/kv,host_cache_bytes=4GiB,"
         "disk-cache-dir=/var/kv,disk_cache_bytes=1TiB"
     )
     spec = engine.spec()
     assert (spec.kind, spec.url, spec.id, spec.model) == ("llama_server", "http://127.0.0.1:8080", "a", "m")
-    assert (spec.tokenizer, spec.api_key, spec.events) == ("/models/m", "s3cr=t", "tcp://127.0.0.1:5557")
-    assert (spec.host_cache_dir, spec.host_cache_bytes) == ("/mem/kv", 4 * 2**30)
-    assert (spec.disk_cache_dir, spec.disk_cache_bytes) == ("/var/kv", 2**40)
-    assert "s3cr" not in repr(engine)
-    assert "s3cr" not in repr(spec)
+    assert (spec.tokenizer, spec.api_key, spec.ca) == ("/models/m", "s3cr=t", "/ca.pem")
+    assert spec.headers == {"X-Team": "hush"}
+    assert (spec.options.host_cache_dir, spec.options.host_cache_bytes) == ("/mem/kv", 4 * 2**30)
+    assert (spec.options.disk_cache_dir, spec.options.disk_cache_bytes) == ("/var/kv", 2**40)
+    for secret in ("s3cr", "hush"):
+        assert secret not in repr(engine)
+        assert secret not in repr(spec)
 
 
 @pytest.mark.parametrize(
@@ -32,14 +34,17 @@ def test_an_engine_with_all_its_options():
         ("vllm=http://x:1/v1?a=b", "must end with its path"),
         (
             "vllm=http://x:1,colour=red",
-            "known: id, model, tokenizer, api_key, events, replay, dp_rank, lmcache, lmcache_coordinator",
+            "known: id, model, tokenizer, api_key, headers, ca, cert, key, lmcache,",
         ),
         ("vllm=http://x:1,id=a,id=b", "option 'id' is given twice"),
         ("vllm=http://x:1,id", "option 'id' needs a value"),
         ("vllm=http://x:1,id=", "option 'id' needs a value"),
         ("vllm=http://x:1,id=a b", "id: "),
-        ("vllm=http://x:1,host_cache_bytes=lots", "host_cache_bytes: "),
-        ("vllm=http://x:1,host_cache_bytes=0", "host_cache_bytes: "),
+        ("llama-server=http://x:1,host_cache_bytes=lots", "host_cache_bytes: expected a number of bytes"),
+        ("llama-server=http://x:1,host_cache_bytes=0", "host_cache_bytes: a size must be above 0"),
+        ("vllm=http://x:1,host_cache_bytes=1", "unknown option 'host_cache_bytes'"),
+        ("vllm=http://x:1,dp_rank=-1", "dp_rank: expected `int` >= 0"),
+        ("vllm=http://x:1,headers=hush", "headers: write a header as 'Name: value'"),
         ("V LLM=http://x:1", "kind: "),
     ],
 )

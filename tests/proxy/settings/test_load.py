@@ -51,8 +51,8 @@ def test_a_file_sets_everything(write):
     assert settings.managed[0].command == ("--kv-blocks", "64")
     spec = settings.managed[1].spec(4711)
     assert (spec.kind, spec.url, spec.id) == ("llama_server", "http://127.0.0.1:4711", "llama_server-0")
-    assert (spec.host_cache_dir, spec.host_cache_bytes) == ("/mem/kv", 2**30)
-    assert (spec.disk_cache_dir, spec.disk_cache_bytes) == ("/var/kv", 64 * 2**30)
+    assert (spec.options.host_cache_dir, spec.options.host_cache_bytes) == ("/mem/kv", 2**30)
+    assert (spec.options.disk_cache_dir, spec.options.disk_cache_bytes) == ("/var/kv", 64 * 2**30)
     assert settings.api_keys[0].tenant_id == "a"
 
 

@@ -1,5 +1,6 @@
 import pytest
 
+from engine_adapter import ENGINE_OPTIONS
 from proxy.api.admin.app import ENDPOINTS
 from proxy.api.admin.bodies import AddEngine, Flush, Pin
 from proxy.api.admin.endpoint import decode
@@ -20,4 +21,5 @@ def test_defaults():
 
 
 def test_an_engine_is_described_in_full():
-    assert {*AddEngine.__struct_fields__} == {*EngineSettings.model_fields}
+    options = {name for names in ENGINE_OPTIONS.values() for name in names}
+    assert {*AddEngine.__struct_fields__} == {*EngineSettings.model_fields} | options

@@ -29,9 +29,11 @@ async def test_an_engine_comes_drains_and_goes(world, client):
         ({"kind": "vllm", "url": "gpu1:8000"}, "url"),
         ({"kind": "vllm", "url": "http://u:p@gpu1"}, "url"),
         ({"kind": "vllm", "url": "http://gpu1", "id": "a b"}, "id"),
-        ({"kind": "vllm", "url": "http://gpu1", "host_cache_bytes": 0}, "host_cache_bytes"),
-        ({"kind": "vllm", "url": "http://gpu1", "disk_cache_bytes": "lots"}, "disk_cache_bytes"),
+        ({"kind": "vllm", "url": "http://gpu1", "dp_rank": -1}, "dp_rank"),
+        ({"kind": "llama_server", "url": "http://gpu1", "host_cache_bytes": 0}, "host_cache_bytes"),
+        ({"kind": "llama_server", "url": "http://gpu1", "disk_cache_bytes": "lots"}, "disk_cache_bytes"),
         ({"kind": "vllm", "url": "http://gpu1", "nickname": "x"}, "nickname"),
+        ({"kind": "vllm", "url": "http://gpu1", "host_cache_dir": "/mem"}, "host_cache_dir"),
         ({"kind": "Teapot!", "url": "http://gpu1"}, "kind"),
     ],
 )
@@ -51,9 +53,10 @@ async def test_ids_are_taken_once_and_kinds_are_known(client, pair):
 
 async def test_an_engines_key_is_not_shown(world, client):
     body = {"kind": "vllm", "url": "http://127.0.0.1:1", "id": "v", "api_key": "secret-key"}
-    answer = await client.post("/engines", json=body)
-    assert "secret-key" not in answer.text + (await client.get("/engines")).text
-    assert world.control.fleet.engine("v").adapter.spec.api_key == "secret-key"
+    answer = await client.post("/engines", json=body | {"headers": {"X-Team": "secret-team"}})
+    assert "secret-" not in answer.text + (await client.get("/engines")).text
+    spec = world.control.fleet.engine("v").adapter.spec
+    assert (spec.api_key, spec.headers) == ("secret-key", {"X-Team": "secret-team"})
 
 
 async def test_an_engine_added_has_its_cache_tiers(world, client):
@@ -63,11 +66,11 @@ async def test_an_engine_added_has_its_cache_tiers(world, client):
         "disk_cache_dir": "/disk",
         "disk_cache_bytes": "2KiB",
     }
-    body = {"kind": "vllm", "url": "http://127.0.0.1:1", "id": "v", **caches}
+    body = {"kind": "llama_server", "url": "http://127.0.0.1:1", "id": "v", **caches}
     assert (await client.post("/engines", json=body)).status_code == 201
-    spec = world.control.fleet.engine("v").adapter.spec
-    assert (spec.host_cache_dir, spec.host_cache_bytes) == ("/mem", 7)
-    assert (spec.disk_cache_dir, spec.disk_cache_bytes) == ("/disk", 2048)
+    options = world.control.fleet.engine("v").adapter.spec.options
+    assert (options.host_cache_dir, options.host_cache_bytes) == ("/mem", 7)
+    assert (options.disk_cache_dir, options.disk_cache_bytes) == ("/disk", 2048)
 
 
 async def test_stats(world, client, pair):

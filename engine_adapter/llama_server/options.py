@@ -1,0 +1,25 @@
+"""What the operator can set of a llama-server beyond what every engine has."""
+
+from __future__ import annotations
+
+from engine_adapter.options import EngineOptions, Size
+from engine_adapter.types import EngineSpec
+
+
+class LlamaServerOptions(EngineOptions, frozen=True):
+    """Options of `llama_server` engines.
+
+    Attributes:
+        host_cache_dir: directory where it saves KV files, as kvpin sees it; best in memory.
+        host_cache_bytes: room for them.
+        disk_cache_dir: directory where kvpin moves the files that find no room there.
+        disk_cache_bytes: room for those.
+    """
+
+    host_cache_dir: str | None = None
+    host_cache_bytes: Size | None = None
+    disk_cache_dir: str | None = None
+    disk_cache_bytes: Size | None = None
+
+
+LlamaServerSpec = EngineSpec[LlamaServerOptions]

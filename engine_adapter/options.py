@@ -1,0 +1,68 @@
+"""Settings that only one kind of engine has. Each kind declares them beside its adapter."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from engine_adapter.errors import EngineSpecError
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every kind's options, and the options of a kind that has none."""
+
+
+class Size(int):
+    """A number of bytes above 0. The operator may write a unit: `4GiB`."""
+
+
+class OptionError(EngineSpecError):
+    """An option that the kind does not have, or a value it does not take.
+
+    Attributes:
+        param: the option; None when several contradict each other.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+_Options = TypeVar("_Options", bound=EngineOptions)
+_read_size = TypeAdapter(ByteSize).validate_python
+
+
+def read_options(kind: str, options: type[_Options], values: Mapping[str, object]) -> _Options:
+    """What the operator wrote for an engine of `kind`, as its `options`. Text stands for numbers, too.
+
+    Raises:
+        OptionError: saying which option is wrong and why; its value is not repeated.
+    """
+    known = options.__struct_fields__
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+            raise OptionError(f"{kind} engines have no option {name!r}; {hint}", param=name)
+    try:
+        return msgspec.convert(values, options, strict=False, dec_hook=_read)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        message = message[:1].lower() + message[1:]
+        param = path.rstrip("`") or None
+        raise OptionError(f"{param}: {message}" if param else message, param=param) from None
+
+
+def _read(kind: type, value: object) -> Any:  # noqa: ANN401 - msgspec's signature
+    """`Size`, the one type of an option that msgspec does not know."""
+    try:
+        size = kind(_read_size(value))
+    except ValidationError:
+        raise ValueError("expected a number of bytes, or one with a unit such as 4GiB") from None
+    if size <= 0:
+        raise ValueError("a size must be above 0")
+    return size

@@ -1,0 +1,27 @@
+"""What the operator can set of a vLLM beyond what every engine has."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from engine_adapter.lmcache.options import LmCacheOptions
+from engine_adapter.types import EngineSpec
+
+
+class VllmOptions(LmCacheOptions, frozen=True):
+    """Options of `vllm` engines.
+
+    Attributes:
+        events: ZMQ address of its KV events, where the engine does not say.
+        replay: ZMQ address that replays missed events, where the engine does not say.
+        dp_rank: the data-parallel rank that this engine is, None for a server with one rank.
+    """
+
+    events: str | None = None
+    replay: str | None = None
+    dp_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+VllmSpec = EngineSpec[VllmOptions]
