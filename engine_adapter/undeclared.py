@@ -1,19 +1,20 @@
-"""What an engine can not do: every optional method of the contract, refusing with the adapter's own words.
+"""What an engine cannot do: every optional method of the contract, which refuses and says what to do instead.
 
-Adapters inherit these and write those of the capabilities they declare.
+Adapters inherit them and write only the methods of the capabilities they declare.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import NotSupported
 from engine_adapter.types import (
     BelowGpu,
     Capability,
+    EngineSpec,
     Finding,
     KvEvent,
     KvProgress,
@@ -25,23 +26,47 @@ from engine_adapter.types import (
     TokenIds,
 )
 
+_ANY_ENGINE: Mapping[Capability, str] = MappingProxyType(
+    {
+        Capability.KV_EVENTS: "kvpin learns what it holds from its answers",
+        Capability.CACHED_TOKENS: "the usage in its answers may tell",
+        Capability.TOKENIZE: "kvpin tokenises prompts with the engine's tokenizer setting",
+        Capability.RENDER: "prompts with images are forwarded but not followed",
+        Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own",
+        Capability.EXTRA_IDS: "this engine can only warm text prompts",
+        Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
+        Capability.FLUSH: "restart the engine, or let eviction take the KV",
+        Capability.OFFLOAD: "its own eviction decides what stays",
+        Capability.RESTORE: 'warm computes a prefix again by a one-token prefill; "fallback": "warm" does so',
+        Capability.PIN: "warm the prefix again when it is needed",
+    }
+)
 _NO_EVENTS: tuple[KvEvent, ...] = ()
 _NO_PROGRESS: tuple[KvProgress, ...] = ()
 
 
-class Undeclared(ABC):
-    """`EngineAdapter`'s optional methods for an engine that has nothing of them."""
+class Undeclared:
+    """`EngineAdapter`'s optional methods for an engine that has none of the capabilities.
 
-    @abstractmethod
+    Attributes:
+        spec: the engine.
+        instead: where this kind has other advice than any engine, the advice for that capability.
+    """
+
+    spec: EngineSpec[Any]
+    instead: ClassVar[Mapping[Capability, str]] = MappingProxyType({})
+
     def not_supported(self, capability: Capability) -> NotSupported:
         """See `EngineAdapter.not_supported`."""
+        advice = self.instead.get(capability, _ANY_ENGINE[capability])
+        return NotSupported(capability.value, engine=self.spec.id, instead=advice)
 
     def cached_tokens(self, headers: Mapping[str, str]) -> int | None:  # noqa: ARG002 - part of the contract
-        """None: such an engine says it in its answer's usage, if at all."""
+        """None: the engine reports it in the answer's usage, if at all."""
         return None
 
     def findings(self) -> tuple[Finding, ...]:
-        """None known."""
+        """None."""
         return ()
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:  # noqa: ARG002 - likewise
@@ -54,12 +79,12 @@ class Undeclared(ABC):
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """Not supported."""
-        for event in _NO_EVENTS:  # makes this an async generator, as the contract has it
+        for event in _NO_EVENTS:  # makes this an async generator, as the contract says
             yield event
         raise self.not_supported(Capability.KV_EVENTS)
 
     async def lookup(self, prompt: KvTarget) -> BelowGpu | None:  # noqa: ARG002 - likewise
-        """None: its events tell of all its tiers."""
+        """None: its events cover all its tiers."""
         return None
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:  # noqa: ARG002
@@ -85,5 +110,5 @@ class Undeclared(ABC):
         raise self.not_supported(Capability.PROMPT_TABLES)
 
     async def stats(self) -> dict[str, Any]:
-        """{}: not known."""
+        """{}: it has none."""
         return {}

@@ -106,12 +106,22 @@ def main() -> None:
         ("second question", second),
         ("the same again", repeated),
     ):
-        print(
-            f"{name:16} {timing.ttft_s * 1000:8.1f} ms to the first token, "
-            f"{timing.cached_tokens:5} of {timing.prompt_tokens} prompt tokens cached, "
-            f"{timing.inter_token_s * 1000:.1f} ms a token after that"
-        )
-    print(f"The second question was answered {ratio:.1f}x faster than the first.")
+        print(line(name, timing))
+    print(verdict(ratio))
+
+
+def line(name: str, timing: Timing) -> str:
+    """One question's figures."""
+    return (
+        f"{name:16} {timing.ttft_s * 1000:8.1f} ms to the first token, "
+        f"{timing.cached_tokens:5} of {timing.prompt_tokens} prompt tokens cached, "
+        f"{timing.inter_token_s * 1000:.1f} ms a token after that"
+    )
+
+
+def verdict(ratio: float) -> str:
+    """What the cache was worth."""
+    return f"The second question was answered {ratio:.1f}x faster than the first."
 
 
 if __name__ == "__main__":

@@ -1,18 +1,25 @@
-"""What operators and clients can meet is documented: settings, metrics, error codes, headers."""
+"""What operators and clients can meet is documented, and what the documents quote is what kvpin prints."""
 
+import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import typer
 from pydantic import BaseModel
 
 from engine_adapter import ENGINE_OPTIONS
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
+from proxy.cli import tables
+from proxy.cli.main import app
 from proxy.core.placement import answers, demand, load, rates
+from proxy.doctor.doctor import _of_view
+from proxy.doctor.probe import View
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.observe.reasons import Reason
@@ -23,6 +30,11 @@ ROOT = Path(__file__).parent.parent
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 PLACEMENT = (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
 EMBEDDED = (ROOT / "docs" / "engines" / "embedded.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
 SOURCES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "proxy").rglob("*.py")}
 
 
@@ -130,3 +142,87 @@ def test_every_reason_of_a_placement(reason):
 )
 def test_constants_of_placement(said):
     assert said in " ".join(PLACEMENT.split())
+
+
+def blocks(text: str) -> list[str]:
+    """The fenced blocks of a page."""
+    return re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def example(name: str):
+    """A program of examples/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_output_of_the_demo_is_what_it_prints(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    demo = example("ttft_demo")
+    (quoted,) = [block for block in blocks(README) if block.startswith("first question")]
+    *lines, last = quoted.splitlines()
+    for line in lines:
+        ms, cached, tokens, between = map(float, re.findall(r"[\d.]+", line))
+        timing = demo.Timing(ms / 1000, between / 1000, int(tokens), int(cached))
+        assert line == demo.line(line[:16].rstrip(), timing)
+    assert last == demo.verdict(float(re.search(r"([\d.]+)x", last)[1]))
+
+
+def test_the_output_of_doctor_is_what_it_prints(capsys):
+    view = View("late", "no view within 10 s: no event came")
+    found = {
+        "kind": "vllm", "version": "0.32.0", "detected": True, "model": "qwen3", "adapters": ["ada"],
+        "max_model_len": 32768, "tokens_per_block": 16, "gpu_blocks": 28163, "host_blocks": None,
+        "running": 0, "waiting": 0, "can": ["cache_salt", "cached_tokens", "kv_events", "tokenize"],
+        "cannot": {"offload": "connect an LMCache server"}, "view": {"detail": view.detail},
+        "tokenisation": {"detail": "tokenised here with 'Qwen/Qwen3-8B', as the engine does on 10 prompts"},
+        "probe": {"error": None, "reported": 48, "n_tokens": 49, "predicted": 0},
+        "findings": [{"problem": f.problem, "remedy": f.remedy} for f in _of_view(view)],
+    }  # fmt: skip
+    tables.show_examination(found)
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    (quoted,) = [block for block in blocks(OPERATIONS) if block.startswith("$ kvpin doctor")]
+    assert quoted.splitlines()[1:] == printed
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """The `kvpin` commands of a page, word by word, in blocks and in lines."""
+    for code in (*blocks(text), *re.findall(r"`([^`\n]+)`", text)):
+        for line in code.replace("\\\n", " ").splitlines():
+            words = line.removeprefix("$ ").replace("'", " ").split()
+            if len(words) > 1 and words[0].rpartition("/")[2] in ("kvpin", "serve") and words[1:]:
+                yield ["serve", *words[1:]] if words[0].endswith("serve") else words[1:]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_flag_exists(page):
+    program = typer.main.get_command(app)
+    for name, *words in commands_of(PAGES[page]):
+        if name == "engine":  # its options are the embedded engine's
+            continue
+        command = program.commands[name]
+        command = getattr(command, "commands", {}).get(words[0] if words else "", command)
+        known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+        flags = [word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z-]+(=.*)?", word)]
+        of_engines = "--managed" in flags or any(word.endswith(":") for word in words)
+        assert of_engines or set(flags) <= known | {"--help"}, words
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    home = (ROOT / page).parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if not target.startswith("http"):
+            path, _, anchor = target.partition("#")
+            linked = (home / path).resolve() if path else ROOT / page
+            assert linked.exists(), target
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+                slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+                assert anchor in slugs, target
+
+
+def test_the_readme_links_once_to_each_page():
+    targets = re.findall(r"\]\(([^)\s]+)\)", README)
+    assert sorted(targets) == sorted(set(targets))

@@ -40,15 +40,9 @@ from engine_adapter.undeclared import Undeclared
 _INSTEAD = {
     Capability.KV_EVENTS: "what it holds is learned from its answers; start it with --kv-events-config",
     Capability.CACHED_TOKENS: "start it with --enable-cache-report",
-    Capability.TOKENIZE: "prompts are tokenised at the proxy with the engine's tokenizer setting",
-    Capability.RENDER: "prompts with images are forwarded, and not followed",
-    Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own",
-    Capability.EXTRA_IDS: "text alone can be warmed",
-    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
     Capability.FLUSH: "it needs the server's --admin-api-key as api_key; a restart does it too",
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
-    Capability.PIN: "warm the prefix again when it is needed",
 }
 _FLUSH_ALL_ONLY = "it is flushed as a whole or not at all: flush the engine, without a prompt or a tenant"
 _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND = 400, 401, 404
@@ -57,6 +51,8 @@ _DP_RANK = "x-data-parallel-rank"
 
 class SglangAdapter(SelfPlaced, Undeclared):
     """`EngineAdapter` of SGLang; with `dp_rank`, of one data-parallel rank of a server."""
+
+    instead = _INSTEAD
 
     def __init__(self, spec: SglangSpec) -> None:
         """Raises EngineSpecError for an address that is none."""
@@ -104,10 +100,6 @@ class SglangAdapter(SelfPlaced, Undeclared):
         # The one word for the rank that every route reads, and that stands above the body's.
         kept = {name: value for name, value in request.headers.items() if name.lower() != _DP_RANK}
         return replace(request, headers={**kept, _DP_RANK: str(self.spec.options.dp_rank)})
-
-    def not_supported(self, capability: Capability) -> NotSupported:
-        """See `EngineAdapter.not_supported`."""
-        return NotSupported(capability.value, engine=self.spec.id, instead=_INSTEAD[capability])
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""

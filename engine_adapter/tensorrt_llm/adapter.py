@@ -50,13 +50,9 @@ from engine_adapter.undeclared import Undeclared
 # Its figures are for people; reading them may take them away from others.
 STATS_EVERY_S = 15.0
 _INSTEAD = {
-    Capability.KV_EVENTS: "what it holds is learned from its answers",
     Capability.TOKENIZE: "start it with TRTLLM_ENABLE_RENDER_ENDPOINTS=1, or set the engine's tokenizer",
     Capability.RENDER: "prompts with images are followed up to the first message with one",
-    Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own",
     Capability.EXTRA_IDS: "its HTTP routes take no prompt tables: text alone can be warmed",
-    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
-    Capability.FLUSH: "restart the engine, or let eviction take the KV",
     Capability.OFFLOAD: "it offloads by itself what it evicts, with host_cache_size in its kv_cache_config",
     Capability.RESTORE: "it brings KV back from host memory by itself when a request needs it; "
     'warm computes a prefix that is gone; "fallback": "warm" does so',
@@ -86,6 +82,8 @@ class _Rendered(msgspec.Struct, frozen=True):
 
 class TensorRTLLMAdapter(SelfPlaced, Undeclared):
     """`EngineAdapter` of trtllm-serve."""
+
+    instead = _INSTEAD
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an address that is none."""
@@ -141,10 +139,6 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         if len(reader.windows) > 1:
             found.append(SEVERAL_WINDOWS)
         return tuple(found)
-
-    def not_supported(self, capability: Capability) -> NotSupported:
-        """See `EngineAdapter.not_supported`."""
-        return NotSupported(capability.value, engine=self.spec.id, instead=_INSTEAD[capability])
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineAdapter.stats`."""

@@ -42,11 +42,8 @@ from engine_adapter.vllm.requests import RequestShaper
 _INSTEAD = {
     Capability.KV_EVENTS: "start it with --kv-events-config; what it holds is learned from its answers",
     Capability.CACHED_TOKENS: "start it with --enable-prompt-tokens-details",
-    Capability.TOKENIZE: "prompts are tokenised at the proxy with the engine's tokenizer setting",
     Capability.RENDER: "start it with --enable-scale-out; now chats are followed up to their first image",
     Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own, or upgrade it",
-    Capability.EXTRA_IDS: "text alone can be warmed",
-    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
     Capability.FLUSH: "start it with VLLM_SERVER_DEV_MODE=1, or let eviction take the KV",
     Capability.OFFLOAD: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
     Capability.RESTORE: "start it with an LMCache server and name that: lmcache=http://HOST:PORT; "
@@ -58,6 +55,8 @@ _FLUSHES_ALL = "it forgets everything or nothing: flush the whole engine, or lea
 
 class VllmAdapter(SelfPlaced, Undeclared):
     """`EngineAdapter` of vLLM."""
+
+    instead = _INSTEAD
 
     def __init__(self, spec: VllmSpec) -> None:
         """Raises EngineSpecError for an address that is none."""
@@ -109,10 +108,6 @@ class VllmAdapter(SelfPlaced, Undeclared):
             return ()
         is_silent = self._subscriber is not None and self._subscriber.replay_is_silent
         return findings_of(self._facts, self.spec, replay_is_silent=is_silent)
-
-    def not_supported(self, capability: Capability) -> NotSupported:
-        """See `EngineAdapter.not_supported`."""
-        return NotSupported(capability.value, engine=self.spec.id, instead=_INSTEAD[capability])
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineAdapter.stats`."""

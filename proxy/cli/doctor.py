@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine_adapter import EngineSpec
 
 _FINDINGS, _UNUSABLE = 1, 2
-# Stands for the kind until it is found out.
+# Stands for the kind until it is detected.
 _UNKNOWN = "engine"
 
 
@@ -31,22 +31,22 @@ def doctor(
         ),
     ],
     *,
-    kind: Annotated[str | None, typer.Option(help="Its framework [found out].")] = None,
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="Its key, if it wants one.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Its framework [detected].")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="The engine's key, if it needs one.")
+    ] = None,
     events: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Of its KV events [the engine's own word].")
+        str | None, typer.Option(metavar="ADDRESS", help="Address of its KV events [the engine's own].")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIR_OR_ID", help="Of its model [the engine's own word].")
+        str | None, typer.Option(metavar="DIR_OR_ID", help="Its model's tokenizer [the engine's own].")
     ] = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Let it serve two short requests, and compare.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Send two short requests and compare.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the examination as JSON.")] = False,
 ) -> None:
-    """Examine an engine: what it is, what kvpin can do with it, and what keeps kvpin from doing more.
+    """Examine an engine: what it is, what kvpin can do with it, and which flag would let it do more.
 
-    Exit status 0: all is well; 1: there are findings; 2: the engine cannot be examined.
+    Exit status 0: no findings; 1: findings; 2: the engine cannot be examined.
     """
     from engine_adapter import EngineError  # noqa: PLC0415 - the other clients start quicker without
     from proxy.doctor.doctor import examine  # noqa: PLC0415 - likewise
@@ -61,8 +61,8 @@ def doctor(
         where = spec.url
         examination = asyncio.run(examine(spec, options=more, probe=probe))
     except (SettingsError, EngineError) as error:
-        told = str(error)
-        typer.echo(f"kvpin: {told if where in told else f'{where}: {told}'}", err=True)
+        message = str(error)
+        typer.echo(f"kvpin: {message if where in message else f'{where}: {message}'}", err=True)
         raise typer.Exit(_UNUSABLE) from None
     found = examination.as_json()
     if as_json:
@@ -76,7 +76,7 @@ def doctor(
 
 
 def _spec(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str, str]]:
-    """The engine's description, its kind empty where it is to be found out; and the options of that kind.
+    """The engine's description, with an empty kind where kvpin detects it; and the options of that kind.
 
     Raises:
         SettingsError: saying what is wrong.
@@ -86,11 +86,11 @@ def _spec(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str, str
     from proxy.settings import SettingsError, parse_engine_flag  # noqa: PLC0415 - see above
 
     if "://" not in text:
-        raise SettingsError(f"{text!r} is no address: it needs http:// or https://")
+        raise SettingsError(f"{text!r} is not an address: it needs http:// or https://")
     kind = options.pop("kind", None)
     named = "://" not in text.partition("=")[0]
     if named and kind is not None:
-        raise SettingsError("--kind goes with a plain address, which yours is not")
+        raise SettingsError(f"leave out --kind: {text!r} names the kind")
     settings = parse_engine_flag(text if named else f"{kind or _UNKNOWN}={text}", flag="", **options)
     spec = settings.spec()
     spec = replace(spec, id=spec.id or "engine", kind=spec.kind if named else kind or "")

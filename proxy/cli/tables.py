@@ -1,4 +1,4 @@
-"""Answers of the admin API as tables for people."""
+"""Answers of the admin API, and of `kvpin doctor`, as tables for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATE_STYLES = {"ready": "green", "done": "green", "precise": "green", "failed"
 
 
 def show_engines(engines: list[dict[str, Any]]) -> None:
-    """One line an engine."""
+    """One row per engine."""
     table = Grid(
         ("engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error"),
         text="last error",
@@ -87,7 +87,7 @@ def show_stats(stats: dict[str, Any]) -> None:
 
 
 def _show_slots(out: Console, engine: dict[str, Any]) -> None:
-    """The slots and files of an engine that has some, and what stands in its way."""
+    """The slots and files of an engine that has some, and its findings."""
     kv = engine["kv"]
     if kv.get("slots"):
         columns = ("slot", "tokens", "unknown", "in a file", "runs", "pinned for")
@@ -131,7 +131,7 @@ def show_operation(operation: dict[str, Any]) -> None:
 
 
 def show_examination(found: dict[str, Any]) -> None:
-    """An engine, and what keeps kvpin from using it fully."""
+    """An examined engine, and what keeps kvpin from using it fully."""
     out = console()
     table = Grid(("name", "text"), text="text")
     for name, text in _of_engine(found):
@@ -142,11 +142,11 @@ def show_examination(found: dict[str, Any]) -> None:
         if finding["remedy"]:
             out.print(f"   → {finding['remedy']}", markup=False)
     if not found["findings"]:
-        out.print("\nall is well")
+        out.print("\nno findings")
 
 
 def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "engine", f"{found['kind']} {found['version']}".rstrip() + ", found out" * found["detected"]
+    yield "engine", f"{found['kind']} {found['version']}".rstrip() + ", detected" * found["detected"]
     yield "model", found["model"] + "".join(f", LoRA {name}" for name in found["adapters"])
     yield "context", f"{found['max_model_len'] or 'unknown'} tokens"
     block = found["tokens_per_block"]
@@ -162,13 +162,13 @@ def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "events", found["view"]["detail"]
     probe = found["probe"]
     if probe is not None and probe["error"] is None:
-        reused = f"{probe['reported']} of {probe['n_tokens']} tokens were reused"
-        yield "probe", f"sent twice, {reused}, {probe['predicted']} predicted"
+        reported = f"the engine reports {probe['reported']} of {probe['n_tokens']} tokens reused"
+        yield "probe", f"sent twice: {reported}, kvpin predicted {probe['predicted']}"
 
 
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Any]:
-    """A bar on standard error that follows an operation; nothing when that is no terminal."""
+    """A progress bar on standard error; nothing where that is not a terminal."""
     err = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:

@@ -1,5 +1,5 @@
 """`kvpin doctor URL`.
 
-probe.py   sends an engine a few requests and compares its answers with predictions
-doctor.py  the report: what the engine is, what is exact, which flag improves it
+probe.py   sends an engine two requests and compares the cached tokens it reports with the prediction
+doctor.py  the report: what the engine is, what kvpin knows exactly, which flag improves it
 """

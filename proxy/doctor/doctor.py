@@ -1,6 +1,6 @@
-"""An engine examined: what it is, what it can do, and what keeps kvpin from using it fully.
+"""The examination of one engine: what it is, what it can do, and what keeps kvpin from using it fully.
 
-connect → findings → tokenisation → first view of its events → two equal requests, where those are asked for
+connect → tokenisation → first view of its KV events → with `probe`: two equal requests → findings
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from engine_adapter import (
     make_adapter,
     make_options,
 )
-from proxy.doctor.probe import Probe, View, Ward
+from proxy.doctor.probe import Probe, ProbedEngine, View
 from proxy.prompt import Exactness, PromptBuilder, PromptTables, verify_exactness
 
 CONNECT_S = 30.0
 _REACH_EVENTS = (
-    "see that its event address can be reached from here, or name one that can: events=tcp://HOST:PORT"
+    "make its event address reachable from this machine, or name one that is: events=tcp://HOST:PORT"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All that was found.
+    """Everything an examination found.
 
     Attributes:
-        spec: the engine, of the kind it was named or found to be.
-        detected: the kind was found, not named.
-        info, load: what it says of itself.
-        missing: capabilities it lacks, each with what there is in its place.
+        spec: the engine, with its kind.
+        detected: kvpin detected the kind; the operator did not name it.
+        info, load: what the engine says of itself.
+        missing: the capabilities it lacks, each with what kvpin does instead.
         tokenisation: how prompts become tokens.
-        view: of its cache.
-        probe: None where no requests were asked for.
-        findings: what keeps kvpin from using it fully.
+        view: what its KV events tell of its cache.
+        probe: the two requests; None without `probe`.
+        findings: what keeps kvpin from using the engine fully.
     """
 
     spec: EngineSpec
@@ -58,7 +58,7 @@ class Examination:
     findings: tuple[Finding, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON has it; no keys."""
+        """The same as JSON, without secrets."""
         info = self.info
         return {
             "url": self.spec.url,
@@ -88,14 +88,14 @@ async def examine(
     """Examines the engine at `spec.url`.
 
     Args:
-        spec: the engine; an empty `kind` is found out.
-        probe: the engine serves two short requests.
-        options: those of a kind that is found out.
+        spec: the engine; an empty `kind` is detected.
+        probe: send two short requests.
+        options: options of the detected kind.
 
     Raises:
         EngineSpecError: the description cannot be used.
         EngineUnavailable: the engine does not answer.
-        EngineRejected: it refuses what every engine of its kind answers.
+        EngineRejected: the engine refuses a request that every engine of its kind answers.
     """
     detected = not spec.kind
     if detected:
@@ -113,9 +113,9 @@ async def examine(
         if source is not None:
             await builder.load(source)
         tokenisation = await verify_exactness(builder, adapter)
-        async with Ward(adapter, info, builder) as ward:
-            view = await ward.first_view(takes_events=probe)
-            probed = await ward.probe() if probe else None
+        async with ProbedEngine(adapter, info, builder) as probed_engine:
+            view = await probed_engine.first_view(takes_events=probe)
+            probed = await probed_engine.probe() if probe else None
         findings = (
             *adapter.findings(),
             *_of_tokenisation(tokenisation),
@@ -137,32 +137,35 @@ def _missing(adapter: EngineAdapter, info: EngineInfo) -> dict[str, str]:
 def _of_tokenisation(found: Exactness) -> tuple[Finding, ...]:
     if found.source != "none":
         return ()
-    return (Finding(found.detail, "name the tokenizer of its model: tokenizer=DIR_OR_HUB_ID"),)
+    return (Finding(found.detail, "name its model's tokenizer: tokenizer=DIR_OR_HUB_ID"),)
 
 
 def _of_view(view: View) -> tuple[Finding, ...]:
     if view.state == "unfit":
         return (
-            Finding(f"its KV events do not fit: {view.detail}", "give it blocks of a power of two tokens"),
+            Finding(
+                f"kvpin cannot use its KV events: {view.detail}",
+                "set its block size to a power of two",
+            ),
         )
     if view.state == "late":
-        return (Finding(f"its KV events do not come: {view.detail}", _REACH_EVENTS),)
+        return (Finding(f"its KV events do not arrive: {view.detail}", _REACH_EVENTS),)
     return ()
 
 
 def _of_probe(probe: Probe | None, view: View) -> tuple[Finding, ...]:
     if probe is None or probe.reported == probe.predicted != 0:
         return ()
-    again = f"of two equal requests of {probe.n_tokens} tokens, the second"
+    second = f"the second of two equal requests of {probe.n_tokens} tokens"
     if probe.error is not None:
         finding = Finding(f"it did not serve a prompt of {probe.n_tokens} token ids: {probe.error}")
     elif probe.reported is None:
-        finding = Finding(f"{again} did not tell what it reused: predictions cannot be checked")
+        finding = Finding(f"{second} reported no cached tokens: predictions cannot be checked")
     elif probe.reported == 0:
-        finding = Finding(f"{again} reused nothing", "see that prefix caching is on")
+        finding = Finding(f"{second} reused nothing", "turn prefix caching on")
     elif probe.reported > probe.predicted and view.state == "current":
-        told = f"{again} reused {probe.reported} tokens, of which its KV events told {probe.predicted}"
-        finding = Finding(told, _REACH_EVENTS)
+        announced = f"{second} reused {probe.reported} tokens; its KV events announced {probe.predicted}"
+        finding = Finding(announced, _REACH_EVENTS)
     else:
-        finding = Finding(f"{again} reused {probe.reported} tokens, while {probe.predicted} were predicted")
+        finding = Finding(f"{second} reused {probe.reported} tokens; kvpin predicted {probe.predicted}")
     return (finding,)

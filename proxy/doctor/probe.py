@@ -1,4 +1,4 @@
-"""One engine put through kvpin's read and write path: do its events come, is what it reuses as predicted?"""
+"""One engine on kvpin's own read and write path: do its events arrive, does it reuse what kvpin predicts?"""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
 
-# Until the first view of a cache is there, and until what a request left in it is in the view.
+# Time limits for the first view of a cache and for a request's blocks to enter it; the poll interval.
 VIEW_S, SETTLE_S, LOOK_S = 10.0, 5.0, 0.02
-# The requests of a probe: so many blocks of the engine's and one token, of ids that every vocabulary has.
+# A probe's prompt: this many blocks of the engine and one token; its ids exist in every vocabulary.
 PROBE_BLOCKS = 3
 _IDS = range(10, 250)
 _PATH = "/v1/completions"
@@ -39,11 +39,11 @@ class View:
     """What an engine's KV events tell.
 
     Attributes:
-        state: `current`, `late`, `unfit`, `none` where it sends none, `unasked` where asking would take them
-            from others.
-        blocks: the engine's blocks that the first view holds.
-        complete: False when the engine may hold more than was told.
+        state: `current`; `late`: none arrived in time; `unfit`: kvpin cannot use them; `none`: the engine
+            sends none; `unasked`: reading them would take them from another reader.
         detail: one sentence.
+        blocks: blocks of the engine in the first view.
+        complete: False when the engine may hold more blocks than it announced.
     """
 
     state: Literal["current", "late", "unfit", "none", "unasked"]
@@ -54,8 +54,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The second of two equal requests: its prompt tokens, those predicted to be reused, and those reported;
-    `error` says why there is no such request."""
+    """The second of two equal requests.
+
+    Attributes:
+        n_tokens: tokens of its prompt.
+        predicted, reported: cached tokens that kvpin predicted and that the engine reported.
+        error: why there is no such request.
+    """
 
     n_tokens: int
     predicted: int = 0
@@ -63,11 +68,11 @@ class Probe:
     error: str | None = None
 
 
-class Ward:
-    """One engine behind kvpin's own read and write path, without a server."""
+class ProbedEngine:
+    """One engine on kvpin's own read and write path, without a server."""
 
     def __init__(self, adapter: EngineAdapter, info: EngineInfo, builder: PromptBuilder) -> None:
-        """`info` as the adapter's `connect` gave it."""
+        """`info` is what the adapter's `connect` returned."""
         self._tasks = Supervisor()
         self._transport = AiohttpTransport()
         fleet = Fleet()
@@ -96,33 +101,34 @@ class Ward:
         await self._transport.aclose()
 
     async def first_view(self, *, takes_events: bool) -> View:
-        """Follows the engine's events until they tell what it holds."""
+        """Follows the engine's events until they say what it holds; `takes_events` allows to read events that
+        only one reader gets."""
         engine = self._engine
         if not engine.can(Capability.KV_EVENTS):
-            return View("none", "it sends none: what it holds is learned from its answers")
+            return View("none", "the engine sends none: kvpin learns what it holds from its answers")
         if not has_exact_events(engine, self._pool):
-            return View(
-                "unfit", f"they are in blocks of {engine.info and engine.info.tokens_per_block} tokens"
-            )
+            return View("unfit", f"its blocks have {engine.info and engine.info.tokens_per_block} tokens")
         if engine.info is not None and engine.info.events_read_once and not takes_events:
-            return View("unasked", "whoever asks takes them from others: --probe asks, where no kvpin runs")
+            return View(
+                "unasked", "only one reader gets them: use --probe while no kvpin follows this engine"
+            )
         self._ingest.follow(engine, self._pool)
         if not await _until(lambda: engine.audit.trust is Trust.PRECISE, VIEW_S) or engine.view is None:
             return View("late", f"no view within {VIEW_S:.0f} s: {engine.audit.why}")
         engine.state = EngineState.READY
         view = engine.view
-        more = "" if view.complete else "; it may hold more from before"
-        told = f"the view is current, with {view.counts.stored} blocks{more}"
-        return View("current", told, view.counts.stored, view.complete)
+        more = "" if view.complete else "; older blocks are unknown"
+        detail = f"the view is current, with {view.counts.stored} blocks{more}"
+        return View("current", detail, view.counts.stored, view.complete)
 
     async def probe(self) -> Probe:
-        """Has the engine serve a new prompt twice."""
+        """Sends a new prompt twice."""
         info, pool = self._engine.info, self._pool
         block = max((info and info.tokens_per_block) or TOKENS_PER_BLOCK, pool.tokens_per_block)
         n_tokens = PROBE_BLOCKS * block + 1
         if info is not None and info.max_model_len is not None:
             n_tokens = max(min(n_tokens, info.max_model_len - 1), 1)
-        ids = random.choices(_IDS, k=n_tokens)  # noqa: S311 - only to be new
+        ids = random.choices(_IDS, k=n_tokens)  # noqa: S311 - no secret
         first = await self._ask(ids)
         if first.error is not None:
             return Probe(n_tokens, error=first.error)
@@ -136,7 +142,7 @@ class Ward:
         body = JsonBody(msgspec.json.encode(fields))
         call = Call("doctor", "POST", _PATH, {"content-type": "application/json"}, body)
         self._engine.state = EngineState.READY
-        with suppress(EngineError, ProxyError):  # the record says what went wrong
+        with suppress(EngineError, ProxyError):  # the record has the error
             await self._flow.serve(call, Reply(_discard))
         return list(self._records)[-1]
 
@@ -148,7 +154,7 @@ class Ward:
 
 
 async def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Waits for a condition; whether it came."""
+    """Waits for a condition; returns whether it came true in time."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 - what is waited for has no event
@@ -157,4 +163,4 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 async def _discard(_message: Message) -> None:
-    """Nobody waits for the answers."""
+    """Drops a message of the answer."""

@@ -8,7 +8,13 @@ from tests.fake_engines.vllm import running_vllm
 def test_an_engine_that_is_well(kvpin, embedded_engine):
     result = kvpin("doctor", embedded_engine.url, "--probe")
     assert result.exit_code == 0, result.output
-    for text in ("embedded", "found out", "the view is current", "sent twice, 48 of 49", "all is well"):
+    for text in (
+        "embedded",
+        "detected",
+        "the view is current",
+        "sent twice: the engine reports 48 of 49",
+        "no findings",
+    ):
         assert text in result.output
 
 
@@ -17,7 +23,7 @@ def test_findings_come_with_what_mends_them(kvpin):
         result = kvpin("doctor", f"vllm={engine.url},id=v")
     assert result.exit_code == 1, result.output
     assert "LoRA ada" in result.output
-    assert "found out" not in result.output
+    assert "detected" not in result.output
     assert '→ give --kv-events-config a "replay_endpoint"' in result.output
 
 
@@ -45,10 +51,13 @@ def test_options_reach_the_engine(kvpin, embedded_engine, tokenizer_dir):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["localhost:8000"], "kvpin: 'localhost:8000' is no address: it needs http:// or https://"),
+        (["localhost:8000"], "kvpin: 'localhost:8000' is not an address: it needs http:// or https://"),
         (["http://127.0.0.1:9"], "kvpin: http://127.0.0.1:9: "),
         (["http://127.0.0.1:9", "--kind", "x"], "unknown engine kind 'x'"),
-        (["vllm=http://127.0.0.1:9", "--kind", "vllm"], "--kind goes with a plain address"),
+        (
+            ["vllm=http://127.0.0.1:9", "--kind", "vllm"],
+            "leave out --kind: 'vllm=http://",
+        ),
         (["vllm=http://127.0.0.1:9,x=1"], "kvpin: vllm=…: unknown option 'x'"),
         (["http://127.0.0.1:9,events=tcp://x:1", "--events", "tcp://y:1"], "option 'events' is given twice"),
     ],

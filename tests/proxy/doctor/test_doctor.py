@@ -64,7 +64,7 @@ class TestTheLargeEngines:
         with running_vllm() as engine, zmq.Context() as context, context.socket(zmq.PUB) as silent:
             port = silent.bind_to_random_port("tcp://127.0.0.1")
             found = await of(engine.url, events=f"tcp://127.0.0.1:{port}")
-        assert "reused 48 tokens, of which its KV events told 0; see that its event address" in said(found)
+        assert "reused 48 tokens; its KV events announced 0; make its event address reachable" in said(found)
 
     async def test_events_that_others_would_miss_are_asked_for_with_the_probe_alone(self):
         with running_trtllm() as engine:
@@ -77,7 +77,7 @@ class TestTheLargeEngines:
     async def test_a_cache_that_is_off(self):
         with running_vllm(enable_prefix_caching=False) as engine:
             found = await of(engine.url)
-        assert "reused nothing; see that prefix caching is on" in said(found)
+        assert "reused nothing; turn prefix caching on" in said(found)
 
     async def test_reuse_that_is_not_told(self):
         with running_vllm(enable_prompt_tokens_details=False) as engine:
@@ -116,7 +116,7 @@ class TestAnOddEngine:
                 await exchange.send({}, status=404)
 
         engine.script = script
-        assert "reused 32 tokens, while 48 were predicted" in said(await of(engine.url))
+        assert "reused 32 tokens; kvpin predicted 48" in said(await of(engine.url))
 
     async def test_without_a_probe_nothing_is_asked_of_it_but_what_it_is(self, engine):
         found = await of(engine.url, probe=False)

@@ -7,7 +7,7 @@ import pytest
 
 from engine_adapter import BlocksStored, Capability, EngineUnavailable, Tier, ViewCurrent, ViewLost
 from proxy.doctor import probe
-from proxy.doctor.probe import Ward
+from proxy.doctor.probe import ProbedEngine
 from proxy.prompt import PromptBuilder, PromptTables
 from tests.fakes import INFO, FakeAdapter, FakeEngine
 
@@ -17,7 +17,7 @@ STORED = BlocksStored(Tier.GPU, None, (1, 2), array("i", range(32)), 16)
 
 def ward_of(adapter, **info):
     info = replace(INFO, **info)
-    return Ward(adapter, info, PromptBuilder(info, tables=PromptTables()))
+    return ProbedEngine(adapter, info, PromptBuilder(info, tables=PromptTables()))
 
 
 class TestFirstView:
@@ -25,7 +25,7 @@ class TestFirstView:
         ("current", "said"),
         [
             (ViewCurrent(), "the view is current, with 2 blocks"),
-            (ViewCurrent(complete=False), "the view is current, with 2 blocks; it may hold more from before"),
+            (ViewCurrent(complete=False), "the view is current, with 2 blocks; older blocks are unknown"),
         ],
     )
     async def test_comes_with_what_the_engine_holds(self, current, said):
