@@ -128,3 +128,11 @@ def test_every_reason_of_a_placement(reason):
 )
 def test_constants_of_placement(said):
     assert said in " ".join(PLACEMENT.split())
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "add-an-engine.md"])
+def test_every_path_named_is_there(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:proxy|engine_adapter|tests|scripts|docs)/[\w./-]+)`", text)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
