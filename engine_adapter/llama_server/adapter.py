@@ -50,6 +50,7 @@ log = logging.getLogger("kvpin.llama_server")
 DEFAULT_CACHE_BYTES = 4 * 2**30
 # The routes on which `id_slot` is honoured; on the others that run a prompt, a request runs alone.
 PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_COMPLETIONS = "/v1/completions"
 UNPINNED_ROUTES = frozenset({"/v1/messages"})
 # Fields that make one request several, which the server spreads over slots of its own choice.
 _SEVERAL = ("n", "n_cmpl")
@@ -255,8 +256,7 @@ class LlamaServerAdapter(Undeclared):
         wants_reuse = body.get("cache_prompt") is not False
         ask = replace(ask, reuse=is_known and wants_reuse and may_share)
         async with keeper.lease(ask) as lease:
-            lease.has_stop = bool(body.get("stop"))
-            lease.may_trim = path != "/v1/completions" and _may_trim(session.facts.chat_template, body)
+            lease.shows_text = _shows_text(path, session.facts.chat_template, body)
             reuses = lease.may_reuse
             streamed = streaming_body(path, body)
             answer = SlotAnswer(path, lease, assembles=streamed is not None)
@@ -307,9 +307,15 @@ def _is_several(body: JsonBody) -> bool:
     return (texts and len(prompt) > 1) or any(body.get(name) not in (None, 1) for name in _SEVERAL)
 
 
-def _may_trim(template: str, body: JsonBody) -> bool:
-    """Whether the server's chat parser may drop white space at the beginning of an answer."""
-    return "think" in template or any(body.get(name) for name in _PARSED)
+def _shows_text(path: str, template: str, body: JsonBody) -> bool:
+    """Whether the stream of an answer shows all text that is sampled, as it is sampled.
+
+    Stop strings hold text back. The chat parser drops white space before an answer when the template knows
+    reasoning, or when the answer is parsed.
+    """
+    if body.get("stop"):
+        return False
+    return path == _COMPLETIONS or not ("think" in template or any(body.get(name) for name in _PARSED))
 
 
 def _place(spec: LlamaServerSpec) -> SavedPlace:

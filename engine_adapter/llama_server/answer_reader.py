@@ -36,7 +36,7 @@ class SlotAnswer:
         raw = b"".join(self._chunks)
         self._chunks.clear()
         if self._size <= MAX_BYTES:
-            self._lease.answer = read_answer(raw, streamed=True)
+            self._lease.answer = read_answer(raw)
         if not self.assembles:
             return b""
         try:

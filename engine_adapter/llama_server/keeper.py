@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable
 from engine_adapter.hold import Forecast
 from engine_adapter.http.control import ControlClient
-from engine_adapter.llama_server.answer import Answer, generated_tokens, slot_content
+from engine_adapter.llama_server.answer import Answer, known_tokens, slot_content
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import SlotState, read_slots
 from engine_adapter.llama_server.plan import plan
@@ -59,8 +59,7 @@ class SlotLease:
         started: when the request could be sent.
         answer: what the answer said; None until it is known, or when it never came to its end.
         has_begun: the server has answered something.
-        has_stop: the request has stop strings.
-        may_trim: white space may be missing at the beginning of the answer's text.
+        shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
     """
 
     slot: int
@@ -74,8 +73,7 @@ class SlotLease:
     started: float
     answer: Answer | None = None
     has_begun: bool = False
-    has_stop: bool = False
-    may_trim: bool = False
+    shows_text: bool = True
 
 
 class SlotKeeper:
@@ -360,10 +358,8 @@ class SlotKeeper:
         if answer is not None and answer.is_complete and prompt:
             self._used.add(lease.slot)
             self._learn(lease, answer)
-            generated = await generated_tokens(
-                self._control, answer, has_stop=lease.has_stop, may_trim=lease.may_trim
-            )
-            return slot_content(prompt, answer, generated)
+            sampled = await known_tokens(self._control, answer) if lease.shows_text else array("i")
+            return slot_content(prompt, answer, sampled)
         await self._until_all_arrived()
         count = await self._count_when_idle(lease.slot)
         # Cut short: the slot holds part of the prompt and perhaps of an answer; or still its old content,
@@ -396,8 +392,8 @@ class SlotKeeper:
         rates.held(self._clock() - lease.started)
         if cached is None or total is None:
             return
-        if answer.prompt_ms is not None:
-            rates.prefilled(total - cached, answer.prompt_ms / 1000)
+        if answer.timings.prompt_ms is not None:
+            rates.prefilled(total - cached, answer.timings.prompt_ms / 1000)
         if lease.restored and lease.may_reuse:
             self.contents.note_restored(in_vain=cached < lease.cached_tokens / 2)
 

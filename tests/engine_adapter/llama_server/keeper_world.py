@@ -81,8 +81,8 @@ class KeeperWorld:
         0 is when the headers came, NEVER_SENT before it was sent."""
         if chunks == NEVER_SENT:
             raise Left
-        lease.may_trim = path == CHAT and "think" in self.facts.chat_template
-        lease.has_stop = "stop" in fields
+        thinks = path == CHAT and "think" in self.facts.chat_template
+        lease.shows_text = not thinks and "stop" not in fields
         body = {"max_tokens": 4, "temperature": 0, "stream_options": {"include_usage": True}} | fields
         if path == COMPLETIONS:
             body.setdefault("prompt", list(lease.ask.tokens))

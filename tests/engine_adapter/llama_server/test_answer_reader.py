@@ -73,8 +73,8 @@ def test_a_lease_learns_what_the_answer_said(lease, watching):
     feed(watching, WHOLE)
     assert (lease.has_begun, lease.answer) == (True, None)
     assert watching.finish() == b""
-    assert (lease.answer.prompt_tokens, lease.answer.predicted_tokens) == (9, 2)
-    assert (lease.answer.pieces, lease.answer.is_complete) == (("he", "llo"), True)
+    assert (lease.answer.prompt_tokens, lease.answer.sampled_tokens) == (9, 2)
+    assert (lease.answer.pieces, lease.answer.is_complete) == (["he", "llo"], True)
     assert watching.cached_tokens() == 5
 
 
