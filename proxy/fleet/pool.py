@@ -103,20 +103,13 @@ class Pool:
     ) -> list[Candidate]:
         """The engines a request may go to: what each holds of its chain or forecasts, and its load.
 
-        With a LoRA `adapter`, or a prompt that uses one, only engines that serve it. Suspect engines only if
-        no engine is ready: one broken connection must not empty a small pool.
+        With a LoRA `adapter`, or a prompt that uses one, only engines that serve it.
         """
         last = self.placer.last_engine(session)
         adapter = prompt.adapter if prompt is not None else adapter
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
-        able = [
-            engine
-            for engine in self.engines.values()
-            if engine.id not in without and (adapter is None or adapter in engine.adapters)
-        ]
-        ready = [engine for engine in able if engine.state is EngineState.READY]
-        for engine in ready or [engine for engine in able if engine.state is EngineState.SUSPECT]:
+        for engine in self._able(adapter, without):
             match = matches.get(engine.id)
             forecast = engine.adapter.forecast(target) if target is not None else None
             if forecast is not None and not whole:
@@ -134,6 +127,17 @@ class Pool:
                 )
             )
         return candidates
+
+    def _able(self, adapter: str | None, without: Container[str]) -> list[Engine]:
+        """The ready engines that serve the LoRA adapter; if there is none, the suspect ones. One broken
+        connection must not empty a small pool."""
+        able = [
+            engine
+            for engine in self.engines.values()
+            if engine.id not in without and (adapter is None or adapter in engine.adapters)
+        ]
+        ready = [engine for engine in able if engine.state is EngineState.READY]
+        return ready or [engine for engine in able if engine.state is EngineState.SUSPECT]
 
     def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
         """Chooses among `candidates`; by load alone when the prompt is not known."""
