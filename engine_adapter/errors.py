@@ -1,11 +1,11 @@
-"""What can go wrong with an engine, as seen by whoever drives it.
+"""Errors that engine adapters raise.
 
 EngineError
-├── EngineSpecError      the operator described an engine wrongly (start-up, POST engines)
-├── EngineUnavailable    no connection, a time-out, a process that is gone: try another engine
-├── EngineRejected       the engine answered an error of its own: status, message, field
+├── EngineSpecError      the operator's description of an engine is wrong (at start, or in POST engines)
+├── EngineUnavailable    no connection, a timeout, or a dead process: try another engine
+├── EngineRejected       the engine answered with an error: status, message, field
 ├── NotSupported         the engine cannot do this; says what it can do instead
-├── PromptTableError     a prompt table or extra ids that break their rules: the client's fault
+├── PromptTableError     a wrong prompt table or wrong extra ids: the client's fault
 └── ChatError            messages that cannot be rendered: the client's fault
 """
 
@@ -22,14 +22,14 @@ class EngineError(Exception):
 
 
 class EngineSpecError(EngineError):
-    """An engine description that cannot be used; the text says which part and why."""
+    """An engine description is wrong. The text says which part and why."""
 
 
 class EngineUnavailable(EngineError):
     """The engine could not be reached or went away.
 
     Attributes:
-        dropped: the connection broke after the request was sent: the request itself may be the cause.
+        dropped: the connection broke after the request was sent, so the request may be the cause.
     """
 
     def __init__(self, message: str, *, dropped: bool = False) -> None:
@@ -43,8 +43,8 @@ class EngineRejected(EngineError):
     Attributes:
         status: HTTP status of the answer.
         param: the request field the engine names, if any.
-        type, code: the engine's own words for the error, if any.
-        headers: what the engine tells the client about a retry, by lower-case names.
+        type, code: the engine's type and code of the error, if any.
+        headers: the engine's headers about retries; lower-case names.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class NotSupported(EngineError):
     """The engine lacks a capability.
 
     Attributes:
-        capability: name of what is missing, from `Capability`.
-        instead: what the engine offers in its place, as one sentence.
+        capability: the missing capability, from `Capability`.
+        instead: what to do instead, in one sentence.
     """
 
     def __init__(self, capability: str, *, engine: str, instead: str) -> None:
@@ -80,7 +80,7 @@ class NotSupported(EngineError):
 
 
 class PromptTableError(EngineError):
-    """A prompt table, prompt embedding or list of extra ids that breaks its rules.
+    """A wrong prompt table, prompt embedding or list of extra ids.
 
     Attributes:
         param: the request field at fault, with the index where there is one, e.g. `extra_ids[3]`.

@@ -1,11 +1,11 @@
-"""What kvpin itself answers in place of an engine. `request/error_table.py` gives each class its status.
+"""Errors that kvpin itself answers with. `request/error_table.py` gives each class its status.
 
 ProxyError
-├── BadRequest           the client's fault; names the field
+├── BadRequest           a field is wrong; names the field
 ├── NotFound             no such model, route, engine, operation, request or table
-├── Conflict             the same name with other content
+├── Conflict             the name exists with other content
 ├── Unauthorized         no key, or a wrong one
-├── Forbidden            the admin API without a key, from elsewhere than this machine
+├── Forbidden            the admin API without a key, from another machine
 ├── BodyTooLarge         over the limit
 ├── NoEngine             no engine can take it now: retry in `retry_after_s`
 └── EngineFailed         the engines that were asked went away
@@ -34,15 +34,15 @@ class ProxyError(Exception):
 
 
 class BadRequest(ProxyError):
-    """The request cannot be served as it stands."""
+    """The request is wrong."""
 
 
 class NotFound(ProxyError):
-    """What the request names does not exist."""
+    """The request names something that does not exist."""
 
 
 class Conflict(ProxyError):
-    """What the request would create exists with other content."""
+    """The request would create something that exists with other content."""
 
 
 class Unauthorized(ProxyError):
@@ -62,7 +62,7 @@ class BodyTooLarge(ProxyError):
 
 
 class NoEngine(ProxyError):
-    """No engine can take the request now; its client is asked to retry in `retry_after_s` seconds."""
+    """No engine can take the request now. The client should retry in `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)

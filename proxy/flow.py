@@ -4,8 +4,8 @@
     place     index.match → cost of each engine → the cheapest
     run_on    lease → gather → hold → forward → audit → release
 
-`Flow.serve` is all of it. Warming and dry runs of the admin API call the same steps. KV on a lower tier is
-restored by the engine itself or by its adapter's `hold`; the placement's cost counts that time.
+`Flow.serve` runs all steps. Warming and dry runs of the admin API call the same steps. KV on a lower tier is
+restored by the engine or by its adapter's `hold`; the placement's cost includes that time.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from proxy.request.tenants import Tenants
 
 log = structlog.get_logger(__name__)
 
-# The status of an answer nobody waited for, as nginx has it.
+# Status of a request whose client left, as in nginx.
 CLIENT_LEFT = 499
-# An engine that restarts, or is being checked, is back within this.
+# How long a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
-# A request that broke the connections of so many engines is taken for the cause, and tried on no other one.
+# A request that broke the connections of this many engines is probably the cause: it is not retried.
 MAX_DROPPED = 2
 
 
@@ -65,7 +65,7 @@ class Ready:
         salt: the cache salt its KV lies under.
         adapter: the LoRA adapter it runs with.
         prompt: its prompt as the engine will see it; None when reuse is off or the prompt cannot be known.
-        chain: the prompt's blocks.
+        chain: the prompt's blocks; None without a prompt.
         session: the conversation it belongs to; None when reuse is off.
     """
 
@@ -84,14 +84,14 @@ class Flow:
 
     Attributes:
         fleet: the engines.
-        forwarder: sends to them.
-        ingest: gets every prediction's outcome; None without reuse, which then is least-loaded balancing.
+        forwarder: sends requests to engines.
+        ingest: audits predictions; None when reuse is off. Placement is then by load alone.
         tenants: tenant → cache salt.
-        media: what clients' names of images stand for.
-        requests: gets a record of each request.
+        media: the content behind clients' names of images.
+        requests: keeps a record of each request.
         retries: engines tried after the first.
-        wait_s: how long a request waits for an engine where none takes requests.
         observe: called with each finished record, for metrics.
+        wait_s: how long a request waits when no engine takes requests.
     """
 
     fleet: Fleet
@@ -105,7 +105,11 @@ class Flow:
     wait_s: float = ENGINE_WAIT_S
 
     async def serve(self, call: Call, reply: Reply) -> None:
-        """Answers a request, or raises a ProxyError or EngineError before the answer has begun."""
+        """Answers a request.
+
+        Raises:
+            ProxyError, EngineError: the request failed before the answer began.
+        """
         record = RequestRecord.of(call)
         started = time.monotonic()
         try:
@@ -120,7 +124,7 @@ class Flow:
                     return await self.run_on(ready, placement, reply, record)
                 except (EngineUnavailable, EngineRejected) as error:
                     if isinstance(error, EngineRejected) and error.status not in REFUSALS:
-                        raise  # the client's fault: no engine would take it
+                        raise  # the client's fault: every engine would reject it
                     failed[engine.id] = error
                     _note_failure(engine, error)
                     if not self._may_retry(call, failed.values()):
@@ -164,7 +168,7 @@ class Flow:
         )
 
     async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
-        """The engines to try next. A request that no engine can take yet waits for one up to `wait_s`."""
+        """The engines to try next. If no engine takes requests yet, waits for one up to `wait_s`."""
         found = self.candidates(ready, without=failed)
         if not found and not failed and ready.pool.is_coming_back:
             with suppress(TimeoutError):
@@ -176,7 +180,7 @@ class Flow:
 
     def _may_retry(self, call: Call, failures: Collection[EngineError]) -> bool:
         """Whether another engine may be tried after these failures."""
-        repeatable = call.body is None or isinstance(call.body, JsonBody)  # a body streamed through is gone
+        repeatable = call.body is None or isinstance(call.body, JsonBody)  # a streamed body is gone
         dropped = sum(isinstance(error, EngineUnavailable) and error.dropped for error in failures)
         return repeatable and dropped < MAX_DROPPED and len(failures) <= self.retries
 
@@ -205,7 +209,7 @@ class Flow:
                         hold,
                         reply,
                         _headers(call, placement, hold),
-                        lambda hang_up: lease.first_byte(hang_up, streamed=call.streams),
+                        lambda answer: lease.first_byte(answer, streamed=call.streams),
                     )
             record.first_byte_s = lease.first_byte_s
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
@@ -222,7 +226,7 @@ class Flow:
                 self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
 
     def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
-        """Holds the prompt's token ids against the engine's own, where the engine was asked to tell them."""
+        """Compares our token ids of the prompt with the engine's, if the engine returned them."""
         theirs = hold.answer.prompt_tokens() if hold.answer is not None else None
         if theirs is None or record.prompt is None or not record.prompt.whole or pool.prompts is None:
             return
@@ -230,14 +234,14 @@ class Flow:
         difference = audit_tokens(pool.prompts, record.prompt, theirs)
         if difference is not None:
             log.warning(
-                "an engine made other tokens of a prompt",
+                "the engine's tokens of a prompt differ from kvpin's: its prediction is not used",
                 engine=engine.id,
                 request=record.request_id,
                 difference=difference,
             )
 
     def _hold(self, engine: Engine, ready: Ready) -> AbstractAsyncContextManager[Hold]:
-        """The request's hold on its engine. Without reuse the engine is left to itself."""
+        """The request's hold on its engine. When reuse is off, the adapter is not involved."""
         call, prompt, body = ready.call, ready.prompt, _body_for(engine, ready)
         if self.ingest is None:
             return nullcontext(Hold(body))
@@ -255,8 +259,8 @@ def _note_failure(engine: Engine, error: EngineError) -> None:
 
 
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:
-    """The client's body; changed only where the tenant's salt or the engine's model name must stand. A
-    LoRA adapter has one name everywhere."""
+    """The client's body, with the tenant's salt and the engine's own model name where these differ. A LoRA
+    adapter has the same name on every engine."""
     call, pool = ready.call, ready.pool
     if not isinstance(call.body, JsonBody):
         return call.body
@@ -269,18 +273,18 @@ def _body_for(engine: Engine, ready: Ready) -> RequestBody:
 
 
 def _final(failures: Sequence[EngineError]) -> EngineRejected | EngineFailed:
-    """What the client is told when the engines that were asked all failed."""
+    """The client's error when every engine that was asked failed."""
     last = failures[-1]
     failed = EngineFailed(f"{len(failures)} engine(s) failed this request; the last said: {last}")
     error = last if isinstance(last, EngineRejected) else failed
     if len(failures) > 1 and not RETRY_HEADERS.intersection(error.headers):
-        # kvpin has retried already: a client's own retries would only add load.
+        # kvpin has retried already: more retries would only add load.
         error.headers = {**error.headers, "x-should-retry": "false"}
     return error
 
 
 def _headers(call: Call, placement: Placement, hold: Hold) -> dict[str, str]:
-    """What kvpin adds to the answer's headers."""
+    """The headers kvpin adds to the answer."""
     headers = {
         "x-request-id": call.answer_id,
         "x-kvpin-engine": placement.engine,

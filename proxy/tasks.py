@@ -1,4 +1,4 @@
-"""Background tasks that are never lost: each has a name, a crash is logged, and shutdown ends them all."""
+"""Background tasks: each has a name, crashes are logged, and shutdown ends all of them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ RESTART_S = 1.0
 
 
 class Supervisor:
-    """Owns the background tasks of the process. The only place that creates tasks which outlive
-    their caller."""
+    """Owns the background tasks of the process. Nothing else creates tasks that outlive their caller."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by name
         self._ending: set[asyncio.Task[None]] = set()  # cancelled, not yet over
 
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` until it ends; a running task of the same name is cancelled first."""
+        """Runs `work` until it ends. Cancels a running task of the same name first."""
         self.cancel(name)
         task = asyncio.get_running_loop().create_task(self._guard(name, work), name=name)
         self._tasks[name] = task
         task.add_done_callback(lambda done: self._forget(name, done, work))
 
     def keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs `work()`, which has no end of its own, and after a crash again."""
+        """Runs `work()`, and runs it again 1 s after it crashes or ends."""
         self.start(name, self._again(name, work))
 
     def cancel(self, name: str) -> None:
-        """Ends the task of that name, if it runs."""
+        """Cancels the task of that name, if it runs."""
         task = self._tasks.pop(name, None)
         if task is not None:
             task.cancel()
             self._ending.add(task)
 
     async def stop(self) -> None:
-        """Cancels all tasks and waits for them."""
+        """Cancels all tasks and waits until they have ended."""
         for name in list(self._tasks):
             self.cancel(name)
         await asyncio.gather(*self._ending, return_exceptions=True)
@@ -49,7 +48,7 @@ class Supervisor:
         self._ending.discard(task)
         if self._tasks.get(name) is task:
             del self._tasks[name]
-        # A task cancelled before its first step never came to await it.
+        # A task cancelled before its first step never awaited the coroutine.
         work.close()
 
     async def _again(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -61,5 +60,5 @@ class Supervisor:
         try:
             await work
         except Exception:
-            # The one broad except: a bug in background work must be seen, and must not take requests down.
-            log.exception("background task crashed", task=name)
+            # The only broad except: a bug in background work is logged and must not stop kvpin.
+            log.exception("background task crashed: this is a bug in kvpin", task=name)

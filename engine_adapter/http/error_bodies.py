@@ -1,4 +1,4 @@
-"""The errors engines answer, which come in many shapes, as one."""
+"""Reads the many shapes of engines' errors into one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-# An error that is not JSON may be a whole page of a web server.
+# An error that is not JSON may be a whole web page: only its beginning is kept.
 _MAX_REASON_BYTES = 500
 
 
 @dataclass(frozen=True, slots=True)
 class EngineErrorBody:
-    """An engine's error, whichever shape it came in."""
+    """An engine's error."""
 
     message: str
     type: str | None = None
@@ -36,7 +36,7 @@ def read_error(content: bytes) -> EngineErrorBody:
 
 
 def _reason(value: object) -> str:
-    """What an engine says went wrong, as text: FastAPI gives a list of fields and faults."""
+    """The engine's message as text. FastAPI sends a list of fields and faults."""
     if not value:
         return "the engine gave no reason"
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -1,8 +1,8 @@
-"""What kvpin asks of an OpenAI answer beyond what its client did, and how that is taken out again.
+"""Asks the engine for usage and token ids that the client did not ask for, and removes them from the answer.
 
-A stream tells its usage only when it is asked to, in a chunk of its own at the end. Where kvpin asked, it
-holds that chunk back. A prompt's token ids are told with `return_token_ids`; each event of such an answer is
-read, and written again without them. All else goes on as the engine's own bytes, once it is a whole event.
+A stream reports usage only on request, in an extra chunk at the end. If kvpin asked for it, it removes that
+chunk. With `return_token_ids`, the answer holds the prompt's token ids: each event is read, and written again
+without them. Everything else is passed on as the engine's own bytes, event by event.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from engine_adapter.http.usage import UNREADABLE, USAGE_KEY, read_answer_usage, 
 from engine_adapter.types import TokenIds
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
-# The ends of an event. Both occur; no engine ends lines with a bare carriage return.
+# The ends of an event. Engines use either; none ends lines with a carriage return alone.
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _USAGE_OBJECT = re.compile(USAGE_KEY + rb"\s*:\s*\{")
 _NULL = msgspec.Raw(b"null")
 _Fields = dict[str, msgspec.Raw]
-# What `return_token_ids` fills in an answer and in each of its choices. Without it they are null.
+# Fields that `return_token_ids` fills, in an answer and in each choice. Without it they are null.
 _IN_ANSWER, _IN_CHOICE = ("prompt_token_ids",), ("prompt_token_ids", "token_ids")
 _decode_fields = msgspec.json.Decoder(_Fields).decode
 _decode_choices = msgspec.json.Decoder(list[_Fields]).decode
@@ -41,18 +41,17 @@ def hold_openai(
     ask_tokens: bool = False,
     note: str = "",
 ) -> Hold:
-    """The hold of a request that its engine places itself, asked for what kvpin wants to know of it.
+    """The hold of a request for an engine that places requests itself.
 
     Args:
         path: the request's route.
         body: its body.
         changes: fields to set.
-        drop: fields to leave out.
-        ask_usage: a stream whose client did not ask for usage is asked for it; the chunk that tells it is
-            held back from the client.
-        ask_tokens: the answer is asked for the prompt's token ids, which `Hold.answer.prompt_tokens()` gives;
-            the client does not see them unless it asked itself.
-        note: what people should know of how the request is served.
+        drop: fields to remove.
+        ask_usage: ask a stream for usage. The client sees it only if it asked for it.
+        ask_tokens: ask for the prompt's token ids, for `Hold.answer.prompt_tokens()`. The client sees them
+            only if it asked for them.
+        note: what people should know about how the request is served.
     """
     fields: dict[str, object] = {**dict.fromkeys(drop), **(changes or {})}
     streams = body.get("stream") is True
@@ -60,7 +59,7 @@ def hold_openai(
     options = _usage_options(body) if ask_usage and answers and streams else None
     if options is not None:
         fields["stream_options"] = options
-    # An echoed prompt comes out as ids alone when ids are asked for.
+    # With `echo`, an engine that returns ids leaves out the prompt's text.
     reads_tokens = ask_tokens and answers and not body.get("echo")
     hides_tokens = reads_tokens and body.get("return_token_ids") is not True
     if hides_tokens:
@@ -77,17 +76,17 @@ def hold_openai(
 
 
 class OpenAIAnswer:
-    """`AnswerReader` of a chat's or completion's answer."""
+    """`AnswerReader` of chats and completions."""
 
     assembles = False
 
     def __init__(self, *, streams: bool, hides_usage: bool, reads_tokens: bool, hides_tokens: bool) -> None:
-        """`streams`: a stream was asked for; else the answer comes whole."""
+        """`streams`: the client asked for a stream."""
         self._streams = streams
         self._hides_usage = hides_usage
         self._reads_tokens = reads_tokens
         self._hides_tokens = hides_tokens
-        self._held = bytearray()  # an event that is not whole yet
+        self._held = bytearray()  # an incomplete event
         self._cached: int | None = None
         self._prompt: TokenIds[int] | None = None
 
@@ -98,7 +97,7 @@ class OpenAIAnswer:
             return self._pass_json(chunk) if self._reads_tokens else chunk
         if not self._held and chunk.endswith(_ENDS):
             return self._pass_events(chunk)
-        searched = max(len(self._held) - 3, 0)  # an end may have come in part
+        searched = max(len(self._held) - 3, 0)  # part of an end may have arrived before
         self._held += chunk
         end = max(at + len(mark) if (at := self._held.rfind(mark, searched)) >= 0 else 0 for mark in _ENDS)
         if not end:
@@ -126,7 +125,7 @@ class OpenAIAnswer:
         return self._hides_tokens or (self._reads_tokens and self._prompt is None)
 
     def _pass_events(self, events: bytes) -> bytes:
-        """Whole events; what the client gets of them."""
+        """The client's part of whole events."""
         if not self._wants_tokens and not tells_usage(events):
             return events
         return b"".join(map(self._pass_event, split_events(events)))
@@ -156,27 +155,27 @@ class OpenAIAnswer:
         return _without_tokens(*read) if self._hides_tokens else content
 
     def _read_prompt(self, answer: _Fields, choices: list[_Fields]) -> None:
-        """Chats tell the prompt beside their choices, completions in each of them."""
+        """Reads the prompt's token ids: chats have them beside their choices, completions in each choice."""
         for fields in (answer, *choices):
             if self._prompt is None and "prompt_token_ids" in fields:
                 self._prompt = _token_ids(fields["prompt_token_ids"])
 
 
 def _usage_options(body: JsonBody) -> dict[str, object] | None:
-    """The stream options of a request with usage asked for; None where its client asked itself."""
+    """The request's stream options with usage added; None if its client asked for usage itself."""
     options = body.get("stream_options")
     if options is None:
         options = {}
     if not isinstance(options, dict) or options.get("include_usage"):
         return None
-    # This one means nothing without usage, and would put it into every chunk with it.
+    # Without usage this option has no effect; with usage it would add it to every chunk.
     return {name: options[name] for name in options if name != "continuous_usage_stats"} | {
         "include_usage": True
     }
 
 
 def split_events(events: bytes) -> Iterator[bytes]:
-    """One event after the other, each with its end."""
+    """Single events, each with its end."""
     at = 0
     while at < len(events):
         ends = [found + len(mark) for mark in _ENDS if (found := events.find(mark, at)) >= 0]
@@ -186,12 +185,12 @@ def split_events(events: bytes) -> Iterator[bytes]:
 
 
 def tells_usage(events: bytes) -> bool:
-    """Whether there is usage in them; some engines put a null for it into every event."""
+    """Whether events contain usage. Some engines put `"usage": null` into every event."""
     return USAGE_KEY in events and _USAGE_OBJECT.search(events) is not None
 
 
 def _read_event(event: bytes) -> tuple[_Fields, list[_Fields]] | None:
-    """Fields and choices of a chunk, or of a whole answer; None for anything else."""
+    """Fields and choices of a chunk or a whole answer; None for anything else."""
     try:
         answer = _decode_fields(event[event.find(b"{") : event.rfind(b"}") + 1])
         return answer, _decode_choices(answer["choices"])
@@ -200,7 +199,7 @@ def _read_event(event: bytes) -> tuple[_Fields, list[_Fields]] | None:
 
 
 def _rewritten(event: bytes, answer: _Fields, choices: list[_Fields]) -> bytes:
-    """The event without token ids, in its own frame."""
+    """The event without token ids."""
     return event[: event.find(b"{")] + _without_tokens(answer, choices) + event[event.rfind(b"}") + 1 :]
 
 
@@ -213,13 +212,13 @@ def _token_ids(raw: msgspec.Raw) -> TokenIds[int] | None:
 
 
 def _says_nothing(choice: _Fields) -> bool:
-    """Whether a chunk of a chat was sent for its token ids alone: its text is yet to come."""
+    """Whether a chunk of a chat holds nothing but token ids."""
     silent = all(choice.get(name, _NULL) == _NULL for name in ("finish_reason", "logprobs"))
     return silent and choice.get("delta") == msgspec.Raw(b"{}")
 
 
 def _without_tokens(answer: _Fields, choices: list[_Fields]) -> bytes:
-    """The answer with null for the token ids; every other value keeps its bytes."""
+    """The answer with null in place of token ids. Every other value keeps its bytes."""
     for names, fields in ((_IN_ANSWER, answer), *((_IN_CHOICE, choice) for choice in choices)):
         for name in names:
             if name in fields:

@@ -1,9 +1,8 @@
-"""The one transport seam of the data plane.
+"""The data plane's HTTP client, behind one interface.
 
-`Transport.send` opens a request and returns once the status line and headers are there; the body is
-then read chunk by chunk, as the engine sends it. Reading slowly slows the engine down: nothing is
-buffered here beyond a few socket reads. Closing before the end drops the connection, which is how an
-engine learns that its client left.
+`Transport.send` sends a request and returns when the headers have arrived. The body is then read chunk by
+chunk, as the engine sends it. Reading slowly slows the engine down: only a few socket reads are buffered.
+Closing before the end drops the connection: this tells the engine that its client left.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from aiohttp.tracing import Trace
 
 from engine_adapter.errors import EngineUnavailable
 
-# Engines close idle connections after 5 s (llama-server, uvicorn's default): stay below.
+# Seconds an idle connection is kept. Engines close theirs after 5 s (llama-server, uvicorn): stay below.
 KEEPALIVE_S = 4.0
 # Failures before anything of a request was sent.
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -31,8 +30,8 @@ _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class OutgoingRequest:
-    """A request ready to be sent to one engine. The URL goes on as it stands, percent signs and all. `tls` is
-    the engine's own context, None where it has none."""
+    """A request to one engine. The URL is sent as it is, already percent-encoded. `tls` is the engine's own
+    context, None where it has none."""
 
     method: str
     url: str
@@ -42,10 +41,12 @@ class OutgoingRequest:
 
 
 class IncomingResponse(Protocol):
-    """An engine's answer, body still unread. Used as an async context manager."""
+    """An engine's answer, its body unread. Used as an async context manager."""
 
     status: int
     headers: Mapping[str, str]
+    received: int
+    """Chunks of the body read so far."""
 
     def chunks(self) -> AsyncGenerator[bytes, None]:
         """Body bytes as they arrive. Raises EngineUnavailable when the engine goes away."""
@@ -65,8 +66,12 @@ class Transport(Protocol):
     """Sends requests to engines."""
 
     async def send(self, request: OutgoingRequest) -> IncomingResponse:
-        """Returns when the headers have come. Raises EngineUnavailable when they do not; an error of the
-        request's body, where that is an iterator, comes through as it is, here or while reading."""
+        """Sends a request and returns when the headers have arrived.
+
+        Raises:
+            EngineUnavailable: they did not arrive. An error raised by a streamed request body is raised as it
+                is, here or while the answer is read.
+        """
 
     async def aclose(self) -> None:
         """Closes all connections."""
@@ -79,6 +84,7 @@ class AiohttpResponse:
         self._response = response
         self._upload = upload
         self._hung_up: EngineUnavailable | None = None
+        self.received = 0
         if upload is not None:
             upload.response = response
         self.status = response.status
@@ -89,6 +95,7 @@ class AiohttpResponse:
         content = self._response.content
         try:
             while chunk := await content.readany():
+                self.received += 1
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise self._cause(error) from error
@@ -116,16 +123,16 @@ class AiohttpResponse:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        # At the end of the body the connection went back to the pool and close() does nothing;
-        # before it, close() drops the connection and the engine cancels the request.
+        # After the end of the body, the connection is back in the pool and close() does nothing. Before it,
+        # close() drops the connection and the engine cancels the request.
         self._response.close()
 
 
 class AiohttpTransport:
     """`Transport` over aiohttp: no limit on connections, no decompression, no redirects.
 
-    A request that may have been read is not sent again: an engine that died of it would get it twice. aiohttp
-    repeats the idempotent methods once, which HTTP allows.
+    A POST that the engine may have read is never sent again: the engine may have died of it. aiohttp sends
+    requests with idempotent methods a second time, which HTTP allows.
     """
 
     def __init__(self, *, connect_timeout_s: float = 5.0) -> None:
@@ -164,15 +171,15 @@ class AiohttpTransport:
 
 
 def describe(error: BaseException) -> str:
-    """One line that names an I/O error, also one with an empty text."""
+    """An I/O error in one line, also if its text is empty."""
     return str(error) or type(error).__name__
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Gives no idle connection that the engine has closed.
+    """Never reuses a connection that the engine has closed.
 
-    The event loop may not have seen the end yet. A request sent there would fail, and nobody could say
-    whether the engine had read it.
+    The event loop may not have seen the close yet. A request on such a connection would fail, and kvpin could
+    not know whether the engine has read it.
     """
 
     async def _get(self, key: ConnectionKey, traces: list[Trace]) -> Connection | None:
@@ -184,7 +191,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 def _is_readable(connection: Connection) -> bool:
-    """Whether its socket has something to read: on an idle connection, that is its end."""
+    """Whether its socket has something to read. On an idle connection, that can only be its end."""
     if connection.transport is None:
         return True
     poll = select.poll()
@@ -193,7 +200,7 @@ def _is_readable(connection: Connection) -> bool:
 
 
 class _Upload:
-    """A streamed body that keeps the error of its source, which aiohttp would take for the engine's."""
+    """A streamed body. Keeps an error of its source, which aiohttp would report as the engine's."""
 
     def __init__(self, source: AsyncIterator[bytes]) -> None:
         self._source = source
@@ -207,6 +214,6 @@ class _Upload:
         except Exception as error:
             self.error = error
             if self.response is not None:
-                # Who reads the answer already would wait for an engine that waits for the rest of this.
+                # The engine waits for the rest of the body: whoever reads its answer would wait for ever.
                 self.response.close()
             raise

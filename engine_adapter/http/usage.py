@@ -1,4 +1,4 @@
-"""What an answer's usage says: the one place that knows where it stands."""
+"""Reads token counts from the usage of an answer. Each API has its own field names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of an answer; None where it does not say.
+    """Token counts of an answer; None where the engine did not report them.
 
     Attributes:
         cached_tokens: reused prompt tokens.
-        output_tokens: tokens of the answer itself.
+        output_tokens: generated tokens.
         prefill: prompt tokens the engine computed, and the seconds that took by its own clock.
     """
 
@@ -27,7 +27,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """The usage of a chat or completion, of a response, and of a message, in this order."""
+    """The fields of chats and completions, of responses, and of messages."""
 
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
@@ -45,13 +45,14 @@ NOTHING = Usage()
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-# A usage object, in whatever it lies and even if that was cut off; a quote in a text has a backslash.
+# Finds a usage object, also in a JSON text that was cut off. Generated text cannot contain it: quotes in JSON
+# strings have a backslash.
 USAGE_KEY = b'"usage"'
 _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
 
 def read_answer_usage(content: bytes) -> Usage:
-    """What a JSON answer says."""
+    """The usage of a JSON answer."""
     try:
         answer = _decode_answer(content)
     except UNREADABLE:
@@ -61,7 +62,7 @@ def read_answer_usage(content: bytes) -> Usage:
 
 
 def read_usage(usage: bytes) -> Usage:
-    """What a usage object itself says."""
+    """The usage from a usage object alone."""
     try:
         return _read(_decode_usage(usage))
     except UNREADABLE:
@@ -69,7 +70,7 @@ def read_usage(usage: bytes) -> Usage:
 
 
 def read_streamed_usage(part: bytes) -> Usage:
-    """What a part of an event stream says, each by the last usage in it that does."""
+    """The usage in a part of an event stream: for each count, the last one reported."""
     cached = output = None
     for usage in _backwards(part):
         cached = usage.cached_tokens if cached is None else cached

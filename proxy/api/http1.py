@@ -1,4 +1,4 @@
-"""The HTTP/1.1 server protocol: uvicorn's, mended where clients suffer from it."""
+"""The HTTP/1.1 server protocol: uvicorn's, with a fix for clients that offer an upgrade."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class Http1Protocol(HttpToolsProtocol):
-    """Serves requests that offer another protocol as if they did not.
+    """Ignores offers to upgrade to another protocol.
 
-    Java's HttpClient offers h2c with every request. The parser stops at such an offer and leaves the body
-    unread: the request is parsed once more, without it.
+    Java's HttpClient offers h2c with every request. The parser stops at the offer and leaves the body unread.
+    Such a request is parsed a second time, without the offer.
     """
 
     def data_received(self, data: bytes) -> None:
@@ -24,7 +24,7 @@ class Http1Protocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def on_headers_complete(self) -> None:
-        """See HttpToolsProtocol; a request with an offer begins when it is parsed again."""
+        """See HttpToolsProtocol. A request with an offer begins when it is parsed the second time."""
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
@@ -34,7 +34,7 @@ class Http1Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _decline(self, rest: bytes) -> None:
-        """Takes the request up again without its offer; `rest` follows its head."""
+        """Parses the request again, without its offer. `rest`: the bytes after its head."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
             self.send_400_response("CONNECT is not served.")

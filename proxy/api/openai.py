@@ -1,4 +1,4 @@
-"""The data plane, `/v1/*`: reads a request, hands it to the flow, stops it when the client leaves."""
+"""The data plane, `/v1/*`: reads a request, gives it to the flow, cancels it when its client disconnects."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from proxy.request.tenants import Tenants
 log = structlog.get_logger(__name__)
 
 MAX_REQUEST_ID = 128
-# Routes whose bodies may be files. Anywhere else a body is JSON, whatever its content type says: some engines
-# read it all the same, and nothing may reach them that was not looked at for whose KV it may use.
+# Routes whose bodies may be files. On all others the body must be JSON, whatever its content type says: some
+# engines ignore the content type, and kvpin must check which tenant's KV a request may use.
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
-# What changes an engine for everybody is no client's business.
+# These routes change an engine for all clients: they are not served here.
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-# How long an engine may take to end a stream whose client has had all of it.
+# Seconds an engine may take to end a stream after its client has read all of it.
 ENGINE_END_S = 1.0
-# Errors that are answered; any other is a bug.
+# Errors with an answer of their own. Any other is a bug.
 _ANSWERED = (ProxyError, EngineError, msgspec.DecodeError)
 
 
 class ClientLeft(Exception):
-    """The client closed its connection while its body was read."""
+    """The client disconnected before its body was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class DataPlane:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close"})  # before it was accepted: answered as 403
+            await send({"type": "websocket.close"})  # before it is accepted: the server answers 403
             return
         headers = Headers(scope=scope)
         own_id, client_id = f"req-{uuid.uuid4().hex}", _client_id(headers)
@@ -65,14 +65,14 @@ class DataPlane:
             except ClientLeft:
                 return
             except asyncio.CancelledError:
-                # Only the server does that, to what is left when kvpin stops and its grace is over.
-                log.info("cut short: kvpin is stopping")
+                # Only the server cancels: kvpin stops, and the request outlasted `graceful_shutdown_s`.
+                log.info("request ended early: kvpin is stopping")
                 stopping = NoEngine("kvpin is stopping; try again shortly")
                 await _answer_error(stopping, request_id, reply, scope, receive, send)
             except _ANSWERED as error:
                 await _answer_error(error, request_id, reply, scope, receive, send)
             except Exception as error:
-                # A bug in kvpin must cost one request, not the connection's other answers or the process.
+                # A bug must fail one request, not the connection or the process.
                 log.exception("request crashed")
                 await _answer_error(error, request_id, reply, scope, receive, send)
 
@@ -95,7 +95,7 @@ class DataPlane:
     async def _body(
         self, route: str, receive: Receive, headers: Headers, body_read: asyncio.Event
     ) -> JsonBody | AsyncIterator[bytes] | None:
-        """JSON is read and parsed; anything else (audio, files) is streamed through unread."""
+        """The parsed JSON body, or the unread stream of a file upload."""
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self.max_body_bytes:
@@ -117,10 +117,10 @@ class DataPlane:
 async def _until_client_leaves(
     flow: Flow, call: Call, reply: Reply, receive: Receive, body_read: asyncio.Event
 ) -> None:
-    """Serves the call; a disconnect cancels it, which closes the engine's connection and frees its blocks."""
+    """Serves the call. A disconnect cancels it: the engine's connection closes, and its blocks are freed."""
     try:
-        # A time-out without a time: the one way to be cancelled from outside and know it. Not a task group,
-        # which costs as much as the rest of this module and wraps what the flow raises.
+        # A timeout without a time lets another task cancel this one in a way it can recognise. A task group
+        # would cost as much as the rest of this module and would wrap the flow's errors.
         async with asyncio.timeout(None) as serving:
             watch = asyncio.create_task(_end_on_disconnect(receive, reply, serving, body_read))
             try:
@@ -139,17 +139,17 @@ async def _end_on_disconnect(
     while (await receive())["type"] != "http.disconnect":
         pass
     if reply.complete:
-        # Clients hang up on [DONE]. The engine ends its stream a moment later, and its connection is kept.
+        # Clients disconnect after [DONE]. The engine may end its stream first: its connection is then reused.
         await asyncio.sleep(ENGINE_END_S)
     serving.reschedule(0)
 
 
 async def _chunks(receive: Receive, limit: int, body_read: asyncio.Event) -> AsyncIterator[bytes]:
-    """Body bytes as they come; sets `body_read` at the end.
+    """Body bytes as they arrive. Sets `body_read` at the end.
 
     Raises:
-        BodyTooLarge: past the limit.
-        ClientLeft: on a disconnect.
+        BodyTooLarge: the body exceeds the limit.
+        ClientLeft: the client disconnected.
     """
     size = 0
     while True:
@@ -177,11 +177,11 @@ def _parse(raw: bytes) -> JsonBody:
 
 
 def _checked_path(scope: Scope) -> str:
-    """The raw path with its query. Dot segments could climb out of `/v1` at the engine: there are none."""
+    """The raw path with its query. Raises NotFound for dot segments: they could leave `/v1` at the engine."""
     raw = scope.get("raw_path") or scope["path"].encode()
     path = raw.partition(b"?")[0].decode("latin-1")
     decoded = unquote(unquote(path))
-    # Some servers take what follows a semicolon for a parameter of the segment.
+    # Some servers ignore what follows a semicolon in a segment.
     segments = [segment.partition(";")[0] for segment in decoded.replace("\\", "/").split("/")]
     climbs = any(segment in (".", "..") for segment in segments)
     is_open = decoded.startswith("/v1/") and route_of(path).rstrip("/") not in ENGINE_ADMIN_ROUTES
@@ -192,14 +192,14 @@ def _checked_path(scope: Scope) -> str:
 
 
 def _client_id(headers: Headers) -> str | None:
-    """The client's `x-request-id`, where it is fit to be shown and sent back."""
+    """The client's `x-request-id`, if it is short printable ASCII."""
     given = headers.get("x-request-id", "")
     usable = 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable()
     return given if usable else None
 
 
 def _model_card(name: str, model: str) -> dict[str, object]:
-    """A model as clients see it; for a LoRA adapter, with the model it belongs to, as vLLM has it."""
+    """A model as clients see it. A LoRA adapter has its model as `parent`, as in vLLM."""
     card: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "kvpin"}
     return card if name == model else {**card, "parent": model}
 
@@ -213,7 +213,7 @@ async def _send(response: Response, reply: Reply) -> None:
 async def _answer_error(
     error: Exception, request_id: str, reply: Reply, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Answers, unless the answer has begun: then the connection breaks, which no client takes for an end."""
+    """Answers with the error. If the answer has begun, the connection breaks instead: clients notice that."""
     if reply.started:
         return
     with contextlib.suppress(OSError):

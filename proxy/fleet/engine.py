@@ -1,4 +1,4 @@
-"""One engine as the proxy sees it now. State only, as in `fleet.py`."""
+"""One engine as the proxy sees it now. State only, see `fleet.py`."""
 
 from __future__ import annotations
 
@@ -22,43 +22,57 @@ log = structlog.get_logger(__name__)
 
 # The block size of pools, unless an engine's own is smaller.
 TOKENS_PER_BLOCK = 16
-# What an engine that does not say its capacity is taken to hold, in tokens.
+# Assumed capacity of an engine that does not report one, in tokens.
 ASSUMED_CAPACITY_TOKENS = 131_072
-# Blocks an engine is remembered to have in tiers below its GPU that its events do not tell of.
+# Most blocks remembered per engine on lower tiers that send no events.
 HINTED_BLOCKS = 65_536
 
 
 class EngineState(StrEnum):
-    """Only `ready` engines get requests; where there is none, `suspect` ones."""
+    """Only `ready` engines get requests; if there is none, `suspect` ones."""
 
     CONNECTING = "connecting"
     READY = "ready"
-    SUSPECT = "suspect"  # a request failed on it; being checked
+    SUSPECT = "suspect"  # a request failed on it; it is being checked
     DOWN = "down"
-    DRAINING = "draining"  # finishes what it has
+    DRAINING = "draining"  # finishes its requests, gets no new ones
     REFUSED = "refused"  # not used: tenants would share its KV
 
 
 class Process(Protocol):
-    """An engine's process, where kvpin runs it."""
+    """The process of an engine that kvpin runs."""
 
     @property
     def starting(self) -> bool:
-        """Whether it is in its first start: not well yet, and nothing is wrong."""
+        """Whether it starts for the first time: not healthy yet, and nothing is wrong."""
 
     @property
     def error(self) -> str | None:
         """Why it does not run; None while nothing is wrong."""
 
     def describe(self) -> dict[str, str | int | None]:
-        """Its state, pid, port, restarts, last exit code and error, for people."""
+        """State, pid, port, restarts, last exit code and error, for people."""
 
 
 class Engine:
-    """One engine: its adapter, what it said of itself, its load, its audit."""
+    """One engine: its adapter, what it declared, its load, its audit.
+
+    Attributes:
+        info: what it declared when it connected; None before that.
+        ledger: the load of its requests.
+        audit: predicted against reported cached tokens, and the trust in its view.
+        learned: blocks learned from responses, for engines without events.
+        below: blocks on lower tiers that its events do not report.
+        ahead: counts of restores ahead of need.
+        view: its KV cache, from its events; None without events.
+        process: its process, if kvpin runs it.
+        last_error: why it is not ready.
+        check_now: wakes its monitor.
+        leases: the requests on it.
+    """
 
     def __init__(self, adapter: EngineAdapter, on_ready: Callable[[], None] = lambda: None) -> None:
-        """`on_ready` is called whenever the engine begins to take requests."""
+        """`on_ready` is called whenever the engine becomes ready."""
         self.adapter = adapter
         self.id = adapter.spec.id
         self._state = EngineState.CONNECTING
@@ -79,7 +93,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """Whether it takes requests, and if not, why."""
+        """Whether it takes requests."""
         return self._state
 
     @state.setter
@@ -91,7 +105,7 @@ class Engine:
 
     @property
     def unanswered(self) -> list[Lease]:
-        """The requests on it whose answer has not begun."""
+        """Its requests whose answer has not begun."""
         return [lease for lease in self.leases if not lease.begun.is_set()]
 
     def can(self, capability: Capability) -> bool:
@@ -100,31 +114,33 @@ class Engine:
 
     @property
     def adapters(self) -> frozenset[str]:
-        """The LoRA adapters it serves, by name."""
+        """Names of the LoRA adapters it serves."""
         return self.info.adapters if self.info is not None else frozenset()
 
     @property
     def removals(self) -> int:
-        """Blocks its events took out of the view so far."""
+        """Blocks that its events have removed from the view."""
         return self.view.counts.removed if self.view is not None else 0
 
     def suspect(self, error: Exception) -> None:
-        """A request failed on it: the monitor checks it at once, and other engines are preferred until then.
-        Logs the first of the requests that fail together."""
+        """A request failed on it. The monitor checks it at once; until then other engines are preferred.
+
+        Logs only the first failure since the engine was ready.
+        """
         if self.state in (EngineState.CONNECTING, EngineState.DOWN):
-            return  # known, and counted by `abandon`
+            return  # the loss is known, and `abandon` counted this request
         self.last_error = str(error)
         if not self._failed:
-            log.warning("a request failed on the engine: checking it", engine=self.id, error=str(error))
+            log.warning("a request failed: checking its engine", engine=self.id, error=str(error))
         self._failed += 1
         if self.state is EngineState.READY:
             self.state = EngineState.SUSPECT
         self.check_now.set()
 
     def abandon(self) -> None:
-        """The engine is lost: ends its requests. Those whose answer has not begun can go elsewhere."""
+        """The engine is lost: ends its requests. Those whose answer has not begun are retried elsewhere."""
         failed, self._failed = self._failed + len(self.leases), 0
         if failed:
-            log.warning("requests failed with the lost engine", engine=self.id, requests=failed)
+            log.warning("requests failed because their engine was lost", engine=self.id, requests=failed)
         for lease in self.leases:
             lease.give_up()

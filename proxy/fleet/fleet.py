@@ -1,7 +1,7 @@
-"""The engines as the proxy sees them now, gathered into pools of the same model.
+"""The engines as the proxy sees them now, in pools of the same model.
 
-State only: `monitor.py` changes it when engines come and go, `ingest.py` when their caches do, `flow.py`
-when requests do.
+State only: `monitor.py` changes it when engines come and go, `ingest.py` when their caches change, `flow.py`
+when requests begin and end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from proxy.fleet.pool import Pool
 
 log = structlog.get_logger(__name__)
 
-# Of pages so small that a request would cost too many look-ups, several make a block of the pool.
+# Engines with smaller pages than this get a pool of normal blocks: tiny blocks cost too many look-ups.
 PAGES_BELOW = 4
 
 
@@ -31,14 +31,14 @@ class Fleet:
         self._an_engine_is_ready = asyncio.Event()
 
     def add(self, adapter: EngineAdapter) -> Engine:
-        """Takes an engine in; it joins a pool once it is connected. Raises Conflict for a known id."""
+        """Adds an engine. It joins a pool when it has connected. Raises Conflict if the id is taken."""
         if adapter.spec.id in self.engines:
             raise Conflict(f"an engine with id {adapter.spec.id!r} exists", param="id")
         engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
         return engine
 
     def remove(self, engine_id: str) -> Engine:
-        """Drops an engine and all that is known of it. Raises NotFound."""
+        """Removes an engine and all that is known of it. Raises NotFound."""
         engine = self.engine(engine_id)
         self.leave(engine)
         del self.engines[engine_id]
@@ -46,7 +46,7 @@ class Fleet:
         return engine
 
     def engine(self, engine_id: str) -> Engine:
-        """The engine of that id; raises NotFound."""
+        """The engine with that id. Raises NotFound."""
         engine = self.engines.get(engine_id)
         if engine is None:
             known = ", ".join(self.engines) or "none"
@@ -54,11 +54,11 @@ class Fleet:
         return engine
 
     def pool_of(self, engine: Engine) -> Pool | None:
-        """The pool an engine is in."""
+        """The pool of an engine; None while it is not connected."""
         return next((pool for pool in self.pools.values() if engine.id in pool.engines), None)
 
     def join(self, engine: Engine, info: EngineInfo) -> Pool:
-        """The engine is connected: puts it into the pool of its model, made if need be."""
+        """The engine has connected: adds it to the pool of its model. Makes the pool if needed."""
         model = engine.adapter.spec.model or info.model
         pool = self.pools.get(model)
         tokens_per_block = min(info.tokens_per_block or TOKENS_PER_BLOCK, TOKENS_PER_BLOCK)
@@ -82,7 +82,7 @@ class Fleet:
         return pool
 
     def leave(self, engine: Engine) -> None:
-        """The engine is gone: all that was known of its KV is void."""
+        """The engine is gone: forgets its KV."""
         pool = self.pool_of(engine)
         if pool is not None:
             pool.wipe(engine)
@@ -91,7 +91,7 @@ class Fleet:
             pool.away[engine.id] = engine.adapters
 
     def _not_away(self, engine_id: str) -> None:
-        """A lost engine came back, or will not: pools that have no engine left to wait for end."""
+        """A lost engine came back or was removed. Ends pools without engines, present or lost."""
         for pool in list(self.pools.values()):
             pool.away.pop(engine_id, None)
             if not pool.engines and not pool.away:
@@ -102,18 +102,18 @@ class Fleet:
             for name in sorted((pool.adapters & self.pools.keys()) - self._warned):
                 self._warned.add(name)
                 log.warning(
-                    "a LoRA adapter has the name of a model, and is not served",
+                    "a LoRA adapter is not served: a model has the same name",
                     adapter=name,
                     parent=pool.model,
                 )
 
     def is_ready(self) -> bool:
-        """True while any engine takes requests and none is in its first start."""
+        """Whether an engine is ready and none is still in its first start."""
         states = {engine.state for engine in self.engines.values()}
         return EngineState.READY in states and EngineState.CONNECTING not in states
 
     async def until_ready(self) -> None:
-        """Waits until an engine begins to take requests."""
+        """Waits until an engine becomes ready."""
         await self._an_engine_is_ready.wait()
 
     def _wake(self) -> None:
@@ -121,8 +121,8 @@ class Fleet:
         self._an_engine_is_ready = asyncio.Event()
 
     def served(self) -> dict[str, str]:
-        """The names that clients send as `model` → the model of the pool; where a model and a LoRA adapter
-        of another one have the same name, it is the model's."""
+        """Names that clients may send as `model` → the model of the pool. If a model and a LoRA adapter of
+        another model have the same name, the model gets it."""
         pools = self.pools.values()
         adapters = {name: pool.model for pool in pools for name in sorted(pool.adapters)}
         return {pool.model: pool.model for pool in pools} | {
@@ -130,11 +130,11 @@ class Fleet:
         }
 
     def pool(self, model: str | None) -> Pool:
-        """The pool that serves `model`, or the LoRA adapter of that name; without a name, the only one.
+        """The pool that serves `model`, a model or a LoRA adapter. Without a name, the only pool.
 
         Raises:
             NotFound: no engine serves that model.
-            NoEngine: nothing has connected yet.
+            NoEngine: no engine has connected yet.
         """
         if model is not None and model in self.pools:
             return self.pools[model]

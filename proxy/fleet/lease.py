@@ -1,15 +1,15 @@
-"""A request's hold on an engine, and how long it waits for other requests that compute the same prefix."""
+"""A request's hold on an engine, and its wait for other requests that compute the same prefix."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine_adapter import EngineUnavailable, Hold
+from engine_adapter import EngineUnavailable, Hold, IncomingResponse
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import NOTHING, Placement, predict
@@ -20,19 +20,22 @@ from proxy.core.placement.placer import Placer, Ticket
 if TYPE_CHECKING:
     from proxy.fleet.engine import Engine  # an engine keeps its leases
 
-
-_LOST = "the engine was lost in mid-answer"
-# Ends an answer that is being read, for a reason.
-HangUp = Callable[[str], None]
+# Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
+# it is busy, still sends.
+SILENCE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A request's hold on an engine, with the times it has seen.
+    """A request's hold on an engine.
 
     Attributes:
-        found: leading blocks of its prompt that it leaves to the engine to find; it computes the others.
-        begun: its answer has begun, or will not.
+        started: when it was placed, in monotonic seconds.
+        removals: blocks the engine had removed by then.
+        first_byte_s: seconds from placement to the first byte; None before that.
+        succeeded: the answer is complete, and its tokens are as predicted: the engine now holds the prompt.
+        found: leading blocks that the engine is expected to hold; the request computes the others.
+        begun: the answer has begun, or never will.
         report: what the engine said of its answer.
     """
 
@@ -48,15 +51,15 @@ class Lease:
     report: Report | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     _patience: asyncio.Timeout | None = None
-    _hang_up: HangUp | None = None
+    _answer: IncomingResponse | None = None
     _is_lost: bool = False
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
-        """Waits for the engine as long as it is not lost, until the answer has begun.
+        """Ends the wait for an answer when the engine is lost. Has no effect once the answer has begun.
 
         Raises:
-            EngineUnavailable: it was lost before; an engine that hangs would never say so itself.
+            EngineUnavailable: the engine was lost. An engine that hangs never says so itself.
         """
         try:
             async with asyncio.timeout(None) as self._patience:
@@ -67,9 +70,10 @@ class Lease:
             raise EngineUnavailable("the engine was lost before it answered") from None
 
     async def gather(self) -> None:
-        """Waits while another request has the engine compute what this prompt begins with, where the engine
-        would compute it twice. Where that one fails, or takes too long, this one computes it, and those that
-        come after it may wait for this one."""
+        """Waits if another request is already computing this prefix and the engine would compute it twice.
+
+        If that request fails or takes too long, this one computes the prefix, and later ones may wait for it.
+        """
         chain, info = self.ticket.chain, self.engine.info
         if chain is None or (info is not None and info.shares_prefill):
             return
@@ -79,7 +83,7 @@ class Lease:
             self._compute(chain)
 
     def _compute(self, chain: Chain) -> None:
-        """What others are yet to leave behind it computes, too: it finds what the engine holds by now."""
+        """This request computes all that the engine does not hold, also what others have pending."""
         seat, placement = self.ticket.seat, self.placement
         match = self.placer.match(chain).get(seat.engine, NOTHING)
         predicted = predict(chain, replace(match, pending=0), seat.tokens_per_block)
@@ -89,7 +93,10 @@ class Lease:
         self.refine_work(self.placement.work)
 
     async def _is_shared(self, shared_s: float) -> bool:
-        """Waits for whoever computes what would take `shared_s` alone; whether the engine has it now."""
+        """Waits for the request that computes the shared prefix. Returns whether the engine holds it now.
+
+        `shared_s`: seconds that computing the shared part alone would take.
+        """
         ledger, has_failed = self.ticket.seat.ledger, False
         while other := leader(self.engine.unanswered, self.hashes, self.found):
             remaining = ledger.remaining(time.monotonic(), other.ticket.number)
@@ -110,42 +117,51 @@ class Lease:
 
     @property
     def hashes(self) -> Sequence[BlockHash]:
-        """The full blocks of its prompt, as far as they are known."""
+        """The full blocks of its prompt; empty when the prompt is not known."""
         return self.ticket.chain.hashes if self.ticket.chain is not None else ()
 
     def refine(self, hold: Hold) -> Placement:
-        """The placement with what the engine's hold knows better."""
+        """The placement, corrected by what the engine's hold knows."""
         if hold.cached_tokens is not None:
             self.placement = replace(self.placement, predicted_tokens=hold.cached_tokens, firm=hold.firm)
         return self.placement
 
     def refine_work(self, work: Work) -> None:
-        """What it asks of the engine, now that more is known."""
+        """Replaces the estimate of its work on the engine."""
         self.placer.refine(self.ticket, work)
 
     @property
     def evicted_since(self) -> bool:
-        """Whether the engine evicted anything since the placement."""
+        """Whether the engine has evicted anything since the placement."""
         return self.engine.removals != self.removals
 
     def give_up(self) -> None:
-        """The engine is lost: ends `patience`, or the answer where that has begun."""
+        """The engine is lost: ends the wait for its answer, or breaks off an answer that stays silent."""
         self._is_lost = True
-        if self._hang_up is not None:
-            self._hang_up(_LOST)
+        if self._answer is not None:
+            self._watch(self._answer)
         elif self._patience is not None:
             self._patience.reschedule(0)
 
-    def first_byte(self, hang_up: HangUp, *, streamed: bool) -> None:
+    def first_byte(self, answer: IncomingResponse, *, streamed: bool) -> None:
         """The answer has begun. A stream's first byte is its first token; other answers are whole by then."""
-        self._hang_up = hang_up
+        self._answer = answer
         if self._patience is not None:
             self._patience.reschedule(None)
         if self._is_lost:
-            hang_up(_LOST)
+            self._watch(answer)
         self.first_byte_s = time.monotonic() - self.started
         self.begun.set()
         if streamed:
             self.placer.first_token(time.monotonic(), self.ticket)
         else:
             self.placer.answered(time.monotonic(), self.ticket)
+
+    def _watch(self, answer: IncomingResponse) -> None:
+        """Breaks the answer off if nothing is received for `SILENCE_S`."""
+        asyncio.get_running_loop().call_later(SILENCE_S, _end_if_silent, answer, answer.received)
+
+
+def _end_if_silent(answer: IncomingResponse, received: int) -> None:
+    if answer.received == received:
+        answer.hang_up("the engine was lost in mid-answer")

@@ -1,4 +1,4 @@
-"""Engines that serve the same model, and the index of what they hold. State only, as in `fleet.py`."""
+"""Engines that serve the same model, and the index of their KV. State only, see `fleet.py`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from proxy.fleet.lease import Lease
 from proxy.prompt import Prompt, PromptBuilder
 from proxy.request.session import Session
 
-# Events of the last step may still be on their way when a request ends: its blocks stay pending this long.
+# Seconds that blocks stay pending after their request ends: events of its last step may still arrive.
 PENDING_LINGER_S = 0.25
 
 
 class Pool:
-    """Engines that serve the same model, and the index of what they hold."""
+    """Engines that serve the same model, and the index of what they hold.
+
+    Attributes:
+        prompts: renders and tokenises requests; None until an engine has connected.
+        away: lost engines → the LoRA adapters they served.
+    """
 
     def __init__(self, model: str, tokens_per_block: int) -> None:
         self.model = model
@@ -32,49 +37,49 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
-        self.away: dict[str, frozenset[str]] = {}  # engines that were lost, and the adapters they served
+        self.away: dict[str, frozenset[str]] = {}
 
     @property
     def index(self) -> PrefixIndex:
-        """What its engines hold."""
+        """The blocks its engines hold."""
         return self.placer.index
 
     def root_of(self, salt: str | None, adapter: str | None = None) -> BlockHash:
-        """The namespace root of this model under a salt, with a LoRA adapter."""
+        """The namespace root of the model, a salt and a LoRA adapter."""
         return namespace_root(self.model, adapter=adapter, salt=salt)
 
     @property
     def adapters(self) -> frozenset[str]:
-        """The LoRA adapters of its engines, by the names that clients send as `model`."""
+        """Names of its LoRA adapters, as clients send them as `model`."""
         return frozenset().union(*(engine.adapters for engine in self.engines.values()), *self.away.values())
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The LoRA adapter that a request's `model` means; None for the model itself."""
+        """The LoRA adapter that a request's `model` names; None for the model itself."""
         return model if model is not None and model != self.model and model in self.adapters else None
 
     def chain(self, prompt: Prompt | None) -> Chain | None:
-        """The block chain of a prompt; None for a prompt nothing is known of."""
+        """The block chain of a prompt; None for an unknown prompt."""
         if prompt is None:
             return None
         root = self.root_of(prompt.salt, prompt.adapter)
         return chain(root, prompt.token_ids, prompt.extra_ids, self.tokens_per_block)
 
     def ready(self) -> list[Engine]:
-        """Engines that take requests."""
+        """The engines that are ready."""
         return [engine for engine in self.engines.values() if engine.state is EngineState.READY]
 
     @property
     def is_coming_back(self) -> bool:
-        """Whether an engine that takes no requests may do so soon."""
+        """Whether an engine that is not ready may become ready soon."""
         states = {engine.state for engine in self.engines.values()}
         return bool(self.away) or not states.isdisjoint({EngineState.CONNECTING, EngineState.DOWN})
 
     def tokenisers(self) -> list[EngineAdapter]:
-        """Those of them that can be asked for the tokens of a request."""
+        """Ready engines that tokenise requests."""
         return [engine.adapter for engine in self.ready() if engine.can(Capability.TOKENIZE)]
 
     def renderers(self) -> list[EngineAdapter]:
-        """Those that tell the tokens of a request that holds images, and where these lie."""
+        """Ready engines that return the tokens of a request with images, and the images' positions."""
         return [engine.adapter for engine in self.ready() if engine.can(Capability.RENDER)]
 
     def candidates(
@@ -86,24 +91,19 @@ class Pool:
         session: Session | None = None,
         without: Container[str] = (),
     ) -> list[Candidate]:
-        """The engines that take requests: what each holds of the chain or foresees of the prompt, and how
-        busy it is. With `adapter`, or a prompt that runs with one, those that serve it. Suspect engines only
-        where no engine is ready: one broken connection must not empty a small pool."""
+        """The engines a request may go to: what each holds of its chain or forecasts, and its load.
+
+        With a LoRA `adapter`, or a prompt that uses one, only engines that serve it.
+        """
         last = self.placer.last_engine(session)
         adapter = prompt.adapter if prompt is not None else adapter
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
-        able = [
-            engine
-            for engine in self.engines.values()
-            if engine.id not in without and (adapter is None or adapter in engine.adapters)
-        ]
-        ready = [engine for engine in able if engine.state is EngineState.READY]
-        for engine in ready or [engine for engine in able if engine.state is EngineState.SUSPECT]:
+        for engine in self._able(adapter, without):
             match = matches.get(engine.id)
             forecast = engine.adapter.forecast(target) if target is not None else None
             if forecast is not None and not whole:
-                # Who leases its slots reuses nothing for a prompt that it does not know.
+                # An engine with slots reuses nothing if it does not know the whole prompt.
                 match = forecast = None
             complete = whole and (engine.view is None or engine.view.complete)
             candidates.append(
@@ -118,8 +118,19 @@ class Pool:
             )
         return candidates
 
+    def _able(self, adapter: str | None, without: Container[str]) -> list[Engine]:
+        """The ready engines that serve the LoRA adapter; if there is none, the suspect ones. One broken
+        connection must not empty a small pool."""
+        able = [
+            engine
+            for engine in self.engines.values()
+            if engine.id not in without and (adapter is None or adapter in engine.adapters)
+        ]
+        ready = [engine for engine in able if engine.state is EngineState.READY]
+        return ready or [engine for engine in able if engine.state is EngineState.SUSPECT]
+
     def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
-        """Where a request goes, of `candidates`; by load alone when its prompt is not known."""
+        """Chooses among `candidates`; by load alone when the prompt is not known."""
         return self.placer.place(monotonic(), candidates, chain)
 
     @contextmanager
@@ -132,8 +143,10 @@ class Pool:
         known: bool = True,
         session: Session | None = None,
     ) -> Iterator[Lease]:
-        """A request's hold on the engine it was placed on: its load, and its blocks as pending. Nothing is
-        learned from one whose tokens are not all `known`."""
+        """A request's hold on its engine: counts its load and marks its blocks pending.
+
+        Nothing is learned from a request whose tokens are not all `known`.
+        """
         engine, placer = self.engines[placement.engine], self.placer
         now = monotonic()
         ticket = placer.begin(now, placement, chain, streams=streams, known=known, session=session)
@@ -153,24 +166,24 @@ class Pool:
                 placer.settled(ticket)
 
     def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
-        """An engine without healthy events served this chain: it holds it now."""
+        """The engine served this chain. Without healthy events, it is assumed to hold it now."""
         if engine.audit.trust is Trust.APPROXIMATE and engine.id in self.engines:
             self.index.store(engine.id, Tier.GPU, hashes)
             self.index.remove(engine.id, Tier.GPU, engine.learned.learn(hashes))
 
     def forget(self, engine: Engine, hashes: Sequence[BlockHash]) -> None:
-        """The engine was told to flush these blocks."""
+        """The engine was asked to flush these blocks."""
         engine.learned.forget(hashes)
         self.index.drop(engine.id, hashes)
 
     def wipe(self, engine: Engine) -> None:
-        """The engine lost its KV, or we lost sight of it."""
+        """The engine lost its KV, or its view is no longer valid."""
         engine.learned.clear()
         engine.below.clear()
         self.placer.wipe(engine.id)
 
 
 def no_engine_for(adapter: str | None) -> NoEngine:
-    """No engine that could serve a request takes any."""
+    """The error of a request that no engine can take now."""
     what = "this model" if adapter is None else f"the LoRA adapter {adapter!r}"
     return NoEngine(f"no engine is ready for {what}; try again shortly")

@@ -1,6 +1,7 @@
 """One data-plane request.
 
-calls.py    the request and its reply        tenants.py  API key → tenant → cache salt
-session.py  which conversation it belongs to  records.py  what is kept of it for `kvpin requests`
-forward.py  sends it to an engine and streams the answer back
+calls.py        the request and its reply           session.py      the conversation it belongs to
+forward.py      sends it to an engine, streams the  tenants.py      API key → tenant → cache salt
+                answer back                         records.py      the last requests, for `kvpin requests`
+error_table.py  error class → status, type, code
 """

@@ -9,9 +9,9 @@ from starlette.types import Send
 
 from engine_adapter import JsonBody, route_of
 
-# OpenAI's SDKs hang up on reading this, before the engine has closed the stream.
+# OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
 _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
-# The blank line after an event of a stream. Both occur.
+# The blank line after an event of a stream: engines send either.
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
 
 
@@ -23,8 +23,8 @@ class Call:
         request_id: kvpin's own, unique.
         method, path: as sent; the path keeps its query string and starts with `/v1/`.
         headers: lower-case names.
-        body: parsed when it is a JSON object, the unread stream of another kind, None for an empty one.
-        tenant: who asks; None where keys do not tell tenants apart.
+        body: a parsed JSON object, an unread stream for other content types, None if empty.
+        tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one.
     """
 
@@ -38,35 +38,35 @@ class Call:
 
     @property
     def answer_id(self) -> str:
-        """The `x-request-id` of its answer."""
+        """The `x-request-id` of the answer."""
         return self.client_id or self.request_id
 
     @property
     def route(self) -> str:
-        """The route that engines will take the path for."""
+        """The route, as engines will understand the path."""
         return route_of(self.path)
 
     @property
     def model(self) -> str | None:
-        """The model the body names, None where it names none."""
+        """The model that the body names, if any."""
         model = self.body.get("model") if isinstance(self.body, JsonBody) else None
         return model if isinstance(model, str) else None
 
     @property
     def streams(self) -> bool:
-        """Whether a streamed answer was asked for."""
+        """Whether the client asked for a stream."""
         return isinstance(self.body, JsonBody) and self.body.get("stream") is True
 
 
 class Reply:
-    """The way back to the client: a thin hold on ASGI's `send`.
+    """The way back to the client: a thin layer over ASGI's `send`.
 
     `write` returns when the client's socket has room again: a slow client slows its engine down.
 
     Attributes:
         started: status and headers were sent.
-        complete: the client has all it waits for; that it leaves now is no cancellation.
-        events: of a stream, that the client was sent.
+        complete: the client has the whole answer. A disconnect from now on is no cancellation.
+        events: number of stream events sent.
     """
 
     def __init__(self, send: Send) -> None:
@@ -76,7 +76,7 @@ class Reply:
         self.events = 0
 
     async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
-        """Sends status and headers. Values are text as aiohttp reads it: stray bytes are surrogates."""
+        """Sends status and headers. Values are text as aiohttp decodes it: non-UTF-8 bytes are surrogates."""
         self.started = True
         raw = [(name.encode("latin-1"), value.encode("utf-8", "surrogateescape")) for name, value in headers]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

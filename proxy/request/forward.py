@@ -1,10 +1,10 @@
-"""Passing one request to one engine and its answer back, byte for byte.
+"""Sends one request to one engine and passes the answer back, byte for byte.
 
-send → refused? raise, nothing was sent to the client, so another engine may be tried
-     → error of the client's making: same status, OpenAI's shape
-     → JSON: read whole, so that an engine that dies in mid-answer costs the client nothing
-     → stream: chunk by chunk as it comes; an engine that dies is told in the stream, which then breaks
-     → stream of an engine that must be asked for one, while its client wants JSON: read whole, assembled
+send → refused (REFUSALS)       raise: nothing was sent to the client, so another engine can be tried
+     → any other error          pass on with its status, in OpenAI's shape
+     → JSON                     read whole, so that an engine that dies in mid-answer costs the client nothing
+     → stream                   pass on chunk by chunk; if the engine dies, send an error event and break off
+     → stream, JSON wanted      read whole and assemble (for adapters that must stream)
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from engine_adapter import (
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import error_body
 
-# An engine that answers one of these has not served the request; another may.
+# Statuses of an engine that could not serve the request: another engine may.
 REFUSALS = frozenset({429, 500, 502, 503, 504})
-# Headers that end at a proxy, and those kvpin sets itself.
+# Headers that a proxy does not pass on, and headers that kvpin sets itself.
 _NOT_PASSED_ON = frozenset(
     {
         "connection",
@@ -47,22 +47,23 @@ _NOT_PASSED_ON = frozenset(
         "x-request-id",
     }
 )
-# What an engine's error tells its client about a retry, beside `x-ratelimit-*`.
+# Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.
 RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
-# What a stream says of itself, and an answer assembled from it does not.
+# Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({"content-type", "content-length", "cache-control", "x-accel-buffering"})
-# The usage and what follows it at the end of a stream fit well within this.
+# Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
 
 
-# Called when an answer begins, with what breaks it off for a reason.
-OnFirstByte = Callable[[Callable[[str], None]], None]
+# Called with an answer when it begins.
+OnFirstByte = Callable[[IncomingResponse], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a forwarded request: the status sent, and what the engine reported: cached tokens of the
-    prompt, tokens of the answer, and of an answer that is no stream its own timing of the prefill."""
+    """The result of a forwarded request: the status sent to the client, an error in mid-answer, and what the
+    engine reported: cached tokens, generated tokens, and its own timing of the prefill if the answer is no
+    stream."""
 
     status: int
     cached_tokens: int | None = None
@@ -89,12 +90,12 @@ class Forwarder:
         """Forwards and answers.
 
         Args:
-            adapter: the engine's.
+            adapter: the engine's adapter.
             call: the request.
-            hold: what of it goes to the engine, and who reads the answer on its way.
-            reply: the client's side.
+            hold: the body for the engine, and who reads the answer as it passes.
+            reply: the way back to the client.
             headers: added to the answer.
-            on_first_byte: called when the answer begins, with what breaks it off.
+            on_first_byte: called when the answer begins.
 
         Raises:
             EngineUnavailable, EngineRejected: before anything was sent to the client.
@@ -104,7 +105,7 @@ class Forwarder:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 return await _answer_error(response, reply, headers)
             kept = [(n.lower(), v) for n, v in response.headers.items() if n.lower() not in _NOT_PASSED_ON]
-            if hold.answer is not None:  # what it leaves of the answer has another length
+            if hold.answer is not None:  # the reader may change the length
                 kept = [(name, value) for name, value in kept if name != "content-length"]
             kept += headers.items()
             cached = adapter.cached_tokens(response.headers)
@@ -124,7 +125,7 @@ async def _answer_json(
     on_first_byte: OnFirstByte,
 ) -> Outcome:
     content = await response.read()
-    on_first_byte(response.hang_up)
+    on_first_byte(response)
     usage = read_answer_usage(content)
     reported = cached if cached is not None else usage.cached_tokens
     if reader is not None:
@@ -144,12 +145,12 @@ async def _answer_assembled(
     reader: AnswerReader,
     on_first_byte: OnFirstByte,
 ) -> Outcome:
-    """Nothing is sent before the engine's stream is whole: until then the request can go elsewhere."""
+    """Sends nothing before the engine's stream is complete: until then another engine can be tried."""
     async with aclosing(response.chunks()) as chunks:
         async for chunk in chunks:
             reader.feed(chunk)
     content = reader.finish()
-    on_first_byte(response.hang_up)
+    on_first_byte(response)
     reported = reader.cached_tokens()
     kept = [(name, value) for name, value in headers if name not in _OF_A_STREAM]
     kept.append(("content-type", "application/json"))
@@ -169,9 +170,9 @@ async def _answer_stream(
 ) -> Outcome:
     tail = bytearray()
     async with aclosing(_watched(response, reader, tail)) as chunks:
-        # Nothing is sent before the engine's first byte: until then the request can go elsewhere.
+        # Nothing is sent before the engine's first byte: until then another engine can be tried.
         first = await anext(chunks, b"")
-        on_first_byte(response.hang_up)
+        on_first_byte(response)
         await reply.start(response.status, [*headers, *_cached_header(cached)])
         await reply.write(first)
         try:
@@ -181,7 +182,7 @@ async def _answer_stream(
             if not reply.complete:
                 if _is_event_stream(response.headers):
                     await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
-                # Not finished on purpose: a clean end would pass for a complete answer.
+                # No `finish`, on purpose: clients take a clean end for a complete answer.
                 return Outcome(response.status, cached, error=str(error))
     if reader is not None:
         rest = reader.finish()
@@ -191,7 +192,7 @@ async def _answer_stream(
     await reply.finish()
     usage = read_streamed_usage(bytes(tail))
     if cached is None:
-        # A message tells it at its start, anything else at its end.
+        # /v1/messages reports it in the first event, other routes in the last.
         cached = usage.cached_tokens
         cached = cached if cached is not None else read_streamed_usage(first).cached_tokens
     return Outcome(response.status, cached, output_tokens=usage.output_tokens)
@@ -200,7 +201,7 @@ async def _answer_stream(
 async def _watched(
     response: IncomingResponse, reader: AnswerReader | None, tail: bytearray
 ) -> AsyncGenerator[bytes, None]:
-    """What the client gets of a stream. `tail` keeps what the engine sent last."""
+    """The bytes of a stream for the client. Keeps the last bytes from the engine in `tail`."""
     async with aclosing(response.chunks()) as chunks:
         async for chunk in chunks:
             tail += chunk
@@ -212,10 +213,14 @@ async def _watched(
 
 
 async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:
-    """The engine's own error, in OpenAI's shape; raises when another engine may do better."""
+    """Passes the engine's error on in OpenAI's shape.
+
+    Raises:
+        EngineRejected: another engine may succeed.
+    """
     content = await response.read()
     error, advice = read_error(content), _retry_advice(response.headers)
-    # An engine that says "do not retry" failed because of the request itself.
+    # With this header the engine says: the request itself is the cause.
     if response.status in REFUSALS and advice.get("x-should-retry") != "false":
         raise EngineRejected(
             error.message,
@@ -234,7 +239,7 @@ async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mappi
 
 
 def _retry_advice(headers: Mapping[str, str]) -> dict[str, str]:
-    """What an engine's error tells its client about a retry."""
+    """The headers of an engine's error about retries."""
     lower = {name.lower(): value for name, value in headers.items() if value.isascii()}
     return {
         name: value

@@ -1,6 +1,6 @@
-"""The last requests, for `GET /admin/v1/requests`: what was predicted, what came, and why a cache missed.
+"""The last requests, for `GET /admin/v1/requests`: prediction, outcome, and why the cache missed.
 
-Token ids are kept, text is not. Memory is bounded by a number of records and a number of tokens.
+Keeps token ids, never text. Memory is limited by a number of records and a number of tokens.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RequestRecord(RequestFacts, kw_only=True):
 
     @classmethod
     def of(cls, call: Call) -> RequestRecord:
-        """The record of a request that came in now."""
+        """A new record of a request that has just arrived."""
         key = call.body.hint("prompt_cache_key") if isinstance(call.body, JsonBody) else None
         return cls(
             request_id=call.request_id,
@@ -95,7 +95,7 @@ class RequestRecord(RequestFacts, kw_only=True):
 
     @property
     def n_tokens(self) -> int | None:
-        """Prompt tokens, None where they are not known."""
+        """Prompt tokens; None when the prompt is not known."""
         return len(self.prompt.token_ids) if self.prompt is not None else None
 
     @property
@@ -117,13 +117,13 @@ class RequestRecord(RequestFacts, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """Where a prompt leaves the earlier one it shares most with.
+    """Where a prompt differs from the earlier prompt that shares most with it.
 
     Attributes:
-        request_id: of the earlier request.
-        common_tokens: leading tokens both have.
-        token_ids: of this request, from the first that differs.
-        other_token_ids: of the earlier one, likewise.
+        request_id: the earlier request.
+        common_tokens: leading tokens that both share.
+        token_ids: this request's tokens, from the first that differs.
+        other_token_ids: the earlier request's tokens, from the same position.
     """
 
     request_id: str
@@ -144,7 +144,7 @@ class RequestLog:
         return iter(self._records.values())
 
     def add(self, record: RequestRecord) -> None:
-        """Notes a finished request; the oldest leave when there is no room."""
+        """Keeps a finished request. Drops the oldest when there is no room."""
         self._records[record.request_id] = record
         self._tokens += record.n_tokens or 0
         while len(self._records) > self._capacity or (self._tokens > MAX_TOKENS and len(self._records) > 1):
@@ -152,8 +152,8 @@ class RequestLog:
             self._tokens -= dropped.n_tokens or 0
 
     def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
-        """The record of that id: kvpin's own, else the newest with that id of its client's. With `tenant`,
-        among the requests of that tenant."""
+        """The request with that id of kvpin's, or the newest with that id of its client's. `tenant` limits
+        the search to that tenant's requests."""
         own = self._records.get(request_id)
         for record in (own,) if own is not None else reversed(self._records.values()):
             if request_id in (record.request_id, record.client_request_id) and tenant in (
@@ -171,7 +171,7 @@ class RequestLog:
         return None
 
     def divergence(self, record: RequestRecord, *, context: int = 16) -> Divergence | None:
-        """Where the prompt leaves the earlier one it shares most with; None when none was earlier."""
+        """Where the prompt differs from the earlier one that shares most with it; None if there is none."""
         if record.prompt is None:
             return None
         best: Divergence | None = None
@@ -192,7 +192,7 @@ class RequestLog:
 
 
 def _common_tokens(one: Prompt, other: Prompt) -> int:
-    """Leading tokens that mean the same in both."""
+    """Number of leading tokens that are equal in id and extra id."""
     common = common_prefix(one.token_ids, other.token_ids)
     if one.extra_ids is None and other.extra_ids is None:
         return common

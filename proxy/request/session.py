@@ -1,8 +1,8 @@
-"""Which conversation a request is of, where its client tells: a hint for placement, where costs are equal.
+"""The conversation a request belongs to, if its client names one. Placement uses it to break ties.
 
-The name that tells conversations apart best comes first. Left out are `user`, under which one application may
-send all it has, and `x-correlation-id` and its like, which many stacks make anew for each request: neither
-says what a request has in common with the one before it.
+Headers and fields are listed best first. Two are left out because they do not identify a conversation:
+`user`, which one application may send with every request, and `x-correlation-id`, which many stacks create
+for each request.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ HEADERS = (
     "x-session-affinity",
 )
 FIELDS = ("session_id", "prompt_cache_key")
-# What is longer is no name.
+# A longer name is ignored.
 MAX_NAME = 256
 
 
 class Session(NamedTuple):
-    """A conversation: whose it is, and the name its client gave it."""
+    """A conversation: its tenant, and the name its client gave it."""
 
     tenant: str | None
     name: str
 
 
 def session_of(tenant: str | None, headers: Mapping[str, str], body: RequestBody) -> Session | None:
-    """The conversation that a request of `tenant` says it is of; None where it says nothing of use. Header
-    names are in lower case."""
+    """The conversation that a request names; None if it names none. Header names are in lower case."""
     for name in _names(headers, body):
         if isinstance(name, str) and 0 < len(name) <= MAX_NAME:
             return Session(tenant, name)
@@ -41,7 +40,7 @@ def session_of(tenant: str | None, headers: Mapping[str, str], body: RequestBody
 
 
 def _names(headers: Mapping[str, str], body: RequestBody) -> Iterator[Any]:
-    """What may be its name, the best first. A body's fields are read only where no header tells."""
+    """Possible names, best first. The body is read only if no header names the conversation."""
     yield from map(headers.get, HEADERS)
     if isinstance(body, JsonBody):
         yield from map(body.hint, FIELDS)

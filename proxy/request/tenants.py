@@ -1,4 +1,4 @@
-"""Who a key belongs to, and the cache salt that keeps tenants' KV apart."""
+"""API key → tenant → cache salt. Salts keep tenants' KV apart."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class ApiKey:
 
     @classmethod
     def of(cls, key: str, tenant: str) -> ApiKey:
-        """From the key itself, of which only a digest is kept."""
+        """Made from the key itself; only its digest is kept."""
         return cls(tenant, hashlib.sha256(key.encode()).digest())
 
 
 class Tenants:
     """Keys → tenants → salts.
 
-    With one tenant, or none, all share KV and a client's own `cache_salt` is passed on. With several, each
-    has a salt of its own, and a client's salt only divides it further. All salts of a tenant begin with the
-    tenant's own: a salt that an engine reports tells whose KV it is.
+    With at most one tenant, all requests share KV, and a client's `cache_salt` is passed on. With several
+    tenants, each has its own salt, and a client's salt divides it further. All salts of a tenant have the
+    same beginning, so the salts that engines report show whose KV it is.
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
@@ -47,7 +47,7 @@ class Tenants:
         return not self._keys
 
     def of_key(self, key: str) -> str | None:
-        """The tenant of a key, None for an unknown one. Takes the same time whichever key matches."""
+        """The tenant of a key; None for an unknown key. Takes the same time whichever key matches."""
         digest = hashlib.sha256(key.encode()).digest()
         tenant = None
         for known in self._keys:
@@ -56,7 +56,7 @@ class Tenants:
         return tenant
 
     def salt(self, tenant: str | None, client_salt: object) -> str | None:
-        """The salt a request runs under. Raises BadRequest for a client salt that is no non-empty string."""
+        """The salt of a request. Raises BadRequest if the client's salt is not a non-empty string."""
         if client_salt is not None and (not isinstance(client_salt, str) or not client_salt):
             raise BadRequest("cache_salt must be a non-empty string", param="cache_salt")
         if not self.isolated or tenant is None:
@@ -75,7 +75,7 @@ def _own_salt(tenant: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """128 bits in hex: of one length, so that one tenant's salts never begin like another's."""
+    """128 bits in hex. The fixed length keeps one tenant's salt from being the beginning of another's."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

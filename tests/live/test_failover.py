@@ -90,7 +90,7 @@ def test_a_stream_of_an_engine_that_hangs_ends_with_an_error(tmp_path, start_eng
         finally:
             engine.process.send_signal(signal.SIGCONT)
         assert b"the engine was lost in mid-answer" in text
-        assert "requests failed with the lost engine" in kvpin.log.read_text()
+        assert "requests failed because their engine was lost" in kvpin.log.read_text()
 
 
 def test_an_engine_restarted_in_place_is_another_engine(tmp_path, start_engine):

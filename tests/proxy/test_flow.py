@@ -20,6 +20,7 @@ from engine_adapter import (
 )
 from proxy.core.index.view import EngineView
 from proxy.core.placement.demand import MIN_UTILISATION
+from proxy.fleet import lease
 from proxy.fleet.engine import EngineState
 from proxy.request.calls import Call, Reply
 from proxy.request.forward import Outcome
@@ -29,6 +30,7 @@ from tests.fakes import (
     ANSWER,
     ASK,
     CHAT,
+    DONE,
     INFO,
     STREAM,
     FakeEngine,
@@ -124,7 +126,9 @@ class TestRetries:
         await asyncio.wait_for(left.wait(), 5)
         assert not client.proxy.fleet.engines["a"].unanswered
 
-    async def test_an_answer_that_has_begun_ends_with_its_engine(self, engine, other, client):
+    async def test_an_answer_that_has_begun_ends_with_its_engine(self, engine, other, client, monkeypatch):
+        monkeypatch.setattr(lease, "SILENCE_S", 0.02)
+
         async def script(exchange):
             await exchange.start()
             await exchange.chunk(b"data: 1\n\n")
@@ -145,6 +149,25 @@ class TestRetries:
         await asyncio.wait_for(left.wait(), 5)
         assert client.proxy.last.error == error["message"]
         assert (client.proxy.fleet.engines["a"].leases, other.seen) == (set(), [])
+
+    async def test_an_answer_that_goes_on_outlives_a_failed_health_check(self, engine, client, monkeypatch):
+        monkeypatch.setattr(lease, "SILENCE_S", 0.05)
+
+        async def script(exchange):
+            await exchange.start()
+            for _ in range(10):
+                await exchange.chunk(b"data: 1\n\n")
+                await asyncio.sleep(0.02)
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+        async with client.stream("POST", CHAT, json=STREAM) as response:
+            chunks = response.aiter_bytes()
+            text = await anext(chunks)
+            client.proxy.fleet.engines["a"].abandon()
+            text += b"".join([chunk async for chunk in chunks])
+        assert text == b"data: 1\n\n" * 10 + DONE
 
     async def test_when_all_are_gone_it_is_a_502_not_to_be_repeated(self, engine, other, client):
         await engine.stop()

@@ -27,7 +27,9 @@ async def test_a_crash_is_logged_with_its_name_and_takes_nothing_down():
     with structlog.testing.capture_logs() as logs:
         tasks.start("w", work())
         await asyncio.sleep(0.01)
-    assert [(line["event"], line["task"]) for line in logs] == [("background task crashed", "w")]
+    assert [(line["event"], line["task"]) for line in logs] == [
+        ("background task crashed: this is a bug in kvpin", "w")
+    ]
     assert not tasks._tasks
 
 

@@ -52,8 +52,8 @@ class TestEngine:
             engine.suspect(RuntimeError("a stream that the loss ended"))
             engine.abandon()
         assert [(log["event"], log.get("requests")) for log in logs] == [
-            ("a request failed on the engine: checking it", None),
-            ("requests failed with the lost engine", 6),
-            ("requests failed with the lost engine", 1),
+            ("a request failed: checking its engine", None),
+            ("requests failed because their engine was lost", 6),
+            ("requests failed because their engine was lost", 1),
         ]
         assert engine.last_error == "reset"

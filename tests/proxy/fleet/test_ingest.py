@@ -109,6 +109,23 @@ async def nothing():
         yield event
 
 
+async def test_a_stream_that_is_followed_no_longer_is_closed_at_once(world, monkeypatch):
+    closed, seen = [], []
+
+    async def events():
+        try:
+            asyncio.get_running_loop().call_soon(following.cancel)  # while the event is applied
+            yield STORED
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(world.adapter, "events", events)
+    following = asyncio.create_task(world.ingest._apply_all(world.engine, world.pool))
+    following.add_done_callback(lambda _: seen.extend(closed))
+    await asyncio.wait([following])
+    assert (following.cancelled(), seen) == (True, [True])
+
+
 async def test_persistent_misses_start_over(world):
     await world.say(ViewLost("start"), STORED, ViewCurrent())
     with structlog.testing.capture_logs() as logs:

@@ -10,6 +10,7 @@ from proxy.core.index.prefix_index import Match
 from proxy.core.placement.decision import place, place_least_loaded
 from proxy.core.placement.load import Work
 from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S
+from proxy.fleet import lease as module
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import PENDING_LINGER_S
 from proxy.prompt import Prompt
@@ -24,9 +25,19 @@ def fleet():
 
 
 @pytest.fixture
-def hung_up():
-    """Why answers were broken off."""
-    return []
+def answer(monkeypatch):
+    monkeypatch.setattr(module, "SILENCE_S", 0.02)
+    return Answer()
+
+
+class Answer:
+    """An answer that is being read; notes why it was broken off."""
+
+    def __init__(self):
+        self.received, self.hung_up = 1, []
+
+    def hang_up(self, reason):
+        self.hung_up.append(reason)
 
 
 class TestLease:
@@ -87,22 +98,22 @@ class TestLease:
             lease.succeeded = True
         assert engine.ledger.in_flight == 0
 
-    async def test_only_a_streams_first_byte_is_a_first_token(self, fleet, hung_up):
+    async def test_only_a_streams_first_byte_is_a_first_token(self, fleet, answer):
         engine = add_ready(fleet, "a")
         for streamed in (False, True):
             _, _, leasing = self.lease(fleet)
             with leasing as lease:
-                lease.first_byte(hung_up.append, streamed=streamed)
+                lease.first_byte(answer, streamed=streamed)
                 assert lease.first_byte_s >= 0
                 assert engine.ledger.view(monotonic()).decoding == streamed
 
-    async def test_a_first_token_teaches_how_fast_the_engine_is(self, fleet, hung_up):
+    async def test_a_first_token_teaches_how_fast_the_engine_is(self, fleet, answer):
         add_ready(fleet, "a")
         pool = fleet.pools["m"]
         chain = pool.chain(Prompt(array("i", range(1000))))
         with pool.lease(place(pool.candidates(chain), chain), chain, streams=True) as lease:
             await asyncio.sleep(0.001)
-            lease.first_byte(hung_up.append, streamed=True)
+            lease.first_byte(answer, streamed=True)
         took_s = pool.placer.rates.prefill_s(1000)
         assert 0.001 <= took_s <= monotonic() - lease.started
         assert took_s != 1000 / DEFAULT_PREFILL_TOK_S
@@ -114,25 +125,33 @@ class TestLease:
             lease.refine_work(Work(10))
             assert engine.ledger.view(lease.started).queue_s == pytest.approx(10 / DEFAULT_PREFILL_TOK_S)
 
-    async def test_an_engine_that_is_lost_ends_the_answer_that_has_begun(self, fleet, hung_up):
+    @pytest.mark.parametrize("when", ["after", "as"])
+    async def test_an_answer_that_has_begun_ends_with_its_engine(self, fleet, answer, when):
         engine = add_ready(fleet, "a")
         _, _, leasing = self.lease(fleet)
         with leasing as lease:
             assert (engine.leases, engine.unanswered) == ({lease}, [lease])
             async with lease.patience():
-                lease.first_byte(hung_up.append, streamed=True)
+                if when == "as":
+                    engine.abandon()  # in the very moment the answer begins
+                lease.first_byte(answer, streamed=True)
                 assert (engine.leases, engine.unanswered) == ({lease}, [])
-                engine.abandon()
-                await asyncio.sleep(0)
-        assert hung_up == ["the engine was lost in mid-answer"]
+                if when == "after":
+                    engine.abandon()
+                await asyncio.sleep(0.05)
+        assert answer.hung_up == ["the engine was lost in mid-answer"]
         assert not engine.leases
 
-    async def test_so_does_one_that_was_lost_in_the_very_moment_the_answer_began(self, fleet, hung_up):
+    async def test_an_answer_that_goes_on_outlives_a_failed_health_check(self, fleet, answer):
         engine = add_ready(fleet, "a")
         _, _, leasing = self.lease(fleet)
         with leasing as lease:
             async with lease.patience():
+                lease.first_byte(answer, streamed=True)
                 engine.abandon()
-                lease.first_byte(hung_up.append, streamed=True)
-                await asyncio.sleep(0.01)
-        assert len(hung_up) == 1
+                answer.received += 1
+                await asyncio.sleep(0.05)
+                assert answer.hung_up == []
+                engine.abandon()  # at the next attempt to connect
+                await asyncio.sleep(0.05)
+        assert len(answer.hung_up) == 1
