@@ -178,7 +178,7 @@ def engines_drain(
 
 
 def _described(description: str) -> dict[str, Any]:
-    """`KIND=URL[,name=value…]` as the admin API takes it; the values are its to check."""
+    """`KIND=URL[,name=value…]` as the admin API takes it, which checks the values."""
     head, *options = description.split(",")
     kind, equals, address = head.partition("=")
     if not equals:
@@ -188,7 +188,7 @@ def _described(description: str) -> dict[str, Any]:
         name, equals, value = option.partition("=")
         if not equals:
             fail(f"option {name!r} needs a value: {name}=…")
-        body[name.replace("-", "_")] = int(value) if value.isdigit() and name.endswith("bytes") else value
+        body[name.replace("-", "_")] = value
     return body
 
 

@@ -1,4 +1,4 @@
-"""The compact forms of `--engine` and `--managed`."""
+"""The short forms of `--engine` and `--managed`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMMAND_LINE = re.compile(r"\s*[A-Za-z][A-Za-z0-9_-]*:(\s|-|$)")
 
 
 def is_command_line(text: str) -> bool:
-    """Whether an `--engine` is `KIND: command line`, an engine to start, and not the address of one."""
+    """Whether an `--engine` is `KIND: command line`, which starts an engine, rather than an address."""
     return _COMMAND_LINE.match(text) is not None
 
 
@@ -23,11 +23,11 @@ def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> Engi
 
     Args:
         text: what the operator wrote.
-        flag: where.
-        more: options that were given apart.
+        flag: the flag, for the error.
+        more: options that other flags gave.
 
     Raises:
-        SettingsError: saying what is wrong; option values are not repeated, one may be a key.
+        SettingsError: what is wrong, without the options' values: one may be a key.
     """
     head, *options = text.split(",")
     kind, equals, url = head.partition("=")
@@ -59,14 +59,14 @@ def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> Engi
 
 def parse_managed_flag(text: str, *, flag: str = "--managed") -> ManagedSettings:
     """Reads `KIND: command line`, e.g. `llama-server: -m model.gguf` or `vllm: vllm serve qwen3
-    --port {port}`; `embedded` alone takes its defaults.
+    --port {port}`. `embedded` may stand alone.
 
     Args:
         text: what the operator wrote.
-        flag: where.
+        flag: the flag, for the error.
 
     Raises:
-        SettingsError: saying what is wrong.
+        SettingsError: what is wrong.
     """
     kind, colon, command = text.partition(":")
     kind = kind.strip()

@@ -10,6 +10,7 @@ import msgspec
 from engine_adapter import ENGINE_OPTIONS
 from proxy.control.pinning import MAX_TTL_S
 from proxy.control.targets import Name, Target
+from proxy.settings import EngineSettings
 
 # How long a request for an operation waits for its end before it is answered with the running operation.
 WAIT_S = 10.0
@@ -56,29 +57,19 @@ class Unpin(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     wait_s: Wait = WAIT_S
 
 
-class _AddEngine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """An engine, described as `--engine` does."""
-
-    kind: Name
-    url: Name
-    id: Name | None = None
-    model: Name | None = None
-    tokenizer: Name | None = None
-    api_key: Name | None = None
-    headers: dict[str, str] | None = None
-    ca: Name | None = None
-    cert: Name | None = None
-    key: Name | None = None
-
-
+_COMMON = [name for name in EngineSettings.model_fields if name not in ("kind", "url")]
+_OPTIONS = sorted({*chain.from_iterable(ENGINE_OPTIONS.values())})
 AddEngine: type[msgspec.Struct] = msgspec.defstruct(
     "AddEngine",
-    [(name, str | int | None, None) for name in sorted({*chain.from_iterable(ENGINE_OPTIONS.values())})],
-    bases=(_AddEngine,),
+    [
+        ("kind", Name),
+        ("url", Name),
+        *((name, Name | int | dict[str, str] | None, None) for name in (*_COMMON, *_OPTIONS)),
+    ],
+    namespace={"__doc__": "An engine, described as `--engine` does; its kind has only some of the options."},
     forbid_unknown_fields=True,
     kw_only=True,
 )
-"""With the options of every kind; those of its own are checked with the engine."""
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -150,7 +150,7 @@ def test_tables_for_people(show):
 
 
 def test_engines_come_and_go(kvpin, ask, show, live_proxy):
-    assert show("engines", "add", "vllm=http://127.0.0.1:1,id=gone") == "added gone\n"
+    assert show("engines", "add", "vllm=http://127.0.0.1:1,id=gone,dp_rank=0") == "added gone\n"
     assert show("engines", "drain", "gone") == "gone is draining, 0 requests in flight\n"
     assert [engine["state"] for engine in ask("engines")["engines"]] == ["ready", "draining"]
     assert show("engines", "remove", "gone") == "removed gone\n"
