@@ -3,7 +3,7 @@
     python -m scripts.make_checkpoint model|lora DIR [--seed N]
 
 It is for vLLM: with vLLM's own dummy weights (`--load-format dummy`) answers hardly depend on the context, so
-tests would not notice wrong KV. Its answers differ from those of the GGUF, which orders rotary pairs otherwise.
+tests would not notice wrong KV. A GGUF orders rotary pairs otherwise, so its answers differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAMES = {
 
 
 def checkpoint_path(kind: str, seed: int = 0) -> Path:
-    """The directory of the `model` or the `lora` in the cache outside the checkout. The first call writes it."""
+    """The directory of the `model` or the `lora` in the cache outside the checkout, written once."""
     directory = cache_dir() / f"checkpoint-{VERSION}" / f"{kind}-{seed}"
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
