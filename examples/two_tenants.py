@@ -21,6 +21,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     document = f"Contract {time.time_ns()}. " + " ".join(f"Clause {n} holds." for n in range(100))
+    found = []
     for name, key in (("first", arguments.keys[0]), ("second", arguments.keys[1])):
         client = OpenAI(base_url=arguments.base_url, api_key=key)
         model = first_model(client)
@@ -31,6 +32,9 @@ def main() -> None:
             usage = answer.usage
             cached = cached_tokens(usage)
             print(f"{name} tenant, request {turn}: {cached} of {usage.prompt_tokens} prompt tokens cached")
+            found.append(cached)
+    if found[2] > 0:
+        print("These keys belong to one tenant: start kvpin with --api-key for each of them.")
 
 
 if __name__ == "__main__":

@@ -150,7 +150,13 @@ def engines_add(
     admin_key: AdminKeyOption = None,
 ) -> None:
     """Add an engine."""
-    engine = AdminClient(url, admin_key).post("/engines", _described(description))
+    from proxy.settings import SettingsError, split_engine_flag  # noqa: PLC0415 - slow to import
+
+    try:
+        body = split_engine_flag(description, flag="")
+    except SettingsError as error:
+        fail(str(error).lstrip())
+    engine = AdminClient(url, admin_key).post("/engines", body)
     typer.echo(f"added {engine['id']}")
 
 
@@ -175,21 +181,6 @@ def engines_drain(
     """Give an engine no new requests."""
     engine = AdminClient(url, admin_key).post(f"/engines/{engine_id}/drain", {"undo": undo})
     typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
-
-
-def _described(description: str) -> dict[str, Any]:
-    """`KIND=URL[,name=value…]` as the admin API takes it, which checks the values."""
-    head, *options = description.split(",")
-    kind, equals, address = head.partition("=")
-    if not equals:
-        fail(f"{description!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000")
-    body: dict[str, Any] = {"kind": kind, "url": address}
-    for option in options:
-        name, equals, value = option.partition("=")
-        if not equals:
-            fail(f"option {name!r} needs a value: {name}=…")
-        body[name.replace("-", "_")] = value
-    return body
 
 
 def _run(client: AdminClient, verb: str, body: dict[str, Any], as_json: bool) -> None:

@@ -22,7 +22,7 @@ _FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME} | {
     "ttl_s": "--ttl",
 }
 # Fields as messages name them: as a path, and by names that are no English words.
-_PATH = re.compile(r"`\$\.(\w+)([^`]*)`")
+_PATH = re.compile(r"^(.*) - at `\$\.(\w+)([^`]*)`$")
 _FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s)\b")
 
 UrlOption = Annotated[str, typer.Option("--url", envvar="KVPIN_URL", metavar="URL", help="Address of kvpin.")]
@@ -116,8 +116,10 @@ def _error_of(answer: httpx.Response) -> str:
 
 def _with_flags(message: str, param: object) -> str:
     """A message of the admin API with the flags of this program in place of the API's fields."""
-    message = _PATH.sub(lambda match: _FLAGS.get(match[1], match[1]) + match[2], message)
+    message = _PATH.sub(lambda match: f"{_FLAGS.get(match[2], match[2])}{match[3]}: {match[1]}", message)
     message = _FIELD.sub(lambda match: _FLAGS[match[0]], message)
     field = re.split(r"[.\[]", param)[0] if isinstance(param, str) else ""
     flag = _FLAGS.get(field)
+    if flag is not None and message.startswith(f"{field} "):
+        message = flag + message.removeprefix(field)
     return message if flag is None or flag in message or field in message else f"{message} ({flag})"

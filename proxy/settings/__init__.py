@@ -9,7 +9,7 @@ of one kind of engine is a field of that kind's options in engine_adapter. Flags
 read both.
 """
 
-from proxy.settings.flags import is_command_line, parse_engine_flag, parse_managed_flag
+from proxy.settings.flags import is_command_line, parse_engine_flag, parse_managed_flag, split_engine_flag
 from proxy.settings.load import load_settings
 from proxy.settings.models import (
     ApiKeySettings,
@@ -35,4 +35,5 @@ __all__ = [
     "load_settings",
     "parse_engine_flag",
     "parse_managed_flag",
+    "split_engine_flag",
 ]
