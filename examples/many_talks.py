@@ -1,4 +1,4 @@
-"""More conversations than the engine has slots, by turns: each turn still finds the KV of the last one.
+"""More conversations than the engine has slots: each turn still finds the KV of the conversation's last turn.
 
 Start kvpin on a GGUF with fewer slots than conversations, here 2:
 
@@ -14,7 +14,7 @@ from shared import cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
-    """Goes round all conversations a few times; each is asked something about a document of its own."""
+    """Asks each conversation about its own document, in rounds."""
     parser = argparse.ArgumentParser(description="More conversations than slots, through kvpin.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="unused")
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def document(number: int) -> str:
-    """A text nobody has asked about before."""
+    """A new text."""
     entries = " ".join(f"Entry {entry}: the lamp was lit at {17 + entry % 5}:00." for entry in range(60))
     return f"Log book {number} of {time.time_ns()}. {entries} What does the first entry say?"
 

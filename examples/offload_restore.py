@@ -1,6 +1,6 @@
-"""Moving a prefix to host memory and back through the admin API, and asking again.
+"""Moves a prefix to host memory and back through the admin API, then asks again.
 
-The answer after offload and restore is the answer before, and it comes sooner than a cold one.
+The answer is the same as before, and its first token comes sooner than without cached KV.
 
     python examples/offload_restore.py [--url http://127.0.0.1:8000] [--admin-key KEY]
 """
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def ask(client: OpenAI, model: str, messages: list[dict[str, str]], name: str) -> str:
-    """Asks, prints the time to the first token, returns the answer."""
+    """Asks once, prints the time to the first token, and returns the answer."""
     started = time.perf_counter()
     first_s, text, cached = None, "", 0
     for chunk in client.chat.completions.create(
@@ -62,7 +62,7 @@ def ask(client: OpenAI, model: str, messages: list[dict[str, str]], name: str) -
 
 
 def show_tiers(admin: httpx.Client) -> None:
-    """Prints the blocks each engine holds."""
+    """Prints the blocks that each engine holds."""
     for pool in admin.get("/stats").raise_for_status().json()["pools"]:
         for engine in pool["engines"]:
             kv = engine["kv"]

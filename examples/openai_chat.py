@@ -1,4 +1,4 @@
-"""The OpenAI SDK against kvpin: only `base_url` differs from any other program.
+"""The OpenAI SDK with kvpin: only `base_url` is special.
 
 python examples/openai_chat.py [--base-url http://127.0.0.1:8000/v1] [--api-key KEY]
 """
@@ -10,7 +10,7 @@ from shared import cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
-    """Asks once, then once more as a stream."""
+    """Asks once, then again as a stream."""
     parser = argparse.ArgumentParser(description="Chat through kvpin with the OpenAI SDK.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="unused")

@@ -1,7 +1,7 @@
-"""p-tuning tables behind the OpenAI API: fake token ids, and KV that is shared only by the same table.
+"""p-tuning tables through the OpenAI API: fake token ids, and KV that only the same table shares.
 
-Registers two small tables with kvpin, asks with each of them, and shows that the first table's prompt is
-reused by the next request with that table, and by no other.
+Registers two small tables with kvpin and asks with each of them. Only another request with the first table
+reuses the first table's prompt.
 
     python examples/p_tuning.py [--url http://127.0.0.1:8000] [--vocab-size 4096] [--hidden 256]
 """

@@ -1,6 +1,6 @@
-"""What a KV cache is worth: two different questions about one long table, and the second one again.
+"""What a KV cache is worth: two questions about one long table, then the second question again.
 
-Works on any OpenAI endpoint; behind kvpin the second question goes where the table's KV already lies.
+Works with any OpenAI endpoint. kvpin sends the second question to the engine that holds the table's KV.
 
     python examples/ttft_demo.py [--base-url http://127.0.0.1:8000/v1] [--rows 150] [--json]
 """
@@ -35,7 +35,7 @@ class Timing:
 
 
 def table(rows: int, seed: int) -> str:
-    """A table of made-up readings; another seed gives another table from its first line on."""
+    """A table of made-up readings. Tables of different seeds differ from the first line on."""
     dice = random.Random(seed)  # noqa: S311 - not for secrets
     lines = [f"Report {seed}: station, region, reading, status"]
     lines += [
@@ -73,7 +73,7 @@ def ask(client: OpenAI, model: str, document: str, question: str, max_tokens: in
 
 
 def main() -> None:
-    """Asks three times and prints what it took."""
+    """Asks three times and prints the times."""
     parser = argparse.ArgumentParser(description="Time to first token with and without cached KV.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="unused")
@@ -81,14 +81,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=150, help="rows of the table")
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument(
-        "--seed", type=int, default=time.time_ns() % 10**9, help="default: another table each run"
+        "--seed", type=int, default=time.time_ns() % 10**9, help="default: a new table each run"
     )
     parser.add_argument("--json", action="store_true", help="print figures only")
     arguments = parser.parse_args()
 
     client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)
     model = arguments.model or first_model(client)
-    # One short request first, so that connections and lazy initialisation are not counted.
+    # A short request first, so that the connection and lazy initialisation are not measured.
     ask(client, model, "warm-up", "Ready?", 2)
     document = table(arguments.rows, arguments.seed)
     first, second, repeated = (

@@ -1,4 +1,4 @@
-"""The composition root: the only place that builds collaborators and wires them together.
+"""The composition root: the only file that builds the collaborators and connects them.
 
     settings → fleet, tables, tenants → ingest → monitor → flow → data plane, admin, ops → one ASGI app
 
@@ -60,7 +60,7 @@ log = structlog.get_logger(__name__)
 
 
 class Proxy:
-    """All collaborators of one running proxy."""
+    """All collaborators of one proxy."""
 
     def __init__(self, settings: Settings, transport: Transport) -> None:
         self.settings = settings
@@ -103,7 +103,7 @@ class Proxy:
         self.managed: list[ManagedEngine] = []
 
     def observe(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """Counts and records a finished request."""
         self.metrics.observe(record)
         if self.recorder is not None:
             self.recorder.observe(record)
@@ -111,7 +111,7 @@ class Proxy:
             self.ahead.observe(record)
 
     def start(self) -> None:
-        """Starts managed engines and looks after all of them."""
+        """Starts the managed engines and the watch of every engine."""
         if self.recorder is not None:
             self.tasks.start("recorder", self.recorder.run())
         if self.ahead is not None:
@@ -151,7 +151,7 @@ async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
 
 
 def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
-    """The engines kvpin starts itself. Without any engine named, two embedded ones that share the cores."""
+    """The engines that kvpin starts. If no engine is named: two embedded ones that share the cores."""
     if settings.engines or settings.managed:
         return settings.managed
     threads = max((os.cpu_count() or 2) // 2, 1)
@@ -160,7 +160,7 @@ def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
 
 
 def check_engines(settings: Settings) -> None:
-    """Raises EngineSpecError for an engine that could never run, before anything is started."""
+    """Raises EngineSpecError for an engine that cannot run on this machine."""
     managed = managed_engines(settings)
     engines: tuple[EngineSettings | ManagedSettings, ...] = (*settings.engines, *managed)
     for engine in engines:
@@ -181,7 +181,7 @@ def _named(engine_id: str) -> Iterator[None]:
 
 
 def build_app(proxy: Proxy) -> Starlette:
-    """The ASGI application over a proxy's collaborators. Starting and stopping them is the caller's."""
+    """The ASGI application over a proxy's collaborators; the caller starts and stops those."""
     data_plane = DataPlane(proxy.flow, proxy.tenants, int(proxy.settings.limits.body_bytes))
     return Starlette(
         routes=[

@@ -2,8 +2,8 @@
 
     python -m scripts.make_checkpoint model|lora DIR [--seed N]
 
-For vLLM: with weights of its own (`--load-format dummy`) answers hardly depend on the context, so that wrong
-KV would go unnoticed. Rotary pairs lie otherwise than in a GGUF, so the answers are not those of that model.
+It is for vLLM: with vLLM's own dummy weights (`--load-format dummy`) answers hardly depend on the context, so
+tests would not notice wrong KV. A GGUF orders rotary pairs otherwise, so its answers differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAMES = {
 
 
 def checkpoint_path(kind: str, seed: int = 0) -> Path:
-    """The directory of the `model` or the `lora` in the cache outside the checkout, written on first use."""
+    """The directory of the `model` or the `lora` in the cache outside the checkout, written once."""
     directory = cache_dir() / f"checkpoint-{VERSION}" / f"{kind}-{seed}"
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def make_model(directory: Path, seed: int = 0) -> None:
 
 
 def make_lora(directory: Path, seed: int = 0) -> None:
-    """Writes the adapter: queries and values of every layer change so much that answers are others."""
+    """Writes the LoRA. It changes queries and values of every layer enough to change answers."""
     directory.mkdir(parents=True)
     random = np.random.default_rng(seed)
     rows = {"q_proj": _SHAPE.heads * _SHAPE.head_width, "v_proj": _SHAPE.kv_heads * _SHAPE.head_width}
@@ -110,7 +110,7 @@ def _matrix(random: np.random.Generator, rows: int, columns: int) -> NDArray[np.
 
 
 def main() -> None:
-    """Writes one of the two."""
+    """Writes the model or the LoRA."""
     parser = argparse.ArgumentParser(description="Writes a small random model, or a LoRA adapter for it.")
     parser.add_argument("kind", choices=_WRITERS)
     parser.add_argument("directory", type=Path, help="made; must not exist")

@@ -1,7 +1,7 @@
 """Writes the tokenizer, chat template and configuration of kvpin-tiny, the embedded engine's default model.
 
-The byte-level BPE is trained on the docstrings of Python's standard library, which is at hand everywhere.
-The result is package data; run this again only to change it:
+The byte-level BPE is trained on the docstrings of Python's standard library, which every machine has.
+The result is package data. Run this only to change it:
 
     python scripts/make_default_tokenizer.py engine_adapter/torch_engine/default_model
 """
@@ -83,7 +83,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main(directory: Path) -> None:
-    """Writes all files of the model but its weights, which are drawn when it starts."""
+    """Writes all files of the model except its weights, which the engine draws at start."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(directory)
     end = tokenizer.convert_tokens_to_ids(TURN_END)

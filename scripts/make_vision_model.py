@@ -1,8 +1,8 @@
 """Writes a tiny vision model: an Idefics3 with random weights and kvpin-tiny's tokenizer, to serve in tests.
 
-An image becomes 56 tokens (twice as wide as high) or 93 (square), text such as `<row_1_col_1>` among them:
-more than a block holds, and never whole blocks. Weights are large enough for another image to give another
-answer.
+An image becomes 56 tokens (twice as wide as high) or 93 tokens (square), including text such as
+`<row_1_col_1>`: more than one block, and never whole blocks. The weights are large enough that another image
+gives another answer.
 
     python scripts/make_vision_model.py DIRECTORY
 """
@@ -20,7 +20,7 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "engine_adapter" / "torch_engine" / "default_model"
 IMAGE_TOKEN = "<image>"  # noqa: S105 - no password
-# Images are cut into tiles of this many pixels, at most two by two, and one of the whole: 16 tokens each.
+# An image becomes at most two by two tiles of this many pixels, and one tile of the whole: 16 tokens each.
 TILE, PATCH, SCALE = 96, 8, 3
 ADDED_TOKENS = (
     "<fake_token_around_image>", IMAGE_TOKEN, "<end_of_utterance>", "<global-img>",
@@ -77,7 +77,7 @@ def make_config(tokenizer: Tokenizer) -> Idefics3Config:
 
 
 def write_weights(config: Idefics3Config, directory: Path) -> None:
-    """Draws them, the same each time, and writes them with the configuration."""
+    """Draws the same weights each time and writes them with the configuration."""
     torch.manual_seed(0)
     model = Idefics3ForConditionalGeneration(config)
     with torch.no_grad():
@@ -88,14 +88,14 @@ def write_weights(config: Idefics3Config, directory: Path) -> None:
 
 
 def make_tokenizer() -> Tokenizer:
-    """The default model's, with the tokens that stand for images."""
+    """The default model's tokenizer, with the tokens for images."""
     tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ADDED_TOKENS])
     return tokenizer
 
 
 def main(directory: Path) -> None:
-    """Writes the directory; what stands there is written over."""
+    """Writes the directory, over existing files."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     write_weights(make_config(tokenizer), directory)

@@ -17,7 +17,8 @@ kvpin: an OpenAI-compatible proxy that routes requests by KV cache
 
 {base}v1             OpenAI's API: set base_url to this
 {base}admin/v1       the admin API; `kvpin stats` and other commands use it
-{base}health         200 while kvpin runs; {base}health/ready: 200 while engines take requests
+{base}health         200 while kvpin runs
+{base}health/ready   200 while engines take requests
 {base}metrics        Prometheus metrics
 """
 

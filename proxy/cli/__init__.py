@@ -1,4 +1,4 @@
-"""The command line. Importing it is quick: a server, torch and transformers load when they are run.
+"""The command line. Importing it is quick: the server, torch and transformers load only when needed.
 
 main.py       the commands
 serve.py      kvpin serve, kvpin engine

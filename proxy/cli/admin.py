@@ -1,4 +1,4 @@
-"""Commands that ask a running kvpin through its admin API."""
+"""Commands that use the admin API of a running kvpin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 def stats(
     url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None, as_json: JsonOption = False
 ) -> None:
-    """What every engine holds, believes and has predicted."""
+    """Show what each engine holds, and how exact predictions were."""
     answer = AdminClient(url, admin_key).get("/stats")
     _show(answer, as_json, "tables.show_stats")
 
@@ -38,7 +38,7 @@ def flush(
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Forget KV: of a prefix and all that follows it, an engine, a tenant, or all."""
+    """Delete KV: of a prefix and everything after it, of an engine, of a tenant, or all."""
     _run(AdminClient(url, admin_key), "flush", target.body(), as_json)
 
 
@@ -57,7 +57,7 @@ def restore(
     *,
     target: TargetOptions,
     or_warm: Annotated[
-        bool, typer.Option("--or-warm", help="Where an engine cannot restore, compute the prefix again.")
+        bool, typer.Option("--or-warm", help="Compute the prefix again on engines that cannot restore.")
     ] = False,
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
@@ -84,12 +84,12 @@ def warm(
 def pin(
     *,
     target: TargetOptions,
-    ttl: Annotated[float, typer.Option(metavar="SECONDS", help="How long it is kept.")] = 3600.0,
+    ttl: Annotated[float, typer.Option(metavar="SECONDS", help="How long to protect it.")] = 3600.0,
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Protect a prefix from eviction for a time."""
+    """Protect a prefix from eviction for some time."""
     _run(AdminClient(url, admin_key), "pin", target.body(needs_prefix=True) | {"ttl_s": ttl}, as_json)
 
 
@@ -110,19 +110,19 @@ def route(
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Where a request would go now, and why; nothing is sent."""
+    """Show where a request would go now, and why; nothing is sent."""
     answer = AdminClient(url, admin_key).post("/route", target.request())
     _show(answer, as_json, "decisions.show_route")
 
 
 def requests(
-    request_id: Annotated[str | None, typer.Argument(help="Explain this one.")] = None,
-    limit: Annotated[int, typer.Option(help="How many to list.")] = 20,
+    request_id: Annotated[str | None, typer.Argument(help="Explain this request.")] = None,
+    limit: Annotated[int, typer.Option(help="How many requests to list.")] = 20,
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The last requests, newest first; with an id, why its cache missed or hit."""
+    """List the last requests, newest first; with an id, explain its cache hit or miss."""
     client = AdminClient(url, admin_key)
     if request_id is not None:
         _show(client.get(f"/requests/{request_id}"), as_json, "decisions.show_request")
@@ -150,7 +150,13 @@ def engines_add(
     admin_key: AdminKeyOption = None,
 ) -> None:
     """Add an engine."""
-    engine = AdminClient(url, admin_key).post("/engines", _described(description))
+    from proxy.settings import SettingsError, split_engine_flag  # noqa: PLC0415 - slow to import
+
+    try:
+        body = split_engine_flag(description, flag="")
+    except SettingsError as error:
+        fail(str(error).lstrip())
+    engine = AdminClient(url, admin_key).post("/engines", body)
     typer.echo(f"added {engine['id']}")
 
 
@@ -160,7 +166,7 @@ def engines_remove(
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
 ) -> None:
-    """Drop an engine."""
+    """Remove an engine."""
     AdminClient(url, admin_key).delete(f"/engines/{engine_id}")
     typer.echo(f"removed {engine_id}")
 
@@ -177,23 +183,8 @@ def engines_drain(
     typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
 
 
-def _described(description: str) -> dict[str, Any]:
-    """`KIND=URL[,name=value…]` as the admin API takes it; the values are its to check."""
-    head, *options = description.split(",")
-    kind, equals, address = head.partition("=")
-    if not equals:
-        fail(f"{description!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000")
-    body: dict[str, Any] = {"kind": kind, "url": address}
-    for option in options:
-        name, equals, value = option.partition("=")
-        if not equals:
-            fail(f"option {name!r} needs a value: {name}=…")
-        body[name.replace("-", "_")] = int(value) if value.isdigit() and name.endswith("bytes") else value
-    return body
-
-
 def _run(client: AdminClient, verb: str, body: dict[str, Any], as_json: bool) -> None:
-    """Starts an operation, follows it, prints what came of it; status 1 when it failed."""
+    """Runs an operation and prints its result; status 1 if it failed."""
     from proxy.cli import tables  # noqa: PLC0415 - rich is slow to import
 
     with tables.progress_bar(verb) as show:
@@ -211,5 +202,5 @@ def _show(answer: Any, as_json: bool, view: str, part: str | None = None) -> Non
         print_json(answer)
         return
     module, _, name = view.partition(".")
-    show = getattr(import_module(f"proxy.cli.{module}"), name)  # only now: rich is slow to import
+    show = getattr(import_module(f"proxy.cli.{module}"), name)  # late: rich is slow to import
     show(answer[part] if part is not None else answer)

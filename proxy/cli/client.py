@@ -1,4 +1,4 @@
-"""The admin API as the command line uses it: one call, one clear line when it fails."""
+"""Calls of the admin API. A call that fails ends the program with one line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ _FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME} | {
     "ttl_s": "--ttl",
 }
 # Fields as messages name them: as a path, and by names that are no English words.
-_PATH = re.compile(r"`\$\.(\w+)([^`]*)`")
+_PATH = re.compile(r"^(.*) - at `\$\.(\w+)([^`]*)`$")
 _FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s)\b")
 
-UrlOption = Annotated[
-    str, typer.Option("--url", envvar="KVPIN_URL", metavar="URL", help="Where kvpin listens.")
-]
+UrlOption = Annotated[str, typer.Option("--url", envvar="KVPIN_URL", metavar="URL", help="Address of kvpin.")]
 AdminKeyOption = Annotated[
     str | None,
     typer.Option("--admin-key", envvar="KVPIN_ADMIN_KEY", metavar="KEY", help="Key of the admin API."),
@@ -37,30 +35,30 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JS
 
 @dataclass(frozen=True, slots=True)
 class AdminClient:
-    """Calls `/admin/v1` of one kvpin. Every failure ends the program with one line and status 1."""
+    """Calls `/admin/v1` of one kvpin. A failure ends the program with one line and status 1."""
 
     url: str
     admin_key: str | None
 
     def get(self, path: str, **query: str | int) -> Any:  # noqa: ANN401 - JSON
-        """GET, decoded."""
+        """Sends a GET; returns the decoded answer."""
         return self._call("GET", path, params=query)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
-        """POST JSON, decoded."""
+        """Sends a POST with JSON; returns the decoded answer."""
         return self._call("POST", path, json=body)
 
     def delete(self, path: str) -> Any:  # noqa: ANN401 - JSON
-        """DELETE; the decoded answer, None for an empty one."""
+        """Sends a DELETE; returns the decoded answer, None for an empty one."""
         return self._call("DELETE", path)
 
     def run(self, verb: str, body: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Starts an operation and follows it to its end; an interrupt cancels it.
+        """Starts an operation and waits for its end. Ctrl-C cancels it.
 
         Args:
             verb: e.g. `flush`.
             body: its target and options.
-            show: called with the operation each time it was looked at.
+            show: called with the operation after each poll.
         """
         operation: dict[str, Any] = self.post(f"/{verb}", {**body, "wait_s": 0.1})
         try:
@@ -100,7 +98,7 @@ def fail(message: str) -> NoReturn:
 
 
 def print_json(value: object) -> None:
-    """The raw answer."""
+    """Prints an answer as JSON."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
@@ -118,8 +116,10 @@ def _error_of(answer: httpx.Response) -> str:
 
 def _with_flags(message: str, param: object) -> str:
     """A message of the admin API with the flags of this program in place of the API's fields."""
-    message = _PATH.sub(lambda match: _FLAGS.get(match[1], match[1]) + match[2], message)
+    message = _PATH.sub(lambda match: f"{_FLAGS.get(match[2], match[2])}{match[3]}: {match[1]}", message)
     message = _FIELD.sub(lambda match: _FLAGS[match[0]], message)
     field = re.split(r"[.\[]", param)[0] if isinstance(param, str) else ""
     flag = _FLAGS.get(field)
+    if flag is not None and message.startswith(f"{field} "):
+        message = flag + message.removeprefix(field)
     return message if flag is None or flag in message or field in message else f"{message} ({flag})"

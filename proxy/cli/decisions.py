@@ -1,4 +1,4 @@
-"""Where requests go and went, and why, as tables for people."""
+"""Placements of requests, and their reasons, as tables for people."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rich.text import Text
 
 from proxy.cli.grid import Grid, console
 
-# Terms of a cost, and the columns they stand in: eighty characters hold them all but the one that is left out
-# while it is nothing.
+# The terms of a cost and the titles of their columns. They fit into 80 characters without `_RARE`, which is
+# shown only where it is not zero.
 _TERMS = {
     "queue_s": "queue",
     "room_s": "room",
@@ -26,14 +26,14 @@ _RARE = "room_s"
 
 
 def show_route(route: dict[str, Any]) -> None:
-    """Where a request would go."""
+    """Prints where a request would go."""
     out = console()
     out.print(f"{route['engine']}: {route['why']}", markup=False)
     _show_costs(out, route, route["candidates"], route["engine"], route["n_tokens"])
 
 
 def show_requests(requests: list[dict[str, Any]]) -> None:
-    """One line a request."""
+    """Prints one row per request."""
     table = Grid(
         ("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took"),
         less=("predicted", "first byte", "tokens", "took"),
@@ -51,7 +51,7 @@ def show_requests(requests: list[dict[str, Any]]) -> None:
 
 
 def show_request(request: dict[str, Any]) -> None:
-    """One request, explained."""
+    """Prints one request and its explanation."""
     show_requests([request])
     out = console()
     out.print(request["explanation"], markup=False)
@@ -76,7 +76,7 @@ def show_request(request: dict[str, Any]) -> None:
 def _show_costs(
     out: Console, decision: dict[str, Any], costs: list[dict[str, Any]], chosen: str, n_tokens: int | None
 ) -> None:
-    """The terms of every engine, in milliseconds."""
+    """Prints the terms of each engine's cost, in milliseconds."""
     if decision["rule"] == "least loaded":
         table = Grid(("engine", "in flight"))
         for cost in costs:
@@ -103,7 +103,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    """Of a column; a dash where a term was not looked at."""
+    """A term of a cost; a dash where it was not computed."""
     if seconds is None:
         return "–"
     figures = 1 if 0 < seconds < 0.01 else 0  # noqa: PLR2004 - rounding

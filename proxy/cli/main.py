@@ -45,6 +45,6 @@ def main() -> None:
     try:
         app()
     except BrokenPipeError:
-        # Whoever read our output has seen enough, as in `kvpin stats | head`.
+        # The reader of our output has ended, as in `kvpin stats | head`.
         sys.stderr.close()
         sys.exit(1)

@@ -31,19 +31,21 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="KIND=URL[,name=value…]",
-            help="An engine that runs elsewhere; or, as --managed takes it, one to start. Repeatable.",
+            help="An engine that runs already; or one to start, written as for --managed. Repeatable.",
         ),
     ] = None,
     managed: Annotated[
         list[str] | None,
         typer.Option(
             metavar="'KIND: command line'",
-            help="An engine to start and watch, e.g. 'llama-server: -m model.gguf'; repeatable.",
+            help="An engine to start and watch, e.g. 'llama-server: -m model.gguf'. Repeatable.",
         ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="A client key, each a tenant of its own; or KVPIN_API_KEYS."),
+        typer.Option(
+            metavar="KEY", help="A client's key; each is its own tenant. Repeatable; or KVPIN_API_KEYS."
+        ),
     ] = None,
     admin_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="Key of the admin API; or KVPIN_ADMIN_KEY.")
@@ -54,13 +56,13 @@ def serve(
     ] = None,
     record_traffic: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Record requests for `kvpin replay`: hashes only, no text."),
+        typer.Option(metavar="FILE", help="Record requests for `kvpin replay`, as hashes without text."),
     ] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, json or pretty [auto].")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [info].")] = None,
 ) -> None:
     """Serve the proxy: OpenAI's API under /v1, the admin API under /admin/v1."""
-    from proxy.settings import (  # noqa: PLC0415 - the clients start quicker without
+    from proxy.settings import (  # noqa: PLC0415 - other commands start quicker without
         SettingsError,
         is_command_line,
         load_settings,

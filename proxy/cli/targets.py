@@ -1,4 +1,4 @@
-"""Options that say what to act on, as the body the admin API takes."""
+"""Options that name what to act on, and the body they make for the admin API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PREFIXES = _PROMPTS | {"--prompt-cache-key": "prompt_cache_key"}
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """The options of every command that takes a target, in the order of its help."""
+    """The options of every command with a target, in the order of its help."""
 
     messages_file: Annotated[
         str | None,
@@ -35,23 +35,27 @@ class TargetOptions:
     ] = None
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text of a completion.")] = None
     prompt_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The same from a file; - for stdin.")
+        str | None, typer.Option(metavar="FILE", help="Text of a completion, from a file; - for stdin.")
     ] = None
     token_ids: Annotated[
         str | None, typer.Option(metavar="1,2,3", help="Token ids; @FILE reads a JSON list.")
     ] = None
     prompt_cache_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="The last prompt with that prompt_cache_key.")
+        str | None, typer.Option(metavar="KEY", help="The last prompt with this prompt_cache_key.")
     ] = None
     engine: Annotated[
-        str | None, typer.Option(metavar="ID", help="All of that engine; beside a prefix, only there.")
+        str | None, typer.Option(metavar="ID", help="Everything on this engine; with a prefix, only there.")
     ] = None
     tenant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="All of that tenant; beside a prefix, whose it is.")
+        str | None, typer.Option(metavar="NAME", help="Everything of this tenant; with a prefix, its owner.")
     ] = None
     everything: Annotated[bool, typer.Option("--all", help="Everything on all engines.")] = False
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Where several are served.")] = None
-    cache_salt: Annotated[str | None, typer.Option(metavar="SALT", help="The client's cache_salt.")] = None
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model, where several are served.")
+    ] = None
+    cache_salt: Annotated[
+        str | None, typer.Option(metavar="SALT", help="The cache_salt of the client's requests.")
+    ] = None
 
     def body(self, *, needs_prefix: bool = False) -> dict[str, Any]:
         """The target as the admin API takes it; `needs_prefix` refuses every other kind of target."""
@@ -95,7 +99,7 @@ class TargetOptions:
 
 
 def with_target(command: Callable[..., None]) -> Verb:
-    """Gives a command the target options: it gets them as its argument `target`."""
+    """Adds the target options to a command, which gets them as its argument `target`."""
     names = [field.name for field in fields(TargetOptions)]
     hints = inspect.get_annotations(TargetOptions, eval_str=True)
     own = inspect.signature(command, eval_str=True)
@@ -120,7 +124,7 @@ def with_target(command: Callable[..., None]) -> Verb:
 
 
 def _chat(name: str) -> dict[str, Any]:
-    """Messages, and what of a whole request belongs to its prompt."""
+    """Messages, or the fields of a whole request that belong to its prompt."""
     value = _json(_read(name), "--messages-file")
     if isinstance(value, list):
         return {"messages": value}

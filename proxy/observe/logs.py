@@ -1,7 +1,7 @@
-"""Log lines: structured, on standard error, never with prompt text or keys.
+"""Log lines: structured, on standard error, without prompt text and without keys.
 
-Code logs through `structlog.get_logger`; libraries that use `logging` come out in the same shape. What is
-bound with structlog's contextvars (the request id) stands on every line of that request's task.
+Code logs through `structlog.get_logger`. Lines of libraries that use `logging` get the same form. Values
+bound with structlog's contextvars (the request id) are on every line of that request's task.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from proxy.settings import LogSettings
 
-# Event fields that may carry what must not be logged. A call that names one is a mistake; the line is kept.
+# Fields whose values must not be logged. To log one is a mistake; the line is kept, its value is hidden.
 _HIDDEN = frozenset(
     {
         "admin_key", "api_key", "authorization", "body", "content", "cookie", "headers", "key", "messages",
         "password", "prompt", "secret", "text", "token_ids",
     }
 )  # fmt: skip
-# Their lines at `info` say what ours say, or a line for each request.
+# At `info` these libraries repeat our lines, or write one for each request.
 _QUIET_LIBRARIES = ("aiohttp.access", "httpx", "httpcore", "uvicorn.access")
 
 
 def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
-    """Sets up structlog and `logging` for the process; may be called again.
+    """Configures structlog and `logging` for the process. May be called again.
 
     Args:
         settings: format and level.
-        stream: where lines go, standard error by default.
+        stream: where lines are written, standard error by default.
     """
     stream = stream if stream is not None else sys.stderr
     pretty = settings.format == "pretty" or (settings.format == "auto" and stream.isatty())
@@ -43,7 +43,7 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         hide_secrets,
     ]
-    # Loggers are not cached on first use: what was made before this call follows it too.
+    # Without the cache, loggers made before this call follow it too.
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -57,26 +57,26 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    logging.getLogger("uvicorn.error").addFilter(_is_new)
     for name in _QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
 
 
 def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:  # noqa: ARG001 - structlog's
-    """A structlog processor: fields that may hold prompts or keys become `[hidden]`."""
+    """A structlog processor: replaces fields that may hold prompts or keys by `[hidden]`."""
     for name in event.keys() & _HIDDEN:
         event[name] = "[hidden]"
     return event
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for uvicorn's word on an answer that does not end: a stream is broken off on purpose when its
-    engine dies, and that was logged with its reason."""
+def _is_new(record: logging.LogRecord) -> bool:
+    """Drops uvicorn's line about an answer that does not end. kvpin breaks a stream off on purpose when its
+    engine dies, and has logged why."""
     return not record.getMessage().startswith("ASGI callable returned without completing response")
 
 
 def _renderers(pretty: bool, stream: TextIO) -> list[Processor]:
-    # Tracebacks without local variables: those hold prompts and keys.
+    # Tracebacks have no local variables: those may hold prompts and keys.
     last: list[Processor]
     if pretty:
         colors = stream.isatty() and not os.environ.get("NO_COLOR")

@@ -1,4 +1,4 @@
-"""Prometheus metrics: counted from finished requests, and read from the fleet when scraped."""
+"""Prometheus metrics: counters of finished requests, and gauges read from the fleet at each scrape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """All metrics of one proxy, in a registry of their own."""
+    """All metrics of one proxy, in their own registry."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
@@ -32,7 +32,7 @@ class Metrics:
         )
         self._placements = Counter(
             "kvpin_placements",
-            "Requests placed, by what sent them to their engine",
+            "Requests placed, by the reason for their engine",
             ("model", "reason"),
             registry=self.registry,
         )
@@ -50,7 +50,7 @@ class Metrics:
         )
         self._tokens = Counter(
             "kvpin_tokenisation_checks",
-            "Prompts whose tokens the engine told, by whether they are the same",
+            "Prompts whose tokens the engine reported, by whether they equal kvpin's",
             (*by_engine, "result"),
             registry=self.registry,
         )
@@ -99,24 +99,24 @@ class Metrics:
 
 
 class _FleetCollector(Collector):
-    """Gauges read from the fleet at the moment of a scrape."""
+    """Gauges, read from the fleet at each scrape."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
-        """One sample per engine."""
+        """The samples of every engine and pool."""
         ready = GaugeMetricFamily("kvpin_engine_ready", "1 when the engine takes requests", labels=["engine"])
         precise = GaugeMetricFamily(
             "kvpin_engine_precise", "1 when the view of its cache is exact", labels=["engine"]
         )
         flight = GaugeMetricFamily("kvpin_engine_in_flight", "Requests in flight", labels=["engine"])
         held = GaugeMetricFamily(
-            "kvpin_engine_blocks", "Blocks known to lie on the engine", labels=["engine", "tier"]
+            "kvpin_engine_blocks", "Blocks that the engine is known to hold", labels=["engine", "tier"]
         )
         ahead = CounterMetricFamily(
             "kvpin_restores_ahead",
-            "Restores ahead of need: begun, and of those used and wasted",
+            "Restores before they were needed: begun, used, wasted",
             labels=["engine", "what"],
         )
         for engine in self._fleet.engines.values():

@@ -36,7 +36,7 @@ _SHOWN_LINES = 5
 
 
 class ProcessState(StrEnum):
-    """Where a managed engine is in its life."""
+    """The states of a managed engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -53,11 +53,11 @@ class ProcessStatus:
     """A managed engine's process, as data.
 
     Attributes:
-        state: where it is in its life.
-        port: the port it has, or will have, on 127.0.0.1.
+        state: its state.
+        port: its port on 127.0.0.1.
         pid: its process id, None when it does not run.
-        restarts: times it was started again.
-        last_exit_code: of the last process that ended, −N for signal N; None before the first.
+        restarts: how often it was started again.
+        last_exit_code: exit code of the last process that ended, −N for signal N; None before the first end.
         error: why it does not run: the exit code and the last lines it wrote; None while nothing is wrong.
     """
 
@@ -71,15 +71,15 @@ class ProcessStatus:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The times a managed engine lives by, in seconds.
+    """When a managed engine is checked, restarted and given up; times in seconds.
 
     Attributes:
-        backoff_s: wait before the first restart, doubled with each further one.
-        max_backoff_s: longest wait.
-        healthy_s: time in `ready` after which the wait starts over.
-        poll_s: from one health check to the next.
-        unhealthy_s: a ready engine without a good check for that long is restarted.
-        grace_s: from SIGTERM to SIGKILL.
+        backoff_s: wait before the first restart; each further restart doubles it.
+        max_backoff_s: the longest wait.
+        healthy_s: time in `ready` after which the wait is `backoff_s` again.
+        poll_s: time between health checks.
+        unhealthy_s: a ready engine without a successful check for this long is restarted.
+        grace_s: time from SIGTERM to SIGKILL.
         attempts: starts after which an engine that was never healthy is given up.
     """
 
@@ -93,12 +93,12 @@ class Timing:
 
 
 class ManagedEngine:
-    """Keeps one engine process running for as long as `run` runs.
+    """Keeps one engine process running while `run` runs.
 
     Attributes:
         id: the engine's name in kvpin.
-        port: picked once; the engine comes back on it.
-        spec: what its adapter is made from.
+        port: chosen once; a restarted engine has the same port.
+        spec: the description its adapter is made from.
 
     Raises:
         EngineSpecError: the settings contradict each other.
@@ -123,7 +123,7 @@ class ManagedEngine:
 
     @property
     def status(self) -> ProcessStatus:
-        """How it is now."""
+        """Its present status."""
         pid = self._process.pid if self._process is not None else None
         restarts = max(self._starts - 1, 0)
         return ProcessStatus(self._state, self.port, pid, restarts, self._last_exit_code, self._error)
@@ -135,7 +135,7 @@ class ManagedEngine:
 
     @property
     def starting(self) -> bool:
-        """Whether it is in its first start: not healthy yet, and nothing is wrong."""
+        """Whether it is in its first start: not healthy yet, nothing wrong yet."""
         return self._starts <= 1 and not self._stopping.is_set() and self._state in _NOT_YET
 
     def describe(self) -> dict[str, str | int | None]:
@@ -143,13 +143,13 @@ class ManagedEngine:
         return asdict(self.status)
 
     def command(self) -> list[str]:
-        """The command line it is started with."""
+        """Its command line."""
         return managed_command(self.spec.kind, self._words, port=self.port, spec=self.spec)
 
     async def run(self) -> None:
-        """Starts the engine, and again whenever it ends, until `stop` or until it is given up.
+        """Starts the engine, and restarts it whenever it ends, until `stop` or until it is given up.
 
-        Cancelling it ends the engine too.
+        Cancelling this stops the engine.
         """
         for sentence in managed_advice(self.spec.kind, self._words):
             log.warning("the engine's command works against KV reuse", engine=self.id, advice=sentence)
@@ -178,7 +178,7 @@ class ManagedEngine:
             await self.stop()
 
     def _give_up(self) -> bool:
-        """Whether starting it again is of no use: it was never healthy, in several starts."""
+        """Whether to stop restarting: no start has ever made it healthy."""
         if self._was_ready or self._starts < self._timing.attempts:
             return False
         self._state = ProcessState.FAILED
@@ -192,7 +192,7 @@ class ManagedEngine:
         return True
 
     async def stop(self) -> None:
-        """Ends the process and its children for good: SIGTERM, then SIGKILL. Again is fine."""
+        """Stops the process and its children for good: SIGTERM, then SIGKILL. May be called again."""
         self._stopping.set()
         if self._state is not ProcessState.FAILED:
             self._state = ProcessState.STOPPED
@@ -206,7 +206,7 @@ class ManagedEngine:
         self._note_end(process)
 
     async def _run_once(self) -> None:
-        """One life of the process, from its start to its end."""
+        """Starts the process once and waits for its end."""
         self._state = ProcessState.STARTING
         self._ready_since = None
         self._last_lines.clear()
@@ -216,7 +216,7 @@ class ManagedEngine:
                 prepare_managed(self.spec, self._words)
                 process = await asyncio.create_subprocess_exec(
                     *ends_with_parent(self.command()),
-                    # Ends with kvpin too, for engines that watch it and on systems without that signal.
+                    # Closes when kvpin ends: engines may watch it where the kernel sends no signal.
                     stdin=keep_alive.reading,
                     stdout=output.writing,
                     stderr=output.writing,
@@ -228,7 +228,7 @@ class ManagedEngine:
                 self._error = str(error)
                 return
             self._process = process
-            if self._stopping.is_set():  # stopped while it was being started
+            if self._stopping.is_set():  # `stop` was called during the start
                 _signal_group(process.pid, signal.SIGKILL)
             output.close_writing()
             keep_alive.close_reading()
@@ -236,13 +236,13 @@ class ManagedEngine:
             await self._attend(process, output.take_reading())
 
     async def _attend(self, process: Process, output: int) -> None:
-        """Logs what the process says and watches its health until it ends."""
+        """Logs the process's output and checks its health until it ends."""
         async with asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(log_output(output, self._last_lines, engine=self.id))
             health = tasks.create_task(self._watch_health(process))
             await process.wait()
             health.cancel()
-            # Its children are of no use without it, and would keep the port and the memory.
+            # Children that outlive it would keep its port and its memory.
             _signal_group(process.pid, signal.SIGKILL)
             self._note_end(process)
             await asyncio.wait([reader], timeout=_DRAIN_S)
@@ -251,7 +251,7 @@ class ManagedEngine:
             self._error = "\n".join((_end_of(process.returncode), *self._last_lines))
 
     async def _watch_health(self, process: Process) -> None:
-        """Marks the engine ready, and ends it when it stays unhealthy after that."""
+        """Marks the engine ready; ends the process if the engine later stays unhealthy."""
         last_good = time.monotonic()
         timeout = httpx.Timeout(max(self._timing.poll_s, 1.0))
         async with httpx.AsyncClient(trust_env=False, timeout=timeout) as client:
@@ -282,7 +282,7 @@ class ManagedEngine:
             return False
 
     async def _end(self, process: Process) -> None:
-        """SIGTERM, and after the grace SIGKILL, to the process and all its children."""
+        """Sends SIGTERM, and after the grace time SIGKILL, to the process and all its children."""
         if process.returncode is not None:
             return
         _signal_group(process.pid, signal.SIGTERM)
@@ -308,7 +308,7 @@ class ManagedEngine:
 
 
 class _Pipe:
-    """A pipe whose ends are closed at the latest with the block that made it."""
+    """A pipe. Its ends are closed when the block that made it ends, if not before."""
 
     def __init__(self) -> None:
         self.reading, self.writing = os.pipe()
@@ -321,7 +321,7 @@ class _Pipe:
         self._close(self.writing)
 
     def take_reading(self) -> int:
-        """The reading end, which the caller closes from now on."""
+        """The reading end; the caller must close it."""
         self._open.discard(self.reading)
         return self.reading
 
@@ -358,11 +358,11 @@ def _free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Ours less kvpin's own settings, some of which are secret."""
+    """Our environment without kvpin's settings: some of them are secret."""
     return {name: value for name, value in os.environ.items() if not name.upper().startswith("KVPIN_")}
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    """Signals a process and its children; those that are gone already are fine."""
+    """Sends a signal to a process and its children, if they still exist."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

@@ -1,4 +1,4 @@
-"""What a managed process writes, line by line into the log."""
+"""Writes a managed process's output to the log, line by line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = structlog.get_logger(__name__)
 
 MAX_LINE_BYTES = 8192
 _CHUNK_BYTES = 65_536
-_LINE_END = re.compile(rb"[\r\n]+")  # progress bars end their lines with \r
+_LINE_END = re.compile(rb"[\r\n]+")  # progress bars end lines with \r
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -49,4 +49,4 @@ def _log_line(line: bytes, last_lines: deque[str], engine: str) -> None:
     text = _COLOUR.sub("", line.decode(errors="replace")).rstrip()
     if text:
         last_lines.append(text)
-        log.info("engine says", engine=engine, line=text)
+        log.info("engine output", engine=engine, line=text)

@@ -1,4 +1,4 @@
-"""The compact forms of `--engine` and `--managed`."""
+"""The short forms of `--engine` and `--managed`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMMAND_LINE = re.compile(r"\s*[A-Za-z][A-Za-z0-9_-]*:(\s|-|$)")
 
 
 def is_command_line(text: str) -> bool:
-    """Whether an `--engine` is `KIND: command line`, an engine to start, and not the address of one."""
+    """Whether an `--engine` is `KIND: command line`, which starts an engine, rather than an address."""
     return _COMMAND_LINE.match(text) is not None
 
 
@@ -23,12 +23,21 @@ def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> Engi
 
     Args:
         text: what the operator wrote.
-        flag: where.
-        more: options that were given apart.
+        flag: the flag, for the error.
+        more: options that other flags gave.
 
     Raises:
-        SettingsError: saying what is wrong; option values are not repeated, one may be a key.
+        SettingsError: what is wrong, without the options' values: one may be a key.
     """
+    values = split_engine_flag(text, flag=flag, **more)
+    try:
+        return EngineSettings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(f"{_label(flag, values['kind'])}: {_first(error)}") from None
+
+
+def split_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> dict[str, str]:
+    """The names and values of `KIND=URL[,name=value…]`, with only the names checked; else as above."""
     head, *options = text.split(",")
     kind, equals, url = head.partition("=")
     if not equals or not kind.strip() or not url.strip():
@@ -36,7 +45,7 @@ def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> Engi
             f"{flag} {head!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000, "
             "or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"
         )
-    label = f"{flag} {kind.strip()}=…".lstrip()
+    label = _label(flag, kind.strip())
     if "://" not in url:
         raise SettingsError(f"{label}: the address needs a scheme: http://… or https://…")
     values: dict[str, str] = {"kind": kind.strip(), "url": url.strip(), **more}
@@ -51,22 +60,23 @@ def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> Engi
         if name in values:
             raise SettingsError(f"{label}: option {name!r} is given twice")
         values[name] = value.strip()
-    try:
-        return EngineSettings.model_validate(values)
-    except ValidationError as error:
-        raise SettingsError(f"{label}: {_first(error)}") from None
+    return values
+
+
+def _label(flag: str, kind: str) -> str:
+    return f"{flag} {kind}=…".lstrip()
 
 
 def parse_managed_flag(text: str, *, flag: str = "--managed") -> ManagedSettings:
     """Reads `KIND: command line`, e.g. `llama-server: -m model.gguf` or `vllm: vllm serve qwen3
-    --port {port}`; `embedded` alone takes its defaults.
+    --port {port}`. `embedded` may stand alone.
 
     Args:
         text: what the operator wrote.
-        flag: where.
+        flag: the flag, for the error.
 
     Raises:
-        SettingsError: saying what is wrong.
+        SettingsError: what is wrong.
     """
     kind, colon, command = text.partition(":")
     kind = kind.strip()

@@ -1,4 +1,4 @@
-"""Flags + environment + TOML file → Settings. Whatever is wrong is one sentence that says where."""
+"""Flags, environment and TOML file → Settings. Every error is one sentence that says where it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from proxy.settings.models import Settings, SettingsError, option_names
 PREFIX = "KVPIN_"
 DELIMITER = "__"
 CONFIG_VARIABLE = "KVPIN_CONFIG"
-# Read by the command line, of the server and of its clients, and by whatever keeps files.
+# Variables that are no settings: commands and scripts read them.
 _NOT_SETTINGS = (CONFIG_VARIABLE, "KVPIN_URL", "KVPIN_CACHE")
 REUSE_SWITCHES = ("ENABLE_KV_CACHE_REUSE", "NIM_ENABLE_KV_CACHE_REUSE")
 _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
@@ -29,11 +29,11 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
     """The settings. Lowest to highest: defaults, TOML file, reuse switches, KVPIN_ variables, flags.
 
     Args:
-        config: a TOML file; None takes the one that KVPIN_CONFIG names, if any.
+        config: a TOML file; None takes the file that KVPIN_CONFIG names, if any.
         flags: settings by name, nested ones as mappings; None means "not given".
 
     Raises:
-        SettingsError: an unknown key anywhere, or a value that cannot be used.
+        SettingsError: an unknown key, or a value that kvpin cannot use.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if config is None and os.environ.get(CONFIG_VARIABLE):
@@ -83,7 +83,7 @@ def _read_toml(config: Path) -> dict[str, Any]:
 def _unknown_keys(
     values: Mapping[str, Any], model: type[BaseModel], parents: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
-    """Keys no setting has, each with its parents and the names that exist beside it."""
+    """Unknown keys, each with its parents and the names that exist there."""
     options = option_names(values.get("kind")) if model.model_config.get("extra") == "allow" else ()
     for name, value in values.items():
         if name in options:
@@ -125,18 +125,18 @@ def _check_variables() -> None:
 
 
 def _read_switches() -> dict[str, bool]:
-    """`reuse` as NIM and its users spell it."""
+    """`reuse`, from the variables that NIM's users know."""
     found: dict[str, bool] = {}
     for name in REUSE_SWITCHES:
         text = os.environ.get(name)
-        if not text:  # compose files set what they do not have to nothing
+        if not text:  # compose files set a variable they lack to the empty string
             continue
         value = _SWITCH_VALUES.get(text.strip().lower())
         if value is None:
             raise SettingsError(f"environment variable {name} is {text!r}: use 1, 0, true or false")
         found[name] = value
     if len(set(found.values())) > 1:
-        raise SettingsError(f"{' and '.join(found)} contradict each other: set one of them")
+        raise SettingsError(f"{' and '.join(found)} contradict each other: set only one")
     return {"reuse": any(found.values())} if found else {}
 
 
@@ -151,7 +151,7 @@ def _hint(name: str, known: list[str]) -> str:
 def _sentence(
     error: ErrorDetails, given: Mapping[str, Any], from_file: Mapping[str, Any], config: Path | None
 ) -> str:
-    """One sentence for the first validation error; values are left out, they may be secret."""
+    """One sentence for the first validation error, without the value: it may be secret."""
     location = error["loc"]
     message = error["msg"].removeprefix("Value error, ")
     if not location:
@@ -171,7 +171,7 @@ def _sentence(
 
 
 def _variable_of(location: tuple[int | str, ...]) -> str | None:
-    """The KVPIN_ variable that sets `location` or something above it, the longest first."""
+    """The KVPIN_ variable that sets `location` or one of its parents; the longest name wins."""
     parts = [str(part).upper() for part in location]
     names = {name.upper(): name for name in os.environ}
     for length in range(len(parts), 0, -1):

@@ -1,4 +1,4 @@
-"""The settings, typed. Their docstrings are the reference: one line a field, units in the name."""
+"""The settings, typed, with their defaults. Each docstring describes its fields; units are in the names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable
 from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -38,7 +38,7 @@ from engine_adapter import (
 
 
 class SettingsError(ValueError):
-    """Settings kvpin cannot start with; the text says which, where and why, in one sentence."""
+    """Settings that kvpin cannot start with. The text is one sentence: which setting, where, why."""
 
 
 def _kind(value: str) -> str:
@@ -50,9 +50,9 @@ def _url(value: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("an address must look like http://host:port")
     if parts.username or parts.password:
-        raise ValueError("credentials do not belong in an address: use api_key")
+        raise ValueError("an address must not contain credentials: use api_key")
     if parts.query or parts.fragment:
-        raise ValueError("an address must end with its path")
+        raise ValueError("an address must not have a query or a fragment")
     return value.rstrip("/")
 
 
@@ -63,7 +63,7 @@ def _secret(value: SecretStr) -> SecretStr:
 
 
 def option_names(kind: object) -> tuple[str, ...]:
-    """The options of engines of `kind`, as the operator spells it; all there are for an unknown kind."""
+    """The options of engines of `kind`, however the operator spells it; for an unknown kind, all options."""
     every = tuple(dict.fromkeys(chain.from_iterable(ENGINE_OPTIONS.values())))
     return ENGINE_OPTIONS.get(_kind(str(kind)), every)
 
@@ -86,7 +86,7 @@ class _Part(BaseModel):
 
 
 def _headers(value: object) -> object:
-    """One header may be written as text, `Name: value`, as it must be in a flag."""
+    """Accepts one header as text, `Name: value`; a flag has no other form."""
     if not isinstance(value, str):
         return value
     name, colon, text = value.partition(":")
@@ -95,9 +95,18 @@ def _headers(value: object) -> object:
     return {name.strip(): text.strip()}
 
 
+def _revealed(value: Any) -> Any:  # noqa: ANN401 - of any field
+    """A field's value, with secrets as text."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return {name: _revealed(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
 class _EngineSettings(BaseModel):
-    """What can be said of an engine whether or not kvpin starts it. Fields beyond these are options of its
-    kind, which its adapter declares."""
+    """The settings that every engine has; `EngineSpec` describes them.
+
+    Further fields are options of the engine's kind. The adapter declares and checks those.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -114,7 +123,7 @@ class _EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        if self.kind in ENGINE_KINDS:  # another one is refused when all engines are checked
+        if self.kind in ENGINE_KINDS:  # an unknown kind is refused later, with its engine's id
             try:
                 make_options(self.kind, self.model_extra or {})
             except OptionError as error:
@@ -123,39 +132,17 @@ class _EngineSettings(BaseModel):
         return self
 
     def _spec(self, url: str) -> EngineSpec:
-        options = self.model_extra or {}
-        return EngineSpec(
-            kind=self.kind,
-            url=url,
-            id=self.id,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            api_key=self.api_key.get_secret_value() if self.api_key else None,
-            headers={name: value.get_secret_value() for name, value in self.headers.items()},
-            ca=self.ca,
-            cert=self.cert,
-            key=self.key,
-            share_kv=self.share_kv,
-            options=make_options(self.kind, options) if self.kind in ENGINE_KINDS else EngineOptions(),
-        )
+        given = self.model_extra or {}
+        options = make_options(self.kind, given) if self.kind in ENGINE_KINDS else EngineOptions()
+        values = {name: _revealed(getattr(self, name)) for name in _EngineSettings.model_fields}
+        return EngineSpec(url=url, options=options, **values)
 
 
 class EngineSettings(_EngineSettings):
-    """An engine that runs elsewhere.
+    """An engine that runs already. Its `id` is `<kind>-<number>` by default.
 
     Attributes:
-        kind: its framework, e.g. `vllm`.
         url: address of its HTTP server, without `/v1`.
-        id: its name in kvpin, `<kind>-<number>` by default.
-        model: the served name, where the engine does not say.
-        tokenizer: directory or hub id, where the engine does not say.
-        api_key: sent to it instead of the client's key.
-        headers: sent with every request to it.
-        ca: file of the certificate authorities (PEM) its certificate is checked against.
-        cert: file of the certificate (PEM) that kvpin shows to it.
-        key: file of the private key of `cert`.
-        share_kv: tenants may share its KV; without it, an engine that cannot keep tenants apart is not used
-            where there are several.
     """
 
     url: Url
@@ -166,15 +153,12 @@ class EngineSettings(_EngineSettings):
 
 
 class ManagedSettings(_EngineSettings):
-    """An engine that kvpin starts, watches and restarts.
+    """An engine that kvpin starts, watches and restarts. A llama-server without a host cache gets one.
 
     Attributes:
-        kind: its framework.
-        command: for `embedded` the options of `kvpin engine`; for `llama_server` those of a llama-server,
-            with or without its name before them; for any other kind the whole command line, in which
-            `{port}` stands for the port kvpin picks. Text is split as a shell splits it.
-
-    The other settings are those of `EngineSettings`. A llama-server gets a host cache where none is named.
+        command: for `embedded`, the options of `kvpin engine`; for `llama_server`, the options of a
+            llama-server, with or without its name in front; for any other kind, the whole command line, with
+            `{port}` in place of the port. Text is split as a shell splits it.
     """
 
     # Not in repr: a command line may hold a key.
@@ -189,7 +173,7 @@ class ManagedSettings(_EngineSettings):
         return self
 
     def spec(self, port: int) -> EngineSpec:
-        """The description of the engine once it listens on `port`.
+        """The description of the engine that listens on `port`.
 
         Raises:
             EngineSpecError: the command contradicts the other settings.
@@ -198,7 +182,7 @@ class ManagedSettings(_EngineSettings):
 
 
 class ApiKeySettings(_Part):
-    """A key that clients may use, and the tenant it belongs to.
+    """A client's key, and the tenant it belongs to.
 
     Attributes:
         key: the key itself.
@@ -210,9 +194,9 @@ class ApiKeySettings(_Part):
 
     @property
     def tenant_id(self) -> str:
-        """The tenant; for a key without one a name that stays the same and does not tell the key.
+        """The tenant. A key without one gets a name made from its digest, which does not reveal the key.
 
-        It holds a colon, which a tenant's own name cannot: the two never meet.
+        That name contains a colon, which a tenant's name cannot contain, so the two never collide.
         """
         if self.tenant is not None:
             return self.tenant
@@ -221,11 +205,11 @@ class ApiKeySettings(_Part):
 
 
 class LimitSettings(_Part):
-    """Bounds on memory.
+    """Limits on memory.
 
     Attributes:
-        body_bytes: longest request body.
-        request_records: requests kept for `GET /admin/v1/requests`.
+        body_bytes: the longest request body.
+        request_records: the number of requests kept for `GET /admin/v1/requests`.
         prompt_table_bytes: all registered prompt tables together.
     """
 
@@ -239,7 +223,7 @@ class LogSettings(_Part):
 
     Attributes:
         format: `json`, `pretty`, or `auto`: pretty on a terminal.
-        level: the least severe level that is written.
+        level: the lowest level that is written.
     """
 
     format: Literal["auto", "json", "pretty"] = "auto"
@@ -247,11 +231,11 @@ class LogSettings(_Part):
 
 
 class HealthSettings(_Part):
-    """How engines are watched.
+    """How engines are checked.
 
     Attributes:
-        interval_s: from one health check to the next.
-        timeout_s: after which a check counts as failed.
+        interval_s: time between health checks.
+        timeout_s: time after which a check has failed.
     """
 
     interval_s: Seconds = 1.0
@@ -265,20 +249,20 @@ class Settings(BaseSettings):
         host: address to listen on.
         port: port to listen on, 0 for any free one.
         reuse: route by KV cache; without it kvpin is a least-loaded balancer.
-        engines: engines that run elsewhere.
+        engines: engines that run already.
         managed: engines that kvpin starts.
-        api_keys: keys of clients; with none, everybody may use the data plane.
-        admin_key: key of the admin API; with none, it answers to this machine alone.
-        limits: bounds on memory.
+        api_keys: keys of clients; without any, everybody may use the data plane.
+        admin_key: key of the admin API; without one, only this machine may use it.
+        limits: limits on memory.
         logs: log lines.
-        record_traffic: file that requests are recorded in, as hashes, for `kvpin replay`.
-        record_traffic_bytes: the recording ends before it is longer.
-        trust_media_uuids: clients' uuids of images, audio and video are believed; by default one that comes
-            with other content than before is an error.
-        retries: other engines tried before the first byte of an answer.
-        health: how engines are watched.
-        restore_ahead: with `reuse`, KV comes back from host memory before the turn that is due needs it.
-        graceful_shutdown_s: time running answers get when kvpin stops.
+        record_traffic: the file that requests are recorded in, as hashes, for `kvpin replay`.
+        record_traffic_bytes: the most bytes of that file; then the recording ends.
+        trust_media_uuids: believe clients' uuids of images, audio and video. By default a uuid that returns
+            with other content is an error.
+        retries: other engines to try before the first byte of an answer.
+        health: how engines are checked.
+        restore_ahead: with `reuse`, restore KV from host memory before the next turn of a conversation.
+        graceful_shutdown_s: time that running answers get when kvpin stops.
     """
 
     model_config = SettingsConfigDict(
@@ -306,7 +290,7 @@ class Settings(BaseSettings):
     def _name_engines(self) -> Self:
         """Gives each engine without an id the first free `<kind>-<number>`."""
         taken = _distinct(engine.id for engine in (*self.engines, *self.managed) if engine.id)
-        # The model is frozen to everybody else; this is its own construction.
+        # The model is frozen, but this is still its construction.
         object.__setattr__(self, "engines", tuple(_named(engine, taken) for engine in self.engines))
         object.__setattr__(self, "managed", tuple(_named(engine, taken) for engine in self.managed))
         return self
@@ -315,7 +299,7 @@ class Settings(BaseSettings):
     def _check_keys(self) -> Self:
         keys = [entry.key.get_secret_value() for entry in self.api_keys]
         if len(set(keys)) != len(keys):
-            raise ValueError("api_keys has one key twice")
+            raise ValueError("api_keys contains the same key twice")
         if self.admin_key and self.admin_key.get_secret_value() in keys:
             raise ValueError("admin_key must differ from every key in api_keys")
         return self
@@ -326,10 +310,10 @@ class Settings(BaseSettings):
             return self
         if self.record_traffic.suffix == ".gz":
             raise ValueError(
-                "record_traffic is written as plain lines: name a file without .gz, and gzip it afterwards"
+                "record_traffic writes plain lines: name a file without .gz, and gzip it afterwards"
             )
         if not self.reuse:
-            raise ValueError("record_traffic needs reuse: without it kvpin does not read prompts")
+            raise ValueError("record_traffic needs reuse: without reuse kvpin does not read prompts")
         return self
 
 

@@ -108,6 +108,7 @@ def test_two_tenants(tmp_path):
     keys = ("--api-key", "alice-key", "--api-key", "bob-key")
     with running_kvpin(tmp_path / "log", "--managed", ENGINE, *keys) as kvpin:
         shown = run("two_tenants.py", "--base-url", kvpin.base_url)
+        assert "one tenant" not in shown
         assert "alice-key" not in kvpin.log.read_text()
     counts = [int(count) for count in re.findall(r"(\d+) of \d+ prompt tokens", shown)]
     assert counts[0] == counts[2] == 0

@@ -152,11 +152,12 @@ def test_tables_for_people(show):
 
 
 def test_engines_come_and_go(kvpin, ask, show, live_proxy):
-    assert show("engines", "add", "vllm=http://127.0.0.1:1,id=gone") == "added gone\n"
+    assert show("engines", "add", "vllm=http://127.0.0.1:1,id=gone,dp_rank=0") == "added gone\n"
     assert show("engines", "drain", "gone") == "gone is draining, 0 requests in flight\n"
     assert [engine["state"] for engine in ask("engines")["engines"]] == ["ready", "draining"]
     assert show("engines", "remove", "gone") == "removed gone\n"
-    for words in (("remove", "gone"), ("add", "nonsense"), ("add", "vllm=http://x,id")):
+    wrong = ("nonsense", "vllm=http://x,id", "vllm=http://x,dprank=0", "vllm=http://x,dp_rank=first")
+    for words in (("remove", "gone"), *(("add", text) for text in wrong)):
         result = kvpin("engines", *words, "--url", live_proxy, *KEY)
         assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
 
@@ -177,7 +178,7 @@ def test_the_address_and_key_come_from_the_environment(kvpin, live_proxy):
         (("flush",), "name a target: use one of --messages-file, "),
         (("flush", "--engine", "z"), "there is no engine 'z'"),
         (("warm", "--all"), "this command needs a prefix"),
-        (("pin", "--prompt", "x", "--ttl", "0"), "at --ttl (400)"),
+        (("pin", "--prompt", "x", "--ttl", "0"), "--ttl: Expected"),
         (("unpin", "pin-x"), "there is no pin 'pin-x'"),
         (("requests", "req-x"), "no recent request has the id 'req-x'"),
     ],

@@ -87,13 +87,14 @@ def test_no_address(capsys, url):
         ),
         (
             {"error": {"message": "Expected `float` > 0.0 - at `$.ttl_s`", "param": "ttl_s"}},
-            "Expected `float` > 0.0 - at --ttl (404)",
+            "kvpin: --ttl: Expected `float` > 0.0 (404)",
         ),
         (
             {"error": {"message": "token_ids is empty", "param": "token_ids"}},
             "kvpin: --token-ids is empty (404)",
         ),
         ({"error": {"message": "plain", "param": None}}, "plain (404)"),
+        ({"error": {"message": "limit must be 1", "param": "limit"}}, "kvpin: --limit must be 1 (404)"),
         (b"<html>", "404 Not Found"),
         ({"error": "x"}, "404 Not Found"),
         ([1], "404 Not Found"),

@@ -239,7 +239,7 @@ async def test_what_it_says_is_logged_and_our_settings_are_not_its(tmp_path, mon
         async with running(engine):
             await until(is_ready(engine))
     assert {
-        "event": "engine says",
+        "event": "engine output",
         "engine": "e-0",
         "line": "says hello None",
         "log_level": "info",

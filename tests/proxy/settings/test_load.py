@@ -109,7 +109,7 @@ def test_the_switch_wins_over_the_file_and_loses_to_ours(write, monkeypatch):
         ),
         (
             {"ENABLE_KV_CACHE_REUSE": "1", "NIM_ENABLE_KV_CACHE_REUSE": "0"},
-            "ENABLE_KV_CACHE_REUSE and NIM_ENABLE_KV_CACHE_REUSE contradict each other: set one of them",
+            "ENABLE_KV_CACHE_REUSE and NIM_ENABLE_KV_CACHE_REUSE contradict each other: set only one",
         ),
         ({"KVPIN_PROT": "1"}, "unknown environment variable 'KVPIN_PROT': did you mean 'port'?"),
         (

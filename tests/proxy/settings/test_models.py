@@ -71,7 +71,7 @@ def test_no_secret_shows():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"api_keys": [{"key": "a"}, {"key": "a", "tenant": "t"}]}, "one key twice"),
+        ({"api_keys": [{"key": "a"}, {"key": "a", "tenant": "t"}]}, "contains the same key twice"),
         ({"api_keys": [{"key": "a"}], "admin_key": "a"}, "admin_key must differ"),
         ({"api_keys": [{"key": " "}]}, "must not be empty"),
         ({"admin_key": ""}, "must not be empty"),
