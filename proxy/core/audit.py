@@ -1,7 +1,7 @@
-"""The audit: predicted against reported cached tokens, and what follows for trust.
+"""The audit: predicted against reported cached tokens, and the trust that follows.
 
-An engine is `precise` while its events explain what it reports. When predictions miss again and again it
-becomes `approximate`, which asks for a resync; a fresh view makes it precise again.
+An engine is `precise` as long as its events explain what it reports. After repeated misses it becomes
+`approximate`, which starts a resync; a rebuilt view makes it precise again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ WINDOW = 50
 # A view is doubted when more than this share of the last WINDOW predictions missed, and at least this many.
 MAX_MISS_SHARE = 0.2
 MIN_MISSES = 5
-# Each resync that did not help doubles the misses the next one takes, up to this.
+# Each resync that did not help doubles the misses that the next one needs, up to this.
 MAX_PATIENCE = 40
 
 
 class Trust(StrEnum):
-    """How far the index is believed for an engine."""
+    """How far the index is trusted for an engine."""
 
     PRECISE = "precise"  # its events are healthy
     APPROXIMATE = "approximate"  # learned from responses, or in doubt
@@ -27,7 +27,7 @@ class Trust(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AuditView:
-    """Counts since start, the share of misses lately, and why trust is what it is."""
+    """Counts since start, the share of recent misses, and the reason for the trust."""
 
     trust: Trust
     why: str
@@ -39,7 +39,7 @@ class AuditView:
 
 
 class EngineAudit:
-    """Predictions of one engine held against its reports."""
+    """Compares the predictions for one engine with its reports."""
 
     def __init__(self) -> None:
         self.trust = Trust.APPROXIMATE
@@ -49,22 +49,22 @@ class EngineAudit:
         self._checked = self._exact = self._predicted = self._reported = 0
 
     def synced(self) -> None:
-        """The engine's events have brought the view up to date."""
+        """The view is up to date with the engine's events."""
         self.trust, self.why = Trust.PRECISE, "events are healthy"
         self._recent.clear()
 
     def lost(self, why: str) -> None:
-        """The view is void or stale until the next sync."""
+        """The view is empty or stale until the next sync."""
         self.trust, self.why = Trust.APPROXIMATE, why
 
     def observe(self, predicted: int, reported: int, *, within: int = 1, evicted_since: bool = False) -> bool:
-        """One finished request; both in tokens. True when the view has to be rebuilt now.
+        """Notes a finished request; both counts in tokens. Returns True if the view must be rebuilt now.
 
-        Predictions are in whole blocks of the pool. An engine of smaller pages may reuse up to a block more,
-        so less than `within` tokens more than predicted is exact.
+        Predictions are in whole blocks of the pool. An engine with smaller pages may reuse up to a block
+        more, so a report of less than `within` tokens more than predicted is exact.
 
-        A miss after the engine evicted (`evicted_since` the prediction) says nothing against the view: the
-        blocks may have been there when they were predicted. It is counted, and doubts nothing.
+        A miss says nothing about the view if the engine has evicted since the prediction (`evicted_since`):
+        the blocks may have been there when they were predicted. Such a miss is counted, but lowers no trust.
         """
         is_exact = 0 <= reported - predicted < within
         self._checked += 1

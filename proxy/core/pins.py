@@ -1,4 +1,4 @@
-"""What operators asked to keep: pins over engines, with their end."""
+"""Pins: prefixes that operators protect from eviction until a given time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Pin:
         pin_id: its name at the proxy.
         engine_pins: engine id → that engine's own pin id.
         blocks: blocks protected, over all engines.
-        expires: when it ends, in the seconds of the caller's clock.
-        label: what it is for, as the operator described it; never prompt text.
-        first_block: hash of the first block protected: a flush that starts with it ends the pin.
-        instances: engine id → the process that holds it there; a restart ends the pin on that engine.
+        expires: when it ends, in seconds of the caller's clock.
+        label: the operator's description; never prompt text.
+        first_block: hash of the first protected block; a flush that starts with it ends the pin.
+        instances: engine id → the process that holds it; a restart ends the pin on that engine.
     """
 
     pin_id: str
@@ -30,7 +30,7 @@ class Pin:
 
 
 class PinBook:
-    """The pins that hold. Engines let go by themselves when the time is up; so does the book."""
+    """The active pins. When a pin expires, the book drops it, and each engine does so by itself."""
 
     def __init__(self) -> None:
         self._pins: dict[str, Pin] = {}
@@ -40,17 +40,17 @@ class PinBook:
         self._pins[pin.pin_id] = pin
 
     def take(self, pin_id: str, now: float) -> Pin | None:
-        """Removes and returns a pin; None when there is none or it has ended."""
+        """Removes and returns a pin; None if there is none or it has expired."""
         self._expire(now)
         return self._pins.pop(pin_id, None)
 
     def active(self, now: float) -> tuple[Pin, ...]:
-        """The pins that hold now."""
+        """The pins that are active now."""
         self._expire(now)
         return tuple(self._pins.values())
 
     def forget_engine(self, engine: str, which: Callable[[Pin], bool] = lambda _pin: True) -> None:
-        """The engine lost its KV, and with it its pins, or those of them that `which` says."""
+        """The engine lost its KV, and with it those of its pins that `which` selects; all by default."""
         for pin in list(self._pins.values()):
             if engine in pin.engine_pins and which(pin):
                 rest = {e: p for e, p in pin.engine_pins.items() if e != engine}

@@ -1,10 +1,10 @@
-"""How long a request wants its KV kept: what OpenAI's and Anthropic's clients say of it, as one thing.
+"""How long a request wants its KV kept, from the fields of OpenAI's and Anthropic's clients.
 
     OpenAI      prompt_cache_options.ttl "30m" · prompt_cache_retention "24h"; "in_memory" asks for nothing
     Anthropic   cache_control {"type": "ephemeral", "ttl": "5m" | "1h"}, on the request or any part of it
 
-The longest counts, and for the whole prompt. The fields go on to the engine untouched; one that cannot be
-read asks for nothing here, and whose field it is says so.
+The longest time counts, for the whole prompt. The fields go to the engine unchanged. A field that cannot be
+read asks for nothing here; the engine rejects it if it is invalid.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import Any
 from engine_adapter.body import JsonBody
 from engine_adapter.types import Retention
 
-# What is asked for is kept before what nobody asked for; no client can ask for more than another.
+# Above the priority of requests that ask for nothing, and the same for all clients.
 PRIORITY = 1
 # No API offers more than a day.
 MAX_TTL_S = 86_400.0
-# What Anthropic keeps where a client names no time.
+# Anthropic's default, if a client names no time.
 EPHEMERAL_S = 300.0
 
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _CACHE_CONTROL = b"cache_control"
-# Where an Anthropic request has parts; clients that translate put `cache_control` there in chats as well.
+# Fields of an Anthropic request that have parts. Clients that translate put `cache_control` there in chats,
+# too.
 _PARTS = ("system", "messages", "tools")
 
 
 def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
-    """What a request asks of the caches, for `owner`; priority 0 where it asks for nothing."""
+    """The retention that a request asks for, on behalf of `owner`; priority 0 if it asks for nothing."""
     asked = [seconds for seconds in _asked(body) if seconds is not None]
     if not asked:
         return Retention(owner=owner)
@@ -44,7 +45,7 @@ def _asked(body: JsonBody) -> Iterator[float | None]:
     if isinstance(options, dict):
         yield _seconds(options.get("ttl"))
     yield _seconds(body.hint("prompt_cache_retention"))
-    # Reading the messages takes as long as all the rest: most requests have none of these.
+    # Reading the messages takes as long as the rest of the parsing, and most requests have no such field.
     if _CACHE_CONTROL in body.raw:
         yield _ephemeral(body.hint("cache_control"))
         for name in _PARTS:
@@ -52,7 +53,7 @@ def _asked(body: JsonBody) -> Iterator[float | None]:
 
 
 def _of_parts(parts: Any) -> Iterator[float | None]:  # noqa: ANN401 - JSON
-    """Of a message, its blocks, and the blocks of a tool's result."""
+    """The times of messages, of their blocks, and of the blocks of tool results."""
     stack = [parts]
     while stack:
         part = stack.pop()

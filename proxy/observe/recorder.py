@@ -1,11 +1,11 @@
-"""kvpin's own traffic as a trace that `kvpin replay` reads: when requests came, how long they were, and which
-blocks they share. No text, no token ids.
+"""Records kvpin's traffic as a trace that `kvpin replay` reads: arrival times, lengths and shared blocks. No
+text and no token ids.
 
-A block's id is a keyed hash of its tokens and of all before them, under the model, the adapter and the
-tenant's salt. The key is drawn when a recording begins and kept nowhere: who has the file can count what
-requests share, and cannot try out whether one held a text that they guess.
+A block's id is a keyed hash of its tokens and all tokens before them, of the model, the LoRA adapter and the
+tenant's salt. The key is random for each recording and never stored. With the file, one can count what
+requests share, but cannot test whether a request held a guessed text.
 
-    request is over → waits in memory → twice a second, off the event loop: hashed, written
+    request ends → waits in memory → twice a second, off the event loop: hashed, written
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from proxy.settings import SettingsError
 
 log = structlog.get_logger(__name__)
 
-# Mooncake's 512 would hide what chats of a thousand tokens share; a pool's own 16 would make lines as long as
-# the prompts. Here 20 digits stand for 64 tokens.
+# Mooncake's 512 would hide what chats of a thousand tokens share. A pool's own 16 would make lines as long as
+# the prompts. With 64, an id of 20 digits stands for 64 tokens.
 BLOCK_TOKENS = 64
 _BLOCK_BYTES = 4 * BLOCK_TOKENS
-# A process that is killed loses what came since the last write.
+# A killed process loses the requests since the last write.
 WRITE_S = 0.5
-# Prompts that wait to be written, in tokens: a disk that hangs must not fill the memory.
+# Prompts that may wait to be written, in tokens: a disk that hangs must not fill the memory.
 MAX_WAITING_TOKENS = 8_000_000
 _ID_BYTES = 8
 _TEXT = bytes(8 * BLOCK_TOKENS)  # extra ids of a block without any
@@ -50,13 +50,13 @@ _Waiting = tuple[float, RequestRecord, Prompt]
 
 
 class RecordedLine(Line, kw_only=True):
-    """A request of a recording, with what replay passes over.
+    """A request of a recording, with fields that replay ignores.
 
     Attributes:
-        engine: who answered, or was to.
-        counted: `output_length` is the number of events of the stream, for want of the engine's own word.
-        cached_tokens: prompt tokens the engine reused, as it said.
-        ttft_ms: from placement to the first byte, of streams.
+        engine: the engine that answered, or was to answer.
+        counted: `output_length` is the number of stream events, because the engine reported no tokens.
+        cached_tokens: reused prompt tokens that the engine reported.
+        ttft_ms: from placement to the first byte, for streams.
     """
 
     engine: str | None = None
@@ -66,13 +66,14 @@ class RecordedLine(Line, kw_only=True):
 
 
 class Hasher:
-    """What stands in a recording for prompts and sessions, under a key of its own."""
+    """Hashes prompts and sessions for one recording, with its own key."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(blake2b.MAX_KEY_SIZE)
 
     def block_ids(self, model: str | None, prompt: Prompt) -> list[int]:
-        """One 64-bit id for each full block of the prompt, which covers all before it and the namespace."""
+        """One 64-bit id for each full block of the prompt. It covers all tokens before it and the
+        namespace."""
         hashed = self._keyed(msgspec.msgpack.encode(("blocks", model, prompt.adapter, prompt.salt)))
         tokens, extra_ids, ids = prompt.token_ids.tobytes(), prompt.extra_ids, []
         extras = extra_ids.tobytes() if extra_ids is not None else None
@@ -84,7 +85,7 @@ class Hasher:
         return ids
 
     def session_id(self, session: Session) -> str:
-        """The conversation, told apart from equal names of other tenants."""
+        """An id for the conversation; equal names of two tenants get different ids."""
         return self._keyed(msgspec.msgpack.encode(("session", *session))).hexdigest()
 
     def _keyed(self, data: bytes) -> blake2b:
@@ -92,15 +93,15 @@ class Hasher:
 
 
 class Recorder:
-    """Writes finished requests to a file of its own, until that is full, fails, or is closed.
+    """Writes finished requests to a new file, until that is full, fails or is closed.
 
     Attributes:
         path: the file.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Begins a recording in a new file, which takes `max_bytes` at most: `path`, or `traffic-1.jsonl`
-        where `traffic.jsonl` holds an earlier one.
+        """Begins a recording of at most `max_bytes` in a new file: `path`, or `traffic-1.jsonl` if
+        `traffic.jsonl` holds an earlier recording.
 
         Raises:
             SettingsError: no file can be written there.
@@ -112,11 +113,11 @@ class Recorder:
         self._is_open = True
         self._waiting: list[_Waiting] = []
         self._waiting_tokens = self._unknown = 0
-        self._lock = threading.Lock()  # of what threads have: the file, its size, and its lines
+        self._lock = threading.Lock()  # for what threads change: the file, its size and its lines
         self._size = self._recorded = 0
 
     def observe(self, record: RequestRecord) -> None:
-        """A request is over. It is recorded when all of its prompt is known."""
+        """A request ended. It is recorded if its whole prompt is known."""
         if not self._is_open:
             return
         prompt = record.prompt
@@ -127,17 +128,17 @@ class Recorder:
         self._waiting.append((max(arrived, 0.0), record, prompt))
         self._waiting_tokens += len(prompt.token_ids)
         if self._waiting_tokens > MAX_WAITING_TOKENS:
-            self._give_up("the disk does not keep up")
+            self._give_up("the disk is too slow for the traffic")
 
     async def run(self) -> None:
-        """Writes what came, until the recording is over."""
-        log.info("traffic is recorded, as hashes", file=str(self.path))
+        """Writes finished requests until the recording ends."""
+        log.info("recording traffic as hashes", file=str(self.path))
         while self._is_open:
             await asyncio.sleep(WRITE_S)
             await self.write()
 
     async def write(self) -> None:
-        """Writes what came so far."""
+        """Writes the requests that wait."""
         waiting, self._waiting = self._waiting, []
         problem = await asyncio.to_thread(self._write, waiting)
         self._waiting_tokens -= sum(len(prompt.token_ids) for _, _, prompt in waiting)
@@ -145,39 +146,39 @@ class Recorder:
             self._give_up(problem)
 
     async def aclose(self) -> None:
-        """Writes the rest, and ends the recording."""
+        """Writes the rest and ends the recording."""
         await self.write()
         self._is_open = False
         await asyncio.to_thread(self._close)
         log.info(
-            "traffic was recorded", file=str(self.path), requests=self._recorded, not_known_here=self._unknown
+            "recording ended", file=str(self.path), requests=self._recorded, prompt_unknown=self._unknown
         )
 
     def _give_up(self, problem: str) -> None:
         self._is_open = False
         self._waiting.clear()
-        log.warning("the recording of traffic ends", file=str(self.path), why=problem)
+        log.warning("recording stopped early; requests go on", file=str(self.path), why=problem)
 
     # --- in a thread -------------------------------------------------------------------------------
 
     def _write(self, waiting: Iterable[_Waiting]) -> str | None:
-        """Writes lines; says why no more can be."""
+        """Writes lines. Returns why the recording must end, None if it goes on."""
         data, lines, problem = bytearray(), 0, None
         with self._lock:
             for at, record, prompt in waiting:
                 line = msgspec.json.encode(line_of(self._hasher, at, record, prompt)) + b"\n"
                 if self._size + len(data) + len(line) > self._max_bytes:
-                    problem = f"it has reached record_traffic_bytes, {self._max_bytes}"
+                    problem = f"the file has reached record_traffic_bytes, {self._max_bytes}"
                     break
                 data += line
                 lines += 1
-                time.sleep(0)  # between prompts the event loop has its turn
+                time.sleep(0)  # lets the event loop run between prompts
             try:
                 _write_all(self._file, data)
             except OSError as error:
                 with suppress(OSError):
-                    self._file.truncate(self._size)  # no half of a line
-                return f"it cannot be written: {error.strerror}"
+                    self._file.truncate(self._size)  # no partial line
+                return f"the file cannot be written: {error.strerror}"
             self._size += len(data)
             self._recorded += lines
         return problem
@@ -188,7 +189,7 @@ class Recorder:
 
 
 def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Prompt) -> RecordedLine:
-    """The line of a request, which arrived so long after the recording began."""
+    """The line of a request that arrived `arrived_s` seconds after the recording began."""
     told, session = record.output_tokens, record.session
     first_byte_s = record.first_byte_s if record.stream else None
     return RecordedLine(
@@ -208,8 +209,8 @@ def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Pro
 
 
 def _open_new(path: Path) -> tuple[Path, FileIO]:
-    """An empty file that nobody else records to, for this user alone: `path`, or the first of those numbered
-    after it."""
+    """Opens an empty file that no other process records to and only this user can read: `path`, or the first
+    free numbered name after it."""
     attempts = (path.with_stem(f"{path.stem}-{number}") if number else path for number in count())
     try:
         return next((attempt, file) for attempt in attempts if (file := _open_empty(attempt)) is not None)
@@ -219,11 +220,11 @@ def _open_new(path: Path) -> tuple[Path, FileIO]:
 
 
 def _open_empty(path: Path) -> FileIO | None:
-    """The file, to append to; None where it holds something, or somebody writes it."""
+    """Opens the file to append to it; None if it is not empty, or another process writes it."""
     with ExitStack() as on_failure:
         file = on_failure.enter_context(FileIO(path, "ab", opener=_open_private))
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.fstat(file.fileno()).st_size:
@@ -234,7 +235,7 @@ def _open_empty(path: Path) -> FileIO | None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    # Not blocking: whoever would read from a pipe may never come.
+    # Without O_NONBLOCK, opening a pipe would wait for a reader.
     return os.open(path, flags | os.O_NONBLOCK, 0o600)
 
 

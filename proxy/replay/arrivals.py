@@ -1,4 +1,4 @@
-"""When requests arrive: as recorded, faster or slower, or so that they make a given load."""
+"""When requests arrive: as recorded, faster or slower, or scaled to a given load."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from proxy.core.index.blocks import BlockHash
 from proxy.replay.engine import EngineModel
 from proxy.replay.trace import Request, Trace
 
-# Seeds other than 0 move each arrival by up to so much. It is less than people's own turns vary by, and
-# changes who meets whom in a queue.
+# Seeds other than 0 move each arrival by up to this. It is less than the turns of people vary, and changes
+# which requests meet in a queue.
 JITTER_S = 2.0
-# 30 years. Up to there a float tells microseconds apart.
+# 30 years. Within that, a float resolves microseconds.
 MAX_DURATION_S = 1e9
 
 
 def fitting(trace: Trace, model: EngineModel) -> list[Request]:
-    """The requests that an engine has room for.
+    """The requests that fit into an engine.
 
     Raises:
         ValueError: when there is none.
@@ -30,34 +30,35 @@ def fitting(trace: Trace, model: EngineModel) -> list[Request]:
 
 
 def speedup_for_load(trace: Trace, model: EngineModel, engines: int, load: float) -> float:
-    """How much faster the trace has to arrive for so many engines to be busy for `load` of its time if they
-    computed in full all prompts that they have room for.
+    """How much faster the trace must arrive so that `engines` engines would be busy for `load` of the time if
+    nothing were cached.
 
     Raises:
-        ValueError: for a trace that arrives all at once, or of which nothing fits.
+        ValueError: the whole trace arrives at once, or no request fits.
     """
     requests = fitting(trace, model)
     duration = requests[-1].at - requests[0].at
     if duration <= 0:
-        raise ValueError("all requests arrive at once, which makes no load that could be scaled")
+        raise ValueError("all requests arrive at once: such a trace cannot be scaled to a load")
     work_s = sum(model.prefill_s(0, request.n_tokens) for request in requests)
     return load * duration * engines / work_s
 
 
 def arrivals(trace: Trace, speedup: float, seed: int) -> list[tuple[float, Request]]:
-    """Requests with the seconds at which they arrive, in order. The first does at 0, for seed 0.
+    """Requests with their arrival times in seconds, in order. With seed 0 the first arrives at 0.
 
-    Seed 0 is the trace as it is. Others move arrivals at random; the turns of a conversation stay in order.
+    Seed 0 is the trace as recorded. Other seeds move arrivals at random and keep the turns of a conversation
+    in order.
 
     Raises:
-        ValueError: for a pace at which they would go on for longer than is simulated.
+        ValueError: at this pace they would arrive over more than MAX_DURATION_S.
     """
     start = trace.requests[0].at
     times = [(request.at - start) / speedup for request in trace.requests]
     if not times[-1] <= MAX_DURATION_S:
         raise ValueError(
             f"at {speedup:g} times the pace of the trace its requests arrive over more than 30 years: "
-            "have them arrive faster"
+            "raise --speedup"
         )
     if seed:
         random = Random(seed)  # noqa: S311 - a simulation
@@ -68,7 +69,7 @@ def arrivals(trace: Trace, speedup: float, seed: int) -> list[tuple[float, Reque
 
 
 def _in_turn(trace: Trace, times: list[float]) -> list[float]:
-    """The same times, those of each conversation in the order of its turns."""
+    """The same times, sorted within each conversation."""
     turns = defaultdict[Hashable, list[int]](list)
     for at, conversation in enumerate(_conversations(trace)):
         turns[conversation].append(at)
@@ -80,8 +81,8 @@ def _in_turn(trace: Trace, times: list[float]) -> list[float]:
 
 
 def _conversations(trace: Trace) -> Iterator[Hashable]:
-    """What each request is a turn of: its session, or else the conversation of the earlier request that it
-    goes on from, which it holds to the last block. What all requests share is nobody's turn."""
+    """Yields the conversation of each request: its session, or else that of the earlier request that it
+    continues, whose last block it contains. Blocks that all requests share do not count."""
     ends: dict[BlockHash, int] = {}
     for at, request in enumerate(trace.requests):
         if request.session is not None:

@@ -1,4 +1,4 @@
-"""Many runs of one trace, in this process or over several."""
+"""Many runs of one trace, in this process or in several."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from multiprocessing import get_context
 from proxy.replay.simulator import Outcome, Run, simulate
 from proxy.replay.trace import Trace
 
-_traces: list[Trace] = []  # a worker's own copy, so that it travels once
+_traces: list[Trace] = []  # a worker's own copy, so that each worker gets it once
 
 
 def run_all(
     trace: Trace, runs: Sequence[Run], *, jobs: int = 1, progress: Callable[[int], None] | None = None
 ) -> list[Outcome]:
-    """The outcomes, in the order of the runs. `progress` is told of requests served since last time.
+    """The outcomes, in the order of the runs. `progress` is called with the number of requests served since
+    its last call.
 
     Raises:
-        ValueError: when no request of the trace fits an engine.
+        ValueError: no request of the trace fits an engine.
     """
     tell = progress or _nobody
     if jobs == 1 or len(runs) == 1:
         return [simulate(trace, run, tell) for run in runs]
-    # Started afresh: forked ones would take over the threads of a progress bar.
+    # Not forked: forked processes would inherit the threads of a progress bar.
     with ProcessPoolExecutor(
         min(jobs, len(runs)), get_context("spawn"), initializer=_take, initargs=(trace,)
     ) as pool:
@@ -42,4 +43,4 @@ def _run(run: Run) -> Outcome:
 
 
 def _nobody(_requests: int) -> None:
-    """Nobody wants to know."""
+    """Ignores progress."""

@@ -1,8 +1,8 @@
-"""The cache of a simulated engine: blocks on the GPU, and below them a host tier of its own.
+"""The cache of a simulated engine: blocks on the GPU, and a host tier of its own.
 
-As engines do it: blocks of running requests stay; of the others the least recently used goes first, and of
-one prompt its end before its beginning. What leaves the GPU goes down to the host tier, and stays there when
-it is restored.
+As in real engines, blocks of running requests stay. Of the others the least recently used is evicted first,
+and the end of a prompt before its beginning. Blocks evicted from the GPU go to the host tier, and stay there
+when they are restored.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from proxy.core.index.blocks import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a request that starts has found, and what had to go for it.
+    """What a starting request found, and what was evicted for it.
 
     Attributes:
-        gpu: how many leading blocks of its chain were found on the GPU.
-        host: how many on the host tier, which have to be restored.
+        gpu: leading blocks of its chain found on the GPU.
+        host: further blocks found on the host tier, which must be restored.
         evicted: blocks that left the GPU.
         gone: blocks that left the host tier.
     """
@@ -41,24 +41,24 @@ class TieredCache:
         self.host_blocks = host_blocks
         self._idle: OrderedDict[BlockHash, None] = OrderedDict()  # least recently used first
         self._used: dict[BlockHash, int] = {}  # running requests that use a block
-        self._private = 0  # blocks of running requests that nobody can find: being filled, tails, answers
+        self._private = 0  # blocks of running requests that no match finds: being filled, tails, answers
         self._host: OrderedDict[BlockHash, None] = OrderedDict()  # least recently used first
 
     @property
     def held(self) -> int:
-        """Blocks on the GPU that a request could find."""
+        """Blocks on the GPU that a match could find."""
         return len(self._idle) + len(self._used)
 
     @property
     def occupied(self) -> int:
-        """Blocks of the GPU that are in use or hold something."""
+        """Blocks on the GPU that are not empty."""
         return self.held + self._private
 
     def match(
         self, hashes: Sequence[BlockHash], coming: AbstractSet[BlockHash] = frozenset()
     ) -> tuple[int, int]:
-        """Leading blocks of the chain on the GPU and, where they are not, on the host tier. `coming` counts
-        as if it lay on the GPU."""
+        """Leading blocks of the chain on the GPU, and those only on the host tier. Blocks in `coming` count
+        as on the GPU."""
         gpu = host = 0
         for block in hashes:
             if block in self._used or block in self._idle or block in coming:
@@ -70,7 +70,8 @@ class TieredCache:
         return gpu, host
 
     def take(self, hashes: Sequence[BlockHash], blocks: int) -> Taken | None:
-        """Room for a request of `blocks` blocks that begin with `hashes`; None while there is none."""
+        """Takes room for a request of `blocks` blocks that begin with `hashes`; None if there is not
+        enough."""
         gpu, host = self.match(hashes)
         used, idle = self._used, self._idle
         found = hashes[: gpu + host]
@@ -90,7 +91,7 @@ class TieredCache:
         return Taken(gpu, host, evicted, self._lower(evicted, found))
 
     def fill(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """The prefill has ended: the chain can be found from now on. Returns what could not be before."""
+        """The prefill has ended: matches find the chain from now on. Returns the blocks that are new."""
         used = self._used
         new = [block for block in hashes if block not in used]
         for block in new:
@@ -99,7 +100,7 @@ class TieredCache:
         return new
 
     def release(self, hashes: Sequence[BlockHash], blocks: int) -> None:
-        """The request has finished; its blocks stay until others need the room."""
+        """The request has finished. Its blocks stay until others need the room."""
         used, idle = self._used, self._idle
         for block in reversed(hashes):
             users = used[block] - 1
@@ -111,8 +112,8 @@ class TieredCache:
         self._private -= blocks - len(hashes)
 
     def _lower(self, evicted: Sequence[BlockHash], found: Sequence[BlockHash]) -> list[BlockHash]:
-        """Writes evicted blocks to the host tier, and refreshes those that were found there; returns what
-        had to go from there."""
+        """Writes evicted blocks to the host tier and marks those found there as used. Returns the blocks that
+        the host tier evicted."""
         host = self._host
         if not self.host_blocks:
             return []

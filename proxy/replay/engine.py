@@ -1,13 +1,14 @@
 """A model of one serving engine on a virtual clock.
 
-It answers prompts in the order they came, one prefill at a time, from its cache as it is when the prefill
-starts. Events are few: a restore ends, a prefill ends, a stream ends; between them all goes on at constant
-rates, so that nothing is counted per token or step.
+It serves prompts in the order they came, one prefill at a time, and matches its cache when a prefill starts.
+Only three things happen: a restore ends, a prefill ends, a stream ends. Between them everything runs at
+constant rates, so no token and no step is simulated.
 
-`fifo`      prefills take all of the engine, decoding nothing: what prefill alone tells of a placement.
-`chunked`   prefill and decode share steps of a bounded number of tokens, as in vLLM and SGLang: streams slow
-            a prefill, which slows them much more; their KV takes room until they end, and a prompt waits
-            while there is no room for it and its answer.
+`fifo`      prefill alone: decode takes no time.
+`chunked`   prefill and decode share steps of a bounded number of tokens, as in vLLM and SGLang. Streams slow
+a
+            prefill, and a prefill slows them much more. The KV of streams takes room until they end; a prompt
+            waits until there is room for it and its answer.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class EngineModel:
     Attributes:
         gpu_tokens: KV that its GPU holds.
         host_tokens: KV that its host tier holds, 0 for none.
-        prefill_tok_s: prompt tokens it computes with nothing before them.
-        restore_tok_s: tokens it brings back from its host tier.
-        context_tokens: length of context at which attending over it takes as long as all else of a token; 0
-            for never: prefill is linear.
+        prefill_tok_s: prompt tokens that it computes without context.
+        restore_tok_s: tokens that it restores from its host tier.
+        context_tokens: context length at which attention takes half the time of a token; 0: prefill is
+            linear.
         chunked: prefill and decode share steps; otherwise decode takes neither time nor room.
-        chunk_tokens: tokens of a step that holds prefill.
-        step_s: a decode step's reading of the weights, which a chunk of prefill hides.
-        stream_s: what each stream adds to a step by the reading of its KV.
+        chunk_tokens: tokens of a step with prefill.
+        step_s: time of a decode step for reading the weights; a chunk of prefill hides it.
+        stream_s: time that each stream adds to a step for reading its KV.
     """
 
     gpu_tokens: int
@@ -53,27 +54,27 @@ class EngineModel:
     stream_s: float = 0.0003
 
     def work(self, cached: int, n_tokens: int) -> float:
-        """What a prompt is to compute after `cached` tokens of it, in tokens with nothing before them."""
+        """Work to compute a prompt after its `cached` tokens, in tokens without context."""
         linear = float(n_tokens - cached)
         if not self.context_tokens:
             return linear
         return linear + (n_tokens**2 - cached**2) / (2 * self.context_tokens)
 
     def prefill_s(self, cached: int, n_tokens: int) -> float:
-        """Seconds to compute that on an engine that does nothing else."""
+        """Seconds to compute that on an idle engine."""
         return self.work(cached, n_tokens) / self.prefill_tok_s
 
     def blocks_of(self, request: Request) -> int:
-        """Blocks of the GPU that a request needs while it runs."""
+        """GPU blocks that a request needs while it runs."""
         tokens = request.n_tokens + (request.output_tokens if self.chunked else 0)
         return -(-tokens // request.chain.tokens_per_block)
 
     def fits(self, request: Request) -> bool:
-        """Whether an empty engine has room for it."""
+        """Whether the request fits into an empty engine."""
         return self.blocks_of(request) <= self.gpu_tokens // request.chain.tokens_per_block
 
     def rates(self, streams: int, *, prefilling: bool) -> tuple[float, float]:
-        """Prefill and decode in tokens per second, the latter of each stream."""
+        """Tokens per second of the prefill, and of each stream."""
         if not prefilling:
             return 0.0, 1 / (self.step_s + streams * self.stream_s)
         step_s = self.chunk_tokens / self.prefill_tok_s + streams * self.stream_s
@@ -81,17 +82,17 @@ class EngineModel:
 
 
 def _found(chain: Chain, gpu: int, host: int) -> tuple[int, int]:
-    """Tokens of a prompt that are not computed where so many blocks of it lie, and those to be restored."""
+    """Cached tokens of a prompt, and how many of them must be restored, by its blocks on the two tiers."""
     size = chain.tokens_per_block
     cached = min((gpu + host) * size, reusable_tokens(chain.n_tokens, size))
     return cached, max(cached - gpu * size, 0)
 
 
 class Listener(Protocol):
-    """Is told of what happens on an engine, when it happens. `engine` is its position."""
+    """Is called for what happens on an engine. `engine` is its position."""
 
     def started(self, now: float, engine: int, request: Request, gpu: int, host: int) -> None:
-        """Its prefill starts with so many cached tokens, by tier."""
+        """The request's prefill starts, with these cached tokens on each tier."""
         ...
 
     def first_token(self, now: float, engine: int, request: Request) -> None:
@@ -112,10 +113,10 @@ class Listener(Protocol):
 
 
 class SimEngine:
-    """One engine. `submit` and `advance` are called in the order of time, `advance` at `due` at the latest.
+    """One engine. Call `submit` and `advance` in the order of time, `advance` at `due` at the latest.
 
     Attributes:
-        due: when something happens next, `inf` while nothing will.
+        due: when something happens next; `inf` if nothing will.
         computed: prompt tokens computed so far.
         evicted: blocks that left its GPU so far.
         cache: its blocks.
@@ -131,31 +132,30 @@ class SimEngine:
         self.evicted = 0
         self._waiting: deque[Request] = deque()
         self._current: Request | None = None
-        self._restored_at = 0.0  # when what is brought back for the current one is there
-        self._left = 0.0  # work of the current one
-        self._decoded = 0.0  # tokens that each stream would have had since the beginning
-        self._streams: list[tuple[float, int, Request]] = []  # by the value of that at which they end
-        self._last = 0.0  # up to when all of this is counted
+        self._restored_at = 0.0  # when the restore for the current request ends
+        self._left = 0.0  # work left of the current request
+        self._decoded = 0.0  # tokens that a stream running since the beginning would have
+        self._streams: list[tuple[float, int, Request]] = []  # heap by the `_decoded` at which they end
+        self._last = 0.0  # the time up to which all of this is counted
         self._prefill_due = self._stream_due = inf
         self._uncached = 0
 
     @property
     def running(self) -> int:
-        """Requests that stream or are computed."""
+        """Requests in prefill or decode."""
         return len(self._streams) + (self._current is not None)
 
     @property
     def held(self) -> int:
-        """Blocks on its GPU that a request could find."""
+        """Blocks on its GPU that a match could find."""
         return self.cache.held
 
     def foresee(self, now: float, chain: Chain) -> tuple[float, int]:
-        """Seconds until a prompt that came now would have its first token, and the cached tokens it would
-        find: the truth, which a router only estimates.
+        """Seconds until the first token of a prompt that came now, and the cached tokens it would find.
 
-        What those before it are to restore and to compute follows from what the cache holds now and from what
-        each of them will leave behind for the next. What they will evict, and who begins or ends to stream
-        meanwhile, is left out.
+        This is the engine's own knowledge; a router only estimates it. It counts what the prompts before it
+        have to restore and compute, and what each of them leaves for the next. It leaves out what they evict,
+        and streams that begin or end meanwhile.
         """
         seconds, cached, coming = 0.0, 0, set[BlockHash]()
         rate = self._model.rates(len(self._streams), prefilling=True)[0]
@@ -181,7 +181,7 @@ class SimEngine:
         """What is due at `now` happens."""
         self._count(now)
         if self._streams and now >= self._stream_due:
-            # Whatever rounding made of it: it was due now.
+            # Despite rounding: it was due now.
             self._decoded = max(self._decoded, self._streams[0][0])
         while self._streams and self._streams[0][0] <= self._decoded:
             self._finish(now, heappop(self._streams)[2])
@@ -192,7 +192,7 @@ class SimEngine:
         self._plan()
 
     def _count(self, now: float) -> None:
-        """All goes on at its rate until `now`."""
+        """Counts progress at the current rates until `now`."""
         since, self._last = self._last, now
         computing = self._current is not None and self._restored_at <= since
         if now <= since or not (computing or self._streams):
@@ -202,7 +202,7 @@ class SimEngine:
         self._decoded += decode * (now - since)
 
     def _plan(self) -> None:
-        """When the next thing happens at the rates of now."""
+        """Computes when the next thing happens at the current rates."""
         self._prefill_due = self._stream_due = inf
         restoring = self._current is not None and self._restored_at > self._last
         prefill, decode = self._model.rates(
@@ -215,7 +215,7 @@ class SimEngine:
         self.due = min(self._restored_at if restoring else inf, self._prefill_due, self._stream_due)
 
     def _start(self, now: float) -> None:
-        """The first that waits is next, if there is room for it."""
+        """Starts the first waiting request, if there is room for it."""
         if not self._waiting:
             return
         request, model, listener = self._waiting[0], self._model, self._listener
@@ -233,7 +233,7 @@ class SimEngine:
         listener.started(now, self._position, request, cached - host, host)
 
     def _tell_evictions(self, taken: Taken) -> None:
-        """Ends of prompts go first, but are told in the order of the prompt, which is quicker to follow."""
+        """Reports evicted blocks in the order of their chains, which the index removes faster."""
         listener, evicted, gone = self._listener, taken.evicted[::-1], taken.gone[::-1]
         self.evicted += len(evicted)
         if evicted and self._model.host_tokens:
@@ -251,7 +251,7 @@ class SimEngine:
             self._listener.stored(self._position, Tier.GPU, new)
         self._listener.first_token(now, self._position, request)
         if self._model.chunked and request.output_tokens > 1:
-            # The prefill has made the first token of the answer.
+            # The prefill has produced the first token of the answer.
             ends = self._decoded + request.output_tokens - 1
             heappush(self._streams, (ends, request.id, request))
         else:

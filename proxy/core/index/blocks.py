@@ -2,9 +2,9 @@
 
     h_i = xxh3_64(h_{i-1} ‖ int32 tokens ‖ extra ids if any is non-zero)
 
-The root h_0 hashes a typed, length-framed namespace, so that two kinds of key never collide by being
-the same string. Equal hashes mean equal content up to that block, under the same namespace. A collision
-would at worst misroute a request: engines compare content themselves.
+The root h_0 hashes a namespace whose parts have a type and a length, so that keys of two kinds never collide
+by being the same string. Equal hashes mean equal content up to that block, in the same namespace. A collision
+can at worst misroute a request: engines compare content themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Chain:
 
     Attributes:
         hashes: one per full block, each covering all before it.
-        n_tokens: tokens of the prompt, the tail that fills no block included.
+        n_tokens: tokens of the prompt, including a tail that fills no block.
         tokens_per_block: block size in tokens.
     """
 
@@ -76,5 +76,5 @@ def chain(
 
 
 def reusable_tokens(n_tokens: int, tokens_per_block: int) -> int:
-    """The most tokens an engine can take from its cache: whole blocks, the last prompt token never."""
+    """The most tokens an engine can reuse: whole blocks, and never the last prompt token."""
     return max(n_tokens - 1, 0) // tokens_per_block * tokens_per_block

@@ -1,4 +1,4 @@
-"""What requests in flight are about to leave on an engine."""
+"""Pending blocks: what requests in flight are about to leave on an engine."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from proxy.core.index.blocks import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What requests in flight are about to leave on one engine.
+    """Pending blocks of one engine.
 
     Attributes:
-        starts: by the last block of a chain, from where on each request for it is pending.
-        awaited: requests that will leave a block, beyond the first, which its location bit stands for.
+        starts: last block of a chain → for each request for it, the place where its pending blocks begin.
+        awaited: block → requests that will leave it, without the first; the location bit stands for that one.
     """
 
     starts: dict[BlockHash, list[int]] = field(default_factory=dict)
     awaited: Counter[BlockHash] = field(default_factory=Counter)
 
     def begin(self, last: BlockHash, start: int) -> None:
-        """A request for the chain that ends in `last` is pending from `start` on."""
+        """A request for the chain that ends in `last` has pending blocks from `start` on."""
         self.starts.setdefault(last, []).append(start)
 
     def end(self, last: BlockHash) -> int | None:
-        """One of those requests has ended: of several, that which is pending for least. From where on it was;
-        None where there is none."""
+        """One of those requests has ended; of several, the one with the fewest pending blocks. Returns where
+        they began; None if there is no such request."""
         starts = self.starts.get(last)
         if not starts:
             return None
@@ -37,7 +37,7 @@ class InFlight:
         return start
 
     def last_of(self, blocks: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
-        """Counts each block down by one request; those that no other request waits for."""
+        """Counts each block down by one request. Returns the blocks that no other request will leave."""
         awaited = self.awaited
         if awaited.keys().isdisjoint(blocks):
             return blocks

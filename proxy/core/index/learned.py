@@ -1,4 +1,4 @@
-"""What an engine without KV events probably holds: the prompts it served, least recently used out first."""
+"""What an engine without KV events probably holds: the prompts it served lately."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from proxy.core.index.blocks import BlockHash
 
 
 class LearnedBlocks:
-    """A mirror of one engine's cache, made from its responses, with the capacity the engine has.
-
-    Within one prompt the last block counts as the oldest, as engines evict leaves first.
-    """
+    """A model of one engine's cache: least recently used blocks are evicted first, ends of prompts before
+    their beginnings."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` is in blocks."""

@@ -1,8 +1,8 @@
-"""Where blocks lie: location bits for each, kept by segments of chains.
+"""Where blocks lie: location bits for each block, stored by segments of chains.
 
-Dicts map a block hash to the segment the block is in. A chain goes from segment to segment, so what is known
-of a prompt is read, and written, in a few steps for every 64 blocks, however many locations there are. Blocks
-without location are forgotten.
+Dicts map a block hash to its segment. A chain runs through segments of 64 blocks, so a prompt is read or
+written in a few steps for every 64 blocks, however many locations there are. Blocks that lie nowhere are
+dropped.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from proxy.core.index.blocks import BlockHash
 from proxy.core.index.segments import SEGMENT_BLOCKS, Segment
 from proxy.core.index.spread import Spread, spread
 
-# Of 10 million blocks, each of 4,096 dicts has 2,400: when it grows that takes 0.1 ms. Dicts of less than
-# 32,768 places also take half the memory to find them.
+# With 10 million blocks, each of the 4,096 dicts has 2,400, and growing one takes 0.1 ms. Dicts with fewer
+# than 32,768 places also need half the memory for their tables.
 _PART_BITS = 12
 _PART = 64 - _PART_BITS
 # Segments are in sets by their address, whose last four bits are 0.
 _SETS = 256
-# To look at a segment is a step, of a third of a microsecond; to clear one takes as long as so many. A slice
-# is half a millisecond.
+# A step looks at one segment and takes a third of a microsecond; clearing one takes as long as this many
+# steps. A slice of work takes half a millisecond.
 _STEPS_TO_CLEAR = 60
 SLICE_STEPS = 1500
 
@@ -31,18 +31,18 @@ class Locations:
     """Location bits of blocks. Not thread-safe.
 
     Attributes:
-        retired: bits that mean nothing any longer, and that some blocks may have still.
+        retired: bits that no longer mean anything, and that some blocks may still have.
     """
 
     def __init__(self) -> None:
         self._parts: Spread[BlockHash, Segment] = spread(_PART_BITS)
         self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
         self.retired = 0
-        self._leaving = 0  # of those, what the pass under way clears
+        self._leaving = 0  # retired bits that the current pass clears
         self._pass: Iterator[None] = iter(())
 
     def __len__(self) -> int:
-        """Blocks that lie anywhere."""
+        """Blocks that have a location."""
         return sum(map(len, self._parts))
 
     def get(self, block: BlockHash) -> int:
@@ -56,8 +56,8 @@ class Locations:
         return segments.runs(segment, at, at + 1)[0][0]
 
     def stretches(self, chain: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
-        """Location bits of leading blocks of a chain, and how many blocks in a row have them; up to the first
-        block that lies nowhere."""
+        """Yields location bits along a chain, and how many blocks in a row have them; up to the first block
+        that lies nowhere."""
         parts, at, end = self._parts, 0, len(chain)
         while at < end:
             block = chain[at]
@@ -78,9 +78,18 @@ class Locations:
         again: Counter[BlockHash] | None = None,
         beside: int = 0,
     ) -> tuple[int, int]:
-        """Sets a location bit of consecutive blocks of one chain, of which `after` is the block before them.
-        Returns how many had it not, and how many of these have the bit `beside`; those that had it are
-        counted in `again`."""
+        """Sets a location bit of consecutive blocks of one chain.
+
+        Args:
+            bit: the location bit.
+            chain: the blocks.
+            after: the block before them, if known.
+            again: counts the blocks that had the bit before.
+            beside: another location bit.
+
+        Returns:
+            How many blocks had not had the bit, and how many of those have `beside`.
+        """
         parts, added, both, at = self._parts, 0, 0, 0
         while at < len(chain):
             block = chain[at]
@@ -106,8 +115,8 @@ class Locations:
         return added, both
 
     def clear(self, bits: int, blocks: tuple[BlockHash, ...], of: int) -> dict[int, int]:
-        """Clears location bits of blocks, of whatever chains. Returns how many lost any, by what they had of
-        the bits `of`."""
+        """Clears location bits of blocks; these need not be one chain, but consecutive blocks of one are
+        faster. Returns how many lost any bit, by the bits in `of` that they had before."""
         parts, at = self._parts, 0
         lost: dict[int, int] = {}
         while at < len(blocks):
@@ -124,12 +133,13 @@ class Locations:
         return lost
 
     def retire(self, bits: int) -> None:
-        """These location bits mean nothing any longer, wherever they are; `tidy` clears them. Until it has
-        told so, they must not be marked."""
+        """Declares location bits meaningless; `tidy` clears them. Do not mark them before `tidy` has returned
+        them."""
         self.retired |= bits
 
     def tidy(self) -> int:
-        """Clears retired bits of some blocks, for half a millisecond. Returns those that none has now."""
+        """Clears retired bits of some blocks, for half a millisecond. Returns the bits that no block has
+        now."""
         if not self._leaving:
             if not self.retired:
                 return 0
@@ -142,8 +152,8 @@ class Locations:
         return gone
 
     def _sweep(self, bits: int) -> Iterator[None]:
-        """Clears location bits of every block, slice by slice. What is parted meanwhile loses them as it is:
-        it may go where the pass has been."""
+        """Clears location bits of every block, slice by slice. A segment that is split meanwhile loses them
+        at once, as its new part may be in a set that the pass has done."""
         steps = 0
         for each in self._segments:
             for segment in list(each):
@@ -156,7 +166,7 @@ class Locations:
                     yield
 
     def _insert(self, chain: tuple[BlockHash, ...], at: int, mask: int, after: BlockHash | None) -> int:
-        """Puts unknown blocks of the chain from `at` on into one segment; returns how many."""
+        """Puts unknown blocks of the chain, from `at` on, into one segment; returns how many."""
         parts, segment = self._parts, self._open(after, mask)
         if segment is None:
             segment = segments.new((), mask)
@@ -170,7 +180,8 @@ class Locations:
         return len(fresh)
 
     def _open(self, after: BlockHash | None, mask: int) -> Segment | None:
-        """The segment that ends in the block `after`, if more that lies at `mask` can go on there."""
+        """The segment that ends in the block `after`, if it has room and its end has the location bits
+        `mask`."""
         segment = self._parts[after >> _PART].get(after) if after is not None else None
         if segment is None or segment.masks[-1] != mask:
             return None
@@ -178,10 +189,10 @@ class Locations:
         return segment if end < SEGMENT_BLOCKS and segment.hashes[end - 1] == after else None
 
     def _take(self, segment: Segment, start: int, end: int, bits: int) -> list[tuple[int, int]]:
-        """Clears location bits of blocks of a segment; those that lie nowhere leave it. Returns the masks of
-        those that lost any, and of how many."""
+        """Clears location bits of blocks of a segment; blocks that then lie nowhere leave it. Returns the old
+        bits of those that lost any, and how many had them."""
         lost = list[tuple[int, int]]()
-        # From behind, where places stay what they are when something goes.
+        # From the end: places before a removed block stay the same.
         for mask, begin, stop in segments.runs(segment, start, end)[::-1]:
             gone = mask & bits
             if gone:
@@ -193,7 +204,7 @@ class Locations:
         return lost
 
     def _bury(self, segment: Segment, start: int, end: int) -> None:
-        """Takes blocks out of the segment, and of the index; those behind them move to another segment."""
+        """Takes blocks out of the segment and the index. Blocks behind them move to a new segment."""
         parts, first, last = self._parts, segment.first, segment.ends[-1]
         for block in segment.hashes[start:end]:
             del parts[block >> _PART][block]
@@ -207,7 +218,7 @@ class Locations:
             self._set_of(segment).remove(segment)
 
     def _move(self, segment: Segment) -> None:
-        """The blocks of the segment are in this one now."""
+        """Points the segment's blocks to it."""
         self._set_of(segment).add(segment)
         for block in segment.hashes:
             self._parts[block >> _PART][block] = segment

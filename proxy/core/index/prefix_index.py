@@ -1,11 +1,11 @@
 """The prefix index: which engine holds which block, on which tier.
 
-Each block has an int whose bits are locations, four per engine, for gpu, host, disk and pending, which
-`locations.py` keeps. A look-up reads how far equal bits reach along the chain, and then what they mean, once
-for all engines that have the same of it.
+Each block has an int of location bits, four per engine: gpu, host, disk and pending. `locations.py` stores
+them. A look-up reads how far equal bits reach along the chain. Then it reads what they mean, once for all
+engines that hold the same part of it.
 
-Pending marks what a request in flight is about to leave behind: it counts as held, so that a burst of one
-new prefix gathers on one engine, and goes when the request ends; events or usage have confirmed it by then.
+Pending blocks are those that a request in flight will leave. They count as held, so that a burst of one new
+prefix gathers on one engine. They end with the request; by then events or usage have confirmed them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ALL = 15
 _STORED = _ALL - _PENDING
 _GPU = 1 << _PLACES[Tier.GPU]
 _ON_GPU = _GPU | _PENDING
-# Of each digit: which of gpu, host, disk and pending is the fastest (the lowest bit), and whether that is or
+# For each digit: the fastest of gpu, host, disk and pending (the lowest bit), and whether the block is or
 # will be on the GPU.
 _READ = {f"{held:x}": ((held & -held).bit_length() - 1, held & _ON_GPU > 0) for held in range(1, _ALL + 1)}
-# Of what an engine may have of a block: where it counts. What its GPU has is no longer expected there.
+# For each digit: which of the four counts it adds to. A block that is on the GPU is not pending there.
 _COUNTED = [
     [held >> place & 1 for place in range(3)] + [held & _ON_GPU == _PENDING] for held in range(_ALL + 1)
 ]
@@ -40,7 +40,7 @@ _COUNTED = [
 class Match:
     """How many leading blocks of a chain one engine holds, by the fastest tier each lies on.
 
-    `lead` are those before the first that lies on no GPU, nor will in a moment.
+    `lead` counts the blocks before the first that neither is on the GPU nor will be.
     """
 
     gpu: int = 0
@@ -56,7 +56,7 @@ class Match:
 
 
 class PrefixIndex:
-    """What every engine of a pool holds, as far as is known. Not thread-safe; one event loop owns it."""
+    """What each engine of a pool holds, as far as known. Not thread-safe; one event loop owns it."""
 
     def __init__(self) -> None:
         self._locations = Locations()
@@ -68,11 +68,11 @@ class PrefixIndex:
         self._counts: dict[str, list[int]] = {}  # see `counts`
 
     def __len__(self) -> int:
-        """Blocks known of any engine, and those of wiped ones that are yet to be tidied away."""
+        """Blocks of all engines, and blocks of wiped engines that are not tidied yet."""
         return len(self._locations)
 
     def add_engine(self, engine: str) -> None:
-        """Gives the engine its bits; knowing it already is fine."""
+        """Gives the engine its location bits. Adding it twice is fine."""
         if engine in self._shifts:
             return
         if not self._free:
@@ -87,8 +87,7 @@ class PrefixIndex:
         self._counts[engine] = [0, 0, 0, 0]
 
     def remove_engine(self, engine: str) -> None:
-        """Forgets the engine and all it held. Its bits mean nobody from now on, and are somebody's again when
-        they are gone from every block."""
+        """Forgets the engine and everything it held. Its bits are reused once no block has them."""
         if engine not in self._shifts:
             return
         shift = self._shifts.pop(engine)
@@ -103,7 +102,7 @@ class PrefixIndex:
             self._free.append(shift // _WIDTH)
 
     def _tidy(self) -> None:
-        """Has a few blocks lose bits that mean nobody."""
+        """Clears a few bits of engines that are gone."""
         gone = self._locations.tidy()
         if gone:
             self._free += [slot for slot in range(len(self._slots)) if gone >> _WIDTH * slot & 1]
@@ -111,8 +110,8 @@ class PrefixIndex:
     def store(
         self, engine: str, tier: Tier, hashes: Iterable[BlockHash], after: BlockHash | None = None
     ) -> None:
-        """These consecutive blocks of one chain now lie on `tier` of the engine; `after` is the block before
-        them, where it is known."""
+        """These consecutive blocks of one chain now lie on `tier` of the engine. `after` is the block before
+        them, if known."""
         at, shift, counts = _PLACES[tier], self._shifts[engine], self._counts[engine]
         beside = _PENDING << shift if tier is Tier.GPU else 0
         added, awaited = self._locations.mark(1 << shift + at, tuple(hashes), after, beside=beside)
@@ -122,13 +121,14 @@ class PrefixIndex:
             self._tidy()
 
     def remove(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
-        """These blocks, of whatever chains, left `tier` of the engine; unknown ones are fine."""
+        """These blocks left `tier` of the engine. They need not be one chain, and may be unknown; consecutive
+        blocks of one chain are removed faster."""
         self._clear(engine, 1 << _PLACES[tier], tuple(hashes))
         if self._locations.retired:
             self._tidy()
 
     def drop(self, engine: str, hashes: Iterable[BlockHash]) -> None:
-        """The engine was told to forget these blocks: no tier holds them, and none is expected."""
+        """The engine was told to flush these blocks: no tier holds them, and none is pending."""
         hashes = tuple(hashes)
         self._clear(engine, _ALL, hashes)
         awaited = self._flights[engine].awaited
@@ -136,11 +136,11 @@ class PrefixIndex:
             awaited.pop(block, None)
 
     def holds(self, engine: str, block: BlockHash) -> bool:
-        """Whether any tier of the engine holds the block; pending does not count."""
+        """Whether any tier of the engine holds the block; pending blocks do not count."""
         return bool(self._locations.get(block) >> self._shifts[engine] & _STORED)
 
     def is_on_gpu(self, engine: str, block: BlockHash) -> bool:
-        """Whether the block lies on the engine's GPU; pending does not count."""
+        """Whether the block lies on the engine's GPU; pending blocks do not count."""
         return bool(self._locations.get(block) >> self._shifts[engine] & _GPU)
 
     def held(self, engine: str, tier: Tier) -> int:
@@ -148,11 +148,11 @@ class PrefixIndex:
         return self._counts[engine][_PLACES[tier]]
 
     def pending(self, engine: str) -> int:
-        """Blocks that requests in flight are about to leave on the engine, and its GPU does not hold yet."""
+        """Blocks that requests in flight will leave on the engine and its GPU does not hold yet."""
         return self._counts[engine][_AT_PENDING]
 
     def counts(self, engine: str) -> tuple[int, int, int, int]:
-        """Blocks on its gpu, host and disk, and `pending`."""
+        """Blocks on its GPU, host tier and disk, and pending blocks."""
         gpu, host, disk, pending = self._counts[engine]
         return gpu, host, disk, pending
 
@@ -163,8 +163,8 @@ class PrefixIndex:
             self.add_engine(engine)
 
     def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
-        """A request placed on the engine will leave this chain there. Pending is all of it from the first
-        block on that no tier of the engine holds."""
+        """A request placed on the engine will leave this chain there. Its blocks are pending from the first
+        that no tier of the engine holds."""
         chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
         if chain:
             start = self._stored(chain, shift)
@@ -174,8 +174,8 @@ class PrefixIndex:
             self._counts[engine][_AT_PENDING] += added - there
 
     def end_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
-        """That request has ended, whatever came of it. Of several for the same chain, those that added least
-        end first; one that a wipe has ended is unknown, which is fine."""
+        """That request has ended. Of several for the same chain, the one that added the fewest blocks ends
+        first. A request that a wipe ended is unknown, which is fine."""
         chain, flight = tuple(hashes), self._flights[engine]
         start = flight.end(chain[-1]) if chain else None
         if start is not None:
@@ -191,7 +191,7 @@ class PrefixIndex:
         return stored
 
     def _clear(self, engine: str, bits: int, hashes: tuple[BlockHash, ...]) -> None:
-        """Clears some of the engine's four bits."""
+        """Clears some of the engine's four bits of blocks."""
         shift, counts = self._shifts[engine], self._counts[engine]
         for mask, blocks in self._locations.clear(bits << shift, hashes, _ALL << shift).items():
             had = mask >> shift
@@ -199,7 +199,7 @@ class PrefixIndex:
                 counts[at] += (now - then) * blocks
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
-        """For each engine that holds the first block of a chain, how far its copy of the chain reaches."""
+        """How far each engine holds a chain, for the engines that hold its first block."""
         masks, ends = self._reach(hashes)
         # Each digit is an engine, each column what it has of the chain from stretch to stretch.
         digits = [f"{mask:0{len(self._slots)}x}"[::-1] for mask in masks]
@@ -209,8 +209,8 @@ class PrefixIndex:
         return {engine: match for engine, match in found if match is not None}
 
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
-        """Location bits, and up to where they are the same, of the engines that have all before; up to the
-        first block that none of them has."""
+        """Location bits of the engines that hold all blocks so far, and where each stretch of equal bits
+        ends; up to the first block that none of them holds."""
         masks, ends, at = list[int](), list[int](), 0
         last, alive = -1, self._each * _ALL
         for mask, blocks in self._locations.stretches(chain):
@@ -229,7 +229,7 @@ class PrefixIndex:
 
 
 def _match_of(column: tuple[str, ...], ends: list[int]) -> Match:
-    """What an engine has of a chain, from its digit in each stretch and where these end."""
+    """An engine's match, from its digit in each stretch and where the stretches end."""
     counts, lead, start = [0, 0, 0, 0], 0, 0
     for digit, end in zip(column, ends, strict=True):
         if digit == "0":

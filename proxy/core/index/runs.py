@@ -1,8 +1,8 @@
-"""Where the blocks of an engine stand in our chain, compactly.
+"""Engine block names → our chain, stored compactly.
 
-A run is up to RUN_BLOCKS consecutive blocks of one chain. Per block it keeps a name, four bits, and the
-hashes of the pool blocks that end in it; where blocks end inside pool blocks, as pages smaller than those do,
-also their tokens, from which the chain can go on anywhere.
+A run is up to RUN_BLOCKS consecutive blocks of one chain. For each block it has the engine's name, four tier
+bits, and the hashes of the pool blocks that end in it. If blocks end inside pool blocks, because they are
+smaller, it also has their tokens, so that the chain can continue after any of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from proxy.core.index.blocks import BlockHash, extend
 
 Name = int | bytes
 
-# A run lives while any of its blocks does, so this bounds what one block keeps alive.
+# A run lives as long as any of its blocks. This bounds the memory that one block keeps alive.
 RUN_BLOCKS = 64
 TIER_BITS = {Tier.GPU: 1, Tier.HOST: 2, Tier.DISK: 4}
 _BITS = 4
@@ -27,7 +27,7 @@ _ONES = tuple(sum(1 << _BITS * at for at in range(n)) for n in range(RUN_BLOCKS 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A place in a chain: after the pool block `base`, and the tokens since, too few for another."""
+    """A place in a chain: after the pool block `base` and the tokens since, which fill no further block."""
 
     base: BlockHash
     tokens: TokenIds[int] | None = None
@@ -39,10 +39,11 @@ class Run:
 
     Attributes:
         size: tokens of each.
-        names: what the engine calls them.
+        names: the engine's names of them.
         held: `TIER_BITS` of each, four bits a block.
         is_whole: they end where pool blocks end.
-        shares: pool blocks may end inside them, which blocks that differ later have too.
+        shares: pool blocks may end inside them, so that other blocks of the engine may hold the same pool
+            block.
     """
 
     __slots__ = (
@@ -66,7 +67,7 @@ class Run:
 
     @classmethod
     def of_block(cls, name: Name, hashes: Sequence[BlockHash], pool: int) -> Run:
-        """A run of one block, held by nothing yet, in which these pool blocks end."""
+        """A run of one block that no tier holds yet, in which these pool blocks end."""
         run = cls(Point(hashes[0]), len(hashes) * pool, pool)
         run.names.append(name)
         run._hashes += hashes
@@ -80,7 +81,8 @@ class Run:
     def append(
         self, names: Sequence[Name], token_ids: TokenIds[int], extra_ids: ExtraIds[int] | None, bit: int
     ) -> tuple[BlockHash, ...]:
-        """More blocks, held by the tier of `bit`; returns the hashes of the pool blocks that end in them."""
+        """Adds blocks that the tier of `bit` holds. Returns the hashes of the pool blocks that end in
+        them."""
         if self._tokens is not None:
             token_ids, extra_ids = self._join(token_ids, extra_ids)
         hashes = extend(self.last, token_ids, extra_ids, self._pool)
@@ -92,7 +94,7 @@ class Run:
     def _join(
         self, token_ids: TokenIds[int], extra_ids: ExtraIds[int] | None
     ) -> tuple[TokenIds[int], ExtraIds[int] | None]:
-        """Keeps the tokens; returns them together with those since the last pool block."""
+        """Stores the tokens. Returns them together with those since the last pool block."""
         kept = self._tokens if self._tokens is not None else array("i")
         before, done = len(kept), len(self._hashes) * self._pool
         kept += token_ids
@@ -109,7 +111,7 @@ class Run:
         return self._hashes[start // self._pool : (start + self.size) // self._pool]
 
     def inner(self, first: int, end: int | None = None) -> list[BlockHash]:
-        """Of the blocks from `first` to before `end`: the pool blocks that end before the end of theirs."""
+        """The pool blocks that end inside the blocks from `first` to before `end`, and not at their ends."""
         end = len(self.names) if end is None else end
         size, pool, inner = self.size, self._pool, list[BlockHash]()
         if not self.shares:
@@ -124,7 +126,7 @@ class Run:
         return inner
 
     def after(self, at: int) -> Point:
-        """Where the block at `at` ends."""
+        """The place in the chain where the block at `at` ends."""
         end = self._lead + (at + 1) * self.size
         whole, rest = divmod(end, self._pool)
         base = self._hashes[whole - 1] if whole else self._base
@@ -138,12 +140,12 @@ class Run:
         return self.held >> _BITS * at & _HELD
 
     def hold(self, at: int, bits: int) -> None:
-        """Tiers that hold the block at `at`, beside those that did."""
+        """More tiers hold the block at `at`."""
         self.held |= bits << _BITS * at
 
     def release(self, at: int, bits: int) -> None:
-        """Tiers that hold the block at `at` no longer. The end of the run that nothing holds is dropped: an
-        engine evicts from there, and may go on elsewhere."""
+        """These tiers no longer hold the block at `at`. Drops the end of the run that no tier holds: engines
+        evict from the end, and may continue the chain with other blocks."""
         self.held &= ~(bits << _BITS * at)
         if at == len(self.names) - 1 and not self.held_at(at):
             blocks = (self.held.bit_length() + _BITS - 1) // _BITS

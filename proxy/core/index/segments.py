@@ -1,8 +1,8 @@
-"""Stretches of chains that engines hold together: what the index is made of.
+"""Segments of chains: what the index consists of.
 
-A segment is up to SEGMENT_BLOCKS consecutive blocks of one chain, with where they lie as runs of equal masks.
-Since a hash covers all blocks before its own, two chains that agree in one block agree in all before it: a
-segment is compared with a chain by its last block, whatever lies between.
+A segment is up to SEGMENT_BLOCKS consecutive blocks of one chain, with their location bits as runs of equal
+masks. A hash covers all blocks before its own, so two chains that agree in one block agree in all before it.
+A segment therefore equals a part of a chain if their last blocks do.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import msgspec
 
 from proxy.core.index.blocks import BlockHash
 
-# A look-up takes as many steps as a chain has segments; a block that goes from the middle copies one.
+# A look-up takes one step per segment. Removing a block from the middle copies a segment.
 SEGMENT_BLOCKS = 64
-# Of segments that lie in the same places throughout: shared by all of that length.
+# `ends` of segments with a single mask, shared by all segments of that length.
 _WHOLE = tuple((n,) for n in range(SEGMENT_BLOCKS + 1))
 
 
 class Segment(msgspec.Struct, gc=False, eq=False):
-    """Consecutive blocks of one chain. No part of reference cycles, so the garbage collector leaves it alone.
+    """Consecutive blocks of one chain. Segments form no reference cycles, so the garbage collector skips
+    them.
 
-    A place in a segment is one in `hashes`.
+    A place in a segment is an index into `hashes`.
 
     Attributes:
-        hashes: the blocks, and beyond `first` and the last end those that were there: nothing is copied when
-            blocks go from either end, which is where they do.
+        hashes: the blocks from `first` to the last of `ends`. Removed blocks stay at either end, so that
+            nothing is copied when blocks are removed there, as most are.
         masks: the location bits of each run of blocks that have the same.
         ends: where each run ends.
-        first: where the first one begins.
+        first: where the first run begins.
     """
 
     hashes: tuple[BlockHash, ...]
@@ -45,14 +46,14 @@ def new(hashes: tuple[BlockHash, ...], mask: int) -> Segment:
 
 
 def extend(segment: Segment, hashes: tuple[BlockHash, ...]) -> None:
-    """More blocks, that lie where the last one does. There must be room for them."""
+    """Adds blocks with the location bits of the last one. There must be room for them."""
     ends, size = segment.ends, segment.ends[-1] + len(hashes)
     segment.hashes = (*segment.hashes[: ends[-1]], *hashes)
     segment.ends = _WHOLE[size] if len(ends) == 1 else (*ends[:-1], size)
 
 
 def position(segment: Segment, block: BlockHash) -> int:
-    """The place of the block. It must be there."""
+    """The place of the block, which must be in the segment."""
     mine, first, last = segment.hashes, segment.first, segment.ends[-1] - 1
     if mine[first] == block:
         return first
@@ -60,7 +61,8 @@ def position(segment: Segment, block: BlockHash) -> int:
 
 
 def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) -> int:
-    """How many blocks of the chain from `at` on are those of the segment from `start` on, one at least."""
+    """How many blocks of the chain from `at` on equal those of the segment from `start` on; the first one
+    must."""
     mine = segment.hashes
     blocks = min(segment.ends[-1] - start, len(chain) - at)
     if mine[start + blocks - 1] == chain[at + blocks - 1]:
@@ -76,7 +78,7 @@ def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) ->
 
 
 def equal(segment: Segment, start: int, blocks: tuple[BlockHash, ...], at: int) -> int:
-    """As `agreed`, of blocks that need not be a chain."""
+    """As `agreed`, for blocks that need not be a chain."""
     mine = segment.hashes
     most = min(segment.ends[-1] - start, len(blocks) - at)
     if most == 1 or mine[start : start + most] == blocks[at : at + most]:
@@ -85,7 +87,7 @@ def equal(segment: Segment, start: int, blocks: tuple[BlockHash, ...], at: int) 
 
 
 def runs(segment: Segment, start: int, end: int) -> Sequence[tuple[int, int, int]]:
-    """The runs between two places of the segment: location bits, from where, to where."""
+    """The runs between two places of the segment: location bits, begin, end."""
     masks, ends = segment.masks, segment.ends
     if len(masks) == 1:
         return ((masks[0], start, end),)
@@ -95,7 +97,7 @@ def runs(segment: Segment, start: int, end: int) -> Sequence[tuple[int, int, int
 
 
 def change(segment: Segment, start: int, end: int, on: int = 0, off: int = 0) -> None:
-    """Sets the location bits `on` and clears `off` of the blocks between two places."""
+    """Sets the location bits `on` and clears the bits `off` of the blocks between two places."""
     masks, ends, at = list[int](), list[int](), segment.first
     if start == at and end == segment.ends[0] and len(segment.masks) == 1:
         segment.masks = ((segment.masks[0] | on) & ~off,)
@@ -115,7 +117,7 @@ def change(segment: Segment, start: int, end: int, on: int = 0, off: int = 0) ->
 
 
 def keep(segment: Segment, start: int, end: int) -> None:
-    """Leaves the segment the blocks between two places alone, which stay what they are."""
+    """Removes all blocks from the segment but those between two places."""
     segment.first = start
     if len(segment.masks) == 1:
         segment.ends = _WHOLE[end]
@@ -126,7 +128,7 @@ def keep(segment: Segment, start: int, end: int) -> None:
 
 
 def split(segment: Segment, at: int) -> Segment:
-    """The blocks from a place on, as another segment. The segment itself stays as it is."""
+    """Copies the blocks from a place on into a new segment. The segment itself does not change."""
     parts = runs(segment, at, segment.ends[-1])
     masks = tuple([mask for mask, _, _ in parts])
     ends = tuple([end - at for _, _, end in parts])

@@ -1,4 +1,4 @@
-"""Long events in short parts, so that others get a turn between them."""
+"""Splits long events, so that the event loop serves requests between the parts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from engine_adapter.types import BlocksRemoved, BlocksStored, KvEvent
 
-# Well below a millisecond of work each.
+# Each part takes well below a millisecond.
 SLICE_TOKENS = 4096
 SLICE_NAMES = 128
 
 
 def slices(event: KvEvent) -> Iterator[KvEvent]:
-    """The event in parts that together mean the same."""
+    """Yields events that together mean the same as this one."""
     match event:
         case BlocksStored(hashes=names, tokens_per_block=size, token_ids=tokens) if tokens and size > 0:
             step = max(SLICE_TOKENS // size, 1)

@@ -1,7 +1,7 @@
 """One engine's KV events, re-hashed into our chain and written to the index.
 
-The engine's own hashes are names: they say which block a removal means, or which one a new block follows,
-and nothing else. Identity comes from the token ids and extra ids the event carries.
+The engine's own hashes are only names: they say which block is removed, or which block a new one follows. A
+block's identity comes from the token ids and extra ids in its event.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.runs import RUN_BLOCKS, TIER_BITS, Name, Point, Run
 from proxy.core.index.spread import KEY_SHIFT, Spread, place, spread
 
-# In a count of holders, one that holds a block on this tier.
-_LIMIT = 1 << 20  # holders of one entry
+# A count of holders has 20 bits for each tier.
+_LIMIT = 1 << 20  # holders of one entry on one tier
 _ONE = {tier: 1 << 20 * at for at, tier in enumerate(TIER_BITS)}
-# Removed blocks that a lower tier may still announce by name alone.
+# Removed blocks that are remembered, because a lower tier may still announce them by name.
 MAX_RECALLED = 8192
 
 
 @dataclass(slots=True)
 class ViewCounts:
-    """Blocks stored and removed, in the engine's own blocks, and runs whose content could not be known."""
+    """Blocks stored and removed, in the engine's own blocks, and events whose content could not be known."""
 
     stored: int = 0
     removed: int = 0
@@ -42,13 +42,13 @@ class ViewCounts:
 class EngineView:
     """Applies one engine's events to the index of its pool.
 
-    The engine's blocks need not be the pool's. A larger one becomes several entries, which it may share with
-    blocks that differ later on. Smaller ones, pages, are gathered: an entry is there while the last page of
-    its block is, since engines evict from the end.
+    The engine's block size need not be the pool's. A larger block becomes several entries; it may share them
+    with blocks that differ only later. Smaller blocks, pages, are gathered: an entry exists as long as the
+    last page in it does, since engines evict from the end.
 
     Attributes:
         counts: what was applied so far.
-        complete: False when the engine may hold blocks that no event told of.
+        complete: False if the engine may hold blocks that no event told of.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class EngineView:
         self._root_of = root_of
         self._tokens_per_block = tokens_per_block
         self._runs: Spread[Name, Run] = spread()
-        # Entries that several blocks may share → how many do, for each tier.
+        # Entry that several blocks may share → how many hold it, for each tier.
         self._holders: Spread[BlockHash, int] = spread()
-        # Kept once the engine announces blocks by name; None before.
+        # Removed blocks; None until the engine announces a block by name.
         self._recalled: OrderedDict[Name, Sequence[BlockHash]] | None = None
         self.counts = ViewCounts()
         self.complete = False
@@ -102,7 +102,7 @@ class EngineView:
         names, size, bit = event.hashes, event.tokens_per_block, TIER_BITS[event.tier]
         run = self._run_for(event)
         if run is None or len(event.token_ids) != len(names) * size:
-            # What it holds cannot be told, so no request can be matched to it.
+            # Its content is unknown, so no request can match it.
             self.counts.orphaned += 1
             return
         at = 0
@@ -126,7 +126,7 @@ class EngineView:
         self.counts.stored += len(names)
 
     def _run_for(self, event: BlocksStored) -> Run | None:
-        """The run that the event's blocks go on, or a new one; None when what they follow is not known."""
+        """The run that the event's blocks continue, or a new one; None if their parent is unknown."""
         size = event.tokens_per_block
         if size < 1:
             return None
@@ -141,12 +141,12 @@ class EngineView:
         return Run(run.after(at), size, self._tokens_per_block)
 
     def _take_over(self, old: Run, name: Name, run: Run, at: int, tier: Tier) -> None:
-        """A block that is known already goes on in `run`, with the tiers that hold it, if it is the same: its
-        name says so no more than anywhere else, its hashes do."""
+        """Moves a known block to `run`, with the tiers that hold it, if its content is the same. Equal hashes
+        say that, equal names do not."""
         old_at = old.names.index(name)
         bits = old.held_at(old_at)
         if old.hashes_of(old_at) == run.hashes_of(at):
-            if bits & TIER_BITS[tier]:  # shared twice now
+            if bits & TIER_BITS[tier]:  # counted twice now
                 self._unshare(run.inner(at, at + 1), tier)
             run.hold(at, bits)
         else:
@@ -156,7 +156,7 @@ class EngineView:
         old.release(old_at, bits)
 
     def _store_named(self, event: BlocksStored) -> None:
-        """Blocks stored before now lie on another tier too."""
+        """Blocks that were stored before now also lie on another tier."""
         if self._recalled is None:
             self._recalled = OrderedDict()
         unknown = 0
@@ -194,7 +194,7 @@ class EngineView:
         self._index.remove(self._engine, event.tier, hashes)
 
     def _ended(self, run: Run, at: int, tier: Tier) -> Sequence[BlockHash]:
-        """The entries that end when the tier no longer holds the block: those no other block shares."""
+        """The entries that end when the tier drops the block: those that no other block shares."""
         hashes = run.hashes_of(at)
         if not run.shares:
             return hashes
@@ -202,14 +202,14 @@ class EngineView:
         return [*self._unshare(inner, tier), *hashes[len(inner) :]]
 
     def _share(self, inner: Sequence[BlockHash], tier: Tier) -> None:
-        """One more block of the tier holds these entries."""
+        """One more block on the tier holds these entries."""
         one = _ONE[tier]
         for block in inner:
             here = self._holders[block >> KEY_SHIFT]
             here[block] = here.get(block, 0) + one
 
     def _unshare(self, inner: Sequence[BlockHash], tier: Tier) -> list[BlockHash]:
-        """One block of the tier less does; returns the entries none of it holds now."""
+        """One block less on the tier holds these entries. Returns the entries that none holds now."""
         one, ended = _ONE[tier], list[BlockHash]()
         for block in inner:
             here = self._holders[block >> KEY_SHIFT]
@@ -230,7 +230,7 @@ class EngineView:
             self._recalled.popitem(last=False)
 
     def _recall(self, name: Name) -> Run | None:
-        """A run of the one block that was removed lately; None when it is not known."""
+        """A run of one block that was removed lately; None if it is not remembered."""
         hashes = self._recalled.pop(name, None) if self._recalled is not None else None
         if hashes is None:
             return None

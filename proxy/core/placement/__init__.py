@@ -5,6 +5,7 @@ placer.py     all state of one pool that the choice uses
 load.py       each engine's work in flight            rates.py      how fast each engine is
 demand.py     how likely a prompt is requested again  residents.py  prompts an engine would evict
 in_use.py     blocks held by running requests         recent.py     sums that fade with time
+answers.py    rates from answers that do not stream
 gather.py     whether to wait for another request that computes the same prefix
 tiering.py    what to restore ahead of the next turn
 """

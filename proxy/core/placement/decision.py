@@ -2,17 +2,18 @@
 
     cost = queue + room + interference + (restore + prefill + lost) / (1 - utilisation) + later
 
-in seconds, lowest wins. Queue, room, interference, restore and prefill are the request's own wait for its
-first token: for prefills before it, for streams that hold the memory it needs, beside streams, and for its
-own KV. Every second of restore and prefill is also a second that those who come after wait for, the more of
-them the busier the engines are: in a queue of utilisation ρ, work delays others by ρ / (1 - ρ) of itself. The
-same holds for what the placement brings about by evicting what will be asked for again: `lost`. And where a
-prompt is now, its next turns will be: `later` is what they will wait there, for prefills of others that they
-find under way, which keeps conversations apart that only begin alike. That is the whole rule. Ties go to the
-engine that served the session before, then to the one with the most free cache, then to the one whose last
-turn is longest ago.
+in seconds; the lowest cost wins.
 
-Without reuse, or where a prompt is not known, the engine with the fewest requests in flight wins.
+Queue, room, interference, restore and prefill are the request's own wait for its first token. `lost` is the
+work that this placement causes by evicting KV that will be requested again. Work is divided by
+1 - utilisation because it delays others: in a queue of utilisation ρ, each second of work delays later
+requests by ρ / (1 - ρ) seconds in all. `later` is what the prompt's next turns, which come to the same
+engine, will wait there for prefills of others; it keeps conversations apart that only begin alike.
+
+Ties go to the engine that served the session before, then to the one with the most free cache, then to the
+one that was chosen longest ago.
+
+Without reuse, or if the prompt is not known, the engine with the fewest requests in flight wins.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from proxy.core.placement.load import IDLE, LoadView, Work
 from proxy.core.placement.rates import EngineRates
 from proxy.core.placement.residents import Residents
 
-# Nobody notices a millisecond: costs that close are equal.
+# Costs that differ by less than this are equal: nobody notices a millisecond.
 TIE_S = 0.001
-# Of so many that would cost least one loses little: what the others would lose is not looked at.
+# Regret is computed for this many engines at most, the cheapest first: one of them is cheap enough.
 MAX_LOOKS = 16
-# What most engines hold of most prompts.
+# The match of an engine that holds none of a prompt.
 NOTHING = Match()
 
 
@@ -48,17 +49,17 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         rates: how fast it is.
         match: leading blocks of the chain it holds.
         load: its work in flight.
-        room: pool blocks it can store before it evicts, None where unknown.
-        free_blocks: those of them on its GPU; None where unknown.
-        turn: the number of the placement that it was last chosen in, 0 for none.
-        residents: the prompts it would evict, None where nothing is known of them.
-        on_gpu: those that would go from its GPU to its host tier, None where there is none.
-        forecast: what its own adapter foresees, where that follows the engine's cache token by token; it
-            stands in place of what would follow from `match` and the rates.
-        complete: False when the engine may hold blocks that nothing told of.
+        room: pool blocks it can store before it evicts; None if unknown.
+        free_blocks: how many of those are on its GPU; None if unknown.
+        turn: number of the placement that last chose it, 0 for none.
+        residents: the prompts it would evict; None if they are not known.
+        on_gpu: the prompts that would move from its GPU to its host tier; None if it has no host tier.
+        forecast: its adapter's own estimate, if that follows the engine's cache token by token. It replaces
+            the estimate from `match` and the rates.
+        complete: False if the engine may hold blocks that its events did not tell of.
         is_last: it served this session before.
         busy: share of its time that it computes prompts.
-        in_use: what requests in flight hold of its GPU, None where its capacity is not known.
+        in_use: GPU memory that requests in flight hold; None if its capacity is not known.
     """
 
     engine: str
@@ -79,28 +80,27 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
-    """Why an engine would answer when, and at whose cost. Times in seconds.
+    """The cost of placing a request on one engine, term by term. Times in seconds.
 
     Attributes:
         engine: its id.
-        queue_s: prefill in flight before this one.
-        room_s: until streams that hold the memory it needs have ended.
+        queue_s: prefill in flight before this request.
+        room_s: until the streams that hold the memory it needs have ended.
         restore_s: to bring KV back from lower tiers.
         prefill_s: to compute the rest.
-        interference_s: what streams that decode add to that.
-        congestion_s: what those that come after wait for it.
+        interference_s: what decoding streams add to the prefill.
+        congestion_s: what later requests wait for it.
         later_s: what its own next turns will wait there for prompts of others.
-        regret_s: what it evicts and will be asked for again costs; None where it was not looked at, because
-            the engine is dearer than others without it.
+        regret_s: cost of what it evicts and will be requested again. None if it was not computed, because the
+            engine costs more than others without it.
         total_s: the sum.
-        cached_tokens: tokens of the prompt the engine would reuse.
-        host_tokens: those of them on its host tier.
-        disk_tokens: those on its disk.
-        pending_tokens: those that requests in flight are yet to leave behind.
+        cached_tokens: prompt tokens the engine would reuse.
+        host_tokens: how many of those are on its host tier.
+        disk_tokens: how many are on its disk.
+        pending_tokens: how many requests in flight have yet to leave.
         in_flight: requests it has.
-        free_blocks: blocks on its GPU that hold nothing; None where unknown. This and the next two decide
-            where costs do not.
-        turn: the number of the placement that it was last chosen in, 0 for none.
+        free_blocks: empty blocks on its GPU; None if unknown. This and the next two break ties.
+        turn: number of the placement that last chose it, 0 for none.
         is_last: it served this session before.
     """
 
@@ -131,11 +131,18 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A decision: the engine, the cached tokens it is expected to report, and the cost of every candidate.
+    """A decision: the engine, the cached tokens it should report, and the cost of every candidate.
 
-    `firm` is False when the prediction rests on what requests in flight have yet to leave behind, or the
-    engine may hold more than is known. `gpu_tokens` are those of the prediction that need no lower tier.
-    `strain` is what a second of prefill counted, `Outlook.strain`.
+    Attributes:
+        engine: the one chosen.
+        predicted_tokens: cached tokens it should report.
+        n_tokens: prompt tokens.
+        costs: of every candidate.
+        rule: what decided: "lowest cost" or "least loaded".
+        firm: False if the prediction counts blocks that requests in flight have yet to leave, or the engine
+            may hold more than is known.
+        gpu_tokens: predicted tokens that lie on the GPU.
+        strain: how many times a second of prefill counted, see `Outlook`.
     """
 
     engine: str
@@ -159,22 +166,22 @@ class Placement:
 
     @property
     def work(self) -> Work:
-        """What it asks of the engine before the first token."""
+        """The engine's work before the first token."""
         chosen = self.chosen
         return Work(self.uncached_tokens, chosen.host_tokens, chosen.disk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a placement costs others.
+    """What a placement costs other requests.
 
     Attributes:
         now: the time, in seconds of the caller's clock.
-        strain: seconds that all wait in the end for a second of prefill, 1 / (1 - utilisation).
-        returns: seconds idle → how likely a prompt is asked for again.
-        turns: how often a prompt is asked for from now on.
-        rest_s: left of a prefill that a prompt finds under way.
-        answer_s: from a first token to the last.
+        strain: seconds that all requests wait for one second of prefill: 1 / (1 - utilisation).
+        returns: seconds idle → probability that a prompt is requested again.
+        turns: how many more times a prompt is requested, the present one included.
+        rest_s: what is left of a prefill that a prompt finds running, on average.
+        answer_s: from the first token of an answer to its last.
     """
 
     now: float
@@ -185,18 +192,18 @@ class Outlook:
     answer_s: float = 0.0
 
 
-# Nothing else runs, and nothing comes back.
+# No other requests run, and no prompt comes back.
 CALM = Outlook(0.0, 1.0, lambda _idle_s: 0.0)
 
 
 def predict(chain: Chain, match: Match, tokens_per_block: int) -> int:
-    """Cached tokens an engine of that block size will report for the chain."""
+    """Cached tokens that an engine with that block size will report for the chain."""
     held, most = match.blocks * chain.tokens_per_block, reusable_tokens(chain.n_tokens, tokens_per_block)
     return held // tokens_per_block * tokens_per_block if held < most else most
 
 
 def cost_of(candidate: Candidate, chain: Chain, outlook: Outlook = CALM) -> Cost:
-    """The terms of the cost rule for one engine, but for what is regretted."""
+    """The terms of the cost rule for one engine, without regret."""
     foreseen, load, rates = candidate.forecast, candidate.load, candidate.rates
     if foreseen is not None:
         return _foreseen(candidate, foreseen, outlook)
@@ -267,7 +274,7 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
     least, looked_at = inf, list[int]()
     for total_s, *_, at in order[:MAX_LOOKS]:
         if total_s > least + TIE_S:
-            break  # dearer without what would be regretted
+            break  # costs more, even without its regret
         costs[at] = _with_regret(costs[at], candidates[at], chain, outlook)
         least = min(least, costs[at].total_s)
         looked_at.append(at)
@@ -288,7 +295,7 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
 
 
 def _among_equals(cost: Cost, at: int) -> tuple[bool, int, int, int]:
-    """What ties go by, lowest first."""
+    """The order of engines whose costs are equal, best first."""
     return not cost.is_last, -(cost.free_blocks or 0), cost.turn, at
 
 
@@ -298,7 +305,7 @@ def _with_regret(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outloo
 
 
 def _regret_s(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) -> float:
-    """What computing again costs that this placement evicts, and will be asked for."""
+    """The cost of computing or restoring again what this placement evicts, if it is requested again."""
     if candidate.forecast is not None:
         return candidate.forecast.regret_s * outlook.strain
     residents, room = candidate.residents, candidate.room
@@ -308,7 +315,7 @@ def _regret_s(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) 
     lost = residents.lost(outlook.now, (chain.n_tokens - cost.cached_tokens) // size - room, returns)
     lost_s = rates.prefill_s(round(lost * size))
     if candidate.on_gpu is not None:
-        # What leaves the GPU alone is brought back.
+        # A block that leaves only the GPU is restored, not computed.
         in_need = (chain.n_tokens - cost.cached_tokens + cost.host_tokens) // size
         moved = candidate.on_gpu.lost(outlook.now, in_need - (candidate.free_blocks or 0), returns)
         lost_s += rates.restore_s(round(moved * size), 0)
@@ -316,7 +323,7 @@ def _regret_s(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) 
 
 
 def _on_gpu(candidate: Candidate, cost: Cost, chain: Chain) -> int:
-    """Tokens of the prediction that need no lower tier."""
+    """Predicted tokens that lie on the GPU."""
     if candidate.forecast is not None:
         return cost.cached_tokens
     return predict(chain, Match(gpu=candidate.match.lead), candidate.tokens_per_block)
@@ -329,9 +336,9 @@ def _is_firm(candidate: Candidate) -> bool:
 
 
 def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Placement:
-    """The engine with the fewest requests in flight; nothing of its cache is considered.
+    """The engine with the fewest requests in flight. Caches do not count.
 
-    For requests whose prompt is not known (reuse off, embeddings, audio). `candidates` is not empty.
+    For requests whose prompt is not known (reuse off, audio). `candidates` is not empty.
     """
     costs = tuple(
         Cost(c.engine, in_flight=c.load.in_flight, turn=c.turn, is_last=c.is_last) for c in candidates

@@ -1,8 +1,8 @@
-"""What comes back, and how busy it keeps the engines: the two things that say what a placement costs others.
+"""How likely prompts come back, and how busy they keep engines. Both decide what a placement costs others.
 
-A prompt is known by its last full block. When a later prompt goes on from there it has come back, and how
-long that took is remembered. So, after a while, it is known how likely a prompt that nobody asked for since
-some time will still be asked for: conversations come back within a minute or two, or never.
+A prompt is known by its last full block. It comes back when a later prompt continues it. The ages at which
+prompts came back give the probability that an idle prompt is requested again: conversations come back within
+a minute or two, or never.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from math import log2
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.placement.recent import WINDOW_S, Recent
 
-# Prompts whose return is waited for; older ones are taken not to come back.
+# Prompts that may come back. Older ones count as never coming back.
 MAX_PROMPTS = 50_000
-# Ages are counted in half octaves from this many seconds on, up to some months.
+# Ages are counted in half octaves from this many seconds, up to some months.
 YOUNGEST_S = 0.1
 AGES = 56
-# Until something is learned, three blocks of ten come back, which this many blocks stand for.
+# Prior: three blocks of ten come back. It weighs as much as this many observed blocks.
 PRIOR_BLOCKS = 100.0
 PRIOR = 0.3
-# Prompts after which what was learned counts half: what people ask for changes.
+# What was learned counts half after this many prompts: demand changes.
 HALF_LIFE = 2000
 REFRESH = 16
-# Work is never free: of two ways that take about as long, the one that computes less leaves more to others.
+# Work is never free: of two engines that answer as fast, the one that computes less leaves more for others.
 MIN_UTILISATION = 0.1
-# More turns than that nobody can foresee: the share that never returns is too small to be known.
+# More turns cannot be foreseen: the share of prompts that never return would be too small to measure.
 MAX_TURNS = 20.0
-# A pool that gets more work than it can do is not infinitely dear.
+# Keeps the price of work finite in a pool that gets more work than it can do.
 MAX_UTILISATION = 0.95
 
 
 class Demand:
-    """What the clients of a pool ask for."""
+    """What the clients of a pool request, and the work that makes."""
 
     def __init__(self) -> None:
         self._asked: OrderedDict[BlockHash, tuple[float, int]] = OrderedDict()  # → when, blocks
@@ -47,17 +47,17 @@ class Demand:
         self._answers, self._answering = Recent(), Recent()
 
     def worked(self, now: float, seconds: float) -> None:
-        """An engine spent so long on a prompt before its first token."""
+        """An engine spent `seconds` on a prompt before its first token."""
         self._seconds.add(now, seconds)
         self._squares.add(now, seconds * seconds)
 
     def answered(self, now: float, seconds: float) -> None:
-        """An answer took so long from its first token on."""
+        """An answer took `seconds` from its first token to its last."""
         self._answers.add(now, 1)
         self._answering.add(now, seconds)
 
     def asked(self, now: float, chain: Chain, computed: int) -> None:
-        """A prompt was asked for, `computed` tokens of which an engine had to compute."""
+        """A prompt was requested, and an engine had to compute `computed` tokens of it."""
         hashes = chain.hashes
         if not hashes:
             return
@@ -75,28 +75,28 @@ class Demand:
             self._refresh()
 
     def returns(self, idle_s: float) -> float:
-        """How likely a prompt is asked for again, of which nobody did for so long."""
+        """Probability that a prompt idle for `idle_s` seconds is requested again. Prior: 0.3."""
         return self._returns[_age(idle_s)]
 
     @property
     def turns(self) -> float:
-        """How often a prompt is asked for from now on, the present one included; 1 to MAX_TURNS."""
+        """How many more times a prompt is requested, the present one included; 1 to MAX_TURNS."""
         return min(1 / (1 - self._returns[0]), MAX_TURNS)
 
     def utilisation(self, now: float, engines: int) -> float:
-        """Share of their time that so many engines spend on prompts, lately; MIN_UTILISATION to
+        """Share of their time that `engines` engines spent on prompts lately; MIN_UTILISATION to
         MAX_UTILISATION."""
         busy = self._seconds.sum(now) / (engines * WINDOW_S)
         return min(max(busy, MIN_UTILISATION), MAX_UTILISATION)
 
     def rest_s(self, now: float) -> float:
-        """Seconds left of the work that a prompt finds under way, on average: long ones are found more often,
-        E[s²] / 2E[s]."""
+        """Seconds left of the prefill that a prompt finds running, on average: E[s²] / 2E[s], because long
+        prefills are found more often."""
         seconds = self._seconds.sum(now)
         return self._squares.sum(now) / (2 * seconds) if seconds else 0.0
 
     def answer_s(self, now: float) -> float:
-        """Seconds that answers take from their first token on, lately; 0 before there were any."""
+        """Seconds that answers took lately, from their first token to their last; 0 if there were none."""
         answers = self._answers.sum(now)
         return self._answering.sum(now) / answers if answers else 0.0
 
@@ -115,7 +115,7 @@ class Demand:
 
 
 def goes_on_from(prompts: Mapping[BlockHash, object], hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
-    """The prompts, by their last blocks, that a prompt goes on from."""
+    """The prompts that a prompt continues, by their last blocks."""
     return prompts.keys() & hashes
 
 

@@ -1,8 +1,8 @@
-"""Whether a prompt waits for another one that is computing what both begin with.
+"""Whether a prompt waits for another prompt that is computing the same prefix.
 
-Engines that can use a prompt's KV for others only once all of it is computed compute what two prompts share
-twice when these come side by side, each at half the speed. There the second one waits until the first has its
-first token, unless it would be faster to go beside it.
+Some engines share a prompt's KV only once the whole prompt is computed. Two prompts with one prefix that run
+side by side then compute it twice, each at half the speed. There the second prompt waits for the first token
+of the first, unless running beside it is faster.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Protocol, TypeVar
 from proxy.core.index.blocks import BlockHash
 from proxy.core.placement.load import Remaining
 
-# How much later than expected a first token may come before nobody waits for it any longer.
+# Nobody waits longer than this many times the expected time of a first token.
 LENIENCE = 2.0
 
 
 class Underway(Protocol):
-    """A prompt whose first token is yet to come."""
+    """A prompt that has no first token yet."""
 
     @property
     def hashes(self) -> Sequence[BlockHash]:
@@ -26,14 +26,14 @@ class Underway(Protocol):
 
     @property
     def found(self) -> int:
-        """How many of the leading ones it leaves to the engine to find; it computes the others."""
+        """Leading blocks that it expects in the engine's cache. It computes the others."""
 
 
 Prompt = TypeVar("Prompt", bound=Underway)
 
 
 def leader(prompts: Iterable[Prompt], hashes: Sequence[BlockHash], blocks: int) -> Prompt | None:
-    """Of the prompts under way, the one that computes the last of so many leading blocks of a chain."""
+    """The running prompt that computes block number `blocks` of a chain; None if there is none."""
     for prompt in prompts:
         if prompt.found < blocks <= len(prompt.hashes) and prompt.hashes[blocks - 1] == hashes[blocks - 1]:
             return prompt
@@ -41,8 +41,8 @@ def leader(prompts: Iterable[Prompt], hashes: Sequence[BlockHash], blocks: int) 
 
 
 def patience_s(remaining: Remaining, shared_s: float) -> float | None:
-    """How long to wait at most for a prompt that takes as long as `remaining`, and computes what would take
-    `shared_s` alone; None where it is faster to go beside it."""
+    """The longest wait for a running prompt, in seconds; None if running beside it is faster. Its first token
+    comes after `remaining`; computing what both share takes `shared_s`."""
     if remaining.own_s >= 2 * shared_s:
         return None
     expected_s = remaining.before_s + remaining.own_s

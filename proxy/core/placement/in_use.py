@@ -1,7 +1,7 @@
-"""GPU memory that requests in flight hold: nothing can be evicted from it before they end.
+"""GPU memory that requests in flight hold. The engine cannot evict it before they end.
 
-What they share counts once. Prompts that are the same up to some block are the same before it, so that every
-64th block of a prompt stands for those up to it.
+Blocks that requests share count once. Two prompts with one block in common have all blocks before it in
+common, so only every 64th block of a prompt is noted; it stands for the 64 that end there.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from collections.abc import Sequence
 
 from proxy.core.index.blocks import BlockHash
 
-# Blocks that one stands for: what two prompts share is known to within so many.
+# Blocks that one noted block stands for. What two prompts share is known to within this many.
 STRIDE = 64
 
 
 class InUse:
-    """What requests in flight hold of one engine's GPU.
+    """GPU memory of one engine that requests in flight hold.
 
     Attributes:
-        capacity: of that GPU, in blocks.
+        capacity: of the GPU, in blocks.
         blocks: in use.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.blocks = 0
-        self._requests: Counter[BlockHash] = Counter()  # requests by the blocks that stand for others
+        self._requests: Counter[BlockHash] = Counter()  # noted block → requests that hold it
 
     def add(self, hashes: Sequence[BlockHash]) -> None:
-        """A request for a prompt of these blocks begins."""
+        """A request for a prompt with these blocks begins."""
         requests = self._requests
         self.blocks += self._beside(hashes)
         requests.update(hashes[STRIDE - 1 :: STRIDE])
 
     def remove(self, hashes: Sequence[BlockHash]) -> None:
-        """It has ended."""
+        """That request has ended."""
         requests = self._requests
         for mark in hashes[STRIDE - 1 :: STRIDE]:
             requests[mark] -= 1
@@ -44,14 +44,14 @@ class InUse:
         self.blocks -= self._beside(hashes)
 
     def wait_s(self, hashes: Sequence[BlockHash], answer_s: float) -> float:
-        """Seconds until there is room for a prompt beside them, when answers take `answer_s`. Requests end
-        one after the other: in the time of an answer all that is in use now will be free."""
+        """Seconds until there is room for a prompt, if answers take `answer_s`. Requests end one after the
+        other: within `answer_s`, everything that is in use now becomes free."""
         if self.blocks + len(hashes) <= self.capacity:
             return 0.0
         short = self.blocks + self._beside(hashes) - self.capacity
         return min(short / self.blocks, 1.0) * answer_s if short > 0 and self.blocks else 0.0
 
     def _beside(self, hashes: Sequence[BlockHash]) -> int:
-        """Blocks that a prompt needs beside those in use."""
+        """Blocks that a prompt needs in addition to those in use."""
         marks = hashes[STRIDE - 1 :: STRIDE]
         return len(hashes) - STRIDE * sum(map(self._requests.__contains__, marks))

@@ -1,9 +1,9 @@
-"""What each engine is busy with.
+"""The work in flight on each engine.
 
-The proxy sees its own requests: a ledger of prefills placed and not yet answered, in seconds of the engine's
-time, and of streams being decoded. An engine is taken to compute one prompt after the other, which is what
-chunked prefill comes to. First tokens correct the ledger, and what the engine says of its load does too, so
-that nothing that was lost stays on it.
+A ledger holds the prefills that were placed and not yet answered, in seconds of the engine's time, and the
+streams being decoded. It assumes that an engine computes one prompt after the other, which chunked prefill
+amounts to. First tokens and the load that the engine reports correct the ledger, so that no lost request
+stays in it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import msgspec
 
-# A prefill that no first token ends is forgotten: by then the request was given up, whatever became of it.
+# A prefill without a first token is dropped after this time: its request has been given up by then.
 FORGET_S = 600.0
-# What an engine said of its load is believed for so long: a few of its health checks.
+# An engine's reported load counts for this time: a few health checks.
 REPORT_S = 15.0
-# Prompts measured together. Engines mix them in their steps: of so many, what they have begun of the next
-# hardly counts.
+# Prompts that are measured together. Engines mix prompts in their steps; with this many, the part of the next
+# prompt that has begun hardly counts.
 MANY = 8
 
 
@@ -36,7 +36,7 @@ IDLE = LoadView()
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request asks of an engine before its first token: tokens to compute, and to bring back."""
+    """The work of a request before its first token: tokens to compute, and tokens to restore by tier."""
 
     computed: int
     host: int = 0
@@ -45,13 +45,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a prompt took of an engine, on average of several that kept it busy one after the other.
+    """What a prompt took of an engine's time, as a mean over prompts that kept it busy one after the other.
 
     Attributes:
-        work: what it asked for.
+        work: of the prompt.
         seconds: of the engine's time.
         decoding: streams that were decoded meanwhile.
-        blurred: it is no more than that: the engine did other things as well.
+        blurred: the engine also worked for clients that kvpin does not see.
     """
 
     work: Work
@@ -61,8 +61,8 @@ class Sample:
 
 
 class Remaining(NamedTuple):
-    """Seconds until a request's first token: what the engine does before it, and what is left of itself.
-    That token will be `seen` when its answer is a stream."""
+    """Seconds until a request's first token: other work before it, and the rest of its own. The first token
+    will be `seen` if the answer is a stream."""
 
     before_s: float
     own_s: float
@@ -70,7 +70,7 @@ class Remaining(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What an engine did from a request to its whole answer.
+    """What an engine did between a request and its whole answer.
 
     Attributes:
         seconds: how long that took.
@@ -84,7 +84,7 @@ class Spent(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """When a request was placed whose answer comes whole, and what the engine had computed by then."""
+    """When a request was placed whose answer does not stream, and what the engine had computed by then."""
 
     at: float
     computed: int
@@ -93,7 +93,7 @@ class _Begun(NamedTuple):
 
 @dataclass(slots=True)
 class _Prefill:
-    work: Work | None  # None where it is not known
+    work: Work | None  # None if it is not known
     expected_s: float
     placed: float
     seen: bool  # its first token will be
@@ -101,7 +101,7 @@ class _Prefill:
 
 @dataclass(slots=True)
 class _Spell:
-    """Prefills that ended since the engine turned to the first of them, with no gap between them."""
+    """Prefills that ended one after the other, without a gap, since the engine began the first of them."""
 
     since: float
     prompts: int = 0
@@ -109,7 +109,7 @@ class _Spell:
     host: int = 0
     disk: int = 0
     decoding: int = 0
-    blurred: bool = False  # others had the engine do something meanwhile
+    blurred: bool = False  # the engine also worked for clients that kvpin does not see
 
     def add(self, work: Work, decoding: int, others: int) -> None:
         self.blurred = self.blurred or others > 0
@@ -126,22 +126,22 @@ class _Spell:
 
 
 class EngineLedger:
-    """In-flight work of one engine.
+    """Work in flight on one engine.
 
     Attributes:
-        served: requests it was given so far.
+        served: requests that were placed on it so far.
     """
 
     def __init__(self) -> None:
         self.served = 0
-        self._prefills: dict[int, _Prefill] = {}  # in the order in which they were placed
+        self._prefills: dict[int, _Prefill] = {}  # by ticket, in the order they were placed
         self._expected_s = 0.0  # of all of them
         self._decoding = set[int]()
-        self._turn = 0.0  # when the engine turned to the first of the prefills
-        self._spell: _Spell | None = None  # None while the engine does what is not seen to end
-        self._whole: dict[int, _Begun] = {}  # requests whose answers come whole
-        self._computed = 0  # prompt tokens so far
-        self._unknown = 0  # prompts of which it is not known what was computed
+        self._turn = 0.0  # when the engine began the first of the prefills
+        self._spell: _Spell | None = None  # None while a prefill is queued whose end is not seen
+        self._whole: dict[int, _Begun] = {}  # requests whose answers do not stream
+        self._computed = 0  # prompt tokens computed so far
+        self._unknown = 0  # prompts whose computed tokens are not known
         self._foreign, self._foreign_until = 0, 0.0
         self._missing = frozenset[int]()
 
@@ -151,9 +151,14 @@ class EngineLedger:
         return len(self._prefills) + len(self._decoding)
 
     def begin(self, now: float, expected_s: float, work: Work | None, *, seen: bool = True) -> int:
-        """A request was placed that is expected to take `expected_s` of the engine's time up to its first
-        token, which is `seen` when the answer is a stream; its `work` is None where it is not known. Returns
-        its ticket."""
+        """A request was placed. Returns its ticket.
+
+        Args:
+            now: the time.
+            expected_s: seconds of the engine's time up to its first token.
+            work: what it has to compute and restore; None if that is not known.
+            seen: its first token will be seen, because the answer is a stream.
+        """
         if self._settle(now) is None:
             self._turn, self._spell = now, _Spell(now)
         self.served += 1
@@ -165,7 +170,7 @@ class EngineLedger:
         return self.served
 
     def refine(self, ticket: int, expected_s: float, work: Work) -> None:
-        """More is known of a request than when it was placed."""
+        """Corrects the work of a request that was placed."""
         prefill = self._prefills.get(ticket)
         if prefill is not None:
             self._expected_s += expected_s - prefill.expected_s
@@ -174,14 +179,14 @@ class EngineLedger:
                 prefill.work = work
 
     def reprice(self, price: Callable[[Work], float]) -> None:
-        """Rates turned out to be others than when the requests in flight were placed."""
+        """Rates have changed: prices the requests in flight anew."""
         for prefill in self._prefills.values():
             if prefill.work is not None:
                 prefill.expected_s = price(prefill.work)
         self._expected_s = sum(prefill.expected_s for prefill in self._prefills.values())
 
     def first_token(self, now: float, ticket: int) -> Sample | None:
-        """Its answer has begun. Returns what was learned of the engine's time, if anything."""
+        """Its first token came. Returns a sample of the engine's time, if one is complete."""
         self._settle(now)
         prefill = self._take(ticket, computed=True)
         if prefill is None:
@@ -200,7 +205,7 @@ class EngineLedger:
 
     def answered(self, now: float, ticket: int) -> Spent | None:
         """Its answer came whole: the engine is done with it, and has computed the prompts placed before it.
-        Returns what the engine did meanwhile, None where that is not known."""
+        Returns what the engine did meanwhile; None if that is not known."""
         begun = self._whole.pop(ticket, None)
         if begun is None:
             return None
@@ -217,15 +222,15 @@ class EngineLedger:
         return Spent(now - begun.at, self._computed - begun.computed, decoding)
 
     def end(self, now: float, ticket: int) -> None:
-        """The request is over, in whatever way."""
+        """The request is over: answered, failed or cancelled."""
         self._whole.pop(ticket, None)
         if next(iter(self._prefills), None) == ticket:
             self._turn = now
         self._drop(ticket)
 
     def reported(self, now: float, requests: int) -> None:
-        """The engine says it has so many requests. Those beyond ours are others'. Ours of which it knows
-        nothing, twice in a row, were lost: one that was just placed may be on its way."""
+        """The engine reports `requests` running requests. Those beyond ours belong to others. If it reports
+        none twice in a row, ours are lost; once is not enough, as a request may be on its way."""
         missing = frozenset() if requests else frozenset((*self._prefills, *self._decoding))
         for ticket in missing & self._missing:
             self.end(now, ticket)
@@ -245,7 +250,7 @@ class EngineLedger:
         return LoadView(len(self._prefills) + streams, queue_s, streams)
 
     def remaining(self, now: float, ticket: int) -> Remaining | None:
-        """How long its first token will take; None once that has come, or the request is over."""
+        """Time until its first token; None if that has come or the request is over."""
         first, before = self._settle(now), 0.0
         for each, prefill in self._prefills.items():
             own = self._left_s(now, prefill) if prefill is first else prefill.expected_s
@@ -255,17 +260,17 @@ class EngineLedger:
         return None
 
     def _others(self, now: float) -> int:
-        """Requests the engine has of others."""
+        """Requests that the engine has from others."""
         return self._foreign if now < self._foreign_until else 0
 
     def _left_s(self, now: float, first: _Prefill) -> float:
-        """Of the prefill the engine is at. What is late is taken to be as late again: an engine that hangs
-        does not look idle."""
+        """Seconds left of the prefill that the engine is computing. A prefill that is late is expected to be
+        as late again, so that an engine that hangs does not look idle."""
         return abs(self._turn + first.expected_s - now)
 
     def _settle(self, now: float) -> _Prefill | None:
-        """Prefills that end unseen end as expected; those that never end are forgotten. Returns the one that
-        the engine is at."""
+        """Drops prefills that are over: those whose end is not seen when they were expected to end, others
+        after FORGET_S. Returns the prefill that the engine is computing."""
         while self._prefills:
             ticket = next(iter(self._prefills))
             first = self._prefills[ticket]
@@ -280,13 +285,13 @@ class EngineLedger:
         return None
 
     def _drop(self, ticket: int, *, computed: bool = False) -> None:
-        """The request is over, or taken to be. When the engine was done with a prefill is not known."""
+        """Drops a request. When the engine ended its prefill is not known."""
         self._decoding.discard(ticket)
         if self._take(ticket, computed=computed) is not None:
             self._spell = None
 
     def _take(self, ticket: int, *, computed: bool) -> _Prefill | None:
-        """The prefill leaves the queue, all of it computed or nobody knows how much."""
+        """Takes a prefill out of the queue. It counts as computed, or as unknown."""
         prefill = self._prefills.pop(ticket, None)
         if prefill is not None:
             self._expected_s = self._expected_s - prefill.expected_s if self._prefills else 0.0

@@ -1,10 +1,9 @@
-"""All that placement knows of a pool, and the decision itself.
+"""The state of one pool that placement uses, and the decision.
 
-The proxy runs it live, `kvpin replay` on a clock of its own.
+    match → candidate → place → begin → first_token or answered → end → settled
 
-    match → candidate → place → begin → first_token → end → settled
-
-Pure: the time is an argument, and what engines hold is told through the index.
+The proxy runs it live, `kvpin replay` on a virtual clock. It is pure: the time is an argument, and the index
+says what engines hold.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.recent import WINDOW_S, Recent
 from proxy.core.placement.residents import Residents
 
-# Conversations of which it is known where they were last: more than are going on at a time.
+# Conversations whose last engine is remembered: more than run at a time.
 MAX_SESSIONS = 50_000
 
 
@@ -38,15 +37,15 @@ class Seat:
         engine: its id.
         ledger: its work in flight.
         rates: how fast it is.
-        residents: the prompts it was given, as long as any tier holds them.
-        on_gpu: those on its GPU; None where it has no host tier, and they are the same.
-        tokens_per_block: its own block size, or the pool's where that is larger.
-        gpu_blocks: what its GPU holds, in blocks of the pool; None where unknown.
-        host_blocks: likewise of its host tier; 0 where it has none.
-        in_use: what requests in flight hold of its GPU; None where that is unknown.
-        turn: the number of the placement that it was last chosen in, 0 for none.
-        epoch: of the rates that its ledger is in.
-        worked: seconds it spent on prompts before their first tokens, lately.
+        residents: the prompts that any of its tiers holds.
+        on_gpu: the prompts that its GPU holds; None if it has no host tier, so that both are the same.
+        tokens_per_block: its own block size, or the pool's if that is larger.
+        gpu_blocks: capacity of its GPU, in blocks of the pool; None if unknown.
+        host_blocks: capacity of its host tier, in blocks of the pool; 0 if it has none.
+        in_use: GPU memory that requests in flight hold; None if the capacity is unknown.
+        turn: number of the placement that last chose it, 0 for none.
+        epoch: epoch of the rates that priced its ledger.
+        worked: seconds it spent lately on prompts before their first tokens.
     """
 
     engine: str
@@ -69,11 +68,11 @@ class Ticket:
 
     Attributes:
         seat: the engine's.
-        number: of the request in the ledger there.
-        chain: its prompt, None where that is not known.
-        work: what it asks of the engine before its first token.
-        begun: when the engine had done that; None before.
-        spent: what the engine did for it, where its answer came whole.
+        number: the request's ticket in the engine's ledger.
+        chain: its prompt; None if that is not known.
+        work: its work before the first token.
+        begun: when that work ended; None before.
+        spent: what the engine did until its answer came, if that came whole.
     """
 
     seat: Seat
@@ -107,7 +106,7 @@ class Placer:
         gpu_blocks: int | None = None,
         host_blocks: int | None = None,
     ) -> None:
-        """Takes an engine in. Capacities are in blocks of its own."""
+        """Adds an engine. Capacities are in its own blocks."""
         self.remove(engine)
         self.index.add_engine(engine)
         own, pools = tokens_per_block or self.tokens_per_block, self.tokens_per_block
@@ -126,12 +125,12 @@ class Placer:
         )
 
     def remove(self, engine: str) -> None:
-        """The engine is gone, and all it held."""
+        """Removes an engine and everything it held."""
         self.index.remove_engine(engine)
         self.seats.pop(engine, None)
 
     def wipe(self, engine: str) -> None:
-        """The engine lost its KV, or sight of it was lost."""
+        """The engine lost its KV, or its events were lost."""
         self.index.wipe(engine)
         seat = self.seats[engine]
         seat.residents.clear()
@@ -141,11 +140,11 @@ class Placer:
     # --- placement ---------------------------------------------------------------------------------
 
     def match(self, chain: Chain | None) -> dict[str, Match]:
-        """What each engine holds of a prompt."""
+        """What each engine holds of a prompt; nothing for a prompt that is not known."""
         return self.index.match(chain.hashes) if chain is not None else {}
 
     def last_engine(self, session: Hashable | None) -> str | None:
-        """The engine that a conversation was last placed on, where that is known."""
+        """The engine that a conversation was last placed on; None if unknown."""
         return self._sessions.get(session)
 
     def candidate(
@@ -158,7 +157,7 @@ class Placer:
         complete: bool = True,
         is_last: bool = False,
     ) -> Candidate:
-        """An engine as placement sees it."""
+        """What placement knows of an engine now."""
         seat = self.seats[engine]
         if seat.epoch != self.rates.epoch:
             seat.epoch = self.rates.epoch
@@ -188,13 +187,13 @@ class Placer:
         )
 
     def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
-        """Where a request goes; by load alone when its prompt is not known. Changes nothing."""
+        """Chooses an engine; by load alone if the prompt is not known. Changes no state."""
         if chain is None:
             return place_least_loaded(candidates)
         return place(candidates, chain, self.outlook(now))
 
     def outlook(self, now: float) -> Outlook:
-        """What a placement costs others now."""
+        """What a placement costs other requests now."""
         demand = self.demand
         strain = 1 / (1 - demand.utilisation(now, len(self.seats)))
         return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s(now), demand.answer_s(now))
@@ -211,8 +210,8 @@ class Placer:
         known: bool = True,
         session: Hashable | None = None,
     ) -> Ticket:
-        """The request goes to its engine; its first token will be seen when it `streams`. All its tokens are
-        `known`, or what it takes teaches nothing."""
+        """The request goes to its engine. Its first token will be seen if it `streams`. Its times teach rates
+        only if all its tokens are `known`."""
         seat, work = self.seats[placement.engine], placement.work
         self._turn += 1
         seat.turn = self._turn
@@ -233,12 +232,12 @@ class Placer:
             self._sessions.popitem(last=False)
 
     def refine(self, ticket: Ticket, work: Work) -> None:
-        """More is known of what a request asks of its engine."""
+        """Corrects the work of a request."""
         ticket.work = work
         ticket.seat.ledger.refine(ticket.number, ticket.seat.rates.price(work), work)
 
     def first_token(self, now: float, ticket: Ticket) -> None:
-        """Its answer has begun."""
+        """Its first token came."""
         sample = ticket.seat.ledger.first_token(now, ticket.number)
         if sample is not None:
             ticket.seat.rates.learn(sample)
@@ -249,8 +248,8 @@ class Placer:
         ticket.spent = ticket.seat.ledger.answered(now, ticket.number)
 
     def end(self, now: float, ticket: Ticket, computed: int | None, report: Report | None = None) -> None:
-        """It is over. `computed` tokens of its prompt are new on the engine; None when it failed. Where the
-        answer came whole, the engine's `report` of it teaches rates."""
+        """The request is over. `computed` tokens of its prompt are new on the engine; None if it failed. If
+        its answer came whole, the engine's `report` teaches rates."""
         seat, chain, size = ticket.seat, ticket.chain, self.tokens_per_block
         seat.ledger.end(now, ticket.number)
         if chain is not None and seat.in_use is not None:
@@ -269,7 +268,8 @@ class Placer:
             seat.on_gpu.use(now, chain.hashes, (computed + ticket.work.host + ticket.work.disk) // size)
 
     def _learn(self, now: float, ticket: Ticket, chain: Chain, spent: Spent, report: Report) -> None:
-        """Rates from a whole answer: the engine's own timing where it told one, else the time it took."""
+        """Learns rates from a whole answer: from the engine's own timing if it reports one, else from the
+        time the answer took."""
         rates, work, output = ticket.seat.rates, ticket.work, report.output_tokens
         others = spent.computed - work.computed
         own = work.computed if report.cached_tokens is None else chain.n_tokens - report.cached_tokens
@@ -283,8 +283,8 @@ class Placer:
             self.demand.answered(now, output * self.rates.fit.step_s)
 
     def _count(self, now: float, ticket: Ticket) -> None:
-        """An engine has computed a prompt, once; those that it refused are not asked for again by being asked
-        for elsewhere. At rates that nothing has taught, what that took is not known."""
+        """Counts a prompt that an engine has computed, once per request: an attempt that an engine refused is
+        no demand of its own. Its seconds count only once rates were learned."""
         if ticket.begun is not None:
             return
         ticket.begun = now
@@ -296,7 +296,7 @@ class Placer:
             self.demand.asked(now, ticket.chain, ticket.work.computed)
 
     def settled(self, ticket: Ticket) -> None:
-        """Events have told what it left behind, or will not: nothing of it is pending any longer."""
+        """Ends its pending blocks: events have confirmed by now what it left."""
         seat, chain = ticket.seat, ticket.chain
         if chain is not None and self.seats.get(seat.engine) is seat:
             self.index.end_pending(seat.engine, chain.hashes)

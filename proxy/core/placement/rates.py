@@ -1,9 +1,9 @@
-"""How fast engines are: seconds to compute, and to bring back, so many tokens.
+"""How fast engines are: seconds to compute tokens, and to restore them.
 
-Learned from first tokens, in medians, so that one odd request teaches little. The engines of a pool serve
-the same model, mostly on the same hardware: they learn together, as a curve of seconds over prompt lengths,
-and an engine that is clearly faster or slower than they usually are has a pace of its own. Costs of equal
-engines are then equal, and not a matter of noise.
+Rates are medians of what first tokens showed, so that one odd request teaches little. The engines of a pool
+serve the same model, mostly on the same hardware. They learn one curve of seconds over prompt lengths
+together, so that equal engines have equal costs, whatever the noise. An engine that is clearly faster or
+slower has a pace of its own.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from engine_adapter.types import Tier
 from proxy.core.placement.answers import Answer, AnswerFit, Fit
 from proxy.core.placement.load import Sample, Work
 
-# Before anything is learned: a small model on a CPU. Only ratios between engines matter at first.
+# Prior: a small model on a CPU. Only ratios between engines matter at first.
 DEFAULT_PREFILL_TOK_S = 4000.0
-# Memory is copied some ten times as fast as a model computes; disks are slower than memory.
+# Prior: restoring from memory is ten times as fast as computing, and three times as fast as from disk.
 HOST_SPEEDUP = 10.0
 DISK_SPEEDUP = 3.0
-# First tokens of fewer tokens measure round trips.
+# The first token of a shorter prompt measures the round trip.
 MIN_SAMPLE_TOKENS = 64
-# Samples whose median counts.
+# Medians are of this many samples.
 WINDOW = 16
-# Where one figure has to stand for the curve.
+# Length of a prompt whose rate stands for the whole curve.
 TYPICAL_TOKENS = 1024
-# An engine three quarters of whose samples are this far off the usual pace is another kind of hardware; less
-# is noise.
+# If three quarters of an engine's samples are this far off the usual pace, it is other hardware; less is
+# noise.
 OWN_PACE = 1.25
-# A stream that decodes slows a prefill by less than this share of it.
+# A decoding stream slows a prefill by at most this share.
 MAX_INTERFERENCE = 0.2
 _MEMO = 4096
 
 
 class PoolRates:
-    """What the engines of one pool have taught together.
+    """Rates that the engines of one pool share.
 
     Attributes:
-        prefill_tok_s: prompt tokens computed per second, in prompts of a usual length.
+        prefill_tok_s: prompt tokens computed per second, in prompts of TYPICAL_TOKENS.
         interference: share that each decoding stream adds to the time of a prefill.
-        epoch: changes when the rates turn out to be quite others than before.
-        fit: rates from whole answers; None before there are any, and once a first token was seen.
+        epoch: number that changes when rates change by more than OWN_PACE.
+        fit: rates from whole answers; None before there are enough, and once a first token was seen.
     """
 
     def __init__(self) -> None:
@@ -56,25 +56,24 @@ class PoolRates:
         self._epoch_tok_s = self.prefill_tok_s
         self._samples: dict[int, deque[tuple[int, float]]] = {}  # octave of tokens → (tokens, seconds)
         self._points: dict[int, tuple[float, float]] = {}  # octave → medians of those
-        self._lengths: list[float] = []  # the curve: tokens, and
-        self._seconds: list[float] = []  # seconds that they take
+        self._lengths: list[float] = []  # points of the curve: tokens
+        self._seconds: list[float] = []  # and their seconds
         self._memo: dict[int, float] = {}
-        self._slowdowns = deque[tuple[float, float]](maxlen=4 * WINDOW)  # (streams, times as long)
+        self._slowdowns = deque[tuple[float, float]](maxlen=4 * WINDOW)  # (streams, seconds over the curve's)
         self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
         self._restore_tok_s: dict[Tier, float] = {}
-        self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → times the curve
-        self._clear = False  # what was learned, others had no part in
+        self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → its seconds over the curve's
+        self._clear = False  # a sample that is not blurred has come
         self._answers = AnswerFit()
         self.fit: Fit | None = None
 
     @property
     def learned(self) -> bool:
-        """Whether any first token taught how fast the engines are."""
+        """Whether any rate was learned."""
         return bool(self._lengths)
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds to compute so many prompt tokens on an engine that does nothing else; never less for more
-        tokens."""
+        """Seconds to compute `tokens` prompt tokens on an idle engine; never less for more tokens."""
         seconds = self._memo.get(tokens)
         if seconds is None:
             if len(self._memo) >= _MEMO:
@@ -83,7 +82,7 @@ class PoolRates:
         return seconds
 
     def restore_tok_s(self, tier: Tier) -> float:
-        """Tokens brought back from a lower tier per second."""
+        """Tokens restored from a lower tier per second."""
         learned = self._restore_tok_s.get(tier)
         if learned is not None:
             return learned
@@ -92,7 +91,7 @@ class PoolRates:
         return HOST_SPEEDUP * self.prefill_tok_s
 
     def computed(self, tokens: int, seconds: float, decoding: float) -> None:
-        """A prefill took so long while so many streams were decoding."""
+        """A prefill of `tokens` took `seconds` while `decoding` streams ran."""
         self._slowdowns.append((decoding, seconds / self.prefill_s(tokens)))
         self._relearn_interference()
         if self.fit is not None:  # a first token tells more
@@ -114,14 +113,16 @@ class PoolRates:
             self._redraw()
 
     def usual(self, engine: EngineRates, ratio: float) -> float:
-        """Times the curve that engines take which are neither fast nor slow, now that `engine` takes `ratio`
-        times. Paces are held against this, not the curve: they are in what the curve is learned from, and
-        both would run away together."""
+        """The median engine's seconds over the curve's, now that `engine` has this `ratio`.
+
+        An engine's pace is relative to this median, not to the curve: the curve is learned from samples that
+        contain the paces, so comparing with it would feed back.
+        """
         self._ratios[engine] = ratio
         return median_low(self._ratios.values())
 
     def admits(self, *, blurred: bool) -> bool:
-        """Whether a sample teaches something: a blurred one does until a clear one has come."""
+        """Whether a sample counts. Blurred samples count until the first clear one, which replaces them."""
         if blurred or self._clear:
             return not (blurred and self._clear)
         self._clear = True
@@ -130,13 +131,13 @@ class PoolRates:
         return True
 
     def restored(self, tier: Tier, tokens: int, seconds: float) -> None:
-        """So many tokens were brought back from `tier` in that time."""
+        """Restoring `tokens` tokens from `tier` took `seconds`."""
         self._restores[tier].append(tokens / seconds)
         self._restore_tok_s[tier] = median(self._restores[tier])
 
     def _on_curve(self, tokens: int) -> float:
-        """On the line through the learned points; straight from nothing to the first, and on from the last
-        in proportion."""
+        """Seconds on the lines between the learned points; in proportion before the first and after the
+        last."""
         lengths, seconds = self._lengths, self._seconds
         if not lengths:
             return tokens / DEFAULT_PREFILL_TOK_S
@@ -147,7 +148,7 @@ class PoolRates:
         return low + (seconds[at] - low) * (tokens - left) / (lengths[at] - left)
 
     def _redraw(self) -> None:
-        """The curve, which never falls."""
+        """Draws the curve through the points so that it never falls."""
         points = [self._points[octave] for octave in sorted(self._points)]
         self._lengths = [tokens for tokens, _ in points]
         self._seconds = list(accumulate((seconds for _, seconds in points), max))
@@ -157,8 +158,8 @@ class PoolRates:
             self.epoch, self._epoch_tok_s = self.epoch + 1, self.prefill_tok_s
 
     def _relearn_interference(self) -> None:
-        """How much longer a prefill takes for each stream that decodes: the slope between the busier half of
-        the samples and the other."""
+        """Relearns the share that a decoding stream adds: the slope between the busier and the quieter half
+        of the samples."""
         if len(self._slowdowns) < WINDOW:
             return
         by_streams = sorted(self._slowdowns)
@@ -171,11 +172,11 @@ class PoolRates:
 
 
 class EngineRates:
-    """One engine's rates: its pool's, at its own pace.
+    """One engine's rates: those of its pool, at its own pace.
 
     Attributes:
-        pool: what it shares with the others.
-        pace: times the pool's seconds; 1.0 unless it is clearly another kind of hardware.
+        pool: the rates it shares with the other engines.
+        pace: its seconds over the pool's; 1.0 unless its hardware is clearly different.
     """
 
     def __init__(self, pool: PoolRates) -> None:
@@ -186,33 +187,33 @@ class EngineRates:
 
     @property
     def prefill_tok_s(self) -> float:
-        """Prompt tokens it computes per second, in prompts of a usual length."""
+        """Prompt tokens it computes per second, in prompts of TYPICAL_TOKENS."""
         return self.pool.prefill_tok_s / self.pace
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds to compute so many prompt tokens on an otherwise idle engine."""
+        """Seconds to compute `tokens` prompt tokens on an idle engine."""
         return self.pool.prefill_s(tokens) * self.pace
 
     def restore_s(self, host_tokens: int, disk_tokens: int) -> float:
-        """Seconds to bring back so many tokens from each tier."""
+        """Seconds to restore these tokens from the two lower tiers."""
         host_s = host_tokens / self.pool.restore_tok_s(Tier.HOST)
         return host_s + disk_tokens / self.pool.restore_tok_s(Tier.DISK)
 
     def price(self, work: Work) -> float:
-        """Seconds of the engine's time that some work takes."""
+        """Seconds of the engine's time that this work takes."""
         return self.prefill_s(work.computed) + self.restore_s(work.host, work.disk)
 
     def learn(self, sample: Sample) -> None:
-        """A sample of the engine's time. Those that say little are passed over."""
+        """Learns from a sample of the engine's time. Samples that say little are ignored."""
         work, pool = sample.work, self.pool
         if not pool.admits(blurred=sample.blurred):
             return
         computing_s = sample.seconds - self.restore_s(work.host, work.disk)
         restoring_s = sample.seconds - self.prefill_s(work.computed)
         brought = work.host + work.disk
-        # What the work mostly consists of is learned; the rest of it is known well enough. Tokens tell what
-        # that is, not times: else all that holds up an engine would pass for slowness of its lower tiers,
-        # nothing would be brought back any more, and nothing would be learned of it.
+        # A sample teaches the rate of what it mostly consists of, by tokens and not by time. By time, any
+        # delay of the engine would look like slow restores; then nothing would be restored, and nothing
+        # relearned.
         if brought >= max(HOST_SPEEDUP * work.computed, MIN_SAMPLE_TOKENS):
             if restoring_s > sample.seconds / 2:
                 pool.restored(Tier.HOST if work.host >= work.disk else Tier.DISK, brought, restoring_s)
@@ -223,7 +224,7 @@ class EngineRates:
             self._relearn_pace([seconds / pool.prefill_s(tokens) for tokens, seconds in self._samples])
 
     def answered(self, answer: Answer) -> None:
-        """A whole answer of the engine."""
+        """Learns from a whole answer of the engine."""
         if answer.seconds <= 0 or answer.prefilled < 1:
             return
         pool = self.pool
@@ -234,7 +235,7 @@ class EngineRates:
             self._relearn_pace([each.seconds / fit.seconds(each) for each in self._answers])
 
     def _relearn_pace(self, ratios: Sequence[float]) -> None:
-        """From how often the pool's seconds each of the last samples took."""
+        """Relearns the pace from each of the last samples' seconds over the pool's."""
         if len(ratios) < WINDOW:
             return
         low, middle, high = quantiles(ratios, n=4)

@@ -1,4 +1,4 @@
-"""Sums over the last while, in which what is older counts less: no list of what happened is kept."""
+"""Sums that fade with time, so that no list of past events is kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WINDOW_S = 120.0
 
 
 class Recent:
-    """A sum of which each part fades with the time that passed since, by a factor of e in WINDOW_S."""
+    """A sum whose parts fade by a factor of e in WINDOW_S."""
 
     __slots__ = ("_at", "_sum")
 
@@ -17,10 +17,10 @@ class Recent:
         self._sum = self._at = 0.0
 
     def add(self, now: float, amount: float) -> None:
-        """Something happened now."""
+        """Adds an amount now."""
         self._sum = self.sum(now) + amount
         self._at = now
 
     def sum(self, now: float) -> float:
-        """What is left of all that was added."""
+        """What is left of everything that was added."""
         return self._sum * exp((self._at - now) / WINDOW_S) if self._sum else 0.0

@@ -1,7 +1,7 @@
-"""What one engine would lose: the prompts it served, least recently used first.
+"""The prompts that one engine would evict, least recently used first.
 
-Engines evict what was not used for longest, from the end of prompts. Which prompt that is follows from the
-requests the engine was given; whether it is still there, the index knows.
+Engines evict the least recently used blocks, from the end of prompts. The requests that the engine served
+tell the order; the index tells whether a prompt is still there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from proxy.core.index.blocks import BlockHash
 from proxy.core.placement.demand import goes_on_from
 
-# More than an engine holds of prompts that are worth something.
+# More prompts than an engine holds.
 MAX_PROMPTS = 20_000
-# Where what is needed takes more prompts than this, the others are taken to be like these.
+# If an eviction takes more prompts than this, the rest are assumed to be like these.
 MAX_LOOKED_AT = 32
 
 
@@ -22,7 +22,7 @@ class Residents:
     """The prompts of one engine, each by its last full block."""
 
     def __init__(self, holds: Callable[[BlockHash], bool]) -> None:
-        """`holds` says whether the engine still does."""
+        """`holds` says whether the engine still holds a block."""
         self._holds = holds
         self._prompts: OrderedDict[BlockHash, tuple[float, int]] = OrderedDict()  # → when, blocks
 
@@ -30,8 +30,8 @@ class Residents:
         return len(self._prompts)
 
     def use(self, now: float, hashes: Sequence[BlockHash], new: int) -> None:
-        """The engine has served a prompt, of which so many blocks are new here. The prompts it goes on from
-        are part of it now."""
+        """The engine has served a prompt; `new` of its blocks are new here. The prompts that it continues
+        become part of it."""
         if not hashes:
             return
         prompts, blocks = self._prompts, new
@@ -42,8 +42,8 @@ class Residents:
             prompts.popitem(last=False)
 
     def lost(self, now: float, blocks: int, returns: Callable[[float], float]) -> float:
-        """Blocks that will be asked for again, on average, of the `blocks` least recently used; 0 for none or
-        fewer. What the engine no longer holds is forgotten here as well."""
+        """Of the `blocks` least recently used blocks, how many will be requested again, on average; 0 if
+        `blocks` is not positive. Forgets prompts that the engine no longer holds."""
         if blocks <= 0:
             return 0.0
         prompts, gone = self._prompts, list[BlockHash]()

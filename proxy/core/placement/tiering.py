@@ -1,13 +1,13 @@
-"""What to bring back to the GPU before it is asked for: the next turn of whoever is about to return.
+"""What to restore to the GPU before it is requested: the prefix of the next turn of a conversation.
 
-Prompts that go on from each other are a thread: the turns of a conversation, the steps of an agent, the
-questions about a document. A thread that came back a few times has a rhythm, and with it a window of time in
-which it is due. What of it lies below the GPU is worth bringing back ahead of that by
+Prompts that continue each other are a thread: the turns of a conversation, the steps of an agent, the
+questions about a document. A thread that came back a few times has a rhythm, and so a window of time in which
+its next turn is due. Restoring its blocks from a lower tier ahead of that is worth
 
-    P(asked for within the window) × seconds it would take to restore then ÷ blocks
+    P(requested within the window) × seconds it would take to restore then ÷ blocks
 
-and only where that is worth clearly more than what leaves the GPU for it. Writing back ahead of need is not
-decided here: the engines that have a tier below their GPU write there what they evict, or as they compute it.
+A restore must be worth clearly more than what the GPU evicts for it. Offloading is not decided here: engines
+with a lower tier write there what they evict, or as they compute it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from typing import Generic, TypeVar
 from proxy.core.index.blocks import BlockHash
 from proxy.core.placement.demand import goes_on_from
 
-# Threads that are remembered, and tokens of their last prompts: some tens of megabytes.
+# Threads that are remembered, and tokens of their last prompts: some tens of MB.
 MAX_THREADS = 10_000
 MAX_TOKENS = 4_000_000
-# A rhythm is told by the last gaps between turns, two at least: one does not say how regular they are.
+# A rhythm needs the last gaps between turns, at least two: one gap does not say how regular they are.
 GAPS = 8
 MIN_GAPS = 2
-# A window reaches three median deviations to both sides of the usual gap, which are two standard deviations
-# of what is normal; nothing is more regular than 5% of it.
+# A window reaches three median deviations to both sides of the median gap, which is two standard deviations
+# of a normal distribution. A deviation counts as 5% of the gap at least.
 WIDTH = 3.0
 LEAST_SPREAD = 0.05
-# What leaves the GPU has to be worth less than half of what comes: both are estimates, and moving is work.
+# What the GPU evicts must be worth less than half of what is restored: both are estimates, and moving is
+# work.
 MARGIN = 2.0
-# Entries of threads that came back before they were due, beside as many as there are threads.
+# Stale entries that the heap may hold, in addition to one for each thread.
 SPARE = 64
-# Ages at which prompts come back are known in half octaves.
+# `Demand` counts ages in half octaves.
 HALF_OCTAVE = 2**0.5 - 1
 
 Prompt = TypeVar("Prompt")
@@ -45,16 +46,16 @@ Returns = Callable[[float], float]
 
 @dataclass(slots=True, eq=False)
 class Thread(Generic[Prompt]):
-    """A prompt that may be gone on from. Times in seconds of the caller's clock.
+    """A prompt that a later one may continue. Times in seconds of the caller's clock.
 
     Attributes:
-        prompt: whatever the caller needs to bring it back.
+        prompt: whatever the caller needs to restore it.
         hashes: its blocks.
         n_tokens: its length.
-        ended: when its answer was over.
-        gaps: seconds from the end of an answer to the next turn, the last few of them.
-        restored_on: the engine that it was brought back on for the turn that is due.
-        on_gpu: blocks of it that lay on that GPU before.
+        ended: when its answer ended.
+        gaps: the last gaps, in seconds from the end of an answer to the next turn.
+        restored_on: the engine that it was restored on for the turn that is due.
+        on_gpu: blocks of it that were on that GPU before.
     """
 
     prompt: Prompt
@@ -67,7 +68,7 @@ class Thread(Generic[Prompt]):
 
     @property
     def window(self) -> tuple[float, float] | None:
-        """When its next turn is due, from and to; None where that is not known."""
+        """When its next turn is due, from and to; None if it has no rhythm yet."""
         if len(self.gaps) < MIN_GAPS:
             return None
         usual = median(self.gaps)
@@ -75,8 +76,8 @@ class Thread(Generic[Prompt]):
         return self.ended + max(usual - spread, 0.0), self.ended + usual + spread
 
     def chance(self, now: float, until: float, returns: Returns) -> float:
-        """How likely its next turn comes by `until`, if it has not come by now: as often as it did, and once
-        as any prompt of the pool does."""
+        """Probability that its next turn comes by `until`, given that it has not come yet. Its own gaps count
+        once each, the pool's return rate counts as one more."""
         idle, end = now - self.ended, until - self.ended
         later = [gap for gap in self.gaps if gap > idle]
         by_then = sum(gap <= end for gap in later)
@@ -84,12 +85,12 @@ class Thread(Generic[Prompt]):
 
 
 class Threads(Generic[Prompt]):
-    """The threads that may go on, and which of them are due."""
+    """The threads that may continue, and which of them are due."""
 
     def __init__(self) -> None:
         self._threads: OrderedDict[BlockHash, Thread[Prompt]] = OrderedDict()  # by last block, oldest first
         self._tokens = 0
-        self._opening: list[tuple[float, BlockHash]] = []  # a heap, of threads that are gone, too
+        self._opening: list[tuple[float, BlockHash]] = []  # a heap by opening time; may hold dropped threads
         self._due: OrderedDict[Thread[Prompt], float] = OrderedDict()  # → when the window closes
 
     def __len__(self) -> int:
@@ -98,7 +99,7 @@ class Threads(Generic[Prompt]):
     def turn(
         self, started: float, ended: float, hashes: tuple[BlockHash, ...], n_tokens: int, prompt: Prompt
     ) -> Thread[Prompt] | None:
-        """A request was answered. Returns the thread that it went on from, as it was: the longest of them."""
+        """A request was answered. Returns the thread that it continues, the longest if there are several."""
         if not hashes:
             return None
         found = [self._threads[last] for last in goes_on_from(self._threads, hashes)]
@@ -112,8 +113,8 @@ class Threads(Generic[Prompt]):
         return before
 
     def due(self, now: float) -> Iterator[Thread[Prompt]]:
-        """The threads whose next turn is due and that were not brought back for it, each once. Those that
-        were told come last the next time, so that who cannot look at all of them still comes to each."""
+        """Yields each thread that is due and was not restored for this turn. A thread that was yielded comes
+        last the next time, so that a caller who stops early still reaches all of them."""
         while self._opening and self._opening[0][0] <= now:
             _, last = heappop(self._opening)
             thread = self._threads.get(last)
@@ -127,7 +128,7 @@ class Threads(Generic[Prompt]):
                 yield thread
 
     def lapsed(self, now: float) -> list[Thread[Prompt]]:
-        """The threads that were due and did not come; told once."""
+        """The threads whose window closed without a next turn; each is returned once."""
         over = [thread for thread, closes in self._due.items() if closes <= now]
         for thread in over:
             del self._due[thread]
@@ -160,8 +161,8 @@ class Threads(Generic[Prompt]):
 
 @dataclass(slots=True)
 class AheadCounts:
-    """What was restored ahead on an engine: restores and blocks so far, and of those restores the ones whose
-    turn came in time and found it there, and the ones whose turn did not."""
+    """Restores ahead on one engine: how many so far, how many blocks, how many were used because the turn
+    came and found them, and how many were wasted."""
 
     restores: int = 0
     blocks: int = 0
@@ -171,11 +172,11 @@ class AheadCounts:
 
 @dataclass(frozen=True, slots=True)
 class Below(Generic[Prompt]):
-    """A thread that is due, with blocks of it below an engine's GPU.
+    """A thread that is due and has blocks on an engine's lower tiers.
 
     Attributes:
         thread: the thread.
-        blocks: how many of its blocks are to be brought back.
+        blocks: how many of its blocks would be restored.
         until: when its window closes.
     """
 
@@ -191,14 +192,15 @@ def gain(
     lost: Callable[[int, float], float],
     returns: Returns,
 ) -> float:
-    """What bringing a thread back is worth, in blocks that are asked for soon, for each block of it; it is
-    not worth its room where that is not above 0.
+    """What restoring a thread gains: blocks that are requested soon, for each block restored. Restore only if
+    it is above 0.
 
     Args:
-        below: what an engine could bring back.
+        below: what an engine could restore.
         now: the time.
-        free_blocks: blocks of its GPU that hold nothing.
-        lost: of so many blocks that would leave the GPU, those asked for within so many seconds, on average.
+        free_blocks: empty blocks on its GPU.
+        lost: (blocks that the GPU evicts, seconds) → how many of them are requested within that time, on
+            average.
         returns: see `Demand.returns`.
     """
     leaving = max(below.blocks - free_blocks, 0)
@@ -207,11 +209,11 @@ def gain(
 
 
 def soon(returns: Returns, idle_s: float, within_s: float) -> float:
-    """How likely a prompt of which nobody asked for `idle_s` is asked for again within `within_s`.
+    """Probability that a prompt idle for `idle_s` seconds is requested again within `within_s` seconds.
 
-    Of those that never come back there are as many at any age. So the odds of ever coming back tell how many
-    are still to come, and their difference how many come in between; at least over the half octave that ages
-    are known to, of which it is then a part.
+    The number of prompts that never come back is the same at every age. So the odds of coming back are
+    proportional to how many prompts are still to come, and the difference of the odds at two ages to how many
+    come in between. Ages are known to half an octave; a shorter time gets its share of that.
     """
     over_s = max(within_s, HALF_OCTAVE * idle_s)
     if over_s <= 0:

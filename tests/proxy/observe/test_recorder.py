@@ -165,7 +165,7 @@ class TestRecording:
             await recorded(path, record(None), record(in_part), record([]), record([1]))
         assert [line["input_length"] for line in lines_of(path)] == [1]
         (said,) = logs
-        assert (said["requests"], said["not_known_here"], said["file"]) == (1, 3, str(path))
+        assert (said["requests"], said["prompt_unknown"], said["file"]) == (1, 3, str(path))
 
     async def test_it_is_written_while_requests_go_on(self, path, monkeypatch):
         monkeypatch.setattr(module, "WRITE_S", 0.001)
@@ -210,7 +210,7 @@ class TestFile:
             ("none/t.jsonl", None, "No such file or directory"),
             ("dir", os.mkdir, "Is a directory"),
             ("pipe", os.mkfifo, "No such device or address"),
-            ("null", lambda path: path.symlink_to("/dev/null"), "it is no plain file"),
+            ("null", lambda path: path.symlink_to("/dev/null"), "it is not a regular file"),
         ],
     )
     def test_where_nothing_can_be_written_is_said_at_once(self, tmp_path, name, make, why):
@@ -229,7 +229,7 @@ class TestEnd:
         assert len(lines_of(path)) == 2
         assert path.stat().st_size <= 400
         assert logs[0]["log_level"] == "warning"
-        assert logs[0]["why"] == "it has reached record_traffic_bytes, 400"
+        assert logs[0]["why"] == "the file has reached record_traffic_bytes, 400"
         assert logs[1]["requests"] == 2
 
     async def test_a_disk_that_is_full_ends_it_and_no_request(self, path):
@@ -247,7 +247,7 @@ class TestEnd:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
-        assert [log["why"] for log in logs] == ["it cannot be written: File too large"]
+        assert [log["why"] for log in logs] == ["the file cannot be written: File too large"]
         assert path.stat().st_size == size  # the ten bytes there was room for are gone again
         recorder.observe(record())
         await recorder.aclose()
@@ -262,6 +262,6 @@ class TestEnd:
         with structlog.testing.capture_logs() as logs:
             for _ in range(4):
                 recorder.observe(record())
-        assert [log["why"] for log in logs] == ["the disk does not keep up"]
+        assert [log["why"] for log in logs] == ["the disk is too slow for the traffic"]
         await recorder.aclose()
         assert len(lines_of(path)) == 2
