@@ -1,4 +1,4 @@
-"""A start without a network: four vLLM-like engines name a model that is on no disk, and the hub is silent."""
+"""A start without a network: four vLLM-like engines name a model that is not here; the hub is silent."""
 
 import json
 import socket
@@ -25,9 +25,7 @@ def test_all_engines_take_requests_while_the_tokenizer_is_looked_for(tmp_path, m
         served = [ask(kvpin, number) for number in range(8)]
         again = [ask(kvpin, number) for number in range(8)]
         assert len({engine for engine, _ in served}) == 4
-        assert again == [
-            (engine, predicted) for (engine, _), (_, predicted) in zip(served, again, strict=True)
-        ]
+        assert [engine for engine, _ in again] == [engine for engine, _ in served]
         assert all(predicted > 0 for _, predicted in again)
         lines = wait_for(kvpin, "the engines tokenise")
         assert len(lines) <= MOST_LINES
