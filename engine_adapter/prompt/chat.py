@@ -1,7 +1,7 @@
 """Renders and tokenises requests exactly as transformers does. The proxy and the embedded engine share it.
 
-`ChatTokenizer.load` reads a tokenizer, `render` gives a prompt's text, `encode` its ids. `chat` does both, and
-puts prompt embeddings where their content parts stood.
+`ChatTokenizer.load` reads a tokenizer, `render` gives a prompt's text, `encode` its ids. `chat` does both,
+and puts prompt embeddings where their content parts stood.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class ChatTokenizer:
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     async def off_loop(self, chars: int, work: Callable[[], _Result]) -> _Result:
-        """Does `work`, which encodes a text of `chars` characters: here if it takes at most about 1 ms, else in
-        a thread, so that it does not block the event loop."""
+        """Does `work`, which encodes a text of `chars` characters: here if it takes about 1 ms at most, else
+        in a thread, so that it does not block the event loop."""
         return work() if chars <= self._encoder.chars_per_ms else await asyncio.to_thread(work)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:

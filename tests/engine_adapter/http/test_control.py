@@ -225,3 +225,5 @@ class TestLean:
         with pytest.raises(EngineUnavailable):
             await nobody.lean.call("POST", "/tokenize", json={})
         await nobody.aclose()
+        with pytest.raises(EngineUnavailable, match="removed"):
+            await nobody.lean.call("POST", "/tokenize", json={})
