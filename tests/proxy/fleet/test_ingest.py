@@ -134,7 +134,7 @@ async def test_a_view_that_is_not_complete_is_trusted_for_what_it_shows(world):
     with structlog.testing.capture_logs() as logs:
         await world.say(ViewLost("start"), STORED, ViewCurrent(complete=False))
     assert world.engine.audit.trust is Trust.PRECISE
-    assert "may hold more" in logs[-1]["event"]
+    assert "older content is unknown" in logs[-1]["event"]
     assert not world.pool.candidates(None)[0].complete
 
 
