@@ -188,9 +188,12 @@ class LeanClient:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._transport: AiohttpTransport | None = None
+        self._closed = False
 
     async def call(self, method: str, path: str, *, json: object = None, content: bytes | None = None) -> Any:  # noqa: ANN401 - JSON
         """See `JsonCaller.call`."""
+        if self._closed:
+            raise EngineUnavailable("the engine was removed")
         if self._transport is None:  # made here, as it needs a running event loop
             self._transport = AiohttpTransport()
         body = JsonBody(content if content is not None else msgspec.json.encode(json))
@@ -204,6 +207,7 @@ class LeanClient:
 
     async def aclose(self) -> None:
         """Closes its connections."""
+        self._closed = True
         if self._transport is not None:
             await self._transport.aclose()
 

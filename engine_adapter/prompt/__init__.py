@@ -1,8 +1,9 @@
-"""From a request's text to token ids, as engines do it.
+"""Makes token ids of a request's text, as engines do.
 
-chat.py            render + tokenise as transformers does    chat_messages.py   messages before the template
-content_format.py  string or list content                    encoders.py        the fastest exact encoder
-gguf_metadata.py, gguf_tokenizer.py                          tokenizers inside GGUF files
-extra_ids.py       identity of embeddings                    media.py           identity of images
-prefixes.py        how far two token runs agree
+chat.py               render + tokenise as transformers does  chat_messages.py  messages before the template
+tokenizer_process.py  loads a tokenizer in a second process   described.py      one from its description
+content_format.py     string or list content                  encoders.py       the fastest exact encoder
+gguf_metadata.py, gguf_tokenizer.py                           tokenizers inside GGUF files
+extra_ids.py          identity of embeddings                  media.py          identity of images
+prefixes.py           the length of a shared prefix
 """

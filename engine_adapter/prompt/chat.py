@@ -1,7 +1,7 @@
 """Renders and tokenises requests exactly as transformers does. The proxy and the embedded engine share it.
 
-`ChatTokenizer.load` reads a tokenizer; `render` gives the prompt's text, `encode` its ids, and `chat` does
-both at once, with prompt embeddings standing where their content parts stood.
+`ChatTokenizer.load` reads a tokenizer, `render` gives a prompt's text, `encode` its ids. `chat` does both,
+and puts prompt embeddings where their content parts stood.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine_adapter.types import ExtraIds, TokenIds
 
 _Result = TypeVar("_Result")
 
-# transformers imports its parts as they are asked for, which two threads must not do at once.
+# transformers imports its modules lazily, which two threads must not do at once.
 _LOADING = threading.Lock()
 # Options of apply_chat_template itself that a client must not reach through chat_template_kwargs.
 _RESERVED_KWARGS = frozenset(
@@ -39,7 +39,7 @@ _RESERVED_KWARGS = frozenset(
         "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
     }
 )  # fmt: skip
-# What a template, which is a program, can raise on messages it does not expect.
+# A template is a program: it can raise these on messages it does not expect.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
@@ -50,7 +50,7 @@ class ChatPrompt:
     """A tokenised chat.
 
     Attributes:
-        token_ids: the prompt; an id from the vocabulary size on is a row of some embeddings.
+        token_ids: the prompt; an id at or above the vocabulary size is a row of embeddings.
         extra_ids: one per token, None when it is all text.
         embeddings: what the fake ids stand for, by extra id.
     """
@@ -91,7 +91,7 @@ class ChatTokenizer:
 
     @property
     def encoder(self) -> str:
-        """Name of the library that encodes."""
+        """The name of the library that encodes."""
         return self._encoder.name
 
     @property
@@ -101,7 +101,7 @@ class ChatTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id that ends a text, where the tokenizer names one."""
+        """The id that ends a text; None where the tokenizer names none."""
         token: int | None = self._tokenizer.eos_token_id
         return token
 
@@ -110,12 +110,12 @@ class ChatTokenizer:
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     async def off_loop(self, chars: int, work: Callable[[], _Result]) -> _Result:
-        """Does `work`, which encodes a text of `chars` characters: here when that takes about a millisecond
-        at the most, in a thread when it would hold up the event loop."""
+        """Does `work`, which encodes a text of `chars` characters: here if it takes about 1 ms at most, else
+        in a thread, so that it does not block the event loop."""
         return work() if chars <= self._encoder.chars_per_ms else await asyncio.to_thread(work)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of `token_ids`; ids outside the vocabulary have none."""
+        """The text of `token_ids`; ids outside the vocabulary are left out."""
         size = self.vocab_size
         known = [token for token in token_ids if 0 <= token < size]
         text: str = self._tokenizer.decode(
@@ -134,8 +134,8 @@ class ChatTokenizer:
     ) -> str:
         """The prompt's text, by the tokenizer's chat template.
 
-        A list of text parts is given to templates that loop over parts and joined with newlines for
-        those that do not; a tool call's `arguments` are given as an object.
+        A template that loops over parts gets a list of text parts; any other gets them joined by newlines. A
+        tool call's `arguments` are given as an object.
 
         Raises:
             ChatError: naming the field that cannot be rendered.
@@ -156,9 +156,9 @@ class ChatTokenizer:
     ) -> ChatPrompt:
         """Token ids of a chat, with prompt embeddings as rows of fake ids.
 
-        `vocab_size` is the model's: fake id `vocab_size + r` is row r of the embeddings its extra id
-        names. Without it, or without `hidden_size`, embeddings are refused. Text on either side of
-        embeddings is encoded by itself; a chat without any is encoded in one piece.
+        `vocab_size` is the model's: fake id `vocab_size + r` is row r of the embeddings that its extra id
+        names. Without it, or without `hidden_size`, embeddings are refused. Text before and after embeddings
+        is encoded separately; a chat without embeddings is encoded in one piece.
 
         Raises:
             ChatError: naming the field that cannot be rendered.
@@ -181,7 +181,7 @@ class ChatTokenizer:
         return self._join(text, normal, vocab_size)
 
     def _join(self, text: str, normal: NormalMessages, vocab_size: int) -> ChatPrompt:
-        """Encodes the text between the markers and puts rows of fake ids in their places."""
+        """Encodes the text between the markers, and replaces each marker by rows of fake ids."""
         by_marker = {slot.marker: slot for slot in normal.embeddings}
         pieces = re.split(normal.marker_pattern, text)
         rendered = set(pieces[1::2])
@@ -234,7 +234,7 @@ def _is_path(source: str) -> bool:
 
 
 class _Chat:
-    """One call's template and options, checked."""
+    """The template and options of one call, checked."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class _Chat:
         self.format = content_format(template)
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The text of normalised messages."""
+        """Renders normalised messages."""
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
@@ -306,7 +306,7 @@ def _checked_kwargs(template_kwargs: object) -> dict[str, Any]:
 
 
 def _word_absent_from(*values: object) -> str:
-    """A random word that stands nowhere in `values`: 128 bits, and looked for all the same."""
+    """A random word of 128 bits that occurs nowhere in `values`; checked nevertheless."""
     text = msgspec.json.encode(values)
     while (word := f"kvpin{secrets.token_hex(16)}").encode() in text:
         pass

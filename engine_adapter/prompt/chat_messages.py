@@ -1,7 +1,7 @@
-"""Messages as a client sends them → messages as chat templates expect them.
+"""Converts messages from the client's form to the form that chat templates expect.
 
-Checks shapes, so that an error names the field instead of surfacing from inside a template; joins text
-parts; reads tool-call arguments; puts a marker in the place of each prompt embedding.
+Checks shapes, so that an error names the field and does not come from inside a template. Joins text parts,
+parses tool-call arguments, and replaces each prompt embedding by a marker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine_adapter.prompt.extra_ids import Embeddings, parse_embeddings
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSlot:
-    """Prompt embeddings, the marker that stands for them in the text, and the field they came in."""
+    """Prompt embeddings, the marker that replaces them in the text, and the field they came in."""
 
     marker: str
     param: str
@@ -29,10 +29,10 @@ class EmbeddingSlot:
 
 @dataclass(frozen=True, slots=True)
 class NormalMessages:
-    """Messages ready for a template, and the embeddings taken out of them in their order.
+    """Messages ready for a template, and the embeddings taken out of them, in order.
 
     Attributes:
-        word: begins every marker, and stands nowhere else in the chat.
+        word: begins every marker, and occurs nowhere else in the chat.
     """
 
     messages: list[dict[str, Any]]
@@ -52,13 +52,13 @@ def normalize_messages(
     make_word: Callable[[], str] | None = None,
     hidden_size: int | None = None,
 ) -> NormalMessages:
-    """Checks and converts `messages`; the originals are left as they are.
+    """Checks and converts `messages`; the originals are not changed.
 
     Args:
         messages: the request's field, decoded from JSON.
-        wanted: what the template reads a list of parts as.
-        make_word: gives a word that stands nowhere in the chat; without it, embeddings are refused.
-        hidden_size: columns that embeddings must have; None refuses them.
+        wanted: the form in which the template reads a list of parts.
+        make_word: gives a word that occurs nowhere in the chat; without it, embeddings are refused.
+        hidden_size: columns that embeddings must have; None refuses embeddings.
 
     Raises:
         ChatError: naming the field at fault.
@@ -72,7 +72,7 @@ def normalize_messages(
 
 
 class _Reader:
-    """Converts one chat's messages and gathers its embeddings."""
+    """Converts the messages of one chat and collects its embeddings."""
 
     def __init__(
         self, wanted: ContentFormat, make_word: Callable[[], str] | None, hidden_size: int | None
@@ -106,13 +106,13 @@ class _Reader:
         joined = ""
         after_text = False
         for text, is_embedding in texts:
-            # A newline parts two texts; embeddings touch what stands beside them.
+            # A newline separates two texts; embeddings join their neighbours directly.
             joined += "\n" + text if after_text and not is_embedding else text
             after_text = not is_embedding
         return joined
 
     def _part(self, part: object, name: str) -> tuple[str, bool]:
-        """The text that stands for a part, and whether it is a marker."""
+        """The text of a part, and whether it is a marker."""
         if not isinstance(part, dict):
             raise ChatError(f"{name} must be an object with a type", param=name)
         kind = part.get("type")
@@ -149,7 +149,7 @@ class _Reader:
 
 
 def _tool_calls(calls: object, name: str) -> list[dict[str, Any]]:
-    """Tool calls whose `arguments` are objects, as templates expect, not JSON text as OpenAI sends them."""
+    """Tool calls with `arguments` as objects, which templates expect; OpenAI clients send JSON text."""
     if not isinstance(calls, list):
         raise ChatError(f"{name} must be a list", param=name)
     normal = []
@@ -164,7 +164,7 @@ def _tool_calls(calls: object, name: str) -> list[dict[str, Any]]:
 
 
 def _arguments(text: str) -> Any:  # noqa: ANN401 - JSON
-    """A call's arguments; a model's broken JSON counts as none, as it does in vLLM."""
+    """A call's arguments; broken JSON from a model counts as none, as it does in vLLM."""
     try:
         return json.loads(text)
     except ValueError:

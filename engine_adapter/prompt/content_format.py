@@ -1,7 +1,7 @@
-"""Does a chat template read a message's content as text, or as a list of parts?
+"""Finds out whether a chat template reads a message's content as text or as a list of parts.
 
-Nothing declares it, so engines read it off the template: one that loops over a message's content takes
-parts. The rules are those of vLLM's automatic detection, so that both render a list of parts alike.
+Templates do not declare it. Engines infer it: a template that loops over a message's content takes parts. The
+rules are those of vLLM's automatic detection, so that both render a list of parts alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ContentFormat(StrEnum):
-    """What a template wants `message.content` to be when the client sent a list of parts."""
+    """The form of `message.content` that a template takes when the client sent a list of parts."""
 
     STRING = "string"
     PARTS = "parts"
@@ -41,7 +41,7 @@ _environment = ImmutableSandboxedEnvironment(
 
 @lru_cache(maxsize=64)
 def content_format(template: str) -> ContentFormat:
-    """The format of `template`; STRING for one that does not parse (rendering it says why)."""
+    """The format of `template`; STRING for one that does not parse, as rendering it reports the error."""
     try:
         root = _environment.parse(template)
     except TemplateError:
@@ -68,7 +68,7 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _aliases(root: nodes.Template, name: str) -> set[str]:
-    """`name` and every variable assigned from it, at any remove."""
+    """`name`, and every variable assigned from it, directly or through others."""
     found: set[str] = set()
     waiting = [name]
     while waiting:
@@ -80,7 +80,7 @@ def _aliases(root: nodes.Template, name: str) -> set[str]:
 
 
 def _parameters_bound_to(root: nodes.Template, macro: nodes.Macro, sources: set[str]) -> set[str]:
-    """Parameters of `macro` that some call gives one of `sources`."""
+    """The parameters of `macro` that any call sets to one of `sources`."""
     names = [arg.name for arg in macro.args]
     bound: set[str] = set()
     for call in root.find_all(nodes.Call):
@@ -96,7 +96,7 @@ def _name(node: nodes.Node) -> str | None:
 
 
 def _source(node: nodes.Node | None) -> str | None:
-    """`name` or `name.key` that an expression reads, looking through filters, tests and slices."""
+    """The `name` or `name.key` that an expression reads; filters, tests and slices are ignored."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

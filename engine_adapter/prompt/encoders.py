@@ -1,11 +1,11 @@
-"""Text → token ids exactly as transformers gives them, by the fastest encoder that does.
+"""Picks the fastest encoder that gives exactly the token ids of transformers.
 
-    fastokens      ten times as fast as tokenizers, and keeps the ids of segments it has seen
+    fastokens      ten times as fast as tokenizers; caches the ids of segments
     tokenizers     the Rust library behind transformers
-    transformers   whatever the tokenizer's own class does
+    transformers   the tokenizer's own class
 
-Nobody promises that the three agree, so the faster ones are held against transformers on probes when a
-tokenizer is loaded, and the first that gives the same ids on all of them is taken.
+The three are not guaranteed to agree. When a tokenizer is loaded, the faster two are compared with
+transformers on test texts, and the fastest one that agrees on all of them is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fastokens  # type: ignore[import-untyped]  # a Rust module without py.typ
 
 from engine_adapter.types import TokenIds
 
-# Room for the segments between special tokens that fastokens keeps: turns of a chat come again and again.
+# Cache of fastokens for the segments between special tokens: the turns of a chat are encoded repeatedly.
 SEGMENT_CACHE_BYTES = 64 * 2**20
 
 _TEXTS = (
@@ -45,11 +45,11 @@ _PROBE_IDS, _PROBE_MIXES, _MIX_PIECES = 4096, 200, 12
 
 
 class Encoder(Protocol):
-    """A way to token ids.
+    """Makes token ids of text.
 
     Attributes:
-        name: which one.
-        chars_per_ms: length of a text that takes about a millisecond.
+        name: the library.
+        chars_per_ms: length of a text that takes about 1 ms.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Encoder(Protocol):
 
 
 class TransformersEncoder:
-    """The tokenizer's own `encode`: the reference, and for tokenizers written in Python the only way."""
+    """The tokenizer's own `encode`: the reference, and the only encoder of tokenizers written in Python."""
 
     name = "transformers"
     chars_per_ms = 1024
@@ -74,7 +74,7 @@ class TransformersEncoder:
 
 
 class TokenizersEncoder:
-    """The Rust tokenizer behind a transformers one, set to neither pad nor truncate. Releases the GIL."""
+    """The Rust tokenizer behind a transformers one; neither pads nor truncates. Releases the GIL."""
 
     name = "tokenizers"
     chars_per_ms = 4096
@@ -89,7 +89,7 @@ class TokenizersEncoder:
 
 
 class FastokensEncoder:
-    """fastokens, with `slower` for the rare text its regular expressions give up on. Releases the GIL."""
+    """fastokens; `slower` encodes the rare text that exceeds its regular expressions. Releases the GIL."""
 
     name = "fastokens"
     chars_per_ms = 32_768
@@ -114,10 +114,10 @@ class FastokensEncoder:
 
 
 def make_encoder(name: str, backend: Any, description: str) -> Encoder:  # noqa: ANN401 - tokenizers is untyped
-    """The encoder that was found to be exact: `tokenizers` or `fastokens`.
+    """The encoder that was found to be exact.
 
     Args:
-        name: which one.
+        name: `tokenizers` or `fastokens`.
         backend: the tokenizer as the `tokenizers` library has it.
         description: its `tokenizer.json`.
     """
@@ -156,14 +156,14 @@ def _agrees(encoder: Encoder, probes: list[tuple[str, bool, TokenIds[int]]]) -> 
 
 
 def _probes(tokenizer: Any) -> Iterator[str]:  # noqa: ANN401 - transformers is untyped
-    """Texts on which encoders differ if they differ at all: the same ones for the same tokenizer."""
+    """Texts that show differences between encoders; always the same ones for a tokenizer."""
     yield from _TEXTS
     added = list(tokenizer.get_added_vocab())[:64]
     for token in added:
         yield f"a{token}b"
         yield f"a {token} \n{token}{token} "
     size = len(tokenizer)
-    # Words of the whole vocabulary, side by side as no text has them: new pairs to merge.
+    # Words of the whole vocabulary side by side, as in no real text: new pairs to merge.
     yield tokenizer.decode(range(0, size, max(size // _PROBE_IDS, 1)), clean_up_tokenization_spaces=False)
     mixed = random.Random(0)  # noqa: S311 - the same texts each time
     for _ in range(_PROBE_MIXES):

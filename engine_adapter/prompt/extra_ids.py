@@ -1,10 +1,10 @@
 """Identity of embeddings: extra ids, prompt tables and prompt embeddings.
 
-A token id says what a text token means. A fake id (>= vocabulary size) says only "row `id - vocab_size`
-of some table", so an extra id beside it says which table. The proxy and the embedded engine both derive
-extra ids here, from content, so that the same embeddings always get the same one.
+A token id below the vocabulary size is text. A fake id (>= vocabulary size) is row `id - vocab_size` of some
+table, and the extra id beside it names the table. The proxy and the embedded engine both derive extra ids
+here, from content, so that the same embeddings always get the same extra id.
 
-Rules for ids a client passes itself are TensorRT-LLM's: one extra id per prompt token, 0 for text, > 0
+A client that passes extra ids itself follows TensorRT-LLM's rules: one per prompt token, 0 for text, above 0
 for fake ids, all within uint64.
 """
 
@@ -41,7 +41,7 @@ class Embeddings:
         hidden: columns.
         dtype: safetensors' name of the element type.
         values: row-major bytes.
-        digest: canonical bytes of type, shape and values; what identity is made from.
+        digest: canonical bytes of type, shape and values; its identity.
     """
 
     rows: int
@@ -91,21 +91,21 @@ def prompt_table_extra_id(table: Embeddings) -> int:
 
 
 def prompt_embeds_extra_id(embeddings: Embeddings) -> int:
-    """The extra id of embeddings that stand in a message."""
+    """The extra id of embeddings in a message."""
     return extra_id("prompt_embeds", embeddings.digest)
 
 
 def client_extra_id(table_extra_id: int, label: int) -> int:
-    """The extra id of a fake token whose client named a table and gave a label of its own.
+    """The extra id of a fake token for which the client named a table and gave its own label.
 
-    The label alone would let two tables under one label share KV; so the table is mixed in.
+    The table is part of the hash: with the label alone, two tables under one label would share KV.
     """
     return extra_id("client", table_extra_id.to_bytes(8, "little") + label.to_bytes(8, "little"))
 
 
 @dataclass(frozen=True, slots=True)
 class TableRef:
-    """What identity needs to know of a table: its extra id and number of rows."""
+    """The extra id and the number of rows of a table."""
 
     extra_id: int
     rows: int
@@ -129,9 +129,9 @@ def resolve_extra_ids(
 ) -> ResolvedExtraIds:
     """Extra ids of a prompt given as token ids.
 
-    With `table` (the request names a prompt table) fake ids are its rows; `explicit` ids, if any, are the
-    client's labels and the table is mixed into each. Without `table`, every non-zero explicit id is the
-    extra id of a table in `registered` (keyed by extra id).
+    With `table` (the request names a prompt table), fake ids are its rows; `explicit` ids, if any, are the
+    client's labels, hashed together with the table. Without `table`, every non-zero explicit id is the extra
+    id of a table in `registered` (keyed by extra id).
 
     Raises:
         PromptTableError: naming the index of the first id that breaks a rule.
@@ -168,7 +168,7 @@ def _table_of(
     registered: Mapping[int, TableRef],
     vocab_size: int,
 ) -> tuple[TableRef, int]:
-    """The table a fake id points into, and the extra id it gets."""
+    """The table of a fake id, and the extra id that the fake id gets."""
     if table is not None:
         identity = (
             table.extra_id if label in (None, table.extra_id) else client_extra_id(table.extra_id, label or 0)
@@ -189,7 +189,7 @@ def _table_of(
 
 
 def _check_alignment(token_ids: TokenIds[int], explicit: Sequence[Any], vocab_size: int) -> None:
-    """TensorRT-LLM's rules for extra ids a client passes itself."""
+    """Checks TensorRT-LLM's rules for extra ids from a client."""
     if len(explicit) != len(token_ids):
         raise PromptTableError(
             f"extra_ids has {len(explicit)} entries for {len(token_ids)} prompt tokens", param="extra_ids"

@@ -30,7 +30,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """All entries by name: numbers, strings, and lists of them.
 
     Raises:
-        GgufError: it is no GGUF that can be read.
+        GgufError: it is not a GGUF that can be read.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -58,11 +58,11 @@ class _Reader:
         return self._numbers(code, 1)[0]
 
     def string(self) -> str:
-        """A string; what is no UTF-8 is kept as surrogates."""
+        """A string; bytes that are not UTF-8 are kept as surrogates."""
         return self._bytes(self.number("Q")).decode(errors="surrogateescape")
 
     def value(self) -> Any:  # noqa: ANN401 - as the file has it
-        """A type and a value of it."""
+        """A type, and a value of that type."""
         kind = self.number("I")
         if kind != _ARRAY:
             return self._reader_of(kind)(1)[0]

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF, with its chat template, as llama.cpp uses it: no more, and nothing normalised.
+"""Reads the tokenizer and chat template of a GGUF file, as llama.cpp uses them: nothing is normalised.
 
-Byte-level BPE of the families below is read. Any other kind is refused rather than approximated: the
-engine that serves the model can be asked for ids instead.
+Only byte-level BPE of the families below is read. Any other kind is refused, not approximated: the engine
+that serves the model can tokenise instead.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from engine_adapter.prompt.gguf_metadata import GgufError, read_metadata
 
 _KEYS = "tokenizer.ggml."
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of tokens that are found in a text before all else
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of tokens that are matched in a text first
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How a text is cut before pairs are merged, and what a file need not say.
+    """How a text is split before pairs are merged, with the defaults of the family.
 
     Attributes:
-        pattern: of the pieces.
-        takes_whole: a piece that is a token is one, whatever the merges make of it.
+        pattern: matches the pieces.
+        takes_whole: a piece that is a token stays one token, whatever the merges would give.
         adds_bos: the first token is put before a text, unless the file says otherwise.
     """
 
@@ -56,10 +56,10 @@ _FAMILIES = {
 
 
 def load_gguf_tokenizer(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
-    """A transformers tokenizer of the GGUF at `path`; what the libraries raise on a damaged one passes.
+    """The transformers tokenizer of the GGUF at `path`. Library errors on a damaged file pass through.
 
     Raises:
-        GgufError: it is no GGUF, or has no tokenizer, or one of another kind.
+        GgufError: it is not a GGUF, or has no tokenizer, or one of another kind.
         OSError: it cannot be read.
     """
     metadata = read_metadata(path)
@@ -70,7 +70,7 @@ def load_gguf_tokenizer(path: Path) -> Any:  # noqa: ANN401 - transformers is un
     kind, cut = found["model"], found.get("pre")
     if kind != "gpt2" or cut not in _FAMILIES:
         raise GgufError(
-            f"its kind, {kind!r} with {cut!r}, is not read here; known are 'gpt2' with {', '.join(_FAMILIES)}"
+            f"its kind, {kind!r} with {cut!r}, cannot be read; known: 'gpt2' with {', '.join(_FAMILIES)}"
         )
     return _make(found, _FAMILIES[cut], metadata.get("tokenizer.chat_template"))
 
@@ -117,7 +117,7 @@ def _make_bpe(found: Mapping[str, Any], family: _Family) -> Any:  # noqa: ANN401
 
 
 def _ends(found: Mapping[str, Any], family: _Family) -> Any:  # noqa: ANN401 - for tokenizers
-    """Puts a first and a last token around a text, where the file wants them."""
+    """Adds a first and a last token to a text, where the file asks for them."""
     from tokenizers import processors  # noqa: PLC0415 - see _make
 
     tokens = found["tokens"]

@@ -1,7 +1,7 @@
-"""Identity of images, audio and video in a prompt: one marker each, at the first of its placeholder tokens.
+"""Identity of images, audio and video in a prompt: one marker per item, at its first placeholder token.
 
-A marker where the item begins is enough, since a block's hash covers all before it; and it is the same for
-every block size. Requests and events of engines both come by it here, so that they always agree.
+One marker is enough, as a block's hash covers all tokens before it, and it is the same for every block size.
+Requests and KV events both get it here, so that they always agree.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from engine_adapter.types import ExtraIds, MediaSpan
 
 
 def media_extra_id(identity: str) -> int:
-    """The extra id of an item by what the engine tells it apart by: its hash, or the client's uuid."""
+    """The extra id of an item, from the engine's identity of it: its hash, or the client's uuid."""
     return extra_id("media", identity.encode())
 
 
 def mark_media(n_tokens: int, media: Iterable[MediaSpan]) -> ExtraIds[int] | None:
-    """Extra ids of a prompt of `n_tokens` tokens that holds these items, None when there are none.
+    """Extra ids of a prompt of `n_tokens` tokens with these items; None without items.
 
     Raises:
         ValueError: an item begins outside the prompt.
@@ -30,6 +30,6 @@ def mark_media(n_tokens: int, media: Iterable[MediaSpan]) -> ExtraIds[int] | Non
             raise ValueError(f"an item begins at token {span.offset} of a prompt of {n_tokens}")
         if ids is None:
             ids = array("Q", bytes(8 * n_tokens))
-        # Items that begin at the same token stand for each other in no order.
+        # Items that begin at the same token are added: their order does not matter.
         ids[span.offset] = (ids[span.offset] + media_extra_id(span.identity)) & UINT64_MAX or 1
     return ids

@@ -1,4 +1,4 @@
-"""How far two runs of tokens agree."""
+"""The length of the prefix that two token runs share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine_adapter.types import TokenIds
 
 
 def common_prefix(a: TokenIds[int], b: TokenIds[int]) -> int:
-    """Number of leading items two arrays share; a binary search over slices, so C compares the items."""
+    """Number of leading items that two arrays share. A binary search over slices: C compares the items."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

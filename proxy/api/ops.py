@@ -49,7 +49,7 @@ class Ops:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
-        """200 while any engine takes requests and none is in its first start."""
+        """200 while any engine takes requests, once every configured engine was tried; else 503."""
         ok = self.fleet.is_ready()
         states = {engine.id: engine.state for engine in self.fleet.engines.values()}
         body = {"status": "ok" if ok else "unavailable", "engines": states}

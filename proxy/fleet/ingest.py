@@ -25,12 +25,12 @@ from proxy.tasks import Supervisor
 log = structlog.get_logger(__name__)
 
 RETRY_S = 1.0
-# Applying events for so long, the loop gives requests a turn.
+# After applying events for 1 ms, the event loop gives requests a turn.
 TURN_S = 0.001
 
 
 class Ingest:
-    """Keeps the index true to what the engines say."""
+    """Keeps the index equal to what the engines report."""
 
     def __init__(
         self, fleet: Fleet, tasks: Supervisor, owner_of: Callable[[str], str | None] = lambda _salt: None
@@ -41,28 +41,32 @@ class Ingest:
         self._owner_of = owner_of
 
     def follow(self, engine: Engine, pool: Pool) -> None:
-        """Starts, or starts over, following the engine's events; ends with `leave`."""
+        """Starts following the engine's events, or starts again; ends with `leave`."""
         if has_exact_events(engine, pool):
             self._tasks.keep(_task(engine), lambda: self._follow(engine, pool))
         else:
-            engine.audit.lost("no KV events that fit: learning from responses")
+            engine.audit.lost("no usable KV events: learning from responses")
 
     def leave(self, engine: Engine) -> None:
-        """The engine is gone."""
+        """Stops following an engine that is gone."""
         self._tasks.cancel(_task(engine))
 
     def audit(self, engine: Engine, predicted: int, reported: int, *, evicted_since: bool = False) -> None:
-        """Holds a prediction against the engine's report, in tokens; persistent misses start a resync."""
+        """Compares a prediction with the engine's report, in tokens. Persistent misses start a resync."""
         pool = self._fleet.pool_of(engine)
         within = pool.tokens_per_block if pool is not None and _has_pages(engine, pool) else 1
         if engine.audit.observe(predicted, reported, within=within, evicted_since=evicted_since):
-            log.warning("predictions miss: the view is rebuilt", engine=engine.id, why=engine.audit.why)
+            log.warning(
+                "predictions miss; relearning the cache view from events",
+                engine=engine.id,
+                why=engine.audit.why,
+            )
             if pool is not None:
                 self.follow(engine, pool)
 
     async def _follow(self, engine: Engine, pool: Pool) -> None:
         while True:
-            reason = "it ended"
+            reason = "the engine ended it"
             try:
                 await self._apply_all(engine, pool)
             except EngineError as error:
@@ -72,7 +76,7 @@ class Ingest:
             await asyncio.sleep(RETRY_S)
 
     async def _apply_all(self, engine: Engine, pool: Pool) -> None:
-        """One subscription, from an empty view to its end."""
+        """Follows one subscription: begins with an empty view, ends with the stream."""
 
         def root_of(salt: str | None, adapter: str | None) -> BlockHash:
             if salt is not None:
@@ -86,7 +90,7 @@ class Ingest:
                 if isinstance(event, ViewLost):
                     engine.audit.lost(event.reason)
                     engine.learned.clear()
-                    log.info("an engine's cache is viewed afresh", engine=engine.id, why=event.reason)
+                    log.info("cache view reset; relearning from events", engine=engine.id, why=event.reason)
                 for part in slices(event):
                     view.apply(part)
                     if time.monotonic() > turn_ends:
@@ -98,23 +102,22 @@ class Ingest:
 
 
 def has_exact_events(engine: Engine, pool: Pool) -> bool:
-    """Whether the engine sends events, in blocks that map onto the pool's: so many of one make one of the
-    other."""
+    """Whether the engine sends events, and its block size fits the pool's: one is a multiple of the other."""
     own = engine.info.tokens_per_block if engine.info is not None else None
     fits = own is not None and (own % pool.tokens_per_block == 0 or _has_pages(engine, pool))
     return engine.can(Capability.KV_EVENTS) and fits
 
 
 def _has_pages(engine: Engine, pool: Pool) -> bool:
-    """Whether some of the engine's blocks make one of the pool's."""
+    """Whether several of the engine's blocks make one of the pool's."""
     own = engine.info.tokens_per_block if engine.info is not None else None
     return own is not None and own < pool.tokens_per_block and pool.tokens_per_block % own == 0
 
 
 def _log_current(engine: Engine, view: EngineView) -> None:
-    what = "the view of the engine's cache is exact"
+    what = "cache view is exact"
     if not view.complete:
-        what = "what is seen of the engine's cache is exact, and it may hold more"
+        what = "cache view is exact for new events; older content is unknown"
     log.info(what, engine=engine.id, blocks=view.counts.stored)
 
 

@@ -1,8 +1,8 @@
-"""What lies below an engine's GPU where its events do not tell of it (vLLM with LMCache).
+"""Asks what lies below an engine's GPU, where its events do not report it.
 
-Such tiers are asked, once a request is placed, if they can hold more of its prompt than the GPU does. What
-they say is the prediction, to the token. It also goes into the index, as does what a request will have left
-there, so that the next placement counts with it; those are hints, and no prediction rests on them.
+Once a request is placed, such tiers are asked if they can hold more of its prompt than the GPU does. Their
+answer is the prediction, exact to the token. It also goes into the index, and so does what the request will
+leave there. Later placements count with these entries; predictions do not, as they are only hints.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _LOWER = (Tier.HOST, Tier.DISK)
 
 
 async def look_below(pool: Pool, lease: Lease, prompt: Prompt | None, chain: Chain | None) -> None:
-    """Refines the placement of a leased request by what the engine's lower tiers hold of it now."""
+    """Refines the placement of a leased request with what the engine's lower tiers hold of it now."""
     engine, placement = lease.engine, lease.placement
     whole = _whole_tokens(engine, chain)
     if prompt is None or chain is None or whole <= placement.gpu_tokens:
         return
-    is_text = prompt.whole and not prompt.media  # tiers are asked by token ids, which say nothing of images
+    is_text = prompt.whole and not prompt.media  # tiers are asked by token ids, which do not identify images
     below = await engine.adapter.lookup(prompt.kv) if is_text else None
     if below is None:
         lease.placement = replace(placement, predicted_tokens=placement.gpu_tokens, firm=False)
         return
     _note(pool, engine, chain, below)
     cached = max(placement.gpu_tokens, below.cached)
-    # What was stored a moment ago may not be told yet: there can only be more.
+    # A tier may not yet report what was just stored: the true number can only be higher.
     firm = placement.firm and below.host + below.disk >= whole
     lease.placement = replace(placement, predicted_tokens=cached, firm=firm)
     host = min(below.host, cached) - placement.gpu_tokens
@@ -43,7 +43,7 @@ async def look_below(pool: Pool, lease: Lease, prompt: Prompt | None, chain: Cha
 
 
 def expect_below(pool: Pool, engine: Engine, chain: Chain | None) -> None:
-    """The engine has served this chain, and writes it to its lower tiers."""
+    """Notes that the engine served this chain and writes it to its lower tiers."""
     blocks = _whole_tokens(engine, chain) // pool.tokens_per_block
     if chain is not None and blocks:
         for each in _sharing(pool, engine):
@@ -51,13 +51,13 @@ def expect_below(pool: Pool, engine: Engine, chain: Chain | None) -> None:
 
 
 def _whole_tokens(engine: Engine, chain: Chain | None) -> int:
-    """The most that lower tiers can hold of a prompt, 0 where there are none to ask."""
+    """The most tokens of a prompt that lower tiers can hold; 0 where there are none to ask."""
     unit = engine.info.tokens_per_chunk if engine.info is not None else None
     return chain.n_tokens // unit * unit if unit and chain is not None else 0
 
 
 def _note(pool: Pool, engine: Engine, chain: Chain, below: BelowGpu) -> None:
-    """Writes what was said to the index, for every engine over the same tiers."""
+    """Writes the answer to the index, for every engine that shares the tiers."""
     host = below.host // pool.tokens_per_block
     held = (below.host + below.disk) // pool.tokens_per_block
     for each in _sharing(pool, engine):
@@ -79,7 +79,7 @@ def _forget(pool: Pool, engine: Engine, hashes: Iterable[BlockHash]) -> None:
 
 
 def _sharing(pool: Pool, engine: Engine) -> list[Engine]:
-    """The engines of the pool over the same lower tiers, the engine itself among them."""
+    """The engines of the pool that share the engine's lower tiers, itself included."""
     name = engine.info.shared_tiers if engine.info is not None else None
     return [
         each

@@ -1,4 +1,4 @@
-"""The life of one engine: connect, join its pool, follow its events, check its health, leave, begin again."""
+"""Runs the life of each engine: connect, join a pool, follow events, check health, leave, start again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 
-# Between attempts to connect: short at first, as a restarted engine is there already.
+# Between attempts to connect. Short at first: a restarted engine answers at once.
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 
@@ -33,7 +33,8 @@ class Monitor:
         tables: p-tuning tables every engine must know before it gets requests.
         interval_s: time between health checks of a ready engine.
         timeout_s: how long one check may take.
-        isolated: tenants' KV is to be kept apart; engines that cannot are told of.
+        isolated: there are several tenants; an engine that cannot keep their KV apart is refused, unless its
+            `share_kv` allows it.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class Monitor:
         self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
 
     def watch(self, engine: Engine) -> None:
-        """Starts looking after an engine of the fleet."""
+        """Starts watching an engine of the fleet."""
         self._tasks.keep(f"watch {engine.id}", lambda: self._watch(engine))
 
     def forget(self, engine: Engine) -> None:
-        """Stops looking after it."""
+        """Stops watching an engine, and forgets what was logged of it."""
         self._tasks.cancel(f"watch {engine.id}")
         self._findings.pop(engine.id, None)
         if self._ingest is not None:
@@ -81,7 +82,7 @@ class Monitor:
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _connect(self, engine: Engine) -> None:
-        """From unreachable to ready."""
+        """Connects an engine, gives it what it needs, and lets it take requests."""
         async with asyncio.timeout(self._timeout_s):
             info = await engine.adapter.connect()
         pool = self._fleet.join(engine, info)
@@ -97,12 +98,12 @@ class Monitor:
             log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
 
     async def _until_lost(self, engine: Engine) -> None:
-        """Checks a connected engine until it fails a check or turns out to be another process."""
+        """Checks a connected engine until a check fails or the process is another one."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await engine.check_now.wait()
-            # Before the check: a request that fails while it runs asks for another one.
+            # Cleared before the check: a request that fails during the check asks for another one.
             engine.check_now.clear()
             async with asyncio.timeout(self._timeout_s):
                 await self._check(engine)
@@ -118,7 +119,7 @@ class Monitor:
         await self._recheck(engine)
 
     async def _recheck(self, engine: Engine) -> None:
-        """A request failed, or what it can do has changed: is it the same process, and what can it do?"""
+        """Asks the engine again what it is and can do. Raises EngineUnavailable if it is another process."""
         info = await engine.adapter.connect()
         if engine.info is None or info.instance != engine.info.instance:
             raise EngineUnavailable("the engine was restarted")
@@ -150,7 +151,7 @@ class Monitor:
             )
 
     def _log_findings(self, engine: Engine) -> None:
-        """Logs what is found wanting, and what no longer is, each once."""
+        """Logs each new finding once, and each finding that is gone."""
         before, now = self._findings.get(engine.id, ()), engine.adapter.findings()
         self._findings[engine.id] = now
         for finding in now:
@@ -161,7 +162,7 @@ class Monitor:
                 log.info("finding is gone", engine=engine.id, finding=finding.problem)
 
     def _lose(self, engine: Engine, error: Exception) -> None:
-        """The engine is gone, and with it all that was known of its KV."""
+        """Drops a lost engine and all that was known of its KV."""
         if engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
             log.warning("engine is lost", engine=engine.id, error=str(error) or "no answer in time")
         elif engine.state is EngineState.CONNECTING and engine.process is None:

@@ -1,9 +1,9 @@
-"""Brings KV back to the GPU ahead of the turn that will need it.
+"""Restores KV to the GPU before the turn that needs it.
 
-    answered requests → threads → due? → worth its room? → adapter.operate(RESTORE), one at a time an engine
+    answered requests → threads → due? → worth its room? → adapter.operate(RESTORE), one at a time per engine
 
-It takes what nobody needs: an engine that computes a prompt is left alone, a restore ends after its current
-slice when a prompt comes, and no more than a part of an engine's time is spent on it.
+It uses idle time only. An engine that computes a prompt is left alone. When a prompt arrives, a restore ends
+after its current slice. At most a quarter of an engine's time goes to it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from proxy.tasks import Supervisor
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.1
-# Of an engine's time; requests that come meanwhile wait for a slice of a restore at most.
+# Share of an engine's time. A request that arrives meanwhile waits for one slice of a restore at most.
 MOST_TIME = 0.25
-# Of a tick, in which nobody else gets a turn. Threads it does not come to are looked at in the next.
+# How long one tick may hold the event loop. The next tick looks at the remaining threads.
 LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What it takes to bring a thread back."""
+    """What a restore of a thread needs."""
 
     model: str
     prompt: Prompt
 
 
 class _Choice(NamedTuple):
-    """A thread that an engine could bring back, and what that is worth, see `tiering.gain`."""
+    """A thread that an engine could restore, and what that is worth, see `tiering.gain`."""
 
     gain: float
     pool: Pool
@@ -53,7 +53,7 @@ class _Choice(NamedTuple):
 
 
 class RestoreAhead:
-    """Watches requests, and restores what is due.
+    """Watches finished requests, and restores the KV of the turns that are due next.
 
     Args:
         fleet: the engines.
@@ -68,11 +68,11 @@ class RestoreAhead:
         self._tasks = tasks
         self._clock = clock
         self._threads = Threads[Turn]()
-        self._not_before: dict[str, float] = {}  # engine → when it may restore again
+        self._not_before: dict[str, float] = {}  # engine → when it may restore again, in monotonic seconds
         self._restoring: set[str] = set()
 
     def observe(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """Notes a finished request: its next turn may need its KV."""
         prompt, placement = record.prompt, record.placement
         if prompt is None or placement is None or record.error is not None or not prompt.whole:
             return
@@ -92,13 +92,13 @@ class RestoreAhead:
             self._count(before, used=is_used)
 
     async def run(self) -> None:
-        """Restores what is due, for as long as it is not cancelled."""
+        """Restores what is due, until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             self.tick()
 
     def tick(self) -> None:
-        """Starts what is worth it now, at most one restore an engine."""
+        """Starts the restores that are worth it now, at most one per engine."""
         now = self._clock()
         self._not_before = {engine: when for engine, when in self._not_before.items() if when > now}
         for thread in self._threads.lapsed(now):
@@ -119,8 +119,8 @@ class RestoreAhead:
             self._tasks.start(f"restore ahead on {engine_id}", self._restore(choice))
 
     def _look_at(self, thread: Thread[Turn], now: float) -> _Choice | None:
-        """The engine that holds most of a thread, and what it is worth to bring it back there; None where
-        none of it lies below the GPU, or the engine has better to do."""
+        """The engine that holds most of a thread, and what a restore there is worth; None where nothing of it
+        lies below the GPU, or the engine is busy."""
         pool = self._fleet.pools.get(thread.prompt.model)
         if pool is None:
             return None
@@ -147,7 +147,9 @@ class RestoreAhead:
                     if not _is_quiet(engine, self._clock()):
                         break
         except EngineError as error:
-            log.info("restoring ahead failed", engine=engine.id, error=str(error))
+            log.info(
+                "restore ahead failed; the next turn computes the rest", engine=engine.id, error=str(error)
+            )
         finally:
             now = self._clock()
             self._restoring.discard(engine.id)
@@ -165,8 +167,8 @@ class RestoreAhead:
 
 
 def _is_able(engine: Engine) -> bool:
-    """Whether it has a tier of blocks below its GPU that can be restored from. A slot of a llama-server is no
-    such thing: what is brought back takes a whole conversation's place."""
+    """Whether the engine has a tier of blocks below its GPU to restore from. An engine with slots has none: a
+    restore there takes the place of a whole conversation."""
     info = engine.info
     return (
         engine.state is EngineState.READY
@@ -176,13 +178,13 @@ def _is_able(engine: Engine) -> bool:
 
 
 def _is_quiet(engine: Engine, now: float) -> bool:
-    """Whether nobody waits for a first token there."""
+    """Whether no request waits for its first token there."""
     load = engine.ledger.view(now)
     return load.in_flight == load.decoding
 
 
 def _gain(pool: Pool, engine: Engine, below: Below[Turn], now: float) -> float:
-    """What it is worth to the engine to bring a thread back, see `tiering.gain`."""
+    """What restoring a thread is worth to the engine, see `tiering.gain`."""
     seat, returns = pool.placer.seats[engine.id], pool.placer.demand.returns
     on_gpu = seat.on_gpu if seat.on_gpu is not None else seat.residents
     gpu, _, _, pending = pool.index.counts(engine.id)
@@ -194,7 +196,7 @@ def _gain(pool: Pool, engine: Engine, below: Below[Turn], now: float) -> float:
 
 
 def _note(choice: _Choice, done: int, now: float) -> None:
-    """So many of the engine's blocks of the thread were brought back to its GPU."""
+    """Notes that `done` of the engine's blocks of the thread are on its GPU again."""
     pool, thread, info = choice.pool, choice.thread, choice.engine.info
     seat = pool.placer.seats.get(choice.engine.id)
     if seat is None or info is None:

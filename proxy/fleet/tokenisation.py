@@ -8,14 +8,15 @@ Engines that join later, or again, find what the pool has.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import structlog
 
-from engine_adapter import EngineError, EngineInfo
+from engine_adapter import Capability, EngineError, EngineInfo
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
-from proxy.prompt import Load, PromptBuilder, PromptTables, verify_exactness
+from proxy.prompt import Exactness, Load, PromptBuilder, PromptTables, verify_exactness
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -25,7 +26,7 @@ RETRY_S = 1.0
 
 
 class Tokenisation:
-    """The tokenizers of all pools.
+    """Loads and checks the tokenizers of all pools.
 
     Args:
         tasks: runs the loading.
@@ -62,12 +63,17 @@ class Tokenisation:
 
     async def _check(self, pool: Pool, builder: PromptBuilder, engine: Engine) -> None:
         """Compares the tokenizer with an engine of the pool, and logs what came of it."""
-        while True:
-            try:
-                exactness = await verify_exactness(builder, next(iter(pool.tokenisers()), engine.adapter))
-                break
-            except EngineError:
-                await asyncio.sleep(RETRY_S)
-        is_as_hoped = exactness.ok and (builder.local is None) == (exactness.source != "local")
-        level = log.info if is_as_hoped else log.warning
-        level(exactness.event, model=pool.model, detail=exactness.detail)
+        must_ask = builder.local is not None and Capability.TOKENIZE in builder.info.capabilities
+        while pool.engines or pool.away:
+            adapter = next(iter(pool.tokenisers()), None if must_ask else engine.adapter)
+            with suppress(EngineError):
+                if adapter is not None:
+                    _log(pool, builder, await verify_exactness(builder, adapter))
+                    return
+            await asyncio.sleep(RETRY_S)
+
+
+def _log(pool: Pool, builder: PromptBuilder, exactness: Exactness) -> None:
+    is_as_hoped = exactness.ok and (builder.local is None) == (exactness.source != "local")
+    level = log.info if is_as_hoped else log.warning
+    level(exactness.event, model=pool.model, detail=exactness.detail)

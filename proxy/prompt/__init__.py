@@ -1,8 +1,8 @@
-"""A request body → the prompt exactly as the engine will see it.
+"""Turns a request body into the prompt exactly as the engine will see it.
 
-render.py      which fields make the prompt, checked        tokenizer.py   here, or by asking the engine
-extra_ids.py   extra ids of a prompt given as token ids     tables.py      registered p-tuning tables
-media.py       images, audio and video                      exactness.py   are our ids the engine's?
+render.py      reads the fields that make the prompt         tokenizer.py   tokenises here, or asks an engine
+extra_ids.py   extra ids of a prompt given as token ids      tables.py      registered p-tuning tables
+media.py       images, audio and video                       exactness.py   compares our ids with the engine's
 builder.py     all of it: body → Prompt
 """
 

@@ -1,4 +1,4 @@
-"""Request bodies → prompts, for the engines of one pool."""
+"""Builds prompts from request bodies, for the engines of one pool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokeni
 
 Source = Literal["local", "engine", "client"]
 Load = Callable[[str], Awaitable[ChatTokenizer]]
-# Texts whose tokens have nothing in common, from the first one on.
+# Two texts that share no leading token.
 _ANY_TEXT = ("0", "x")
 
 
@@ -52,8 +52,8 @@ class Prompt:
         adapter: the LoRA adapter it runs with, None for none.
         exact: the token ids are known to be the engine's own.
         source: who made the token ids.
-        media: some of them stand for images, audio or video, which the ids alone do not bring back.
-        whole: False for the text before the first image of a prompt of which no more is known.
+        media: some ids stand for images, audio or video, which ids alone do not identify.
+        whole: False where only the text before the first image is known.
     """
 
     token_ids: TokenIds[int] = field(repr=False)
@@ -67,16 +67,16 @@ class Prompt:
 
     @property
     def kv(self) -> KvTarget:
-        """The prompt as engines are told it."""
+        """The prompt in the form that adapters take."""
         return KvTarget(self.token_ids, self.extra_ids, self.salt, self.adapter, self.exact)
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """How a pool's prompts are tokenised, and whether that is known to be right.
+    """How a pool's prompts are tokenised, and whether the ids are known to be right.
 
     Attributes:
-        ok: every id is known to be the engine's.
+        ok: every id is known to be the engine's own.
         detail: one sentence for logs and stats.
         source: who tokenises.
     """
@@ -87,7 +87,7 @@ class Exactness:
 
     @property
     def event(self) -> str:
-        """What to call this in a log."""
+        """The event to log for this outcome."""
         if self.source == "local":
             return "tokenizer gives the engine's ids" if self.ok else "tokenizer is not checked"
         return "the engines tokenise" if self.source == "engine" else "prompts are not followed"
@@ -95,7 +95,7 @@ class Exactness:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """A prompt's tokens, with whose they are and whether they are known to be the engine's own."""
+    """A prompt's tokens, who made them, and whether they are known to be the engine's own."""
 
     prompt: ChatPrompt
     source: Source
@@ -189,18 +189,18 @@ class PromptBuilder:
         self._asks_about_tools = True
 
     def distrust(self, source: Source) -> bool:
-        """An engine made other ids of a prompt than `source` did: its ids are not exact from now on, and in
-        place of those made here the engines' are asked for, where they can be. False when it was known."""
-        news = source not in self._refuted
+        """Notes that an engine made other ids of a prompt than `source` did. The source's ids are not exact
+        from now on; in place of the tokenizer here, the engines tokenise. False if that was known."""
+        is_new = source not in self._refuted
         self._refuted.add(source)
         if source == "local" and Capability.TOKENIZE in self.info.capabilities:
             self.ask_engines()
-        return news
+        return is_new
 
     async def build(
         self, path: str, body: JsonBody, *, salt: str | None, adapter: str | None = None
     ) -> Prompt | None:
-        """The prompt of a request; None when nothing is known of it and it is to be forwarded as it is.
+        """The prompt of a request; None when it cannot be known, and the request is forwarded as it is.
 
         Args:
             path: the request's route, e.g. `/v1/chat/completions`.
@@ -249,20 +249,19 @@ class PromptBuilder:
     async def _with_media(
         self, source: ChatInput | ResponseInput, path: str, body: JsonBody
     ) -> _Tokens | None:
-        """A prompt that holds more than text: whole where an engine tells it, else the text before that."""
+        """A prompt with media: all of it where an engine renders it, else the text before the first item."""
         prompt = None
         if all(part.is_lasting for part in find_media(media_fields(body))):
             prompt = await self._engines.render(path, body)
         if prompt is not None and prompt.extra_ids is None:
             return self._made(prompt, self._engines)
         if prompt is not None:
-            # Never exact: its ids must not stand in the place of what they are made from.
+            # Never exact: its ids must not be sent in place of the images.
             return _Tokens(prompt, "engine", exact=False, media=True)
         return await self._before_media(source, body) if isinstance(source, ChatInput) else None
 
     async def _before_media(self, source: ChatInput, body: JsonBody) -> _Tokens | None:
-        """The tokens before the first message that is not all text: those that stay the same whatever text
-        is in its place."""
+        """The tokens before the first message with media: two different texts in its place share them."""
         made = []
         for text in _ANY_TEXT:
             messages = texts_only(source.messages, text)
@@ -300,7 +299,7 @@ class PromptBuilder:
             return None
         vocab_size = self.info.vocab_size
         if vocab_size is None:
-            # What the engine takes fake ids for cannot be told here.
+            # Without the vocabulary size, fake ids cannot be told from text ids.
             is_plain = source.explicit is None and source.table is None
             return tokens if is_plain else None
         token_ids = tokens.prompt.token_ids
@@ -310,7 +309,7 @@ class PromptBuilder:
     def _made(
         self, prompt: ChatPrompt | None, tokenizer: PromptTokenizer, *, certain: bool = True
     ) -> _Tokens | None:
-        """A prompt with who made it; `certain`: engines do not differ on prompts of its kind."""
+        """The tokens with their source; `certain`: all engines make the same of a prompt of this kind."""
         if prompt is None:
             return None
         if tokenizer is self._engines:

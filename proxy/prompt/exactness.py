@@ -1,7 +1,7 @@
-"""Are our token ids the engine's? Asked when an engine joins a pool, and of prompts that were served.
+"""Compares our token ids with the engine's: when a tokenizer is loaded, and on prompts that were served.
 
-One token off, and every block hash after it is wrong: predictions would be confident and false. So our
-ids are held against the engine's own on prompts that differ in all that templates care about.
+One wrong token makes every block hash after it wrong, and predictions confident and false. The test prompts
+vary everything that chat templates read.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ _TEXTS = {
 }
 
 
-# Unchecked ids made here count as right once the engine made the same of so many served prompts.
+# Unchecked ids count as right once the engine made the same ids of this many served prompts.
 ENOUGH_AGREED = 20
 
 
 async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Exactness:
-    """Holds our token ids against the engine's, and leaves the builder with whatever is right.
+    """Compares our token ids with the engine's, and sets the builder to use whichever are right.
 
     Raises:
         EngineUnavailable: the engine went away meanwhile.
@@ -87,10 +87,10 @@ async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Ex
 
 
 def audit_tokens(builder: PromptBuilder, prompt: Prompt, theirs: TokenIds[int]) -> str | None:
-    """Holds the ids of a served prompt against what the engine says it made of it.
+    """Compares the ids of a served prompt with those that the engine reports for it.
 
     Returns:
-        How they differ, where that was not known; then engines tokenise from now on, if they can.
+        How they differ, if that is new; then the engines tokenise from now on, if they can.
     """
     if prompt.source == "client":
         return None
@@ -98,7 +98,7 @@ def audit_tokens(builder: PromptBuilder, prompt: Prompt, theirs: TokenIds[int]) 
     if difference is None:
         builder.agreed += 1
         if builder.agreed == ENOUGH_AGREED and not builder.differed and builder.exactness.source == "local":
-            seen = f"and the engine made the same of {ENOUGH_AGREED} prompts it served"
+            seen = f"and the engine made the same ids of {ENOUGH_AGREED} prompts it served"
             builder.exactness = Exactness(True, f"{builder.exactness.detail}, {seen}", "local")
         return None
     builder.differed += 1
@@ -106,16 +106,16 @@ def audit_tokens(builder: PromptBuilder, prompt: Prompt, theirs: TokenIds[int]) 
         return None
     asks = builder.local is not None and builder.tokenizer is not builder.local
     if prompt.source == "local" and asks:
-        detail = f"the engine tokenises each prompt: it made others of one that was served: {difference}"
+        detail = f"the engine tokenises each prompt: it made other ids of a served one: {difference}"
         builder.exactness = Exactness(True, detail, "engine")
     else:
-        detail = f"the engine made other tokens of a prompt that was served: {difference}"
+        detail = f"the engine made other ids of a served prompt: {difference}"
         builder.exactness = Exactness(False, detail, builder.exactness.source)
     return difference
 
 
 def difference_of(ours: TokenIds[int], theirs: TokenIds[int]) -> str | None:
-    """Where two lists of token ids part, in words; None when they are the same."""
+    """Where two lists of token ids first differ, in words; None when they are the same."""
     if ours == theirs:
         return None
     shared = common_prefix(ours, theirs)
@@ -155,7 +155,7 @@ async def _first_difference(
         try:
             difference = await _difference(local, adapter, path, body)
         except EngineRejected as error:
-            if "tools" in body:  # vLLM without a tool parser: all else may be as here
+            if "tools" in body:  # e.g. no tool parser: everything else may agree
                 builder.ask_engines_about_tools()
                 continue
             difference = f"the engine refuses it ({error})"
@@ -172,7 +172,7 @@ def _probes(model: str) -> Iterator[tuple[str, str, JsonBody]]:
 
 
 async def _difference(local: LocalTokenizer, adapter: EngineAdapter, path: str, body: JsonBody) -> str | None:
-    """How our ids of a probe differ from the engine's; None when they do not, or when both refuse it.
+    """How our ids of a test prompt differ from the engine's; None when they do not, or when both refuse it.
 
     Raises:
         EngineRejected: only the engine refuses it.

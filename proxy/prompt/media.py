@@ -1,9 +1,9 @@
-"""Images, audio and video in requests: where they are, and what a client's `uuid` for one may mean.
+"""Finds images, audio and video in requests, and guards the `uuid` that a client may give one.
 
-An engine tells items apart by their content, or by a `uuid` that the client gives one. It then takes the
-uuid's word for the content: another item under the same uuid is answered with the first one's, and a uuid
-that comes without content means the item that was last sent under it, by anybody, under whatever salt. So a
-uuid is held to what first came under it, and goes to the engine as one of its salt's own.
+An engine identifies an item by its content, or by the client's `uuid`. It trusts the uuid: a second item
+under the same uuid gets the first one's KV, and a uuid without content means the last item that any client
+sent under it, whatever its salt. So kvpin accepts a uuid for its first content only, and makes it unique to
+its salt.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import msgspec
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
 
-# What a part holds an item in → its kind; of chats, Responses and Messages alike. These tell, not the part's
-# type: vLLM takes a `text` with a uuid and an image_url for an image.
+# The field of a part that holds an item → its kind, in chats, Responses and Messages. The field decides, not
+# the part's type: some engines read a `text` part with an image_url as an image.
 _KINDS = {
     "image_url": "image",
     "image_embeds": "image",
@@ -41,13 +41,13 @@ _KINDS = {
     "file_data": "file",
     "prompt_embeds": "embeddings",
 }
-# Fields of requests that hold parts, and what holds parts within them.
+# Request fields that hold parts, and the fields within them that do.
 _RANK = {key: rank for rank, key in enumerate(_KINDS)}
 MOST_MEDIA = 4096
 """Images, audio, video and embeddings of one request."""
 _FIELDS = ("messages", "input", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
 _WITHIN = ("content", "output")
-# Decoding and hashing that many bytes takes about a millisecond; more is done in a thread.
+# Decoding and hashing this many bytes takes about 1 ms; more is done in a thread.
 _BYTES_PER_MS = 500_000
 _UUIDS = 100_000
 _DIGEST_BYTES = 16
@@ -71,7 +71,7 @@ class MediaPart:
 
     @property
     def uuid(self) -> str | None:
-        """What the client calls it. Raises BadRequest when that is no string."""
+        """The client's name for it. Raises BadRequest when it is not a string."""
         uuid = self.fields.get("uuid")
         if uuid is not None and not isinstance(uuid, str):
             raise BadRequest(f"{self.param}.uuid must be a string", param=f"{self.param}.uuid")
@@ -79,17 +79,17 @@ class MediaPart:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the request holds only its address: what is there may change."""
+        """Whether the request holds only its address; the content there may change."""
         return isinstance(self.item, str) and self.item[:5].lower() != "data:"
 
     @property
     def is_lasting(self) -> bool:
-        """Whether an engine can say what it is, now and ever after: its content is here, or the client's word
-        for it. Not of embeddings, which engines have no name for."""
+        """Whether its identity never changes: the request holds its content, or a uuid for it. False for
+        embeddings, which engines do not identify."""
         return self.kind != "embeddings" and (not self.is_elsewhere or self.uuid is not None)
 
     def digest(self) -> bytes | None:
-        """What its content is told apart by, None for content the request does not hold."""
+        """A digest of its content; None for content that the request does not hold."""
         if self.item is None or self.is_elsewhere:
             return None
         content = (
@@ -127,8 +127,8 @@ def check_number(media: int, param: str | None) -> None:
 
 
 def texts_only(messages: object, text: str) -> list[Any] | None:
-    """A chat's messages with `text` in place of what each that is not all text says; None where the first
-    is one of those, or no message is known for one."""
+    """A chat's messages, with `text` as the content of each one that is not all text; None where the first
+    message is such a one, or the messages cannot be read."""
     if not isinstance(messages, list) or not messages or not _is_text_message(messages[0]):
         return None
     return [message if _is_text_message(message) else {**message, "content": text} for message in messages]
@@ -161,14 +161,14 @@ def _parts(value: object, param: str) -> Iterator[MediaPart]:
 
 
 def _item(key: str, value: object) -> object:
-    """What a part's own field holds: an address may be wrapped, and may be missing; some are no address."""
+    """The item in a part's field: an address, perhaps wrapped or missing, or an object."""
     if isinstance(value, dict) and (not value or "url" in value):
         return value.get("url")
     return {key: value} if isinstance(value, str) and key.endswith(("_embeds", "_data")) else value
 
 
 def _decoded(address: str) -> bytes:
-    """The bytes of a `data:` address; an odd one stands for itself."""
+    """The bytes of a `data:` address; those of the address itself where it cannot be decoded."""
     head, _, data = address.partition(",")
     if head.endswith(";base64"):
         try:
@@ -188,21 +188,21 @@ def _digest(*pieces: bytes) -> bytes:
 
 
 class MediaUuids:
-    """What clients' uuids stand for, as far as it was seen: bounded, the least recently used go first."""
+    """Remembers the first content of each client uuid. Bounded: the least recently used are dropped."""
 
     def __init__(self, *, trusted: bool = False, limit: int = _UUIDS) -> None:
-        """`trusted`: clients are believed; else a uuid stands for what first came under it."""
+        """`trusted`: clients may reuse a uuid; otherwise its first content is the only one."""
         self._trusted = trusted
         self._limit = limit
         self._seen: OrderedDict[bytes, bytes] = OrderedDict()
 
     async def admit(self, body: JsonBody, salt: str | None) -> JsonBody:
-        """The request as it may go to engines: under a salt, with uuids that are that salt's own.
+        """The request as it may go to engines: under a salt, its uuids are unique to the salt.
 
         Raises:
-            BadRequest: a uuid that stands for something else, or is no string.
+            BadRequest: a uuid has other content already, or is not a string; or there are too many items.
         """
-        # JSON may write any letter as \u00xx. Most requests are told apart without being decoded.
+        # JSON may write any letter as \u00xx. Most requests need no decoding here.
         if not (b"uuid" in body.raw or b"\\u00" in body.raw):
             return body
         values = media_fields(body)
@@ -214,7 +214,7 @@ class MediaUuids:
         return body if salt is None else _scoped(body, values, parts, salt)
 
     async def _check(self, size: int, parts: Sequence[MediaPart], salt: str | None) -> None:
-        """Holds uuids to what first came under them. What an engine refused counts too: it may hold it."""
+        """Refuses a uuid with new content. Requests that an engine refused count: it may hold the item."""
         digests = (
             _digests(parts) if size <= _BYTES_PER_MS else await asyncio.to_thread(lambda: _digests(parts))
         )
@@ -237,13 +237,13 @@ def _digests(parts: Sequence[MediaPart]) -> list[bytes | None]:
 
 
 def _scoped(body: JsonBody, values: dict[str, Any], parts: Sequence[MediaPart], salt: str) -> JsonBody:
-    """The request with its uuids made those of a salt."""
+    """The request with its uuids made unique to a salt."""
     for part in parts:
         part.fields["uuid"] = f"kvpin-{_name(part, salt).hex()}"
     return body.replace(**values)
 
 
 def _name(part: MediaPart, salt: str | None) -> bytes:
-    """A uuid within its salt. No salt is another one than every salt."""
+    """The digest of a uuid and its salt; having no salt differs from every salt."""
     salted = (b"",) if salt is None else (b"salt", salt.encode(errors="surrogatepass"))
     return _digest(*salted, (part.uuid or "").encode(errors="surrogatepass"))

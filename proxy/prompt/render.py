@@ -1,4 +1,4 @@
-"""Which fields of a request make its prompt: read and checked, not yet tokenised."""
+"""Reads and checks the fields of a request that make its prompt; tokenises nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
 _INT32_MAX = 2**31 - 1
-# Fields of a chat that reach the template of some engines, or change what they make of it.
+# Fields of a chat that some engines give their template, or that change what it writes.
 _SPECIAL = (
     "reasoning",
     "reasoning_effort",
@@ -28,15 +28,15 @@ _SPECIAL = (
     "thinking",
     "task",
 )
-# What messages and tools hold that all engines give their templates alike: the rest some leave out, rename,
-# join in another way or write in an order of their own.
+# What all engines give their templates in the same form. The rest some leave out, rename, join differently or
+# reorder.
 _ROLES = ("system", "user", "assistant", "tool")
 _OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id"})
 _OF_TOOLS, _OF_FUNCTIONS = ["type", "function"], ["name", "description", "parameters"]
 _OF_CALLS, _OF_CALLED = ["id", "type", "function"], ["name", "arguments"]
-# What replaces the template of a chat or is added by it.
+# Fields that replace a chat's template, or change what it adds.
 _OWN_TEMPLATE = ("chat_template", "documents", "add_special_tokens")
-# What makes the prompt, or the namespace of its KV, in ways that are the engine's alone.
+# Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
 _OF_THE_ENGINE = (
     "prompt_embeds",
     "input_embeds",
@@ -64,12 +64,12 @@ class ChatInput:
 
     @property
     def is_text(self) -> bool:
-        """Whether all of it is text: the ids of anything else do not tell what it is."""
+        """Whether all of it is text; token ids do not identify anything else."""
         return self.n_media == 0
 
     @property
     def has_tools(self) -> bool:
-        """Whether it has to do with tools: offers them, or tells of calls of them."""
+        """Whether it offers tools, or holds calls or results of tools."""
         messages = self.messages if isinstance(self.messages, list) else ()
         return bool(self.tools) or any(
             isinstance(message, dict) and (message.get("tool_calls") or message.get("role") == "tool")
@@ -104,12 +104,12 @@ class ResponseInput:
 
 
 PromptInput = ChatInput | CompletionInput | ResponseInput
-"""What makes a prompt. `param` is the field that its length is told of."""
+"""What makes a prompt. `param` is the field that an error about its length names."""
 
 
 def is_special(source: ChatInput, body: JsonBody) -> bool:
-    """Whether engines differ on what makes the prompt of a chat: its last turn is one to continue, or it has
-    fields that some templates are given and some are not, or that they are given in another form."""
+    """Whether engines may differ on the prompt of a chat: its last turn is to be continued, or it has fields
+    that not all engines give their templates in the same form."""
     messages = source.messages
     last = messages[-1] if isinstance(messages, list) and messages else None
     continues = isinstance(last, dict) and last.get("role") == "assistant"
@@ -120,7 +120,7 @@ def is_special(source: ChatInput, body: JsonBody) -> bool:
 
 
 def _is_usual(message: object) -> bool:
-    """Whether a message is one that all engines read alike; those they do not were asked of the engine."""
+    """Whether all engines read a message alike."""
     if not isinstance(message, dict):
         return False
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
@@ -135,7 +135,7 @@ def _is_usual(message: object) -> bool:
 
 
 def _are_like(items: object, names: list[str], of_function: list[str]) -> bool:
-    """Whether tools, or calls of them, have these fields in this order; None are."""
+    """Whether tools, or calls of tools, have exactly these fields in this order; true of none."""
     if not items:
         return True
     return isinstance(items, list) and all(
@@ -148,18 +148,18 @@ def _are_like(items: object, names: list[str], of_function: list[str]) -> bool:
 
 
 def has_own_template(body: JsonBody) -> bool:
-    """Whether a chat brings what its template is, or does."""
+    """Whether a chat brings its own template, or changes what the template adds."""
     return any(body.get(name) is not None for name in _OWN_TEMPLATE)
 
 
 def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
-    """What a request's prompt is made from.
+    """The fields that a request's prompt is made from.
 
-    None for requests that have no single prompt here: other routes, several prompts in one request, or
-    a prompt or an adapter told in a way only the engine knows. Those are forwarded all the same.
+    None for requests without a single prompt that can be known here: other routes, several prompts in one
+    request, or fields that only the engine understands. Such requests are forwarded all the same.
 
     Raises:
-        BadRequest: naming a field that no engine can take.
+        BadRequest: naming a field that no engine accepts.
     """
     if any(body.get(name) is not None for name in _OF_THE_ENGINE):
         return None
@@ -202,7 +202,7 @@ def _dicts(values: object) -> list[dict[str, Any]]:
 
 
 def _single_prompt(value: Any) -> str | TokenIds[int] | None:  # noqa: ANN401 - JSON
-    """The one prompt of the field, None where it holds several or what only the engine knows."""
+    """The one prompt of the field; None where it holds several, or something only the engine knows."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:

@@ -1,4 +1,4 @@
-"""Registered p-tuning tables: what a table id in a request means."""
+"""Keeps the registered p-tuning tables: what a table id in a request means."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TABLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
 class PromptTables:
-    """The tables of this proxy, which every engine that can hold tables is given.
+    """The tables of this proxy. Every engine that can hold tables gets them.
 
-    An extra id means one content for as long as the process lives, also after its table was deleted:
-    KV computed from that content may still be cached under it.
+    An extra id keeps its content for the life of the process, even after its table is deleted: KV computed
+    from that content may still be cached under the id.
     """
 
     def __init__(self, *, max_bytes: int = 512 * 2**20) -> None:
@@ -28,7 +28,7 @@ class PromptTables:
         self._content_of: dict[int, bytes] = {}
 
     def put(self, data: bytes, *, table_id: str | None = None, extra_id: int | None = None) -> PromptTable:
-        """Registers a table; the same one again changes nothing.
+        """Registers a table. Registering the same table again changes nothing.
 
         Args:
             data: safetensors bytes, one 2-d float tensor [rows, hidden].
@@ -36,10 +36,10 @@ class PromptTables:
             extra_id: its identity, from 1 to 2**64-1; derived from its content by default.
 
         Raises:
-            PromptTableError: bytes that are no such tensor.
-            BadRequest: an id that cannot be used.
-            Conflict: the table id or the extra id stands for other content.
-            BodyTooLarge: no room left for it.
+            PromptTableError: the bytes are not such a tensor.
+            BadRequest: an id cannot be used.
+            Conflict: the table id or the extra id already has other content.
+            BodyTooLarge: there is no room left for it.
         """
         _check_ids(table_id, extra_id)
         embeddings = parse_embeddings(data, param="table")
@@ -57,7 +57,7 @@ class PromptTables:
             return known
         if self.total_bytes + len(data) > self._max_bytes:
             raise BodyTooLarge(
-                f"prompt tables would take more than {self._max_bytes} bytes: delete some first",
+                f"prompt tables would take more than {self._max_bytes} bytes; delete some first",
                 param="table",
             )
         self._by_id[table.table_id] = table
@@ -80,7 +80,7 @@ class PromptTables:
             del self._refs[table.extra_id]
 
     def list(self) -> list[PromptTable]:
-        """Every table, in the order they came."""
+        """Every table, oldest first."""
         return [*self._by_id.values()]
 
     def ref(self, table_id: str) -> TableRef | None:
@@ -99,14 +99,14 @@ class PromptTables:
         return sum(len(table.data) for table in self._by_id.values())
 
     def _known(self, table: PromptTable, content: bytes) -> PromptTable | None:
-        """The table as it is held already; raises Conflict where an id stands for something else."""
+        """The table if it is registered already. Raises Conflict where an id has other content."""
         if self._content_of.get(table.extra_id, content) != content:
-            raise Conflict(f"extra id {table.extra_id} stands for other content", param="extra_id")
+            raise Conflict(f"extra id {table.extra_id} already has other content", param="extra_id")
         held = self._by_id.get(table.table_id)
         if held is None:
             return None
         if self._content_of[held.extra_id] != content:
-            raise Conflict(f"prompt table {table.table_id!r} has other content", param="table_id")
+            raise Conflict(f"prompt table {table.table_id!r} already has other content", param="table_id")
         if held.extra_id != table.extra_id:
             raise Conflict(f"prompt table {table.table_id!r} has extra id {held.extra_id}", param="extra_id")
         return held

@@ -1,4 +1,4 @@
-"""Two ways to token ids: with the engine's own tokenizer loaded here, or by asking the engine."""
+"""Tokenises prompts: with the engine's tokenizer loaded here, or by asking an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSWER_S = 2.0
 
 
 class PromptTokenizer(Protocol):
-    """Token ids of what a request says, as its engine will see them."""
+    """Makes the token ids of a request as its engine will see them."""
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
         """Token ids of a chat, None where they cannot be had. Raises ChatError and PromptTableError."""
@@ -27,7 +27,7 @@ class PromptTokenizer(Protocol):
 
 
 class LocalTokenizer:
-    """Tokenises here."""
+    """Tokenises here, with a loaded tokenizer."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, vocab_size: int | None, hidden_size: int | None) -> None:
         self.tokenizer = tokenizer
@@ -59,7 +59,7 @@ class LocalTokenizer:
 
 
 class EngineTokenizer:
-    """Asks the engines in turn, one request for each prompt: slower, and always right.
+    """Asks the engines in turn, one call per prompt: slower, and always right.
 
     A prompt that no engine tokenises within 2 s stays unknown and does not fail: it is placed by session and
     load, and an error in it is the engine's to report.

@@ -253,3 +253,5 @@ class TestLean:
         with pytest.raises(EngineUnavailable):
             await nobody.lean.call("POST", "/tokenize", json={})
         await nobody.aclose()
+        with pytest.raises(EngineUnavailable, match="removed"):
+            await nobody.lean.call("POST", "/tokenize", json={})

@@ -138,11 +138,11 @@ def test_names_of_tokens_and_the_template():
 @pytest.mark.parametrize(
     ("without", "fields", "message"),
     [
-        ((), {"model": "llama"}, "its kind, 'llama' with 'gpt-2', is not read here"),
+        ((), {"model": "llama"}, "its kind, 'llama' with 'gpt-2', cannot be read"),
         (
             (),
             {"pre": "falcon"},
-            "its kind, 'gpt2' with 'falcon', is not read here; known are 'gpt2' with gpt-2",
+            "its kind, 'gpt2' with 'falcon', cannot be read; known: 'gpt2' with gpt-2",
         ),
         (("pre",), {}, "'gpt2' with None"),
         (("tokens",), {}, "it has no tokenizer.ggml.tokens"),

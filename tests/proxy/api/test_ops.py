@@ -1,6 +1,7 @@
 import re
 
 from proxy.fleet.engine import EngineState
+from tests.fakes import FakeAdapter
 
 
 async def test_live_while_it_serves(proxy, client):
@@ -30,3 +31,11 @@ async def test_metrics_are_prometheus_text(client):
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     assert 'kvpin_engine_ready{engine="a"} 1.0' in response.text
+
+
+async def test_not_ready_before_every_engine_was_tried(proxy, client):
+    proxy.add(FakeAdapter("b")).state = EngineState.CONNECTING
+    response = await client.get("/health/ready")
+    assert (response.status_code, response.json()["engines"]) == (503, {"a": "ready", "b": "connecting"})
+    proxy.fleet.engines["b"].state = EngineState.DOWN
+    assert (await client.get("/health/ready")).status_code == 200

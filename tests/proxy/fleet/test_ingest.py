@@ -100,7 +100,7 @@ async def test_a_stream_that_just_ends_is_no_reason_for_trust(world, monkeypatch
     monkeypatch.setattr(world.adapter, "events", nothing)
     world.ingest.follow(world.engine, world.pool)
     await world.until(lambda: world.engine.audit.trust is Trust.APPROXIMATE)
-    assert world.engine.audit.why == "the event stream broke: it ended"
+    assert world.engine.audit.why == "the event stream broke: the engine ended it"
     assert world.engine.state == "ready"
 
 
@@ -131,7 +131,7 @@ async def test_persistent_misses_start_over(world):
     with structlog.testing.capture_logs() as logs:
         for _ in range(MIN_MISSES):
             world.ingest.audit(world.engine, 16, 0)
-    assert [line["event"] for line in logs] == ["predictions miss: the view is rebuilt"]
+    assert [line["event"] for line in logs] == ["predictions miss; relearning the cache view from events"]
     await world.until(lambda: world.adapter.subscriptions == 2)
     await world.say(ViewLost("start"), ViewCurrent())
     assert world.engine.audit.trust is Trust.PRECISE
@@ -158,7 +158,7 @@ async def test_a_view_that_is_not_complete_is_trusted_for_what_it_shows(world):
     with structlog.testing.capture_logs() as logs:
         await world.say(ViewLost("start"), STORED, ViewCurrent(complete=False))
     assert world.engine.audit.trust is Trust.PRECISE
-    assert "may hold more" in logs[-1]["event"]
+    assert "older content is unknown" in logs[-1]["event"]
     assert not world.pool.candidates(None)[0].complete
 
 

@@ -187,3 +187,17 @@ async def test_the_log_says_what_came_of_it(world, monkeypatch, info, alter, eve
 
 async def one_token(_self, _path, _body):
     return array("i", [6])
+
+
+async def test_a_pool_without_ready_engines_is_not_checked_and_one_that_is_gone_not_waited_for(
+    world, monkeypatch
+):
+    monkeypatch.setattr("proxy.fleet.tokenisation.RETRY_S", 0.0)
+    engine = world.join("a")
+    engine.state = EngineState.DOWN
+    world.loader.go.set()
+    await asyncio.sleep(0.01)
+    assert world.tasks._tasks
+    assert engine.adapter.asked == 0
+    world.fleet.remove("a")
+    await world.settled()

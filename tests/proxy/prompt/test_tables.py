@@ -60,7 +60,7 @@ def test_an_extra_id_means_one_content_also_after_its_table_is_gone():
     tables = PromptTables()
     tables.put(data(1.0), table_id="a", extra_id=7)
     tables.delete("a")
-    with pytest.raises(Conflict, match="extra id 7 stands for other content"):
+    with pytest.raises(Conflict, match="extra id 7 already has other content"):
         tables.put(data(2.0), table_id="a", extra_id=7)
     assert tables.put(data(1.0), table_id="a", extra_id=7).rows == 2
     tables.delete("a")

@@ -111,3 +111,8 @@ def test_a_managed_flag_that_is_wrong_says_why(text, message):
     with pytest.raises(SettingsError) as caught:
         parse_managed_flag(text)
     assert message in str(caught.value)
+
+
+def test_whether_tenants_may_share_an_engines_kv():
+    assert not parse_engine_flag("vllm=http://127.0.0.1:8000").spec().share_kv
+    assert parse_engine_flag("vllm=http://127.0.0.1:8000,share_kv=true").spec().share_kv
