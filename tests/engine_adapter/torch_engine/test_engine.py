@@ -394,7 +394,7 @@ def test_an_owner_that_fails_loses_its_own_request_only(llama, caplog):
         world.call(lambda cache: None)
         world.call(lambda cache: None)
         assert "bad" not in world.engine._in_flight
-    assert "the owner of a request failed" in caplog.text
+    assert "the callback of a request failed" in caplog.text
 
 
 def test_a_dead_thread_leaves_nobody_waiting(llama, caplog):
@@ -466,7 +466,7 @@ def test_pins_can_leave_a_request_without_room(llama):
         assert world.call(lambda cache: cache.pin(target, 1e9, 0.0)).blocks == 8
         lost = world.ask(prompt_of(20, seed=5)).wait()
         assert lost.finished.reason == "cancelled"  # another engine may have room
-        assert "beside its 8 pinned blocks" in lost.finished.message
+        assert "beside 8 pinned blocks" in lost.finished.message
         assert world.ask(prompt_of(5, seed=6), 2).wait().finished.reason == "length"
 
 
