@@ -153,7 +153,7 @@ class Engine:
                 raise RequestRefused(
                     f"a request {request.request_id!r} is in flight already", param="request_id"
                 )
-            self._post(partial(self._admit, active))
+            self._post(partial(self._scheduler.add, active))
             self._in_flight[request.request_id] = active
 
     def cancel(self, request_id: str) -> None:
@@ -231,9 +231,6 @@ class Engine:
                 self._step()
             self.counters.running = len(self._scheduler.running)
             self.counters.waiting = len(self._scheduler.waiting)
-
-    def _admit(self, active: Active) -> None:
-        self._scheduler.add(active)
 
     def _cancel(self, request_id: str) -> None:
         active = self._in_flight.get(request_id)
@@ -370,11 +367,8 @@ class Engine:
         except Exception:  # noqa: BLE001 - another's callback must not end the engine
             _log.exception("the callback of a request failed; that request ends")
             if active.request.request_id in self._in_flight:
-                self._inbox_cancel(active.request.request_id)
-
-    def _inbox_cancel(self, request_id: str) -> None:
-        with self._wake:
-            self._inbox.append(partial(self._cancel, request_id))
+                with self._wake:
+                    self._inbox.append(partial(self._cancel, active.request.request_id))
 
     def _publish_events(self) -> None:
         events = self._cache.drain_events()

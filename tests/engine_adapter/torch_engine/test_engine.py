@@ -78,7 +78,7 @@ def test_greedy_is_generate_after_offload_and_restore(pair):
     with served(model, host_cache_bytes=64 * model.block_bytes(4)) as world:
         assert world.tokens(prompt, 9) == expected
         assert world.operate("offload", prompt).moved == 7
-        again = world.ask(prompt, 9).wait()  # restored by the prompt that meets it
+        again = world.ask(prompt, 9).wait()  # the prompt restores it
         assert (again.tokens, again.cached) == (expected, 28)
         assert world.operate("offload").moved == 9
         assert world.operate("restore", prompt).moved == 7
@@ -238,7 +238,7 @@ def test_the_end_token_stops_unless_ignored(llama):
 # --- failures -----------------------------------------------------------------------------------------
 
 
-POISON = 1  # as the first token of a prompt
+POISON = 1  # the first token of a prompt whose steps fail
 
 
 def poison_of(length):
@@ -246,7 +246,7 @@ def poison_of(length):
 
 
 def fail_on_poison(world, error, times=10**9):
-    """Steps with a poisoned prompt raise `error`, so many times."""
+    """Steps with a poisoned prompt raise `error`, at most `times` times."""
     run = world.engine._runner.run
     left = iter(range(times))
 
@@ -260,7 +260,7 @@ def fail_on_poison(world, error, times=10**9):
 
 @contextmanager
 def held_up(world):
-    """What is asked within comes to the engine at once."""
+    """Holds the engine thread, so that requests made within start together."""
     gate = threading.Event()
     blocked = world.engine.call(lambda cache: gate.wait(10))
     yield
@@ -373,7 +373,7 @@ def test_an_engine_that_fails_at_every_step_ends(llama):
         fail_on_poison(world, RuntimeError("out of luck"))
         for _ in range(MAX_FAILED_STEPS - 1):
             world.ask(poison_of(6)).wait()
-        assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)  # one good step: all is well
+        assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)  # a good step resets the count
         for _ in range(MAX_FAILED_STEPS):
             assert world.ask(poison_of(6)).wait().finished.reason == "error"
         assert f"{MAX_FAILED_STEPS} steps in a row failed" in world.engine.wait()

@@ -75,7 +75,7 @@ def test_extend_takes_over_what_another_computed():
         assert world.begin(sequence)
     world.compute(pair[1], 2)
     world.compute(pair[0], 13)
-    assert world.cache.extend(pair[1]) == 0  # within a block
+    assert world.cache.extend(pair[1]) == 0  # not at a block boundary
     world.compute(pair[1], 2)
     assert world.cache.extend(pair[1]) == 8
     world.compute(pair[1], 1)
@@ -169,7 +169,7 @@ def test_blocks_whose_copy_down_failed_are_forgotten():
     world = World(6, 6)
     world.run(range(8))
     world.run(range(100, 108))
-    world.cache.offload(KvTarget(), 1)  # a block on the host, below nothing that will move
+    world.cache.offload(KvTarget(), 1)  # one host block
     fail_once(world, "copy_to_host")
     sequence = world.sequence(range(200, 220))
     with pytest.raises(OutOfMemory):
