@@ -22,6 +22,7 @@ from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.torch_engine.admission import check_request
 from engine_adapter.torch_engine.compute import Outcome, compute, is_fatal
 from engine_adapter.torch_engine.kv_cache import KvCache
+from engine_adapter.torch_engine.kv_tree import CopyFailed
 from engine_adapter.torch_engine.model import LoadedModel
 from engine_adapter.torch_engine.options import EngineOptions
 from engine_adapter.torch_engine.requests import (
@@ -272,10 +273,11 @@ class Engine:
         self.counters.preemptions = self._scheduler.preemptions
 
     def _plan(self) -> list[Item]:
-        """The items of this step. A request that cannot be planned ends."""
+        """The items of this step. A request whose KV cannot be copied ends; any other error ends the engine,
+        as nobody knows what the cache holds after it."""
         try:
             items = self._scheduler.plan()
-        except Exception as error:
+        except CopyFailed as error:
             if self._scheduler.planning is None:
                 raise
             self._fail(self._scheduler.planning, error)
@@ -312,9 +314,11 @@ class Engine:
 
     def _count_failed_step(self, error: Exception) -> None:
         self._failed_steps += 1
-        if is_fatal(error) or self._failed_steps >= MAX_FAILED_STEPS:
+        if is_fatal(error):
+            raise error
+        if self._failed_steps >= MAX_FAILED_STEPS:
             raise EngineUnavailable(
-                f"{self._failed_steps} steps in a row failed, the last with {_describe(error)}"
+                f"{MAX_FAILED_STEPS} steps in a row failed, the last with {_describe(error)}"
             ) from error
 
     def _record(self, items: list[Item], outcomes: list[Outcome]) -> list[tuple[Active, list[Output]]]:

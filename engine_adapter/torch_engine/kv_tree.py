@@ -9,6 +9,7 @@ from typing import Protocol
 
 import xxhash
 
+from engine_adapter.errors import EngineError
 from engine_adapter.torch_engine.kv_journal import Journal
 from engine_adapter.torch_engine.kv_kept import KeptBlocks
 from engine_adapter.torch_engine.kv_node import (
@@ -21,6 +22,10 @@ from engine_adapter.torch_engine.kv_node import (
     by_value,
 )
 from engine_adapter.types import Tier
+
+
+class CopyFailed(EngineError):
+    """Blocks could not be copied between the tiers. The tree holds only blocks whose KV is right."""
 
 
 class BlockCopier(Protocol):
@@ -242,10 +247,10 @@ class KvTree:
         slots = slots or taken
         try:
             self._copier.copy_to_gpu([node.slot for node in nodes], slots)
-        except Exception:
+        except Exception as error:
             for slot in taken:
                 self.gpu.give(slot)
-            raise
+            raise CopyFailed(f"copying {len(nodes)} blocks to the GPU failed: {error}") from error
         for node, slot in zip(nodes, slots, strict=True):
             self._rise(node, slot)
             self.journal.stored(Tier.GPU, node, self.salt_of(node))
@@ -326,9 +331,9 @@ class KvTree:
         try:
             if moves.copies:
                 self._copier.copy_to_host(array("i", moves.copies.values()), array("i", moves.copies))
-        except Exception:
+        except Exception as error:
             self._lose(moves)
-            raise
+            raise CopyFailed(f"copying {len(moves.copies)} blocks to the host failed: {error}") from error
         self.totals.offloaded += len(moves.offloaded)
         for node in sorted(moves.offloaded, key=lambda node: node.value, reverse=True):
             self.journal.stored(Tier.HOST, node, self.salt_of(node))

@@ -220,8 +220,6 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
     _need(-1 <= top_k < _INT64, "top_k", "is positive, or 0 or -1 for off")
     if request.seed is not None:
         _need(-_INT64 <= request.seed < _INT64, "seed", "fits 64 bits")
-    repetition = _number(request, "repetition_penalty", 1.0, 0.0, 100.0)
-    _need(repetition > 0, "repetition_penalty", "is above 0")
     top_p = _number(request, "top_p", 1.0, 0.0, 1.0)
     _need(top_p > 0, "top_p", "is above 0")
     return SamplingParams(
@@ -232,7 +230,7 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
         seed=request.seed,
         presence_penalty=_number(request, "presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=_number(request, "frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=repetition,
+        repetition_penalty=_number(request, "repetition_penalty", 1.0, 0.01, 100.0),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignore_eos=bool(request.ignore_eos),

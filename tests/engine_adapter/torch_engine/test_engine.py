@@ -367,6 +367,19 @@ def test_a_device_error_in_an_operation_ends_the_engine(llama):
         assert "illegal memory access" in world.engine.wait()
 
 
+def test_a_device_error_in_a_copy_ends_the_engine(llama):
+    model, _ = llama
+    with served(model, kv_blocks=16, host_cache_bytes=32 * model.block_bytes(4)) as world:
+        world.tokens(prompt_of(33))
+
+        def fail(*slots):
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        world.engine._cache.tree._copier.copy_to_host = fail
+        assert world.ask(prompt_of(33, seed=1)).wait().finished.reason == "error"
+        assert "illegal memory access" in world.engine.wait()
+
+
 def test_an_engine_that_fails_at_every_step_ends(llama):
     model, reference = llama
     with served(model) as world:
