@@ -1,10 +1,15 @@
-"""The embedded engine: a small, real serving engine on torch and transformers. Importing this is free.
+"""The embedded engine: a small, real serving engine on torch and transformers. Importing it loads no torch.
 
-requests.py    what goes in and comes out          options.py    how an engine is set up
-kv_cache.py    blocks, prefix tree, tiers: pure    kv_node.py    tree nodes, pools, eviction order
-kv_events.py   what the cache tells the outside    kv_admin.py   flush, offload, restore, pin, snapshot
-model.py       loading a model                     attention.py  attention over paged KV
-storage.py     where KV lies                       runner.py     one step of model execution
-sampling.py    logits → tokens                     scheduler.py  which tokens run in a step
-engine.py      the step loop, in a thread of its own
+serving    serve.py the process and its flags · server.py, kv_routes.py, completions.py the routes
+           protocol.py, bodies.py request bodies · answers.py, api_errors.py, detokenize.py what clients get
+           service.py an engine with its tokenizer and tables · generation.py its bridge to the event loop
+           prompt_tables.py p-tuning · event_publisher.py KV events over ZMQ · metrics.py
+engine     engine.py the step loop, in its own thread · options.py sizes · requests.py what goes in and out
+           admission.py what may run · scheduler.py what runs next · compute.py one step · sampling.py
+model      model.py loads it · model_check.py checks its answers · make_model.py writes a random one
+           attention.py attention over paged KV · runner.py one forward pass · storage.py where KV lies
+KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers · kv_node.py its parts
+           kv_kept.py retention · kv_admin.py flush, offload, restore, pin · kv_journal.py events
+           kv_integrity.py the invariants
+adapter.py drives such an engine from kvpin
 """

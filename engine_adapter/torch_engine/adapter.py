@@ -41,7 +41,7 @@ _CAPABILITIES = frozenset(Capability) - {Capability.RENDER}
 _WITHOUT_HOST_TIER = _CAPABILITIES - {Capability.OFFLOAD, Capability.RESTORE}
 _KEEPING = ("keep_priority", "keep_s", "keep_for")
 CACHED_TOKENS_HEADER = "x-kv-cached-tokens"
-"""Sent with the response's headers: how many prompt tokens came from cache."""
+"""Response header: how many prompt tokens came from cache."""
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
     """`EngineAdapter` of `kvpin engine`."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Raises EngineSpecError for an address that is none."""
+        """Raises EngineSpecError for an invalid address."""
         self.spec = spec
         self._control = ControlClient(spec)
         self._capabilities: frozenset[Capability] | None = None
@@ -131,7 +131,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`: the engine is told what to keep, and for whom."""
+        """See `EngineAdapter.hold`. The request tells the engine what to retain, and for whom."""
         if path not in _PROMPT_ROUTES or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
         retention = prompt.retention if prompt is not None else None
@@ -141,7 +141,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             priority = max(asked, retention.priority) if isinstance(asked, int) else retention.priority
             changes = {"keep_priority": priority, "keep_s": retention.ttl_s}
         if changes or any(name in body for name in _KEEPING):
-            # Not the client's to say: another's share would be its own.
+            # The owner is never the client's choice: it could use up the share of another owner.
             changes["keep_for"] = retention.owner if retention is not None else None
         return nullcontext(Hold(body.replace(**changes) if changes else body))
 
@@ -162,7 +162,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         return NotSupported(
             capability.value,
             engine=self.spec.id,
-            instead="it takes text and embeddings"
+            instead="this engine takes text and embeddings only"
             if has_no_images
             else "start it with --host-cache-bytes to give it a host tier",
         )
@@ -215,7 +215,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         return _read(answer, dict[str, bool])["unpinned"]
 
     async def put_prompt_table(self, table: PromptTable) -> None:
-        """See `EngineAdapter.put_prompt_table`. Raises EngineRejected (409) for an id that is taken."""
+        """See `EngineAdapter.put_prompt_table`. Raises EngineRejected (409) when the id is taken."""
         path = f"{_table_path(table.table_id)}?extra_id={table.extra_id}"
         await self._control.fetch("PUT", path, table.data)
 
@@ -235,15 +235,15 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         try:
             return decode_snapshot(await self._control.fetch("GET", "/kv/snapshot"))
         except MalformedEvents as error:
-            raise EngineUnavailable(f"its snapshot cannot be read: {error}") from error
+            raise EngineUnavailable(f"the engine's snapshot cannot be read: {error}") from error
 
     def _reachable(self, endpoint: str) -> str:
-        # It serves HTTP where it binds these, so that whoever reached that reaches them.
+        # The engine binds its event sockets to the host that serves HTTP, and HTTP was reached.
         return reachable_endpoint(endpoint, self.spec.url) or endpoint
 
 
 def _target_fields(target: KvTarget) -> dict[str, Any]:
-    """`target` as the engine's routes take it."""
+    """`target` in the fields of the engine's routes."""
     fields: dict[str, Any] = {}
     if target.token_ids is not None:
         fields["token_ids"] = target.token_ids.tolist()
@@ -259,8 +259,8 @@ def _table_path(table_id: str) -> str:
 
 
 def _read(answer: object, kind: type[Answer]) -> Answer:
-    """A JSON answer as `kind`; an engine that answers otherwise is not one of ours."""
+    """A JSON answer as `kind`. Raises EngineUnavailable for an answer of another shape."""
     try:
         return msgspec.convert(answer, kind)
     except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"it does not answer as kvpin's engine does: {error}") from error
+        raise EngineUnavailable(f"the engine does not answer as kvpin's engine does: {error}") from error

@@ -1,4 +1,4 @@
-"""Which requests an engine takes."""
+"""Checks whether a request can run, before it is queued."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefus
 
 
 def check_request(request: GenerationRequest, model: LoadedModel, max_model_len: int) -> None:
-    """Raises RequestRefused, naming the field, for a request that could never run."""
+    """Raises RequestRefused for a request that can never run; it names the field."""
     tokens = np.array(request.token_ids, dtype=np.int64)
     if not len(tokens):
         raise RequestRefused("the prompt is empty", param="prompt")
@@ -39,7 +39,7 @@ def _check_stop_tokens(sampling: SamplingParams, model: LoadedModel) -> None:
         check_token_id(token, f"stop_token_ids[{index}]", model.vocab_size)
     if sampling.min_tokens and len(set(sampling.stop_token_ids)) == model.vocab_size:
         raise RequestRefused(
-            "min_tokens forbids the stop tokens at first, and stop_token_ids name the whole vocabulary",
+            "stop_token_ids name the whole vocabulary, and min_tokens forbids stop tokens: no token is left",
             param="stop_token_ids",
         )
 

@@ -1,4 +1,4 @@
-"""OpenAI's shapes of an answer: what a chat and a completion look like, whole and in pieces."""
+"""Writes answers in OpenAI's shapes: chats and completions, whole or streamed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class Piece:
-    """A part of an answer: its text and the tokens that made it."""
+    """A part of an answer: text, and the tokens it came from."""
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request."""
+    """Token counts of one request."""
 
     prompt: int
     cached: int
@@ -46,7 +46,7 @@ class Usage:
 
 
 class Shape(Protocol):
-    """How one kind of answer is written."""
+    """The shape of one kind of answer."""
 
     id_prefix: str
     whole: str
@@ -96,7 +96,7 @@ class ChatShape:
 
     def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text = self._tokenizer.decode([token_id])
-        whole = "\ufffd" not in text  # else a part of a character, whose bytes the text does not show
+        whole = "\ufffd" not in text  # otherwise part of a character: the text does not show its bytes
         return {
             "token": text,
             "logprob": _finite(logprob),
@@ -125,7 +125,7 @@ class CompletionShape:
         return self.body(piece, logprobs)
 
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """See `Shape.logprobs`; offsets run on from call to call."""
+        """See `Shape.logprobs`. Offsets continue from call to call."""
         texts = [self._tokenizer.decode([token.token_id]) for token in tokens]
         offsets = []
         for text in texts:
@@ -148,9 +148,9 @@ class AnswerWriter:
     Args:
         shape: chat or completion.
         model: served name.
-        with_logprobs: answers carry logprobs.
-        prompt_token_ids: given back with the answer, None unless asked for.
-        include_usage: a stream ends with its usage.
+        with_logprobs: whether the answer carries logprobs.
+        prompt_token_ids: returned with the answer; None when the client did not ask.
+        include_usage: whether a stream ends with its usage.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class AnswerWriter:
         return _json(answer)
 
     def opening(self) -> bytes:
-        """What a stream begins with: the role of a chat, the prompt's token ids; else nothing."""
+        """The first chunk of a stream: a chat's role, the prompt's token ids; empty when there is neither."""
         if self._shape.first is None and self._prompt_token_ids is None:
             return b""
         fields = dict(self._shape.first or self._shape.delta(Piece(), None))
@@ -199,7 +199,7 @@ class AnswerWriter:
         return self._chunk(fields, None, extra)
 
     def piece(self, piece: Piece) -> bytes:
-        """A chunk; nothing for a piece that shows the client nothing."""
+        """A chunk; empty for a piece that shows the client nothing."""
         if self._with_logprobs or self._prompt_token_ids is not None:
             return self._full_piece(piece, None) if piece.text or piece.tokens else b""
         if not piece.text:
@@ -208,7 +208,7 @@ class AnswerWriter:
         return before + _json(piece.text) + after
 
     def last(self, piece: Piece, finish_reason: str, usage: Usage) -> bytes:
-        """The chunk that ends the answer, its usage if asked for, and the end mark."""
+        """The last chunk, the usage if asked for, and the end mark."""
         end = self._full_piece(piece, finish_reason)
         if self._include_usage:
             end += _event({**self._head, "choices": [], "usage": usage.as_json()})
@@ -226,7 +226,7 @@ class AnswerWriter:
         return _event({**self._head, "choices": [choice], **usage, **extra})
 
     def _split_plain(self) -> tuple[bytes, bytes]:
-        """What stands before and after the text of a plain chunk: it is the same for every token."""
+        """The bytes before and after the text of a plain chunk. They are the same for every token."""
         marker = secrets.token_hex(16)
         before, _, after = self._full_piece(Piece(marker), None).partition(_json(marker))
         self._plain_ends = before, after
@@ -237,7 +237,7 @@ class AnswerWriter:
 
 
 def error_event(body: dict[str, Any]) -> bytes:
-    """An error in mid-stream; clients raise on it, where a bare end would pass for a whole answer."""
+    """An error inside a stream. Clients raise on it; a bare end would look like a whole answer."""
     return _event(body)
 
 

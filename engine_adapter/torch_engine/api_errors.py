@@ -26,7 +26,7 @@ _HEADERS = {
 
 
 class ApiError(Exception):
-    """An error that is answered to the client.
+    """An error to answer the client with.
 
     Attributes:
         status: HTTP status.
@@ -44,7 +44,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """What a client is told of `error`; None for one that is no answer but a fault of ours."""
+    """The client's view of `error`; None when it is a bug of ours."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (RequestRefused, ChatError, PromptTableError)):

@@ -1,9 +1,9 @@
 """Attention over paged KV, plugged into transformers' attention interface.
 
-transformers calls `paged_attention` in every layer. What it does there is up to the context of the
-running step: a `Probe` looks at how the model calls it, a `PagedBatch` attends. The name is unknown to
-transformers' mask interface, so no mask is built for it: masks are made here. That matters: given no
-mask, transformers' own sdpa path crops the keys of a prompt whose start is cached.
+transformers calls `paged_attention` in every layer. The context of the running step decides what happens: a
+`Probe` records how the model calls it, a `PagedBatch` attends. transformers' mask interface does not know
+the name `kvpin_paged` and builds no mask, so masks are built here. (Without a mask, transformers' own sdpa
+path crops the keys of a prompt whose beginning is cached.)
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Call(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """What the layers of a running step talk to."""
+    """Receives the attention calls of a running step."""
 
     def check(self, module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
-        """Looks at how a layer calls; raises EngineSpecError for what cannot be honoured."""
+        """Checks how a layer calls; raises EngineSpecError for a call it cannot honour."""
 
     def attend(self, call: Call) -> Tensor:
         """The layer's output [N, heads, value_dim]."""
@@ -79,7 +79,7 @@ def paged_attention(
     sliding_window: int | None = None,
     **extra: Any,  # noqa: ANN401 - whatever a model passes
 ) -> tuple[Tensor, None]:
-    """The function behind the name; `query`, `key`, `value` are [1, heads, N, dim]."""
+    """The registered attention function; `query`, `key`, `value` are [1, heads, N, dim]."""
     context = _context.get()
     context.check(module, attention_mask, extra)
     call = Call(
@@ -98,14 +98,14 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 class Probe:
-    """Learns the KV shapes of a model from one token run through it, and refuses what cannot work."""
+    """Learns the KV shapes of a model from a run of one token; refuses models that cannot work."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.windows: dict[int, int | None] = {}
 
     def check(self, module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
-        """Raises EngineSpecError for a model whose attention is more than causal over the KV."""
+        """Raises EngineSpecError for attention that is more than causal attention over the KV."""
         if attention_mask is not None:
             raise EngineSpecError("the model builds attention masks of its own")
         if not getattr(module, "is_causal", True):
@@ -118,7 +118,7 @@ class Probe:
             raise EngineSpecError(f"the model's attention needs {', '.join(unknown)} (sinks or biases)")
 
     def attend(self, call: Call) -> Tensor:
-        """Notes the shapes; the output is of the right shape and no meaning."""
+        """Records the shapes. The output has the right shape and no meaning."""
         if call.layer in self.shapes:
             raise EngineSpecError(f"layer {call.layer} attends twice: its KV would be overwritten")
         shape = LayerShape(call.key.shape[1], call.key.shape[2], call.value.shape[2])
@@ -128,20 +128,20 @@ class Probe:
 
 
 class Planes(Protocol):
-    """The KV of all layers; see storage.py."""
+    """The KV of all layers; see `KvStorage`."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [token slots, heads, dim], to read and to write."""
+        """Keys and values of a layer, [token slots, heads, dim], for reading and writing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the KV of a sequence lies.
+    """The place of a sequence's KV.
 
     Attributes:
         length: tokens.
-        start: the first token slot, when all lie in one piece.
-        blocks: block ids in order, when they do not.
+        start: the first token slot, if the blocks are contiguous.
+        blocks: block ids in order, if they are not; else None.
     """
 
     length: int
@@ -149,7 +149,7 @@ class Place:
     blocks: Tensor | None
 
     def read(self, plane: Tensor, tokens_per_block: int) -> Tensor:
-        """[length, heads, dim]; a view where it can be."""
+        """[length, heads, dim]; a view if the blocks are contiguous."""
         if self.blocks is None:
             return plane[self.start : self.start + self.length]
         by_block = plane.view(-1, tokens_per_block, *plane.shape[1:])
@@ -158,7 +158,7 @@ class Place:
 
 @dataclass(slots=True)
 class Span:
-    """Consecutive rows of a step that are the last tokens of one sequence."""
+    """Consecutive rows of a step: the last tokens of one sequence."""
 
     begin: int
     end: int
@@ -166,7 +166,8 @@ class Span:
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None, like: Tensor) -> Tensor | None:
-        """Additive [rows, length]: the last row sees all, each one before it one less; None for all 0."""
+        """Additive mask [rows, length]: the last row sees all tokens, each row before it one less. None if
+        it would be all 0."""
         if window not in self.masks:
             self.masks[window] = self._build(window, like)
         return self.masks[window]
@@ -187,7 +188,7 @@ class Span:
 
 @dataclass(slots=True)
 class Decodes:
-    """The first rows of a step, one new token each of as many sequences, attended together.
+    """The first rows of a step: one new token of each of `count` sequences, attended in one call.
 
     Attributes:
         blocks: [sequences * width] block ids, each sequence padded to `width` blocks.
@@ -200,7 +201,7 @@ class Decodes:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, capacity: int, like: Tensor) -> Tensor:
-        """Additive [sequences, 1, 1, capacity]."""
+        """Additive mask [sequences, 1, 1, capacity]."""
         if window not in self.masks:
             keys = torch.arange(capacity, device=like.device)
             lengths = self.lengths[:, None]
@@ -213,12 +214,12 @@ class Decodes:
 
 
 class PagedBatch:
-    """One step: writes the KV of its rows, then attends each row over its own sequence."""
+    """Attention of one step: writes the KV of its rows, then attends each row over its own sequence."""
 
     def __init__(
         self, planes: Planes, tokens_per_block: int, slots: Tensor, decodes: Decodes | None, spans: list[Span]
     ) -> None:
-        """`slots` [N] are the token slots of the rows; `decodes` comes before all `spans`."""
+        """`slots` [N] are the token slots of the rows. The rows of `decodes` come before those of `spans`."""
         self._planes = planes
         self._size = tokens_per_block
         self._slots = slots
@@ -226,13 +227,13 @@ class PagedBatch:
         self._spans = spans
 
     def check(self, module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
-        """The probe has looked already."""
+        """Does nothing: the probe has checked the model at load."""
 
     def attend(self, call: Call) -> Tensor:
         """See `AttentionContext`."""
         keys, values = self._planes.layer(call.layer)
-        # Attention reads past the end of a sequence and masks what it read. A mask cannot hide NaN: one
-        # request's NaN would reach whoever gets its blocks next.
+        # Attention reads past the end of a sequence and masks the rest, but a mask cannot hide NaN. Without
+        # this, the NaN of one request reaches the next owner of its blocks.
         keys.index_copy_(0, self._slots, call.key.nan_to_num(0.0, 0.0, 0.0))
         values.index_copy_(0, self._slots, call.value.nan_to_num(0.0, 0.0, 0.0))
         if self._decodes is None and len(self._spans) == 1:
@@ -266,11 +267,11 @@ class PagedBatch:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:
     """Attention of `query` [B, heads, rows, dim] over `key`, `value` [B, kv heads, length, dim]."""
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.shape[2] == 1:  # one row each: its heads of one group become rows
+    if groups > 1 and query.shape[2] == 1:  # one row each: the heads of a group become rows
         packed = query.view(query.shape[0], key.shape[1], groups, query.shape[3])
         output = _plain(packed, key, value, mask, call)
         return output.reshape(query.shape[0], -1, 1, output.shape[3])
-    if groups > 1 and query.device.type != "cpu":  # with a mask only the CPU has a fast grouped kernel
+    if groups > 1 and query.device.type != "cpu":  # with a mask, only the CPU has a fast kernel for groups
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return _plain(query, key, value, mask, call)
 

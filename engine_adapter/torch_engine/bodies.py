@@ -13,7 +13,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 for more than `limit` bytes; no more than those are ever held.
+        ApiError: 413 for more than `limit` bytes. No more than `limit` bytes are ever held.
         ClientDisconnect: the client left before its request was complete.
     """
     declared = Headers(scope=scope).get("content-length", "")
@@ -32,8 +32,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         else:
             parts.append(part)
         is_last = not message.get("more_body", False)
-        # Closing on a client that still sends resets the connection, and the answer with it: so what is
-        # only somewhat too large is read to its end.
+        # Closing while the client still sends would reset the connection and lose the answer. So a body up
+        # to twice the limit is read to its end.
         if is_larger and (is_last or size > 2 * limit):
             raise ApiError(f"the body is larger than {limit} bytes", status=413, code="content_too_large")
         if is_last:

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: from a request's bytes to the last byte of its answer."""
+"""Serves `/v1/chat/completions` and `/v1/completions`: request bytes in, answer bytes out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CompletionRoute:
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; a client that leaves ends its generation at once."""
+        """Answers one request. When the client leaves, its generation ends at once."""
         app = scope["app"]
         service: EngineService = app.state.host.ready()
         metrics: EngineMetrics = app.state.metrics
@@ -72,14 +72,14 @@ async def _client_leaves(receive: Receive) -> None:
 
 
 async def _settle(serving: asyncio.Future[None]) -> None:
-    """Waits for the end of an answer; a cancelled one is a client that left, not an error."""
+    """Waits for the end of an answer. A cancelled one is no error: its client left."""
     await asyncio.wait((serving,))
     if not serving.cancelled():
         serving.result()
 
 
 async def _prepare(service: EngineService, metrics: EngineMetrics, request: PromptRequest) -> Answer:
-    """Checks everything that can be checked before the engine is asked."""
+    """Checks the request and renders its prompt, before the engine sees it."""
     default = service.model.default_max_tokens if isinstance(request, ChatRequest) else None
     sampling = sampling_of(request, default_max_tokens=default)
     salt = salt_of(request.cache_salt)
@@ -111,7 +111,7 @@ async def _prepare(service: EngineService, metrics: EngineMetrics, request: Prom
 
 
 class Answer:
-    """One answer in the making."""
+    """The answer to one request while it is generated."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Answer:
         self._finish_reason: str | None = None
 
     async def serve(self, send: Send) -> None:
-        """Sends the answer. Nothing is sent before its first token: a failure until then has its own status.
+        """Sends the answer. Nothing is sent before the first token, so that a failure has its own status.
 
         Raises:
             RequestFailed, EngineUnavailable: before anything was sent.
@@ -209,9 +209,9 @@ class Answer:
 
 
 async def _end_broken(send: Send, error: RequestFailed | EngineUnavailable) -> None:
-    """Ends a stream with an error event. A stream whose engine ended is not closed cleanly: the server
-    cuts the connection, so that nobody takes it for a whole answer."""
-    _log.warning("a stream broke off: %s", error)
+    """Ends a stream with an error event. When the engine has ended, the stream is not closed cleanly: the
+    server then cuts the connection, and nobody takes the answer for a whole one."""
+    _log.warning("a stream ends with an error event: %s", error)
     known = as_api_error(error)
     event = error_event(error_body(known)) if known is not None else b""
     if isinstance(error, RequestFailed):

@@ -22,6 +22,8 @@ def is_fatal(error: Exception) -> bool:
     """True for an error of the device. It stays broken for as long as the process lives, with its KV."""
     if isinstance(error, torch.AcceleratorError):
         return True
+    if isinstance(error.__cause__, Exception) and is_fatal(error.__cause__):
+        return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_ERRORS)
 
 

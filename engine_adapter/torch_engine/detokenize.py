@@ -10,15 +10,15 @@ _UNFINISHED = "\ufffd"  # how a tokenizer shows bytes that are not yet a whole c
 
 
 class Detokenizer:
-    """The text of one answer as its tokens come.
+    """The text of one answer, token by token.
 
-    What a token adds depends on its neighbours (spaces, characters of several tokens), so a short window
-    is decoded anew with each token and the text it had before is taken off. Bytes of an unfinished
-    character are held back until it is whole, and text that could begin a stop string until it is clear
-    that it does not.
+    The text of a token depends on its neighbours (spaces, characters of several tokens). So each token
+    decodes a short window again, and the text the window had before is cut off. Bytes of an unfinished
+    character are held back until the character is whole. Text that may begin a stop string is held back
+    until that is decided.
 
     Attributes:
-        stopped: a stop string was met; it and all after it are left out.
+        stopped: a stop string was found. It and everything after it are left out.
     """
 
     __slots__ = ("_held", "_ids", "_read", "_shown", "_stops", "_tokenizer", "_window", "stopped")
@@ -28,13 +28,13 @@ class Detokenizer:
         self._stops = tuple(stops)
         self._ids: list[int] = []
         self._window = 0  # first id of the window
-        self._read = 0  # ids before it have given their text
+        self._read = 0  # the text of the ids before it has been returned
         self._shown = ""  # text of window..read
         self._held = ""  # text that may yet be the start of a stop string
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """The text that is certain once this token is known; often "", never a stop string."""
+        """The text that is certain once this token is known: often "", never part of a stop string."""
         self._ids.append(token_id)
         text = self._decode(self._window)
         if len(text) <= len(self._shown) or text.endswith(_UNFINISHED):
@@ -42,7 +42,7 @@ class Detokenizer:
         return self._release(self._advance(text))
 
     def finish(self) -> str:
-        """What was held back, once no more tokens come."""
+        """The text held back, after the last token."""
         if self.stopped:
             return ""
         text = self._decode(self._window)
@@ -55,14 +55,14 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
 
     def _advance(self, text: str) -> str:
-        """Moves the window on to the tokens of the last piece; returns what is new."""
+        """Moves the window to the tokens of the last piece; returns the new text."""
         new = text[len(self._shown) :]
         self._window, self._read = self._read, len(self._ids)
         self._shown = self._decode(self._window)
         return new
 
     def _release(self, new: str) -> str:
-        """Text up to a stop string, or up to where one may begin."""
+        """The text up to a stop string, or up to where one may begin."""
         if not self._stops or self.stopped:
             return "" if self.stopped else new
         text = self._held + new
@@ -77,7 +77,7 @@ class Detokenizer:
 
 
 def _partial(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without being all of it."""
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,7 +1,7 @@
 """The engine: one thread that steps a model over the requests in flight.
 
-A step: plan → run → choose → record → publish → deliver. Between steps, what others ask for is done:
-requests come and go, and operations on the cache run.
+A step: plan → compute → record → publish → deliver. Between steps the thread runs the commands of other
+threads: submit and cancel requests, operations on the cache.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.torch_engine.admission import check_request
 from engine_adapter.torch_engine.compute import Outcome, compute, is_fatal
 from engine_adapter.torch_engine.kv_cache import KvCache
+from engine_adapter.torch_engine.kv_tree import CopyFailed
 from engine_adapter.torch_engine.model import LoadedModel
 from engine_adapter.torch_engine.options import EngineOptions
 from engine_adapter.torch_engine.requests import (
@@ -42,16 +43,16 @@ from engine_adapter.types import KvEvent
 T = TypeVar("T")
 
 MAX_FAILED_STEPS = 5
-"""The engine ends after this many steps in a row in which every request failed: it is broken, not they."""
+"""After this many steps in a row in which every request failed, the engine counts as broken and ends."""
 _log = logging.getLogger("kvpin.engine")
 
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals for metrics; written by the engine thread alone, read by anyone.
+    """Running totals for metrics. Only the engine thread writes them; any thread reads them.
 
     Attributes:
-        prompt_tokens: tokens of all prompts scheduled so far; `cached_tokens` of them came from cache.
+        prompt_tokens: tokens of all scheduled prompts; `cached_tokens` of them came from cache.
         finished: requests by finish reason.
         running, waiting: requests now.
     """
@@ -67,18 +68,18 @@ class Counters:
 
 
 class Engine:
-    """Runs `model`; `publish` gets the KV events of each step, before the tokens of that step go out.
+    """Runs `model`. `publish` gets the KV events of each step before the step's tokens are delivered.
 
     Attributes:
         counters: running totals. (Blocks evicted, offloaded, restored: `KvCache.stats`.)
-        max_model_len: longest prompt + output in tokens, by the model and by the size of the cache.
+        max_model_len: most tokens of prompt and output together; the model and the cache limit it.
         block_bytes, gpu_blocks, host_blocks: sizes of the KV tiers.
     """
 
     def __init__(
         self, model: LoadedModel, options: EngineOptions, publish: Callable[[list[KvEvent]], None]
     ) -> None:
-        """Allocates the KV pool. Raises EngineSpecError when model and options do not go together."""
+        """Allocates the KV pool. Raises EngineSpecError when model and options do not fit together."""
         self.counters = Counters()
         self.block_bytes = model.block_bytes(options.tokens_per_block)
         self.gpu_blocks = options.gpu_blocks(self.block_bytes)
@@ -114,11 +115,11 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """True between `start` and `stop`, unless the thread died."""
+        """True from `start` until `stop`, or until the engine dies."""
         return self._open
 
     def start(self) -> None:
-        """Starts the thread. An engine runs once; raises EngineUnavailable the second time."""
+        """Starts the thread. Raises EngineUnavailable the second time: an engine runs once."""
         if self._thread is not None:
             raise EngineUnavailable("this engine has been started before")
         self._open = True
@@ -126,7 +127,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after its step; requests in flight finish as `cancelled`. Blocks until done."""
+        """Ends the thread after its step. Requests in flight finish as `cancelled`. Blocks until done."""
         with self._wake:
             self._open = False
             self._wake.notify()
@@ -143,7 +144,7 @@ class Engine:
         """Queues a request; thread-safe.
 
         Raises:
-            RequestRefused: it can never run: empty, too long, an id in flight, a fake id without a row.
+            RequestRefused: the request can never run, or its id is in flight already.
             EngineUnavailable: the engine is not running.
         """
         check_request(request, self._model, self.max_model_len)
@@ -153,19 +154,19 @@ class Engine:
                 raise RequestRefused(
                     f"a request {request.request_id!r} is in flight already", param="request_id"
                 )
-            self._post(partial(self._admit, active))
+            self._post(partial(self._scheduler.add, active))
             self._in_flight[request.request_id] = active
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request before the next step, its blocks freed at once; thread-safe. It finishes as
-        `cancelled`; an unknown id is fine."""
+        """Ends a request before the next step and frees its blocks; thread-safe. The request finishes as
+        `cancelled`. An unknown id is ignored."""
         with self._wake:
             if self._open:
                 self._post(partial(self._cancel, request_id))
 
     def call(self, fn: Callable[[KvCache], T]) -> Future[T]:
-        """Runs `fn` between steps in the engine thread; its events are published before the future is
-        done; thread-safe. Raises EngineUnavailable when the engine is not running."""
+        """Runs `fn` between two steps in the engine thread; thread-safe. Its events are published before the
+        future is done. Raises EngineUnavailable when the engine is not running."""
         future: Future[T] = Future()
         with self._wake:
             self._post(partial(self._run_call, fn, future))
@@ -173,7 +174,7 @@ class Engine:
         return future
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Leaves a command for the engine thread; the caller holds `_wake`."""
+        """Queues a command for the engine thread. The caller holds `_wake`."""
         if not self._open:
             raise EngineUnavailable("the engine is not running")
         self._inbox.append(command)
@@ -199,11 +200,11 @@ class Engine:
     # --- in the engine thread: commands ----------------------------------------------------------
 
     def _supervise(self) -> None:
-        """The thread: whatever ends it, nobody is left waiting."""
+        """The thread's main function. However it ends, every request and call gets an answer."""
         message = None
         try:
             self._loop()
-        except Exception as error:  # noqa: BLE001 - the supervisor of this thread; it logs and tells all
+        except Exception as error:  # noqa: BLE001 - supervises this thread
             _log.exception("the engine died: all its requests end")
             self._failure = _describe(error)
             message = f"the engine died: {self._failure}"
@@ -231,9 +232,6 @@ class Engine:
                 self._step()
             self.counters.running = len(self._scheduler.running)
             self.counters.waiting = len(self._scheduler.waiting)
-
-    def _admit(self, active: Active) -> None:
-        self._scheduler.add(active)
 
     def _cancel(self, request_id: str) -> None:
         active = self._in_flight.get(request_id)
@@ -264,7 +262,7 @@ class Engine:
         items = self._plan()
         outputs: list[tuple[Active, list[Output]]] = []
         if items:
-            self._tell_scheduled(items)
+            self._announce_scheduled(items)
             outcomes = self._compute(items)
             self._end_failed(items, outcomes)
             outputs = self._record(items, outcomes)
@@ -275,10 +273,11 @@ class Engine:
         self.counters.preemptions = self._scheduler.preemptions
 
     def _plan(self) -> list[Item]:
-        """The items of this step. A request that cannot be planned ends."""
+        """The items of this step. A request whose KV cannot be copied ends; any other error ends the engine,
+        as nobody knows what the cache holds after it."""
         try:
             items = self._scheduler.plan()
-        except Exception as error:
+        except CopyFailed as error:
             if self._scheduler.planning is None:
                 raise
             self._fail(self._scheduler.planning, error)
@@ -315,13 +314,15 @@ class Engine:
 
     def _count_failed_step(self, error: Exception) -> None:
         self._failed_steps += 1
-        if is_fatal(error) or self._failed_steps >= MAX_FAILED_STEPS:
+        if is_fatal(error):
+            raise error
+        if self._failed_steps >= MAX_FAILED_STEPS:
             raise EngineUnavailable(
-                f"{self._failed_steps} steps in a row failed, the last with {_describe(error)}"
+                f"{MAX_FAILED_STEPS} steps in a row failed, the last with {_describe(error)}"
             ) from error
 
     def _record(self, items: list[Item], outcomes: list[Outcome]) -> list[tuple[Active, list[Output]]]:
-        """Enters what was computed into the cache and the requests; returns what to deliver."""
+        """Enters the outcomes into the cache and the requests; returns the outputs to deliver."""
         outputs: list[tuple[Active, list[Output]]] = []
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Exception):
@@ -339,7 +340,7 @@ class Engine:
             outputs.append((active, tokens))
         return outputs
 
-    def _tell_scheduled(self, items: list[Item]) -> None:
+    def _announce_scheduled(self, items: list[Item]) -> None:
         for item in items:
             if item.first:
                 active, cached = item.active, item.active.sequence.computed
@@ -348,10 +349,10 @@ class Engine:
                 self._deliver(active, [Scheduled(active.request.request_id, cached)])
 
     def _refuse_first(self) -> None:
-        """Ends the first waiting request, for which there is no room although nothing else runs."""
+        """Ends the first waiting request: the cache has no room for it although nothing else runs."""
         active = self._scheduler.waiting[0]
         pinned = self._cache.pinned_blocks
-        message = f"the KV cache has no room for this request beside its {pinned} pinned blocks"
+        message = f"the KV cache has no room for this request beside {pinned} pinned blocks"
         self._finish(active, "cancelled", message)
 
     def _finish(self, active: Active, reason: FinishReason, message: str | None = None) -> None:
@@ -364,17 +365,14 @@ class Engine:
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
 
     def _deliver(self, active: Active, outputs: list[Output]) -> None:
-        """Hands outputs to the request's owner. An owner that fails loses its request, and only that."""
+        """Hands outputs to the request's owner. If the owner's callback fails, only that request ends."""
         try:
             active.on_output(outputs)
-        except Exception:  # noqa: BLE001 - a callback of others, which must not end the engine
-            _log.exception("the owner of a request failed; the request ends")
+        except Exception:  # noqa: BLE001 - another's callback must not end the engine
+            _log.exception("the callback of a request failed; that request ends")
             if active.request.request_id in self._in_flight:
-                self._inbox_cancel(active.request.request_id)
-
-    def _inbox_cancel(self, request_id: str) -> None:
-        with self._wake:
-            self._inbox.append(partial(self._cancel, request_id))
+                with self._wake:
+                    self._inbox.append(partial(self._cancel, active.request.request_id))
 
     def _publish_events(self) -> None:
         events = self._cache.drain_events()

@@ -1,4 +1,4 @@
-"""Publishes KV events over ZMQ as vLLM does: a PUB socket, and a ROUTER that replays the last batches."""
+"""Publishes KV events over ZMQ as vLLM does: a PUB socket, and a ROUTER that replays recent batches."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ END_OF_REPLAY = b"\xff" * 8
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where events can be had; the answer of `GET /kv_event_sources` for one engine rank.
+    """The sockets of one engine rank, as `GET /kv_event_sources` answers them.
 
     Attributes:
         endpoint: ZMQ address of the PUB socket.
         replay_endpoint: ZMQ address of the ROUTER socket.
         buffer_steps: batches kept for replay.
-        hwm: batches queued for one slow subscriber before it loses some.
+        hwm: batches queued for a slow subscriber; beyond it, batches are dropped.
         topic: first frame of every message.
     """
 
@@ -44,9 +44,8 @@ class EventSource:
 class EventPublisher:
     """Numbers, sends and keeps batches of events.
 
-    `publish` belongs to one thread (the engine's); replay requests are answered in a thread of its own,
-    so that a late reader never holds up a step. `close` may be called from any thread once the engine
-    has stopped.
+    Only the engine's thread calls `publish`. A second thread answers replay requests, so that a late reader
+    never delays a step. Any thread may call `close` once the engine has stopped.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class EventPublisher:
         self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._pub.setsockopt(zmq.LINGER, 0)
         self._router = self._context.socket(zmq.ROUTER)
-        # Replays are bounded by the buffer; a lost end mark would leave the reader waiting.
+        # The buffer bounds a replay. No limit here: a dropped end mark would leave the reader waiting.
         self._router.setsockopt(zmq.SNDHWM, 0)
         self._router.setsockopt(zmq.LINGER, 0)
         self.source = EventSource(
@@ -77,11 +76,11 @@ class EventPublisher:
 
     @property
     def last_sequence(self) -> int:
-        """Number of the last batch published, -1 before the first."""
+        """Number of the last published batch, -1 before the first."""
         return self._next - 1
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Sends `events` as one batch; nothing for an empty one. Never blocks on a reader."""
+        """Sends `events` as one batch; an empty list sends nothing. Never waits for a reader."""
         if not events:
             return
         payload = encode_batch(events, timestamp=time.time())
@@ -109,7 +108,7 @@ class EventPublisher:
             self._router.close()
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Replays from the asked sequence number on; a request of another shape gets no answer."""
+        """Replays from the requested sequence number on. A malformed request gets no answer."""
         if len(frames) != 3 or len(frames[2]) != 8:  # noqa: PLR2004 - identity, empty, sequence
             return
         start = int.from_bytes(frames[2], "big")
@@ -124,10 +123,10 @@ class EventPublisher:
 
 
 def _bind(socket: zmq.Socket[bytes], host: str) -> str:
-    """Binds to a free port of `host`, a name or an address; returns the ZMQ address.
+    """Binds to a free port of `host` (a name or an address); returns the ZMQ address.
 
     Raises:
-        EngineSpecError: there is no such address on this machine.
+        EngineSpecError: this machine does not have that address.
     """
     try:
         address = str(getaddrinfo(host, None, type=SOCK_STREAM)[0][4][0])

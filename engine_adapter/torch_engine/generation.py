@@ -1,4 +1,4 @@
-"""One request's way through the engine, seen from the event loop."""
+"""The bridge between the event loop and the engine thread, for one request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from engine_adapter.torch_engine.requests import (
 
 
 class Generation:
-    """Submits a request on entry, cancels it on exit unless it is done.
+    """Submits a request on entry; cancels it on exit unless it is done.
 
-    Outputs wait here until they are read; their number is bounded by the request's own `max_tokens`, and
-    a client that reads slowly holds up nobody else.
+    Outputs wait here until they are read. The request's `max_tokens` bounds their number, and a client that
+    reads slowly delays nobody else.
 
     Attributes:
         cached_tokens: prompt tokens that came from cache.
@@ -49,7 +49,7 @@ class Generation:
             self._engine.cancel(self._request.request_id)
 
     async def scheduled(self) -> None:
-        """Returns when the prompt is about to run, `cached_tokens` being known then.
+        """Returns when the prompt is about to run; `cached_tokens` is then known.
 
         Raises:
             RequestFailed: the engine failed on this request.
@@ -64,7 +64,7 @@ class Generation:
             self._check(self._pending)
 
     async def outputs(self) -> list[Token | Finished]:
-        """What came since the last call, at least one output, Finished being the last of all.
+        """The outputs since the last call, at least one. Finished is the last of all.
 
         Raises:
             RequestFailed: the engine failed on this request.
@@ -92,7 +92,7 @@ class Generation:
             raise EngineUnavailable(last.message or "the engine is shutting down")
 
     def _from_engine(self, outputs: list[Output]) -> None:
-        """In the engine thread: hands the outputs over."""
+        """Hands the outputs over; runs in the engine thread."""
         self._loop.call_soon_threadsafe(self._arrive, outputs)
 
     def _arrive(self, outputs: list[Output]) -> None:

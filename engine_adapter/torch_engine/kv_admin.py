@@ -1,4 +1,4 @@
-"""Operations on what the KV cache holds: flush, offload, restore, pin, and the view of it all."""
+"""Operations on the KV cache: flush, offload, restore, pin, statistics and snapshot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine_adapter.types import BlocksStored, ExtraIds, KvTarget, Pinned, Tier,
 
 @dataclass(frozen=True, slots=True)
 class SliceResult:
-    """What one slice of a flush, offload or restore did, in blocks.
+    """The result of one slice of a flush, offload or restore, in blocks.
 
     Attributes:
         moved: blocks dropped or moved. bytes: their size.
-        remaining: blocks another call can still move.
-        left: blocks that had to stay, by reason: `in_use`, `pinned`, `no_room`.
+        remaining: blocks that another call can still move.
+        left: blocks that could not move, by reason: `in_use`, `pinned`, `no_room`.
     """
 
     moved: int
@@ -38,14 +38,14 @@ class _Pin:
 def block_keys(
     token_ids: TokenIds[int], extra_ids: ExtraIds[int] | None, start: int, end: int, tokens_per_block: int
 ) -> list[bytes]:
-    """Contents of the blocks `start` to `end` (exclusive) of a prompt, as `Node.key`."""
+    """Keys (see `Node.key`) of the blocks `start` to `end` (exclusive) of a prompt."""
     return [block_key(token_ids, extra_ids, index, tokens_per_block) for index in range(start, end)]
 
 
 def block_key(
     token_ids: TokenIds[int], extra_ids: ExtraIds[int] | None, index: int, tokens_per_block: int
 ) -> bytes:
-    """Content of block `index` of a prompt, as `Node.key`."""
+    """Key (see `Node.key`) of block `index` of a prompt."""
     begin, end = index * tokens_per_block, (index + 1) * tokens_per_block
     tokens = token_ids[begin:end].tobytes()
     if extra_ids is None or not any(extra_ids[begin:end]):
@@ -54,7 +54,7 @@ def block_key(
 
 
 class KvAdmin:
-    """What an operator may do to a `KvTree`; work is done in slices, so that running requests go on."""
+    """An operator's work on a `KvTree`, done in slices so that running requests go on between them."""
 
     def __init__(self, tree: KvTree, block_bytes: int, pin_share: float) -> None:
         """Pins hold at most `pin_share` of the GPU tier."""
@@ -65,7 +65,7 @@ class KvAdmin:
         self._pinned = 0
 
     def flush(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Forgets blocks, and what hangs below them; ends the pins it meets."""
+        """Drops blocks with all blocks below them; ends the pins on them."""
         nodes = self._scope(target)
         if target.token_ids is not None:
             top = next((node for node in nodes if not node.refs), None)
@@ -78,7 +78,7 @@ class KvAdmin:
         return self._result(moved, remaining=len(going) - moved, in_use=len(nodes) - len(going))
 
     def offload(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Moves idle blocks to the host tier, the most valuable first; their children stay."""
+        """Moves idle blocks to the host tier, most valuable first. Their children stay."""
         nodes = [node for node in self._scope(target) if node.tier is Tier.GPU]
         going = [node for node in nodes if node.idle]
         in_use = sum(1 for node in nodes if node.refs)
@@ -95,8 +95,8 @@ class KvAdmin:
         )
 
     def restore(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Moves blocks to the GPU tier, parents first. Evicts only what is worth less; the prefix of a
-        target with token ids counts as used now."""
+        """Moves blocks to the GPU tier, parents first. Evicts only blocks of less value. A target with token
+        ids counts as used now."""
         nodes = self._scope(target)
         if target.token_ids is not None:
             self._tree.touch(nodes)
@@ -131,7 +131,7 @@ class KvAdmin:
         return Pinned(pin_id, len(nodes), ttl_s)
 
     def unpin(self, pin_id: str) -> bool:
-        """Ends a pin; False when there was none of that id."""
+        """Ends a pin; False when no pin has that id."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return False
@@ -141,7 +141,7 @@ class KvAdmin:
         return True
 
     def expire_pins(self, now: float) -> None:
-        """Ends the pins whose time is over."""
+        """Ends the pins whose time to live has passed."""
         for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.expires <= now]:
             self.unpin(pin_id)
 
@@ -186,14 +186,14 @@ class KvAdmin:
         }
 
     def snapshot(self) -> list[BlocksStored]:
-        """All the cache holds, parents first."""
+        """All cached blocks, parents first."""
         journal = Journal(self._tree.tokens_per_block)
         for node in self._tree.below(self._tree.roots.values()):
             journal.stored(node.tier, node, self._tree.salt_of(node))
         return journal.drain_stored()
 
     def _scope(self, target: KvTarget) -> list[Node]:
-        """The cached blocks a target means, a parent before its children."""
+        """The cached blocks of a target, parents first."""
         tree = self._tree
         if target.token_ids is None and target.cache_salt is None:
             return list(tree.below(tree.roots.values()))

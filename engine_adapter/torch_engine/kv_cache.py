@@ -1,7 +1,7 @@
-"""The KV cache: which blocks hold what, for running sequences and after them.
+"""The KV cache: the blocks of running sequences, and the blocks kept after them.
 
-Pure: it decides, a `BlockCopier` copies. A sequence begins with the longest chain of cached blocks that
-starts its tokens, grows by free blocks, and its full blocks enter the tree as they are computed.
+Pure: it decides, a `BlockCopier` copies. A sequence begins with the longest cached prefix of its tokens and
+grows by free blocks. Its full blocks enter the tree as soon as they are computed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class KvSequence:
     Attributes:
         tokens, extra_ids: prompt and output so far.
         computed: tokens whose KV lies in `blocks`.
-        blocks: GPU slots in order, all that are reserved; the first `len(path)` are the tree's.
-        path: the full blocks in the tree that the sequence holds.
-        retention: how long these are to be kept once it has ended; None for no longer than others.
+        blocks: all reserved GPU slots, in order; the first `len(path)` belong to the tree.
+        path: the full blocks of the tree that the sequence holds.
+        retention: how long to retain these blocks after the end; None for no retention.
     """
 
     __slots__ = ("blocks", "computed", "extra_ids", "path", "retention", "root", "salt", "tokens")
@@ -54,7 +54,7 @@ class KvSequence:
 
     @property
     def tip(self) -> Node:
-        """The last block of the tree it holds, the root when it holds none. Only of a begun sequence."""
+        """The last block of `path`, or the root. Raises ValueError before the sequence has begun."""
         if self.path:
             return self.path[-1]
         if self.root is None:
@@ -63,7 +63,7 @@ class KvSequence:
 
 
 class KvCache:
-    """Blocks of two tiers in a prefix tree. Not thread-safe: use it through `Engine.call`."""
+    """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `Engine.call`."""
 
     def __init__(
         self,
@@ -86,17 +86,17 @@ class KvCache:
     # --- sequences -------------------------------------------------------------------------------
 
     def begin(self, sequence: KvSequence, *, spare: int = 0) -> bool:
-        """Reserves blocks for all tokens of a sequence, the longest cached prefix first (host blocks of
-        it are restored), and `spare` more that are only made sure of.
+        """Reserves blocks for all tokens of a sequence; its cached prefix is reused, host blocks of it are
+        restored. Needs room for `spare` more blocks, but does not reserve them.
 
-        `computed` is then the reused tokens, at most all but the last, in full blocks. False, and nothing
-        changed, when there is no room.
+        `computed` then counts the reused tokens: full blocks, and never the last token. Without room,
+        returns False and changes nothing.
         """
         root = self.tree.hold_root(sequence.salt)
         path = self.tree.walk(root, self._keys_after(sequence, 0))
         for node in path:
             self.tree.hold(node)
-        sequence.root, sequence.path = root, path  # `end` undoes it from here on, should a copy fail
+        sequence.root, sequence.path = root, path  # from here on, `end` undoes it if a copy fails
         on_host = [node for node in path if node.tier is Tier.HOST]
         fresh = self._blocks_for(len(sequence.tokens)) - len(path)
         needed = fresh + len(on_host)
@@ -111,9 +111,9 @@ class KvCache:
         return True
 
     def extend(self, sequence: KvSequence) -> int:
-        """Takes over blocks that others have computed since `begin`, in place of reserved ones.
+        """Replaces reserved blocks by blocks that other sequences have computed since `begin`.
 
-        Does so only between blocks, and below the last token. Returns the tokens gained.
+        Works only at a block boundary, and never covers the last token. Returns the tokens gained.
         """
         size = self.tokens_per_block
         held = len(sequence.path)
@@ -132,7 +132,7 @@ class KvCache:
         return len(more) * size
 
     def reserve(self, sequence: KvSequence, tokens: int) -> bool:
-        """Makes sure of blocks for the first `tokens` tokens; False, and nothing changed, without room."""
+        """Reserves blocks for the first `tokens` tokens. Without room, returns False and changes nothing."""
         missing = self._blocks_for(tokens) - len(sequence.blocks)
         if missing <= 0:
             return True
@@ -142,7 +142,7 @@ class KvCache:
         return True
 
     def advance(self, sequence: KvSequence, count: int) -> None:
-        """`count` more tokens are computed; the blocks they fill enter the tree, for all to use."""
+        """Counts `count` more tokens as computed. Blocks that are full now enter the tree, for all to use."""
         sequence.computed += count
         while (index := len(sequence.path)) < sequence.computed // self.tokens_per_block:
             node = self.tree.insert(sequence.tip, self.key_of(sequence, index), sequence.blocks[index])
@@ -150,9 +150,9 @@ class KvCache:
             sequence.path.append(node)
 
     def end(self, sequence: KvSequence) -> None:
-        """Frees what the sequence holds: full blocks stay cached, others are free. Twice is fine.
+        """Releases the blocks of a sequence: full blocks stay cached, others become free. Twice is fine.
 
-        Those it wants kept are kept from the time of the last `expire` on.
+        Its retention starts at the time of the last `expire`.
         """
         root = sequence.root
         if root is None:
@@ -171,7 +171,7 @@ class KvCache:
         sequence.root, sequence.path, sequence.blocks, sequence.computed = None, [], array("i"), 0
 
     def next_block(self, sequence: KvSequence) -> tuple[Node, bytes]:
-        """What the next block of a sequence will be in the tree: its parent and content."""
+        """The place of a sequence's next block in the tree: its parent and its key."""
         return sequence.tip, self.key_of(sequence, len(sequence.path))
 
     def drain_events(self) -> list[KvEvent]:
@@ -179,11 +179,11 @@ class KvCache:
         return self.tree.journal.drain()
 
     def key_of(self, sequence: KvSequence, index: int) -> bytes:
-        """Content of block `index` of a sequence, as `Node.key`."""
+        """Key (see `Node.key`) of block `index` of a sequence."""
         return block_key(sequence.tokens, sequence.extra_ids, index, self.tokens_per_block)
 
     def _keys_after(self, sequence: KvSequence, start: int) -> list[bytes]:
-        """Contents of the reusable blocks from `start` on: the last token is always computed anew."""
+        """Keys of the reusable blocks from `start` on. The last token is always recomputed."""
         size = self.tokens_per_block
         end = (len(sequence.tokens) - 1) // size
         return block_keys(sequence.tokens, sequence.extra_ids, start, end, size)
@@ -200,28 +200,28 @@ class KvCache:
         return self._admin.stats(now)
 
     def flush(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Forgets blocks, and what hangs below them; ends the pins it meets."""
+        """See `KvAdmin.flush`."""
         return self._admin.flush(target, max_blocks)
 
     def offload(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Moves blocks to the host tier; what is in use, pinned or finds no room stays."""
+        """See `KvAdmin.offload`."""
         return self._admin.offload(target, max_blocks)
 
     def restore(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Moves blocks to the GPU tier, as far as less valuable ones make room."""
+        """See `KvAdmin.restore`."""
         return self._admin.restore(target, max_blocks)
 
     def pin(self, target: KvTarget, ttl_s: float, now: float) -> Pinned:
-        """Protects the cached blocks of a target; raises PinLimitReached beyond the pins' share."""
+        """See `KvAdmin.pin`."""
         self._admin.expire_pins(now)
         return self._admin.pin(target, ttl_s, now)
 
     def unpin(self, pin_id: str) -> bool:
-        """Ends a pin; False when there is none of that id."""
+        """See `KvAdmin.unpin`."""
         return self._admin.unpin(pin_id)
 
     def expire(self, now: float) -> None:
-        """Ends the pins, and what was kept, whose time is over. `now` is `time.monotonic()`."""
+        """Ends the pins and retentions whose time has passed. `now` is `time.monotonic()`."""
         self._now = now
         self._admin.expire_pins(now)
         self.tree.kept.expire(now)
@@ -232,5 +232,5 @@ class KvCache:
         return self._admin.pinned_blocks
 
     def snapshot(self) -> list[BlocksStored]:
-        """All the cache holds, parents first."""
+        """See `KvAdmin.snapshot`."""
         return self._admin.snapshot()

@@ -1,4 +1,4 @@
-"""The invariants of the KV cache, checked from first principles. For tests and for doubt: it is slow."""
+"""Checks the invariants of the KV cache from first principles. Slow: for tests and for debugging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_adapter.types import Tier
 
 
 def violations(cache: KvCache, sequences: Iterable[KvSequence]) -> list[str]:
-    """What is wrong with a cache whose running sequences are `sequences`; empty when all is well."""
+    """Broken invariants of a cache whose running sequences are `sequences`; empty when all hold."""
     running = [sequence for sequence in sequences if sequence.root is not None]
     nodes = list(cache.tree.below(cache.tree.roots.values()))
     return [
@@ -25,7 +25,7 @@ def violations(cache: KvCache, sequences: Iterable[KvSequence]) -> list[str]:
 
 
 def _slots(cache: KvCache, running: list[KvSequence], nodes: list[Node]) -> Iterator[str]:
-    """Every slot of a tier is exactly one of free, a node's, or a running sequence's own."""
+    """Every slot of a tier is exactly one of: free, a node's, a running sequence's own."""
     private = [slot for sequence in running for slot in sequence.blocks[len(sequence.path) :]]
     for tier, pool in ((Tier.GPU, cache.tree.gpu), (Tier.HOST, cache.tree.host)):
         used = Counter(pool.free_slots())
@@ -47,7 +47,7 @@ def _slots(cache: KvCache, running: list[KvSequence], nodes: list[Node]) -> Iter
 
 
 def _references(cache: KvCache, running: list[KvSequence], nodes: list[Node]) -> Iterator[str]:
-    """Refs count the sequences; refs and pins of a child are its parent's too; used blocks are on GPU."""
+    """Refs count sequences. A parent has at least its child's refs and pins. Used blocks are on the GPU."""
     refs = Counter(id(node) for sequence in running for node in sequence.path)
     for node in nodes:
         if node.refs != refs[id(node)]:
@@ -66,7 +66,7 @@ def _references(cache: KvCache, running: list[KvSequence], nodes: list[Node]) ->
 
 
 def _leaves(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
-    """Child counts are right, names are unique, and the queues know all that could be evicted."""
+    """Child counts are right, names are unique, and the queues hold every evictable block."""
     for node in [*nodes, *cache.tree.roots.values()]:
         on_gpu = sum(1 for child in node.children.values() if child.tier is Tier.GPU)
         if on_gpu != node.gpu_children:
@@ -80,10 +80,10 @@ def _leaves(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
 
 
 def _kept(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
-    """What is kept is known, bounded, in order of eviction, and ends no earlier than what hangs below it."""
+    """Retained blocks are known and within the limit. A parent is retained at least as long as its child."""
     kept = cache.tree.kept
     if {node for node in nodes if node.priority > 0} != kept.nodes():
-        yield "the book of kept blocks is not that of the tree"
+        yield "the kept blocks differ from those of the tree"
     if len(kept) > kept.limit or len(kept) != sum(kept.by_owner().values()):
         yield f"{len(kept)} blocks are kept of at most {kept.limit}, by owner: {kept.by_owner()}"
     for node in nodes:
@@ -96,7 +96,7 @@ def _kept(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
 
 
 def _sequences(cache: KvCache, running: list[KvSequence]) -> Iterator[str]:
-    """A sequence holds the chain of its own content, in the slots it reads, with room for what is done."""
+    """A sequence holds the blocks of its own content, in the slots it reads, and enough of them."""
     for sequence in running:
         parent = sequence.root
         for index, node in enumerate(sequence.path):
@@ -111,7 +111,7 @@ def _sequences(cache: KvCache, running: list[KvSequence]) -> Iterator[str]:
 
 
 def _roots(cache: KvCache, running: list[KvSequence]) -> Iterator[str]:
-    """A salt is remembered exactly as long as something is under it."""
+    """A salt has a root exactly as long as it has blocks or running sequences."""
     uses = Counter(sequence.salt for sequence in running)
     for salt, root in cache.tree.roots.items():
         if root.refs != uses[salt]:

@@ -1,4 +1,4 @@
-"""What the KV cache tells the outside: blocks stored and removed, in runs as long as they come."""
+"""Collects the KV events of a step: blocks stored and removed, joined into runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_adapter.types import BlocksRemoved, BlocksStored, KvEvent, Tier
 
 @dataclass(slots=True)
 class _Change:
-    """Consecutive nodes that came to lie in a tier (`stored`), or no longer do."""
+    """Consecutive nodes that were stored in a tier, or removed from it."""
 
     tier: Tier
     stored: bool
@@ -20,7 +20,7 @@ class _Change:
 
 
 class Journal:
-    """Collects changes; one run of a chain becomes one event."""
+    """Collects changes. Consecutive blocks of one chain become one event."""
 
     def __init__(self, tokens_per_block: int) -> None:
         self._tokens_per_block = tokens_per_block
@@ -50,7 +50,7 @@ class Journal:
         return [self._stored(change) if change.stored else _removed(change) for change in changes]
 
     def drain_stored(self) -> list[BlocksStored]:
-        """`drain` of a journal in which nothing was removed."""
+        """Like `drain`, for a journal without removals."""
         changes, self._changes = self._changes, []
         return [self._stored(change) for change in changes]
 

@@ -1,8 +1,7 @@
-"""The blocks that requests asked to keep: they leave the cache after all others, for a while.
+"""Retention: the blocks that requests asked to keep leave the cache after all others, for a while.
 
-Bounded, so that no client can fill the cache with what it wants kept: beyond a share of the tier that blocks
-are lost from, whoever keeps most gives its oldest back. An owner that keeps little loses none of it to
-another that keeps much.
+Retention is limited to a share of the tier where eviction loses KV, so that no client can fill the cache. At
+the limit, the owner with most retained blocks loses its oldest retention. An owner with few loses none.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from engine_adapter.torch_engine.kv_node import NEVER, Node
 from engine_adapter.types import Retention
 
 KEPT_SHARE = 0.5
-"""Of the tier that blocks are lost from; the other half always goes to what was used last, by whomever."""
+"""Of the tier where eviction loses KV. The other half goes to the blocks used last, whoever used them."""
 
 
 class KeptBlocks:
-    """The kept blocks, by owner, in the order in which they become as any other.
+    """The kept blocks, by owner, in the order in which they lose their retention.
 
     Args:
-        room: blocks of the tier that blocks are lost from.
-        freed: called with each block that is as any other again.
+        room: blocks of the tier where eviction loses KV.
+        freed: called with each block that loses its retention and stays cached.
     """
 
     def __init__(self, room: int, freed: Callable[[Node], None]) -> None:
@@ -46,12 +45,12 @@ class KeptBlocks:
         return {owner: len(book) for owner, book in self._books.items()}
 
     def keep(self, chain: Sequence[Node], retention: Retention, now: float) -> None:
-        """Keeps a chain, from the root down, or as much of it as there is room for at all. A block that was
-        kept already keeps the higher priority and the later end."""
+        """Retains a chain, from the root down, as far as the limit reaches. A block that is retained already
+        gets the higher priority and the later end."""
         chain = chain[: self.limit]
         if not chain:
             return
-        # Whole seconds: the ends of many requests are then looked for at once.
+        # Whole seconds, so that one look finds the ends of many requests.
         until = math.ceil(now + retention.ttl_s) if retention.ttl_s < math.inf else math.inf
         for node in reversed(chain):
             self._leave_book(node)
@@ -64,7 +63,7 @@ class KeptBlocks:
             self._shorten()
 
     def expire(self, now: float) -> None:
-        """Ends what was kept until now."""
+        """Ends the retentions whose time has passed."""
         if now < self._next_end:
             return
         for node in [node for node in self._owners if node.kept_until <= now]:
@@ -72,12 +71,12 @@ class KeptBlocks:
         self._next_end = min((node.kept_until for node in self._owners), default=math.inf)
 
     def forget(self, node: Node) -> None:
-        """The block is gone; one that was not kept is fine."""
+        """Forgets a block that left the cache. A block without retention is ignored."""
         self._leave_book(node)
         node.priority, node.kept_until = 0, NEVER
 
     def _shorten(self) -> None:
-        """Who keeps most gives its oldest back, until another keeps as much or there is room."""
+        """The owner with most blocks loses its oldest, until another has as many or the limit is met."""
         sizes = nlargest(2, map(len, self._books.values()))
         largest = next(book for book in self._books.values() if len(book) == sizes[0])
         ahead = max(sizes[0] - sizes[1], 1) if len(sizes) > 1 else sizes[0]
@@ -85,7 +84,7 @@ class KeptBlocks:
             self._free(node)
 
     def _free(self, node: Node) -> None:
-        """The block is as any other, and those below it are, as they may never be worth more."""
+        """Ends the retention of a block and of the blocks below it: a child never outranks its parent."""
         if node not in self._owners:
             return
         found, seen = [node], 0

@@ -1,4 +1,4 @@
-"""The parts of the KV cache: a tree node, a pool of slots, and the order of eviction."""
+"""The parts of the KV cache: tree nodes, pools of slots, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from engine_adapter.types import Tier
 
 NEVER = -math.inf
 GONE = -1
-"""Slot of a node that no longer holds a block, and of a root, which never does."""
+"""The slot of a node without a block: a dropped node, or a root."""
 
 
 class Value(NamedTuple):
-    """What a block is worth; the smallest goes first. A parent is never worth less than its child."""
+    """The value of a block: the smallest is evicted first. A parent's is never below its child's."""
 
     priority: int
     last_used: int
-    height: int  # minus the depth: of two blocks used together, the deeper one goes first
+    height: int  # minus the depth: of two blocks used at once, the deeper one is evicted first
 
 
 class Node:
-    """One full block, known by its content and its place in the tree; it lies in exactly one tier.
+    """One full block, identified by its content and its place in the tree. It lies in exactly one tier.
 
     Attributes:
-        key: the content, exactly: int32 tokens, then uint64 extra ids if any of them is not 0.
-        children: by key; a look-up compares content, so that no hash is trusted.
-        name: 64-bit hash of the chain, unique in this cache; a name in events and nothing else.
-        slot: where it lies in the pool of `tier`, or GONE.
-        refs: running sequences whose prompt or output goes through it; then it lies on the GPU tier.
-        pins: pins that protect it. Refs and pins of a child are also held by its parent.
-        priority: above 0 while it is kept (see `kv_kept.py`); a parent's is never below its child's.
-        kept_until: when that ends.
+        key: the exact content: int32 tokens, then uint64 extra ids if any of them is not 0.
+        children: by key. A look-up compares content and trusts no hash.
+        name: 64-bit hash of the chain, unique in this cache; only a name in events.
+        slot: its place in the pool of `tier`, or GONE.
+        refs: running sequences that contain this block. A block with refs lies on the GPU tier.
+        pins: pins that protect it. A parent has at least the refs and pins of its child.
+        priority: above 0 while it is retained (see `kv_kept.py`); a parent's is never below its child's.
+        kept_until: when the retention ends.
     """
 
     __slots__ = (
@@ -71,25 +71,25 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        """True when nobody needs it to stay where it is."""
+        """True when no running sequence and no pin holds it."""
         return not (self.refs or self.pins)
 
     @property
     def evictable(self) -> bool:
-        """True for an idle leaf: on the GPU tier one without children there, on the host tier one without
-        any (what hangs below a dropped block could never be found again)."""
+        """True for an idle leaf. On the GPU tier, a leaf has no children there. On the host tier, it has no
+        children at all: no look-up finds them below a dropped block."""
         below = self.gpu_children if self.tier is Tier.GPU else len(self.children)
         return self.slot != GONE and self.idle and not below
 
     @property
     def value(self) -> Value:
-        """What it is worth where leaving means that it is lost; see `Value`."""
+        """Its value on a tier where eviction loses it."""
         return Value(self.priority, self.last_used, -self.depth)
 
     @property
     def recency(self) -> Value:
-        """What it is worth where it only moves down a tier: that it is to be kept says nothing of how soon
-        it is needed."""
+        """Its value on a tier where eviction only moves it down. Retention does not count: it says nothing
+        about how soon a block is needed."""
         return Value(0, self.last_used, -self.depth)
 
     def tokens(self, tokens_per_block: int) -> bytes:
@@ -112,7 +112,7 @@ def by_recency(node: Node) -> Value:
 
 
 class BlockPool:
-    """The slots of one tier. Low ones are handed out first, so that sequences tend to lie in one piece."""
+    """The slots of one tier. Low slots go first, so that sequences tend to be contiguous."""
 
     __slots__ = ("_free", "total")
 
@@ -122,15 +122,15 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """How many slots are free."""
+        """Number of free slots."""
         return len(self._free)
 
     def take(self) -> int:
-        """A free slot; the caller knows that there is one."""
+        """Takes a free slot. The caller has checked that one is free."""
         return heapq.heappop(self._free)
 
     def take_many(self, number: int) -> array[int]:
-        """So many free slots; the caller knows that they are there."""
+        """Takes `number` free slots. The caller has checked that they are free."""
         return array("i", [heapq.heappop(self._free) for _ in range(number)])
 
     def give(self, slot: int) -> None:
@@ -138,21 +138,21 @@ class BlockPool:
         heapq.heappush(self._free, slot)
 
     def free_slots(self) -> list[int]:
-        """The free slots, in no order."""
+        """The free slots, in no particular order."""
         return list(self._free)
 
 
 class LeafQueue:
     """Evictable leaves of one tier, least valuable first.
 
-    A node is pushed whenever it may have become evictable or changed its value; entries that no longer
-    hold are skipped when they surface, and swept when they are the greater part.
+    A node is pushed whenever it may have become evictable or changed its value. Stale entries are skipped
+    when they surface, and swept when they outnumber the others.
     """
 
     __slots__ = ("_heap", "_limit", "_serial", "_tier", "worth")
 
     def __init__(self, tier: Tier, worth: Callable[[Node], Value] = by_value) -> None:
-        """`worth` says what a node is worth on this tier."""
+        """`worth` gives the value of a node on this tier."""
         self.worth = worth
         self._tier = tier
         self._heap: list[tuple[Value, int, Node]] = []
@@ -160,13 +160,13 @@ class LeafQueue:
         self._limit = 64
 
     def push(self, node: Node) -> None:
-        """Makes an evictable node known."""
+        """Adds an evictable node."""
         heapq.heappush(self._heap, (self.worth(node), next(self._serial), node))
         if len(self._heap) > self._limit:
             self._sweep()
 
     def pop(self, below: Value | None = None) -> Node | None:
-        """Takes out the least valuable leaf, if it is worth less than `below`; None when there is none."""
+        """Removes and returns the least valuable leaf with a value under `below`; None when there is none."""
         while self._heap:
             value, _, node = self._heap[0]
             current = self._holds(value, node)
@@ -178,7 +178,7 @@ class LeafQueue:
         return None
 
     def nodes(self) -> set[Node]:
-        """The nodes that `pop` would return if asked often enough."""
+        """All nodes that repeated calls of `pop` would return."""
         return {node for value, _, node in self._heap if self._holds(value, node)}
 
     def _holds(self, value: Value, node: Node) -> bool:

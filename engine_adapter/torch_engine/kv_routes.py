@@ -1,4 +1,4 @@
-"""`/kv/…` and `/kv_event_sources`: what the engine holds, and what may be done with it."""
+"""The routes `/kv/…` and `/kv_event_sources`: the state of the cache, and operations on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Slice = Callable[[KvCache, KvTarget, int], SliceResult]
 
 
 def kv_routes() -> list[BaseRoute]:
-    """The routes, to be mounted at the root."""
+    """The routes, for the root of the app."""
     return [
         Route("/kv_event_sources", event_sources),
         Route("/kv/info", info),
@@ -69,12 +69,12 @@ async def kv_stats(service: EngineService) -> dict[str, Any]:
 
 
 async def event_sources(request: Request) -> Response:
-    """Where KV events can be had, by data-parallel rank; there is one."""
+    """The event sockets by data-parallel rank. There is one rank."""
     return json_response({"0": asdict(service_of(request).publisher.source)})
 
 
 async def info(request: Request) -> Response:
-    """What this engine is."""
+    """Model, sizes and identity of this engine."""
     service = service_of(request)
     model, engine = service.model, service.engine
     return json_response(
@@ -98,7 +98,7 @@ async def info(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """Who this is and how busy. Asks nothing of the engine thread: a long step is no sign of ill health."""
+    """Identity and load. Does not wait for the engine thread: a long step is no failure."""
     service = service_of(request)
     counters = service.engine.counters
     return json_response(
@@ -112,7 +112,7 @@ async def stats(request: Request) -> Response:
 
 
 async def snapshot(request: Request) -> Response:
-    """All the engine holds, and the number of the event batch that brings a reader up to it."""
+    """All cached blocks, and the number of the last event batch they include."""
     service = service_of(request)
     publisher = service.publisher
 
@@ -157,7 +157,7 @@ async def list_tables(request: Request) -> Response:
 
 
 async def put_table(request: Request) -> Response:
-    """Stores a prompt table; 201 for a new one, 200 for one that is there already."""
+    """Stores a prompt table: 201 for a new one, 200 for a known one."""
     service = service_of(request)
     extra_id = parse_extra_id(request.query_params.get("extra_id"))
     table, is_new = service.tables.put(request.path_params["table_id"], await body_of(request), extra_id)
@@ -165,7 +165,7 @@ async def put_table(request: Request) -> Response:
 
 
 async def delete_table(request: Request) -> Response:
-    """Forgets a prompt table; one that is not there is fine."""
+    """Deletes a prompt table; an unknown id is no error."""
     return json_response({"deleted": service_of(request).tables.delete(request.path_params["table_id"])})
 
 

@@ -1,4 +1,4 @@
-"""The prefix tree over two tiers: finding, holding, storing and moving blocks."""
+"""The prefix tree over two tiers: finds, holds, stores and moves blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 
 import xxhash
 
+from engine_adapter.errors import EngineError
 from engine_adapter.torch_engine.kv_journal import Journal
 from engine_adapter.torch_engine.kv_kept import KeptBlocks
 from engine_adapter.torch_engine.kv_node import (
@@ -23,20 +24,24 @@ from engine_adapter.torch_engine.kv_node import (
 from engine_adapter.types import Tier
 
 
+class CopyFailed(EngineError):
+    """Blocks could not be copied between the tiers. The tree holds only blocks whose KV is right."""
+
+
 class BlockCopier(Protocol):
-    """Moves the bytes of blocks between the tiers. Copies take effect in the order they are asked for,
-    before any later use of the slots."""
+    """Copies the bytes of blocks between the tiers. Copies take effect in call order, and before any later
+    use of the slots."""
 
     def copy_to_host(self, gpu_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        """Copies block `gpu_slots[i]` to `host_slots[i]`; no host slot comes twice."""
+        """Copies block `gpu_slots[i]` to `host_slots[i]`. The host slots are distinct."""
 
     def copy_to_gpu(self, host_slots: Sequence[int], gpu_slots: Sequence[int]) -> None:
-        """Copies block `host_slots[i]` to `gpu_slots[i]`; no GPU slot comes twice."""
+        """Copies block `host_slots[i]` to `gpu_slots[i]`. The GPU slots are distinct."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """Blocks since the start: evicted from the GPU tier, moved down, moved up."""
+    """Block counts since the start: evicted from the GPU tier, offloaded, restored."""
 
     evicted: int = 0
     offloaded: int = 0
@@ -45,19 +50,19 @@ class Totals:
 
 @dataclass(slots=True)
 class _Moves:
-    """One batch of blocks leaving their places, carried out together."""
+    """A batch of blocks that move or are dropped together."""
 
-    copies: dict[int, int] = field(default_factory=dict)  # host slot → gpu slot: the last one counts
+    copies: dict[int, int] = field(default_factory=dict)  # host slot → GPU slot; the last one counts
     offloaded: list[Node] = field(default_factory=list)
     dropped: list[tuple[Tier, Node]] = field(default_factory=list)
 
 
 class KvTree:
-    """Nodes by cache salt, their slots and their order of eviction. Pure but for the copier.
+    """Nodes by cache salt, their slots and their order of eviction. Pure except for the copier.
 
     Attributes:
-        idle: GPU blocks that could be evicted, now or once the leaves below them are.
-        kept: blocks that requests asked to keep.
+        idle: GPU blocks that can be evicted, at once or after the leaves below them.
+        kept: retained blocks.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class KvTree:
         self._salts: dict[Node, str | None] = {}
         self._names: set[int] = set()
         self._copier = copier
-        # With a host tier, what the GPU evicts is not lost: what is to be kept is kept there.
+        # With a host tier, the GPU tier loses nothing by evicting: retention counts on the host tier only.
         self._leaves = {
             Tier.GPU: LeafQueue(Tier.GPU, by_recency if host_blocks else by_value),
             Tier.HOST: LeafQueue(Tier.HOST),
@@ -84,7 +89,7 @@ class KvTree:
     # --- finding ---------------------------------------------------------------------------------
 
     def walk(self, start: Node, keys: Iterable[bytes]) -> list[Node]:
-        """The longest chain of cached blocks below `start` with these contents."""
+        """The longest chain of cached blocks below `start` with these keys."""
         chain: list[Node] = []
         for key in keys:
             child = start.children.get(key)
@@ -95,7 +100,7 @@ class KvTree:
         return chain
 
     def below(self, roots: Iterable[Node]) -> Iterator[Node]:
-        """All blocks below these nodes, a parent before its children."""
+        """All blocks below these nodes, parents first."""
         stack = [child for root in roots for child in root.children.values()][::-1]
         while stack:
             node = stack.pop()
@@ -103,17 +108,17 @@ class KvTree:
             stack.extend(reversed(node.children.values()))
 
     def worth(self, tier: Tier, node: Node) -> Value:
-        """What a block is worth on a tier."""
+        """The value of a block on a tier."""
         return self._leaves[tier].worth(node)
 
     def leaves(self, tier: Tier) -> set[Node]:
-        """The blocks of a tier that could be evicted right now."""
+        """The blocks of a tier that can be evicted now."""
         return self._leaves[tier].nodes()
 
     # --- holding ---------------------------------------------------------------------------------
 
     def hold_root(self, salt: str | None) -> Node:
-        """The root of a salt, kept until `release_root`."""
+        """The root of a salt, which stays until `release_root`."""
         root = self.roots.get(salt)
         if root is None:
             frame = b"none" if salt is None else b"salt" + salt.encode(errors="surrogatepass")
@@ -124,27 +129,27 @@ class KvTree:
         return root
 
     def release_root(self, root: Node) -> None:
-        """Lets go of a root; one that nothing hangs on is forgotten."""
+        """Undoes one `hold_root`. A root without holders and blocks is forgotten."""
         root.refs -= 1
         self._prune(root)
 
     def hold(self, node: Node) -> None:
-        """A running sequence goes through this block."""
+        """Holds a block for a running sequence."""
         self._leave_idle(node)
         node.refs += 1
 
     def release(self, node: Node) -> None:
-        """Undoes one `hold`; children come before their parents."""
+        """Undoes one `hold`. Release children before their parents."""
         node.refs -= 1
         self._enter_idle(node)
 
     def pin(self, node: Node) -> None:
-        """Protects a block; its ancestors are pinned by the same caller."""
+        """Protects a block. The caller pins its ancestors too."""
         self._leave_idle(node)
         node.pins += 1
 
     def unpin(self, node: Node) -> None:
-        """Undoes one `pin`; a block that is gone is fine."""
+        """Undoes one `pin`, also of a block that was dropped."""
         node.pins -= 1
         self._enter_idle(node)
 
@@ -172,10 +177,10 @@ class KvTree:
     # --- storing ---------------------------------------------------------------------------------
 
     def insert(self, parent: Node, key: bytes, slot: int) -> Node:
-        """Keeps the block in `slot` of the GPU tier as a child of `parent`, and returns its node, held.
+        """Stores the block in `slot` of the GPU tier as a child of `parent`; returns its node, held.
 
-        Where the tree has that content already, its block is used and `slot` given back; where it has
-        it on the host tier only, the block moves up into `slot`.
+        If the tree has that content on the GPU tier, its block is used and `slot` becomes free. If it has
+        it on the host tier, the block moves up into `slot`.
         """
         node = parent.children.get(key)
         if node is None:
@@ -195,7 +200,7 @@ class KvTree:
         return node
 
     def _name(self, parent: Node, key: bytes) -> int:
-        """A hash of the chain that no other node has: a collision, also a wanted one, is hashed on."""
+        """A hash of the chain that no other node has: a hash in use is hashed again."""
         name = xxhash.xxh3_64_intdigest(parent.name.to_bytes(8, "little") + key)
         while name in self._names:
             name = xxhash.xxh3_64_intdigest(name.to_bytes(8, "little"))
@@ -205,9 +210,9 @@ class KvTree:
     # --- moving ----------------------------------------------------------------------------------
 
     def make_room(self, count: int, below: Value | None = None) -> bool:
-        """Evicts idle leaves until `count` GPU slots are free, only such as are worth less than `below`.
+        """Evicts idle leaves with a value under `below` until `count` GPU slots are free.
 
-        Evicts nothing when that is in vain. Returns whether there is room.
+        Evicts nothing if that cannot be enough. Returns whether there is room.
         """
         if self.gpu.free >= count:
             return True
@@ -225,8 +230,8 @@ class KvTree:
         return self.gpu.free >= count
 
     def offload(self, nodes: Iterable[Node], limit: int) -> int:
-        """Moves idle GPU blocks to the host tier, at most `limit`, most valuable first so that none
-        pushes out another of them; stops where there is no room. Returns how many moved."""
+        """Moves at most `limit` idle GPU blocks to the host tier. The most valuable go first, so that none
+        evicts another of them. Stops when there is no room. Returns how many moved."""
         moves = _Moves()
         for node in sorted(nodes, key=lambda node: node.value, reverse=True)[:limit]:
             if not self._sink(node, moves):
@@ -235,17 +240,17 @@ class KvTree:
         return len(moves.offloaded)
 
     def restore(self, nodes: Sequence[Node], slots: Sequence[int] | None = None) -> None:
-        """Moves host blocks, parents first, to the GPU tier: into `slots` if given, else free ones."""
+        """Moves host blocks, parents first, to the GPU tier: into `slots` if given, else into free ones."""
         if not nodes:
             return
         taken: Sequence[int] = self.gpu.take_many(len(nodes)) if slots is None else ()
         slots = slots or taken
         try:
             self._copier.copy_to_gpu([node.slot for node in nodes], slots)
-        except Exception:
+        except Exception as error:
             for slot in taken:
                 self.gpu.give(slot)
-            raise
+            raise CopyFailed(f"copying {len(nodes)} blocks to the GPU failed: {error}") from error
         for node, slot in zip(nodes, slots, strict=True):
             self._rise(node, slot)
             self.journal.stored(Tier.GPU, node, self.salt_of(node))
@@ -255,7 +260,7 @@ class KvTree:
         self.totals.restored += len(nodes)
 
     def drop(self, nodes: Iterable[Node]) -> int:
-        """Forgets idle blocks, with all below them. Returns how many went."""
+        """Drops idle blocks with all blocks below them. Returns how many were dropped."""
         moves = _Moves()
         for node in nodes:
             if node.slot != GONE:
@@ -264,11 +269,11 @@ class KvTree:
         return len(moves.dropped)
 
     def salt_of(self, node: Node) -> str | None:
-        """The salt above a block at the start of a chain; None for deeper ones, which need none."""
+        """The salt of the first block of a chain; None for deeper blocks."""
         return self._salts.get(node.parent) if node.parent else None
 
     def _sink(self, node: Node, moves: _Moves) -> bool:
-        """Moves an idle GPU block down, over a host leaf that is worth less if need be."""
+        """Moves an idle GPU block to the host tier; if that is full, in place of a leaf of less value."""
         if not self.host.free:
             leaf = self._leaves[Tier.HOST].pop(below=node.value)
             if leaf is None:
@@ -285,7 +290,7 @@ class KvTree:
         return True
 
     def _rise(self, node: Node, slot: int) -> None:
-        """A host block now lies in `slot` of the GPU tier."""
+        """Enters that a host block now lies in `slot` of the GPU tier."""
         self.host.give(node.slot)
         node.tier, node.slot = Tier.GPU, slot
         if node.idle:
@@ -294,7 +299,7 @@ class KvTree:
             node.parent.gpu_children += 1
 
     def _drop(self, top: Node, moves: _Moves) -> None:
-        """Forgets an idle block and what hangs below it, which is idle too, deepest first."""
+        """Drops an idle block and all blocks below it (idle too), deepest first."""
         for node in reversed([top, *self.below([top])]):
             moves.dropped.append((node.tier, node))
             if node.tier is Tier.GPU:
@@ -322,13 +327,13 @@ class KvTree:
             del self.roots[self._salts.pop(root)]
 
     def _carry_out(self, moves: _Moves) -> None:
-        """Copies what moved and tells of it: a block is stored below before it is removed above."""
+        """Copies the blocks that moved and journals it: stored on the host tier first, then removed above."""
         try:
             if moves.copies:
                 self._copier.copy_to_host(array("i", moves.copies.values()), array("i", moves.copies))
-        except Exception:
+        except Exception as error:
             self._lose(moves)
-            raise
+            raise CopyFailed(f"copying {len(moves.copies)} blocks to the host failed: {error}") from error
         self.totals.offloaded += len(moves.offloaded)
         for node in sorted(moves.offloaded, key=lambda node: node.value, reverse=True):
             self.journal.stored(Tier.HOST, node, self.salt_of(node))
@@ -338,7 +343,7 @@ class KvTree:
             self.journal.removed(tier, node)
 
     def _lose(self, moves: _Moves) -> None:
-        """Forgets the blocks whose copy failed, with all below them: the host slots hold other bytes."""
+        """Drops the blocks whose copy failed, with all below them: their host slots hold other bytes."""
         moved = set(moves.offloaded)
         for node in moves.offloaded:
             if node.slot != GONE:

@@ -1,4 +1,4 @@
-"""Writes a random-weight Llama with kvpin-tiny's tokenizer: something to serve in demos and benchmarks.
+"""Writes a Llama with random weights and kvpin-tiny's tokenizer, for demos and benchmarks.
 
 python -m engine_adapter.torch_engine.make_model --layers 12 --hidden 768 --heads 12 DIR
 """
@@ -27,9 +27,9 @@ def write_model(
     dtype: str = "float32",
     seed: int = 0,
 ) -> int:
-    """Writes the model directory; returns the number of parameters. Raises ValueError for odd sizes."""
+    """Writes the model directory; returns the number of parameters. Raises ValueError for bad sizes."""
     if hidden % heads or hidden // heads % 2:
-        raise ValueError(f"hidden {hidden} over {heads} heads: an even whole number a head is needed")
+        raise ValueError(f"hidden {hidden} over {heads} heads: each head needs an even whole number")
     if heads % (kv_heads or heads):
         raise ValueError(f"{heads} heads cannot share {kv_heads} KV heads evenly")
     config = AutoConfig.from_pretrained(

@@ -1,4 +1,4 @@
-"""The engine's Prometheus metrics, all named `kvpin_engine_…`, in a registry of their own."""
+"""The engine's Prometheus metrics: their names begin with `kvpin_engine_`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens of scheduled requests",
     "cached_tokens": "Prompt tokens that came from cache",
     "generated_tokens": "Generated tokens",
-    "preemptions": "Requests stopped for want of blocks, to run again later",
+    "preemptions": "Requests stopped because blocks ran out; they run again later",
 }
 _GAUGES = {"running": "Requests running", "waiting": "Requests waiting"}
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class EngineMetrics:
-    """What `GET /metrics` shows.
+    """The metrics of `GET /metrics`, in a registry of their own.
 
     Attributes:
-        first_token_seconds: time from a request's submission to its first token.
+        first_token_seconds: from the submission of a request to its first token.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class EngineMetrics:
         self._registry.register(self)
 
     def render(self, counters: Counters, stats: Mapping[str, Any]) -> bytes:
-        """Prometheus text of `counters`, and of cache `stats` as in `GET /kv/stats` ({} when unknown)."""
+        """Prometheus text of `counters` and of cache `stats` as in `GET /kv/stats`; {} when unknown."""
         self._counters, self._stats = counters, stats
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """The metrics; called by the registry."""
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"kvpin_engine_{name}", text, value=getattr(self._counters, name))
         for name, text in _GAUGES.items():

@@ -1,4 +1,4 @@
-"""Loading a model: a directory, a hub id, or the built-in default."""
+"""Loads a model from a directory or a hub id, or makes the built-in one."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class LoadedModel:
 
     Attributes:
         module: the transformers model.
-        name: what it is served as.
-        tokenizer: absolute directory or hub id of its tokenizer.
-        vocab_size: ids below it are text. hidden_size: columns of an embedding.
+        name: the served model name.
+        tokenizer: absolute directory or hub id of the tokenizer.
+        vocab_size: token ids below it are text. hidden_size: columns of an embedding.
         max_model_len: context in tokens.
         eos_token_ids: tokens that end a generation.
-        default_max_tokens: from its generation config, None when that says nothing.
+        default_max_tokens: limit of the generation config; None if it has none.
         device, dtype: as torch names them, e.g. `cpu`, `float32`.
         layers: KV shape of each layer. kv_bytes_per_token: over all of them.
         is_default: True for the built-in random-weight model.
@@ -70,10 +70,10 @@ def load_model(
 ) -> LoadedModel:
     """Loads a Hugging Face causal LM from a directory or hub id; None is `kvpin-tiny`.
 
-    `dtype` None takes the checkpoint's. `seed` draws the weights of `kvpin-tiny` only.
+    `dtype` None takes the checkpoint's. `seed` draws only the weights of `kvpin-tiny`.
 
     Raises:
-        EngineSpecError: nothing there, or a model this engine cannot run; says why.
+        EngineSpecError: the model cannot be loaded, or this engine cannot run it. The text says why.
     """
     if dtype is not None and dtype not in DTYPES:
         raise EngineSpecError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is needed")
@@ -100,7 +100,7 @@ def load_model(
 
 
 def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
-    """A model with weights from `seed` alone: the same in every process. Leaves torch's own seed be."""
+    """A model whose weights depend on `seed` alone. Does not touch torch's own random state."""
     with torch.random.fork_rng(devices=[]):
         build: Any = AutoModelForCausalLM.from_config  # untyped in transformers
         module = build(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
@@ -150,8 +150,8 @@ def _refused(module: Any, name: str) -> str:  # noqa: ANN401
 def _context(config: PretrainedConfig) -> int:
     """Longest sequence in tokens.
 
-    With longrope, the longest position of a batch chooses the rotary factors of all its rows, and of KV that
-    was computed before with others. Up to the original context the factors never change.
+    With longrope, the longest position in a batch chooses the rotary factors of all its rows; cached KV may
+    have been computed with other factors. Up to the original context, the factors never change.
     """
     longest: int = config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None) or {}
@@ -163,12 +163,12 @@ def _context(config: PretrainedConfig) -> int:
 
 
 def _probe(module: Any, config: PretrainedConfig, name: str) -> tuple[LayerShape, ...]:  # noqa: ANN401
-    """KV shapes by layer. Raises EngineSpecError when the model is not one that runs over paged KV."""
+    """KV shapes by layer. Raises EngineSpecError for a model that cannot run over paged KV."""
     refused = _refused(module, name)
     kinds = getattr(config, "layer_types", None) or []
-    strange = sorted(set(kinds) - _ATTENTION_KINDS)
-    if strange:
-        raise EngineSpecError(f"{refused}it has layers of kind {', '.join(strange)}")
+    unknown = sorted(set(kinds) - _ATTENTION_KINDS)
+    if unknown:
+        raise EngineSpecError(f"{refused}it has layers of kind {', '.join(unknown)}")
     probe = Probe()
     token = torch.zeros(1, 1, dtype=torch.long, device=module.device)
     try:
@@ -177,7 +177,7 @@ def _probe(module: Any, config: PretrainedConfig, name: str) -> tuple[LayerShape
     except EngineSpecError as error:
         raise EngineSpecError(f"{refused}{error}") from error
     except _UNRUNNABLE as error:
-        raise EngineSpecError(f"{refused}it does not take a paged forward pass ({error})") from error
+        raise EngineSpecError(f"{refused}a forward pass over paged KV fails ({error})") from error
     total = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(total)):
         raise EngineSpecError(
@@ -187,5 +187,5 @@ def _probe(module: Any, config: PretrainedConfig, name: str) -> tuple[LayerShape
     if not kinds and getattr(config, "sliding_window", None) is not None:
         sliding = set(range(total))
     if any(probe.windows[index] is None for index in sliding):
-        raise EngineSpecError(f"{refused}its layers do not say their sliding window")
+        raise EngineSpecError(f"{refused}its layers do not pass their sliding window on")
     return tuple(probe.shapes[index] for index in range(total))

@@ -1,9 +1,9 @@
-"""The check at load that a model answers over paged KV what it answers in one full pass.
+"""Checks at load that a model gives the same logits over paged KV as in one full pass.
 
-Two short sequences run as the engine would run them: in chunks, together, over shared blocks, with one token
-given by its embedding. Their logits are held against transformers' own eager attention, which sees each
-sequence whole and knows no cache. That shows what no look at the configuration tells: layers that attend
-twice, and rotary factors that depend on the longest position in the batch.
+Two short sequences run as the engine would run them: in chunks, together, over shared blocks, one token given
+by its embedding. The same sequences run in one pass each with transformers' own eager attention and no cache.
+The comparison finds what no configuration shows, for example rotary factors that depend on the longest
+position in the batch.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from engine_adapter.torch_engine.model import LoadedModel
 
 _BLOCK = 4
-_NEAR, _SHARED, _LONG = 12, 8, 24  # tokens: at the start of the context, shared by both, of the longer one
+# Tokens: of the short sequence, shared by both sequences, of the long sequence.
+_NEAR, _SHARED, _LONG = 12, 8, 24
 _EXTRA_ID = 1
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-"""Largest deviation, as a share of the logits' own spread: rounding stays far below, a fault does not."""
+"""Largest deviation allowed, as a share of the logits' spread. Rounding stays well below it."""
 
 
 class _Stretched:
-    """A model whose tokens from the 13th on stand at the end of its context instead.
+    """A model that moves the tokens from the 13th on to the end of its context.
 
-    Long positions are tried so without computing long sequences.
+    This tests long positions without long sequences.
     """
 
     def __init__(self, module: Any, max_model_len: int) -> None:  # noqa: ANN401 - a transformers model
@@ -109,7 +110,7 @@ def _full_logits(module: Any, stretched: _Stretched, tokens: list[int]) -> Tenso
         output = stretched(
             input_ids=ids,
             position_ids=torch.arange(len(tokens), device=module.device)[None],
-            # Without a mask, a jump in the positions would pass for the start of another sequence.
+            # Without a mask, transformers takes the jump in the positions for the start of another sequence.
             attention_mask=torch.ones_like(ids),
             use_cache=False,
         )

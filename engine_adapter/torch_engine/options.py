@@ -1,4 +1,4 @@
-"""How an engine is set up."""
+"""The sizes and limits of an engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class EngineOptions:
     """Sizes and limits of one engine.
 
     Attributes:
-        kv_blocks: blocks of the GPU tier; None derives them from `kv_bytes`, or takes the default.
+        kv_blocks: blocks of the GPU tier; None derives it from `kv_bytes`, or takes the default.
         kv_bytes: bytes of the GPU tier, when `kv_blocks` is None.
         tokens_per_block: a power of two.
         host_cache_bytes: bytes of the host tier, 0 for none.
         max_num_seqs: most requests running at once.
         prefill_chunk: most prompt tokens computed in one step.
         pin_share: most of the GPU tier that pins may hold, 0 to 1; the rest is left to running requests.
-        seed: draws the seeds of requests that bring none; None is random.
+        seed: draws the seeds of requests without one; None is random.
 
     Raises:
-        EngineSpecError: a value that cannot be used, named.
+        EngineSpecError: a value is out of range; the text names it.
     """
 
     kv_blocks: int | None = None
@@ -39,7 +39,7 @@ class EngineOptions:
         if size < 1 or size & (size - 1):
             raise EngineSpecError(f"tokens_per_block is {size}; a power of two is needed")
         if self.kv_blocks is not None and self.kv_bytes is not None:
-            raise EngineSpecError("kv_blocks and kv_bytes both say how large the cache is: give one of them")
+            raise EngineSpecError("kv_blocks and kv_bytes both set the size of the cache: give one of them")
         for name in ("kv_blocks", "kv_bytes", "max_num_seqs", "prefill_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -50,7 +50,7 @@ class EngineOptions:
             raise EngineSpecError(f"host_cache_bytes is {self.host_cache_bytes}; 0 or more is needed")
 
     def gpu_blocks(self, block_bytes: int) -> int:
-        """Blocks of the GPU tier; raises EngineSpecError when `kv_bytes` holds none."""
+        """Blocks of the GPU tier; raises EngineSpecError when `kv_bytes` is less than one block."""
         if self.kv_blocks is not None:
             return self.kv_blocks
         if self.kv_bytes is None:

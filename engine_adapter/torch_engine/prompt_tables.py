@@ -1,4 +1,4 @@
-"""P-tuning tables, and the embeddings behind the fake ids of a prompt."""
+"""P-tuning tables and the embeddings behind the fake ids of a prompt."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def embedding_tensor(embeddings: Embeddings, *, hidden_size: int, param: str) ->
     """`embeddings` as a tensor [rows, hidden] on the CPU, in their own type.
 
     Raises:
-        PromptTableError: another width than the model's, or a value that is NaN or infinite.
+        PromptTableError: the width is not the model's, or a value is NaN or infinite.
     """
     if embeddings.hidden != hidden_size:
         raise PromptTableError(
             f"{param} has {embeddings.hidden} columns; the model's hidden size is {hidden_size}", param=param
         )
-    # bytearray: torch warns about memory it may not write to
+    # A copy, as torch warns about memory it must not write to.
     flat = torch.frombuffer(bytearray(embeddings.values), dtype=_DTYPES[embeddings.dtype])
     tensor = flat.reshape(embeddings.rows, embeddings.hidden)
     if not bool(torch.isfinite(tensor).all()):
@@ -45,7 +45,7 @@ def embedding_tensor(embeddings: Embeddings, *, hidden_size: int, param: str) ->
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """A table as the engine holds it."""
+    """A table in the engine's memory."""
 
     table_id: str
     extra_id: int
@@ -55,13 +55,13 @@ class StoredTable:
 
     @property
     def ref(self) -> TableRef:
-        """What identity needs to know of it."""
+        """Its extra id and its size."""
         return TableRef(self.extra_id, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbeddings:
-    """Extra ids of a prompt, None when it is all text, and the rows behind each of them."""
+    """The extra ids of a prompt (None for text alone) and the rows behind each of them."""
 
     extra_ids: ExtraIds[int] | None
     tensors: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)
@@ -70,8 +70,8 @@ class PromptEmbeddings:
 class PromptTables:
     """The tables of one engine. Used from the event loop only.
 
-    An extra id means one content for as long as the process lives, also after its table is deleted: KV
-    computed from that content may still be cached under it.
+    An extra id stands for one content as long as the process lives, even after its table is deleted: KV of
+    that content may still be cached under it.
     """
 
     def __init__(self, *, vocab_size: int, hidden_size: int, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
@@ -87,16 +87,16 @@ class PromptTables:
         return list(self._by_id.values())
 
     def put(self, table_id: str, data: bytes, extra_id: int | None) -> tuple[StoredTable, bool]:
-        """Stores a table; returns it and whether it is new. The same one again changes nothing.
+        """Stores a table; returns it and whether it is new. Storing the same table again changes nothing.
 
         Args:
-            table_id: what requests name.
+            table_id: the name that requests use.
             data: safetensors bytes, one tensor [rows, hidden].
-            extra_id: its identity; derived from its content if None.
+            extra_id: its identity; None derives it from the content.
 
         Raises:
-            PromptTableError: bytes that are no such table.
-            ApiError: 409 for an id or extra id that stands for something else, 413 beyond the limit.
+            PromptTableError: the bytes are no such table.
+            ApiError: 409 for an id or extra id that stands for other content, 413 beyond the limit.
         """
         if not 0 < len(table_id) <= _MAX_ID_LENGTH:
             raise ApiError(f"the table id has 1 to {_MAX_ID_LENGTH} characters", param="table_id")
@@ -119,7 +119,7 @@ class PromptTables:
         return table, True
 
     def delete(self, table_id: str) -> bool:
-        """Forgets a table; False when there was none of that id."""
+        """Deletes a table; False when no table has that id."""
         table = self._by_id.pop(table_id, None)
         if table is None:
             return False
@@ -133,11 +133,11 @@ class PromptTables:
     def resolve(
         self, token_ids: TokenIds[int], *, explicit: list[int] | None, table_id: str | None
     ) -> PromptEmbeddings:
-        """Extra ids and rows of a prompt given as token ids; see `resolve_extra_ids` for the rules.
+        """The extra ids and rows of a prompt of token ids; see `resolve_extra_ids` for the rules.
 
         Raises:
-            PromptTableError: naming the index of the first id that breaks a rule.
-            ApiError: 400 for a table that is not known.
+            PromptTableError: an id breaks a rule; names the index of the first one.
+            ApiError: 400 for an unknown table.
         """
         table = None
         if table_id is not None:
@@ -158,7 +158,7 @@ class PromptTables:
         return PromptEmbeddings(resolved.extra_ids, tensors)
 
     def _is_known(self, table: StoredTable) -> bool:
-        """True for the very same table; raises ApiError (409) for a clash."""
+        """True when exactly this table is stored; raises ApiError (409) when it clashes with another."""
         held = self._by_id.get(table.table_id)
         if held is not None and (held.content, held.extra_id) != (table.content, table.extra_id):
             raise ApiError(
@@ -179,7 +179,7 @@ class PromptTables:
 
 
 def parse_extra_id(text: str | None) -> int | None:
-    """The `extra_id` of a query string, None when it has none; raises ApiError (400)."""
+    """The `extra_id` of a query string, None without one; raises ApiError (400)."""
     if text is None:
         return None
     if not text.isascii() or not text.isdigit() or not 0 < (value := int(text[:21])) <= UINT64_MAX:

@@ -1,7 +1,7 @@
-"""What clients may ask: request bodies, checked field by field.
+"""Request bodies, checked field by field.
 
-A field that is not known is ignored, as OpenAI's own servers ignore what only other engines know. A
-field that is known but would be disregarded (n, echo, logit_bias …) is refused unless it asks for nothing.
+Unknown fields are ignored, as they may be meant for another engine. Known fields that this engine cannot
+honour (n, echo, logit_bias …) are refused, unless their value asks for nothing.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        """True when a stream is to end with its usage."""
+        """True when a stream must end with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def asked_tokens(self) -> int | None:
-        """The most tokens the client asked for, None when it named no limit."""
+        """The client's token limit, None without one."""
         return self.max_tokens
 
     @property
@@ -103,7 +103,7 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
 
     @property
     def asked_tokens(self) -> int | None:
-        """See `_Generation.asked_tokens`; the newer name of the field wins."""
+        """See `_Generation.asked_tokens`. The newer field wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -183,7 +183,7 @@ def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
 
 
 def parse_tokenize(body: bytes) -> PromptRequest:
-    """Reads a `/tokenize` body, which is that of a chat or of a completion."""
+    """Reads a `/tokenize` body: that of a chat or of a completion."""
     if b'"messages"' in body:
         fields = parse_object(body)
         if "messages" in fields:
@@ -192,7 +192,7 @@ def parse_tokenize(body: bytes) -> PromptRequest:
 
 
 def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
-    """The top-level fields of a body, undecoded; raises ApiError (400) when it is no object."""
+    """The top-level fields of a body, undecoded; raises ApiError (400) if it is no object."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -204,10 +204,10 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
 
     Args:
         request: the request.
-        default_max_tokens: for a chat that names no limit; None for as many as fit.
+        default_max_tokens: the limit of a chat that names none; None for as many as fit.
 
     Raises:
-        ApiError: 400 for a value out of its range or a feature this engine lacks.
+        ApiError: 400 for a value out of range or a feature this engine lacks.
     """
     _check_supported(request)
     _check_stops(request.stops)
@@ -220,8 +220,6 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
     _need(-1 <= top_k < _INT64, "top_k", "is positive, or 0 or -1 for off")
     if request.seed is not None:
         _need(-_INT64 <= request.seed < _INT64, "seed", "fits 64 bits")
-    repetition = _number(request, "repetition_penalty", 1.0, 0.0, 100.0)
-    _need(repetition > 0, "repetition_penalty", "is above 0")
     top_p = _number(request, "top_p", 1.0, 0.0, 1.0)
     _need(top_p > 0, "top_p", "is above 0")
     return SamplingParams(
@@ -232,7 +230,7 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
         seed=request.seed,
         presence_penalty=_number(request, "presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=_number(request, "frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=repetition,
+        repetition_penalty=_number(request, "repetition_penalty", 1.0, 0.01, 100.0),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignore_eos=bool(request.ignore_eos),
@@ -242,7 +240,7 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
 
 
 def prompt_of(prompt: str | list[Any]) -> str | TokenIds[int]:
-    """The one prompt of a completion: text, or token ids; raises ApiError (400)."""
+    """The prompt of a completion: text or token ids; raises ApiError (400)."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if not prompt:
@@ -255,7 +253,7 @@ def prompt_of(prompt: str | list[Any]) -> str | TokenIds[int]:
 
 
 def token_ids_of(values: list[Any], param: str) -> TokenIds[int]:
-    """`values` as int32; raises ApiError (400) naming the index of the first that is no token id."""
+    """`values` as int32; raises ApiError (400) with the index of the first that is no token id."""
     if set(map(type, values)) <= {int}:
         with contextlib.suppress(OverflowError):
             return array("i", values)
@@ -271,9 +269,9 @@ def salt_of(salt: str | None) -> str | None:
 
 
 def retention_of(request: PromptRequest) -> Retention | None:
-    """How long a request wants its blocks kept, None for no longer than others; raises ApiError (400).
+    """The retention a request asks for, None for none; raises ApiError (400).
 
-    `keep_priority` alone keeps them for as long as there is room; `keep_s` alone has priority 1.
+    `keep_priority` alone retains without an end. `keep_s` alone means priority 1.
     """
     default = 0 if request.keep_s is None else 1
     priority = default if request.keep_priority is None else request.keep_priority
@@ -284,10 +282,10 @@ def retention_of(request: PromptRequest) -> Retention | None:
 
 
 def target_of(request: SliceRequest | PinRequest) -> KvTarget:
-    """What a KV operation acts on; raises ApiError (400)."""
+    """The target of a KV operation; raises ApiError (400)."""
     if request.token_ids is None:
         if request.extra_ids is not None:
-            raise ApiError("extra_ids stand beside token_ids, which are missing", param="extra_ids")
+            raise ApiError("extra_ids need token_ids, which are missing", param="extra_ids")
         return KvTarget(cache_salt=salt_of(request.cache_salt))
     token_ids = token_ids_of(request.token_ids, "token_ids")
     extra_ids = None
@@ -329,13 +327,13 @@ def _number(request: PromptRequest, name: str, default: float, low: float, high:
 
 
 def _max_tokens(request: PromptRequest, default_max_tokens: int | None) -> tuple[str, int | None]:
-    """Name and value of the limit in force."""
+    """Name and value of the token limit."""
     default = default_max_tokens if isinstance(request, ChatRequest) else _DEFAULT_COMPLETION_TOKENS
     return request.limit_name, default if request.asked_tokens is None else request.asked_tokens
 
 
 def _logprobs(request: PromptRequest) -> int | None:
-    """How many alternatives are asked for, None for no logprobs at all."""
+    """Number of alternatives per token, None for no logprobs."""
     if isinstance(request, CompletionRequest):
         if request.logprobs is not None:
             _need(0 <= request.logprobs <= MAX_TOP_LOGPROBS, "logprobs", f"is from 0 to {MAX_TOP_LOGPROBS}")
@@ -355,7 +353,7 @@ def _check_stops(stops: tuple[str, ...]) -> None:
 
 
 def _check_supported(request: PromptRequest) -> None:
-    """Refuses what would otherwise be silently disregarded."""
+    """Refuses fields that the engine would otherwise silently ignore."""
     refused: list[tuple[str, bool, str]] = [
         ("n", request.n not in (None, 1), "only n = 1 is supported"),
         ("best_of", request.best_of not in (None, 1), "only best_of = 1 is supported"),

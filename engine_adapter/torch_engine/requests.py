@@ -1,4 +1,4 @@
-"""What the engine is asked and what it answers: plain data, without torch."""
+"""Requests and outputs of the engine: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class RequestRefused(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. The caller has checked the ranges.
+    """How to choose tokens and when to stop. The caller has checked the ranges.
 
     Attributes:
         temperature: 0 is greedy.
         top_p, top_k, min_p: 1.0, 0 and 0.0 turn them off.
-        seed: equal seeds give equal samples; None draws one from the engine's own.
+        seed: equal seeds give equal samples; None draws one from the engine's seed.
         presence_penalty, frequency_penalty: over generated tokens, as OpenAI's.
         repetition_penalty: over prompt and generated tokens, as Hugging Face's; 1.0 is off.
-        max_tokens: most tokens to generate, None for as many as the model's context leaves.
-        min_tokens: no end-of-sequence or stop token before that many.
-        ignore_eos: the model's end tokens do not stop; `stop_token_ids` do.
-        logprobs: None for none; n for the chosen token's and the n best of each position.
+        max_tokens: most tokens to generate; None for as many as the context leaves.
+        min_tokens: no end or stop token before this many tokens.
+        ignore_eos: the model's end tokens do not stop; `stop_token_ids` still do.
+        logprobs: None for none; n for those of the chosen token and the n best.
     """
 
     temperature: float = 1.0
@@ -76,12 +76,12 @@ class GenerationRequest:
 
     Attributes:
         request_id: unique among requests in flight.
-        token_ids: the prompt; ids >= the vocabulary size are fake and need an extra id.
-        extra_ids: one per token, 0 for text; None when all is text.
+        token_ids: the prompt. Ids from the vocabulary size on are fake and need an extra id.
+        extra_ids: one per token, 0 for text; None for text alone.
         embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
         cache_salt: KV is shared only under the same salt.
-        retention: how long its blocks are to be kept; None for no longer than others.
-        priority: the waiting request with the lowest one runs next; equal ones in the order they came.
+        retention: how long to retain its blocks; None for no retention.
+        priority: the waiting request with the lowest value runs next; equal ones run in order of arrival.
     """
 
     request_id: str
@@ -95,14 +95,14 @@ class GenerationRequest:
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
-    """The prompt is about to run for the first time; `cached_tokens` of it come from cache."""
+    """The prompt is about to run for the first time. `cached_tokens` of its tokens come from cache."""
 
     request_id: str
     cached_tokens: int
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
-    """One generated token. A token that stops the request (end of sequence) is delivered too.
+    """One generated token. The token that stops the request is delivered too.
 
     Attributes:
         logprob: natural log of its probability under the model alone, None unless asked for.
@@ -126,4 +126,4 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 Output = Scheduled | Token | Finished
 
 OnOutput = Callable[[list[Output]], None]
-"""Called in the engine thread with what one step brought for one request, in order. Must not block."""
+"""Called in the engine thread with the outputs of one step for one request. Must not block."""

@@ -1,4 +1,4 @@
-"""One step of model execution: rows of many sequences in, logits out."""
+"""One forward pass: tokens of many sequences in, logits out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Work:
     """The next `count` tokens of a sequence, for which blocks are reserved.
 
     Attributes:
-        wants_logits: the logits after the last of them are needed.
+        wants_logits: whether the logits after the last of them are needed.
         embeddings: extra id → [rows, hidden], for fake ids.
     """
 
@@ -38,7 +38,7 @@ class Work:
 
 
 class Runner:
-    """Runs a model over paged KV. Changes KV of reserved blocks only."""
+    """Runs a model over paged KV. Writes only to reserved blocks."""
 
     def __init__(self, model: LoadedModel, storage: KvStorage, tokens_per_block: int) -> None:
         self._module = model.module
@@ -50,8 +50,8 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> Tensor:
-        """Logits [items that want them, vocabulary], in order. Single tokens come first in `work`, so
-        that they can be attended together."""
+        """Logits [items that want them, vocabulary], in order. Single tokens come first in `work`, so that
+        one call attends them together."""
         tables = [self._table(item) for item in work]
         positions = np.concatenate(
             [np.arange(item.sequence.computed, item.sequence.computed + item.count) for item in work]
@@ -95,7 +95,7 @@ class Runner:
         return PagedBatch(self._storage, self._size, self._to_device(slots), decodes, spans)
 
     def _decodes_together(self, work: Sequence[Work], lengths: list[int]) -> int:
-        """How many single tokens at the front to attend in one call: none where most would be padding."""
+        """Number of single tokens at the front to attend in one call; 0 if most of it would be padding."""
         count = next((index for index, item in enumerate(work) if item.count > 1), len(work))
         if count < 2 or max(lengths[:count]) * count > 2 * sum(lengths[:count]):  # noqa: PLR2004 - "most"
             return 0
@@ -116,7 +116,7 @@ class Runner:
         return Place(length, 0, self._to_device(table))
 
     def _inputs(self, work: Sequence[Work]) -> dict[str, Tensor]:
-        """`input_ids`, or `inputs_embeds` when there are fake ids in the step."""
+        """`input_ids`, or `inputs_embeds` when the step has fake ids."""
         tokens = np.concatenate([_tokens(item) for item in work])
         fake = tokens >= self._vocab_size
         if not fake.any():

@@ -1,4 +1,4 @@
-"""From logits to tokens, one sampler a request."""
+"""Chooses tokens from logits; each request has its own sampler."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from engine_adapter.torch_engine.requests import SamplingParams
 
 _COLDEST = 1e-5
-"""Below this temperature sampling is greedy: dividing by it would only lose precision."""
+"""Below this temperature, sampling is greedy: dividing by less would only lose precision."""
 
 
 class Choice(NamedTuple):
-    """A token, and logprobs where they are asked for; see `Token`."""
+    """A token, with logprobs if asked for; see `Token`."""
 
     token_id: int
     logprob: float | None = None
@@ -25,10 +25,10 @@ class Choice(NamedTuple):
 
 
 class Sampler:
-    """Chooses the tokens of one request, and remembers what its penalties need.
+    """Chooses the tokens of one request and keeps the state of its penalties.
 
     Attributes:
-        plain: its choice is the largest logit, with nothing to remember.
+        plain: True when it chooses the largest logit and keeps no state.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Sampler:
         seed: int,
         device: torch.device,
     ) -> None:
-        """`ends` are the tokens that would stop the request; `seed` counts where `params` has none."""
+        """`ends` are the tokens that stop the request; `seed` is used when `params` has none."""
         self._params = params
         self._left_to_min = params.min_tokens
         self._ends = torch.tensor(sorted(ends), device=device, dtype=torch.long) if ends else None
@@ -71,7 +71,7 @@ class Sampler:
         )
 
     def choose(self, logits: Tensor) -> Choice:
-        """The next token by `logits` [vocabulary], which are left as they are.
+        """The next token for `logits` [vocabulary]; does not change them.
 
         Raises:
             ValueError: the scores hold NaN or infinity, so that no token can be chosen.
@@ -107,14 +107,14 @@ class Sampler:
 
     def _sample(self, scores: Tensor) -> int:
         params = self._params
-        _check_finite(float(scores.max()))  # on CUDA, drawing from NaN would break the device for everyone
+        _check_finite(float(scores.max()))  # on CUDA, sampling from NaN breaks the device for every request
         ids: Tensor | None = None
         if 0 < params.top_k < scores.shape[0]:
             scores, ids = scores.topk(params.top_k)
         elif params.top_p < 1.0:
             scores, ids = scores.sort(descending=True)
         chances = scores.softmax(-1)
-        if params.top_p < 1.0:  # the one that crosses the line is kept, so at least the best one is
+        if params.top_p < 1.0:  # the token that crosses the limit stays, so the best one always does
             chances = chances * (chances.cumsum(-1) - chances < params.top_p)
         if params.min_p > 0.0:
             chances = chances * (chances >= params.min_p * chances.max())
@@ -143,7 +143,7 @@ def _choose(highest: float, best: int, logits: Tensor, sampler: Sampler) -> Choi
     try:
         _check_finite(highest)
         return Choice(best) if sampler.plain else sampler.choose(logits)
-    except Exception as error:  # noqa: BLE001 - it belongs to the request of this row
+    except Exception as error:  # noqa: BLE001 - the error of this row's request alone
         return error
 
 

@@ -1,8 +1,8 @@
-"""Which tokens run in the next step.
+"""Chooses the tokens of the next step.
 
-All running requests that decode, then up to `prefill_chunk` prompt tokens, by priority, then first come
-first served. When blocks run out, the youngest running request of the lowest priority gives its blocks back
-to the cache and waits again.
+A step runs one token of every decoding request and up to `prefill_chunk` prompt tokens. Requests start by
+lowest priority value, then in order of arrival. When blocks run out, the running request with the highest
+priority value (the youngest of them) gives its blocks back to the cache and waits again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Active:
     Attributes:
         sequence: its tokens and blocks.
         ends: tokens that stop it. limit: most tokens to generate.
-        scheduled: it has run before.
+        scheduled: whether it has run before.
     """
 
     __slots__ = ("ends", "generated", "limit", "on_output", "request", "sampler", "scheduled", "sequence")
@@ -50,11 +50,11 @@ class Active:
 
     @property
     def uncomputed(self) -> int:
-        """Tokens whose KV is still to be computed."""
+        """Tokens whose KV is not computed yet."""
         return len(self.sequence.tokens) - self.sequence.computed
 
     def accept(self, choice: Choice) -> FinishReason | None:
-        """Adds a generated token; says whether it was the last one."""
+        """Adds a generated token; returns why the request ends, None if it goes on."""
         self.sequence.append(choice.token_id)
         self.generated += 1
         if choice.token_id in self.ends:
@@ -68,7 +68,7 @@ class Active:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The next `count` tokens of a request; `first` when it has never run."""
+    """The next `count` tokens of a request; `first` if it has never run."""
 
     active: Active
     count: int
@@ -76,17 +76,17 @@ class Item:
 
     @property
     def completes(self) -> bool:
-        """All its tokens are computed after this: the next one can be chosen."""
+        """True when all its tokens are computed after this step, so that the next one can be chosen."""
         return self.count == self.active.uncomputed
 
 
 class Scheduler:
-    """The requests in flight, oldest first.
+    """The requests in flight.
 
     Attributes:
         waiting: in the order in which they will run.
         preemptions: how often a request had to give its blocks back.
-        planning: the request that `plan` is working on; the one at fault when it raises.
+        planning: the request `plan` works on; if `plan` raises, that request is at fault.
     """
 
     def __init__(self, cache: KvCache, *, max_num_seqs: int, prefill_chunk: int) -> None:
@@ -100,7 +100,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """There is something to run."""
+        """True when a request runs or waits."""
         return bool(self.running or self.waiting)
 
     def add(self, active: Active) -> None:
@@ -108,7 +108,7 @@ class Scheduler:
         self.waiting.insert(bisect_right(self.waiting, active.request.priority, key=_priority), active)
 
     def remove(self, active: Active) -> None:
-        """Forgets a request and frees its blocks; one that is not there is fine."""
+        """Forgets a request and frees its blocks; an unknown one is ignored."""
         self._cache.end(active.sequence)
         if active in self.running:
             self.running.remove(active)
@@ -118,7 +118,7 @@ class Scheduler:
     def plan(self) -> list[Item]:
         """Reserves blocks for the next step and returns its items, single tokens first.
 
-        Empty although `busy`: the first waiting request has the engine to itself, and still no room.
+        Empty although `busy` when the cache has no room for the first waiting request and nothing else runs.
         """
         self.planning = None
         items = [Item(active, 1, first=not active.scheduled) for active in self._reserve_decodes()]
@@ -137,7 +137,7 @@ class Scheduler:
         return items
 
     def _reserve_decodes(self) -> list[Active]:
-        """Makes room for one more token of each request that decodes; returns those for which it did."""
+        """Reserves room for one more token of each decoding request; returns those that got it."""
         for active in list(self.running):
             if active.uncomputed != 1 or active not in self.running:
                 continue
@@ -148,7 +148,7 @@ class Scheduler:
         return [active for active in self.running if active.uncomputed == 1]
 
     def _preempt(self) -> Active:
-        """Sends the youngest running request of the lowest priority back to the front of its like."""
+        """Stops the youngest running request with the highest priority value; it waits before its equals."""
         victim = max(reversed(self.running), key=_priority)
         self.running.remove(victim)
         self._cache.end(victim.sequence)
@@ -157,7 +157,7 @@ class Scheduler:
         return victim
 
     def _prompts(self) -> Iterator[Active]:
-        """Requests with a prompt to compute, oldest first; admits waiting ones as they are asked for."""
+        """Requests with a prompt to compute, running ones first. Admits a waiting one when asked for it."""
         yield from [active for active in self.running if active.uncomputed > 1]
         while self.waiting and len(self.running) < self._max_num_seqs:
             self.planning = self.waiting[0]
@@ -167,8 +167,8 @@ class Scheduler:
             yield self.running[-1]
 
     def _chunk(self, active: Active, budget: int, claimed: set[tuple[Node, bytes]]) -> int:
-        """How many tokens of a prompt to compute now; 0 when its next block is being computed in this
-        very step for another request, to be shared in the next one."""
+        """Number of prompt tokens to compute now; 0 if this step computes its next block for another request:
+        the next step shares it."""
         self.planning = active
         sequence = active.sequence
         self._cache.extend(sequence)

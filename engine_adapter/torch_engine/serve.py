@@ -1,4 +1,4 @@
-"""`kvpin engine`: one process that serves one engine."""
+"""`kvpin engine`: a process that serves one engine."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class ServeOptions:
 
     Attributes:
         service: model and engine.
-        host: address to bind; loopback unless told otherwise, for the routes have no key.
+        host: address to bind; loopback by default, as the routes have no key.
         port: 0 takes a free one.
         max_body_bytes: larger request bodies are refused.
-        exit_with_parent: end when standard input does.
+        exit_with_parent: end when standard input closes.
     """
 
     service: ServiceOptions = field(default_factory=ServiceOptions)
@@ -52,9 +52,9 @@ class ServeOptions:
 
 
 def serve_engine(options: ServeOptions) -> None:
-    """Serves until SIGTERM or SIGINT; requests in flight get some seconds to end.
+    """Serves until SIGTERM or SIGINT; running requests then have 20 s to finish.
 
-    The address answers at once; `/health` is 503 until the model is loaded.
+    The address answers at once. `/health` is 503 until the model is loaded.
 
     Raises:
         EngineSpecError: the address cannot be bound, or model and options cannot be served.
@@ -82,7 +82,7 @@ def serve_engine(options: ServeOptions) -> None:
 
 
 class _EngineProcess:
-    """Loads the service beside the running server, and ends both together."""
+    """Loads the service while the server runs already; ends both together."""
 
     def __init__(self, options: ServeOptions) -> None:
         self.host = EngineHost()
@@ -93,7 +93,7 @@ class _EngineProcess:
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
         """Starts loading; stops the engine at the end."""
-        # A thread that nobody waits for: a load that takes minutes must not hold up the end.
+        # A daemon thread: a load may take minutes and must not delay the end.
         threading.Thread(target=self._load, name="load-model", daemon=True).start()
         if self._options.exit_with_parent:
             threading.Thread(target=self._follow_parent, name="follow-parent", daemon=True).start()
@@ -122,13 +122,13 @@ class _EngineProcess:
             self._end_surely()
 
     def _follow_parent(self) -> None:
-        """Ends the process once whoever holds the other end of standard input is gone."""
+        """Ends the process when its standard input closes: the parent is gone."""
         while os.read(0, 4096):
             pass
         self._end_surely()
 
     def _end_surely(self) -> None:
-        """Ends the process, at once should a clean end hang: nobody else would notice."""
+        """Ends the process; kills it if a clean end hangs, as nobody else may notice that."""
         self.end()
         threading.Event().wait(_GRACE_S + 5)
         os._exit(1)
@@ -136,7 +136,7 @@ class _EngineProcess:
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Uvicorn raises the signal that ended it once more when it is done; a wanted end is not a crash."""
+    """Ignores the signal that uvicorn raises again at its end: a wanted end is no crash."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, lambda *_: None) for number in numbers]
     try:
@@ -147,11 +147,11 @@ def _signals_end_quietly() -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Before the server exists there is nothing to end."""
+    """Stands for `end` until the server exists."""
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket whose connections send small chunks at once."""
+    """A listening socket. Its connections send small chunks without delay."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -166,7 +166,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _size(text: str) -> int:
-    """Bytes, as a number or with a unit."""
+    """Parses a size in bytes, with or without a unit."""
     try:
         return int(_read_size(text))
     except ValidationError:
@@ -179,8 +179,10 @@ _read_size = TypeAdapter(ByteSize).validate_python
 @app.command()
 def engine(
     *,
-    model: Annotated[str | None, typer.Option(help="Directory or hub id; none: a random tiny model.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name clients send.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Directory or hub id. Default: a tiny model with random weights.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Model name that clients send.")] = None,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
     kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the GPU tier.")] = None,
@@ -189,24 +191,25 @@ def engine(
     ] = None,
     tokens_per_block: Annotated[int, typer.Option(help="A power of two.")] = _SIZES.tokens_per_block,
     host_cache_bytes: Annotated[
-        int | None, typer.Option(help="Size of the host tier, e.g. 1GiB; none: no such tier.", parser=_size)
+        int | None,
+        typer.Option(help="Size of the host tier, e.g. 1GiB. Default: no host tier.", parser=_size),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most requests at once.")] = _SIZES.max_num_seqs,
-    prefill_chunk: Annotated[int, typer.Option(help="Most prompt tokens a step.")] = _SIZES.prefill_chunk,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests running at once.")] = _SIZES.max_num_seqs,
+    prefill_chunk: Annotated[int, typer.Option(help="Most prompt tokens per step.")] = _SIZES.prefill_chunk,
     pin_share: Annotated[
         float, typer.Option(help="Most of the GPU tier that pins may hold, 0 to 1.")
     ] = _SIZES.pin_share,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; none: the model's own.")
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling, to repeat a run.")] = None,
     max_body_bytes: Annotated[
-        int, typer.Option(help="Largest request body.", min=1)
+        int, typer.Option(help="Largest request body in bytes.", min=1)
     ] = DEFAULT_MAX_BODY_BYTES,
     exit_with_parent: Annotated[
-        bool, typer.Option("--exit-with-parent", help="End when standard input does.")
+        bool, typer.Option("--exit-with-parent", help="Exit when standard input closes.")
     ] = False,
 ) -> None:
     """Serve the embedded engine."""

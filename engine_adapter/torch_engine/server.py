@@ -1,4 +1,4 @@
-"""The engine's ASGI app: its routes, and what they answer while it is loading or has failed."""
+"""The engine's ASGI app: its routes, and their errors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DEFAULT_MAX_BODY_BYTES = 64 << 20
 
 
 class EngineHost:
-    """Holds the service once it is loaded."""
+    """Holds the service as soon as it is loaded."""
 
     def __init__(self, service: EngineService | None = None) -> None:
         self.service = service
 
     def ready(self) -> EngineService:
-        """The service; raises ApiError (503) while it is loading or when its engine died."""
+        """The service; raises ApiError (503) while it loads and after its engine has ended."""
         if self.service is None:
             raise ApiError("the model is loading", status=503, code="loading")
         if not self.service.engine.alive:
@@ -45,7 +45,7 @@ class EngineHost:
 
 
 def create_app(host: EngineHost, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> Starlette:
-    """The app around `host`, whose service may come later; bodies beyond `max_body_bytes` are a 413."""
+    """The app around `host`. Its service may be set later. Bodies beyond `max_body_bytes` are a 413."""
     app = Starlette(
         routes=[
             Route("/health", health),
@@ -73,13 +73,13 @@ def create_app(host: EngineHost, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
 
 
 async def health(request: Request) -> Response:
-    """200 once the engine serves."""
+    """200 while the engine serves."""
     service_of(request)
     return json_response({"status": "ok"})
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text; without cache statistics when the engine thread is gone."""
+    """Prometheus text; without cache statistics after the engine has ended."""
     shown: EngineMetrics = request.app.state.metrics
     service: EngineService | None = request.app.state.host.service
     if service is None:
@@ -91,7 +91,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The one model served."""
+    """A list of the one served model."""
     return json_response({"object": "list", "data": [_model_card(service_of(request))]})
 
 
@@ -103,7 +103,7 @@ async def model(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    """The tokens of a chat or a prompt, exactly as they would be served."""
+    """The tokens of a chat or a prompt, exactly as the engine would run them."""
     service = service_of(request)
     prompt = await service.prompt(parse_tokenize(await body_of(request)))
     extra_ids = prompt.embeddings.extra_ids
@@ -145,7 +145,7 @@ async def _answer_error(_request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router."""
+    """The router's own errors: 404 and 405."""
     if not isinstance(error, HTTPException):
         raise error
     path = request.url.path
@@ -162,4 +162,6 @@ async def _nobody_to_answer(_request: Request, _error: Exception) -> Response:
 
 
 async def _fault(_request: Request, _error: Exception) -> Response:
-    return error_response(ApiError("the engine met an internal error", status=500, code="internal_error"))
+    return error_response(
+        ApiError("internal error; the engine's log has the details", status=500, code="internal_error")
+    )

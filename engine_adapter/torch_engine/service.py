@@ -1,4 +1,4 @@
-"""The engine, its tokenizer, its events and its tables: what the routes work on."""
+"""An engine with its tokenizer, events and prompt tables: what the routes work on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine_adapter.types import TokenIds
 
 T = TypeVar("T")
 
-_MAX_CHARS_PER_TOKEN = 256  # no tokenizer has tokens that long on average: beyond it a prompt cannot fit
+_MAX_CHARS_PER_TOKEN = 256  # no tokenizer has longer tokens on average: a longer text cannot fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class ServiceOptions:
 
     Attributes:
         model: directory or hub id, None for the built-in random-weight model.
-        served_name: name clients send, None for the model's own.
+        served_name: model name that clients send, None for the model's own.
         device, dtype: as torch names them; None takes the checkpoint's type.
         threads: CPU threads of torch, None for its default.
-        host: address that KV events are published on.
+        host: address to publish KV events on.
         engine: sizes and limits.
     """
 
@@ -53,18 +53,18 @@ class ServiceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenised prompt and what its fake ids stand for."""
+    """A tokenised prompt and the embeddings behind its fake ids."""
 
     token_ids: TokenIds[int]
     embeddings: PromptEmbeddings
 
 
 class EngineService:
-    """A running engine and what belongs to it.
+    """A running engine with all that belongs to it.
 
     Attributes:
-        instance: random name of this process; another one means that all KV is gone.
-        created: when it was loaded, in seconds since the epoch.
+        instance: random name of this process. Another name means that all KV is gone.
+        created: load time in seconds since the epoch.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EngineService:
         *,
         host: str = "127.0.0.1",
     ) -> None:
-        """Allocates the engine; `start` makes it run. Raises EngineSpecError for options that do not fit."""
+        """Allocates the engine, but does not start it. Raises EngineSpecError for options that do not fit."""
         self.instance = secrets.token_hex(8)
         self.created = int(time.time())
         self.model = model
@@ -103,12 +103,12 @@ class EngineService:
         self.publisher.close()
 
     async def call(self, fn: Callable[[KvCache], T]) -> T:
-        """Runs `fn` on the cache between two steps. Raises EngineUnavailable."""
+        """Runs `fn` on the cache between two steps. Raises EngineUnavailable when the engine has ended."""
         future: Future[T] = self.engine.call(fn)
         return await asyncio.wrap_future(future)
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError (404) for a model that is not the one served."""
+        """Raises ApiError (404) for a model other than the served one."""
         if name is not None and name != self.model.name:
             raise ApiError(
                 f"the model {name!r} is not served here; {self.model.name!r} is",
@@ -118,7 +118,7 @@ class EngineService:
             )
 
     async def prompt(self, request: PromptRequest) -> Prompt:
-        """Tokenises a request. Raises ApiError, ChatError or PromptTableError for what the client did."""
+        """Tokenises a request. Raises ApiError, ChatError or PromptTableError for bad input."""
         self.check_model(request.model)
         if isinstance(request, ChatRequest):
             return await self._chat_prompt(request)
@@ -164,7 +164,7 @@ class EngineService:
         }
 
     def check_length(self, request: PromptRequest, prompt_tokens: int) -> None:
-        """Raises ApiError (400) for a prompt that leaves no room for the answer asked for."""
+        """Raises ApiError (400) if prompt and requested answer do not fit into the context."""
         limit = self.engine.max_model_len
         message = f"a prompt of {prompt_tokens} tokens exceeds the context of {limit}"
         if prompt_tokens >= limit:
@@ -174,7 +174,7 @@ class EngineService:
             raise _too_long(f"{name} of {request.asked_tokens} after {message}", name)
 
     def _check_chars(self, chars: int, param: str) -> None:
-        """Refuses, before any work, a text that cannot fit however it is tokenised."""
+        """Refuses a text that is too long for any tokenizer, before any work."""
         limit = self.engine.max_model_len
         if chars > limit * _MAX_CHARS_PER_TOKEN:
             raise _too_long(f"{chars} characters exceed the context of {limit} tokens", param)
@@ -185,7 +185,7 @@ def _too_long(message: str, param: str) -> ApiError:
 
 
 def _text_size(messages: object) -> int:
-    """Characters of all texts in `messages`, however they are nested; data of embeddings left out."""
+    """Number of characters of all texts in `messages`, at any depth, without embedding data."""
     size = 0
     pending = [messages]
     while pending:

@@ -1,4 +1,4 @@
-"""Where KV lies: the block pools of both tiers, for all layers."""
+"""The memory of the KV cache: the block pools of both tiers, for all layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from engine_adapter.torch_engine.attention import LayerShape
 
 STAGED_BLOCKS = 16
-"""Blocks that move between the tiers at once: all the memory that moving them takes, however many move."""
+"""Blocks per copy between the tiers. A buffer of this size is all the memory that copying ever takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class _Group:
     """Planes (the keys or values of one layer) of one shape.
 
     Attributes:
-        gpu: [planes, blocks, values of a block]; attention reads planes in one piece.
-        host: [blocks, planes, values of a block]; a block is copied in one piece.
-        staging: on the device, laid out as `host`; blocks change their layout there.
+        gpu: [planes, blocks, values of a block], so that attention reads a plane in one piece.
+        host: [blocks, planes, values of a block], so that a block is copied in one piece.
+        staging: laid out as `host`, on the device; blocks change their layout there.
     """
 
     gpu: Tensor
@@ -30,9 +30,9 @@ class _Group:
 
 
 class KvStorage:
-    """Paged KV of all layers on the device, and its host tier (in pinned memory next to CUDA).
+    """The paged KV of all layers on the device, and its host tier (pinned memory with CUDA).
 
-    Copies and model execution share one stream, so they take effect in the order they are asked for.
+    Copies and forward passes share one stream, so they take effect in call order.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class KvStorage:
         self._layers = [(planes[2 * index], planes[2 * index + 1]) for index in range(len(shapes))]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [token slots, heads, dim], to read and to write."""
+        """Keys and values of a layer, [token slots, heads, dim], for reading and writing."""
         return self._layers[index]
 
     def copy_to_host(self, gpu_slots: Sequence[int], host_slots: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class KvStorage:
     def _slices(
         self, gpu_slots: Sequence[int], host_slots: Sequence[int]
     ) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """The slots of both tiers, as many at a time as the staging buffer holds."""
+        """Pairs of GPU and host slots, in slices that fit the staging buffer."""
         for start in range(0, len(host_slots), STAGED_BLOCKS):
             part = slice(start, start + STAGED_BLOCKS)
             yield torch.tensor(list(gpu_slots[part]), device=self._device), host_slots[part]

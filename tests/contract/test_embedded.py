@@ -1,4 +1,4 @@
-"""What only the embedded engine can do, over its adapter: events, tables, pins, offload, and its end."""
+"""What only the embedded engine can do, through its adapter: events, tables, pins, offload, its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAIT_S = 20.0
 
 
 class View:
-    """What a reader of the events believes the engine holds: (tier, hash) → (tokens, extra ids, salt)."""
+    """The cache as a reader of its events sees it: (tier, hash) → (parent, tokens, extra ids, salt)."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple, tuple] = {}
@@ -97,7 +97,7 @@ async def complete(control, tokens, **fields):
 
 
 async def fill_the_pool(control, name) -> None:
-    """More prompts than fit in 256 blocks: everything that can be evicted is."""
+    """Runs more prompts than fit in 256 blocks, so that every evictable block is evicted."""
     for prompt in range(9):
         await complete(control, [(prompt + i) % 900 + 5 for i in range(480)], cache_salt=f"{name}{prompt}")
 

@@ -114,7 +114,7 @@ def test_embeddings_in_a_message(kvpin):
 
     first, other, again = ask(21), ask(22), ask(21)
     assert cached(first) == 0
-    assert cached(other) <= 16  # the text before the embeddings, at most
+    assert cached(other) <= 16  # at most the text before the embeddings
     assert cached(again) >= 32
     assert again.json()["choices"] == first.json()["choices"]
 

@@ -1,4 +1,4 @@
-"""What clients ask to be kept is kept, on a real engine behind the proxy: and not beyond its share."""
+"""Retention on a real engine behind the proxy: what clients ask for is kept, up to a share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kv_of(kvpin):
 
 
 def scan(kvpin, name):
-    """Documents that nobody asks about again, more than both tiers hold."""
+    """Asks about more documents than both tiers hold, each once."""
     kv = kv_of(kvpin)
     for number in range((kv["gpu"]["total"] + kv["host"]["total"]) // PROMPT_BLOCKS + 1):
         ask(kvpin, document(f"{name} {number}", ENTRIES), max_tokens=1)
@@ -40,7 +40,7 @@ def test_what_is_to_be_kept_outlives_a_scan_and_its_equal_does_not(kvpin):
     kept, left = ask(kvpin, document("kept", ENTRIES)), ask(kvpin, document("left", ENTRIES))
     assert cached(kept) >= 16 * (PROMPT_BLOCKS - 1)
     assert int(kept.headers["x-kvpin-predicted-tokens"]) == cached(kept)
-    assert cached(left) < cached(kept) / 2  # no more than all prompts begin with
+    assert cached(left) < cached(kept) / 2  # only the beginning that all prompts share
 
 
 def test_no_more_than_its_share_is_kept_and_the_oldest_goes(kvpin):

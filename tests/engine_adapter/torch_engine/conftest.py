@@ -1,4 +1,4 @@
-"""One engine in this process, behind a real socket, for tests that look at it from both sides."""
+"""One engine in this process behind a real socket, so that tests see both sides of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServedEngine:
 
 @pytest.fixture(scope="session")
 def served_engine() -> Iterator[ServedEngine]:
-    """Tests share its cache and its counters: use prompts or salts of your own."""
+    """Tests share its cache and counters: use your own prompts or salts."""
     torch.set_num_threads(1)
     options = EngineOptions(kv_blocks=256, host_cache_bytes=64 << 20, prefill_chunk=64)
     service = EngineService.build(ServiceOptions(threads=1, engine=options))

@@ -1,4 +1,4 @@
-"""Small models of several kinds, an engine over them, and transformers' own answers to hold it to."""
+"""Small models of several kinds, an engine over them, and transformers' own answers to compare with."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def write_config_model(kind, directory):
 
 
 class Reference:
-    """transformers' own model, eager attention, without any cache of ours."""
+    """transformers' own model with eager attention, without our cache."""
 
     def __init__(self, directory):
         self.module = AutoModelForCausalLM.from_pretrained(
@@ -114,7 +114,7 @@ class Reference:
 
 
 class Answer:
-    """Everything one request was answered."""
+    """All outputs of one request."""
 
     def __init__(self):
         self.outputs = []
@@ -149,7 +149,7 @@ class Answer:
 
 
 class Served:
-    """A running engine, its events, and short ways to ask it."""
+    """A running engine with its events, and short calls for tests."""
 
     def __init__(self, model, **options):
         self.model = model
@@ -192,7 +192,7 @@ class Served:
 
 @contextmanager
 def served(model, **options):
-    """A running engine; ends by checking that every block is accounted for."""
+    """A running engine. At the end, checks that no block is lost."""
     torch.set_num_threads(1)
     world = Served(model, **options)
     world.engine.start()

@@ -1,4 +1,4 @@
-"""A KV cache whose memory can be read: what a real engine would have written where."""
+"""A KV cache with readable memory: each slot shows what a real engine would have written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIZE = 4
 
 
 class Memory:
-    """Both tiers, each slot a list of what its tokens' KV depends on: salt and all tokens up to it."""
+    """Both tiers. A slot lists what the KV of each token depends on: the salt and all tokens up to it."""
 
     def __init__(self, gpu_blocks, host_blocks):
         self.gpu = [[None] * SIZE for _ in range(gpu_blocks)]
@@ -32,7 +32,7 @@ class Memory:
 
 
 class View:
-    """What a listener knows: per tier, name → (parent name, salt at the root, tokens, extra ids)."""
+    """The knowledge of a listener: per tier, name → (parent name, salt at the root, tokens, extra ids)."""
 
     def __init__(self):
         self.tiers = {Tier.GPU: {}, Tier.HOST: {}}
@@ -57,7 +57,7 @@ class View:
 
 
 class World:
-    """A cache, its memory and a listener; `run` computes as an engine would and checks what it reads."""
+    """A cache, its memory and a listener. `run` computes like an engine and checks all it reads."""
 
     def __init__(self, gpu_blocks=8, host_blocks=0):
         self.memory = Memory(gpu_blocks, host_blocks)
@@ -83,7 +83,7 @@ class World:
         return True
 
     def compute(self, sequence, count):
-        """Writes KV of the next tokens, after checking that all before them reads right."""
+        """Checks the KV of all tokens so far, then writes that of the next ones."""
         assert self.cache.reserve(sequence, sequence.computed + count)
         for position in range(sequence.computed):
             assert self._cell(sequence, position) == self._meaning(sequence, position)
@@ -116,7 +116,7 @@ class World:
         assert fresh.tiers == self.view.tiers
 
     def held(self, tokens):
-        """Blocks of a prefix that are cached; looking changes nothing."""
+        """Number of cached blocks of a prefix. Changes nothing."""
         return len(self.cache._admin._scope(KvTarget(array("i", tokens))))
 
     def blocks(self, tier):

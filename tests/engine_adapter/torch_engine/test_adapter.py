@@ -1,4 +1,4 @@
-"""What the contract suite cannot see of the embedded adapter: addresses, and that torch stays out."""
+"""The parts of the embedded adapter that the contract suite cannot see: addresses, no import of torch."""
 
 from __future__ import annotations
 

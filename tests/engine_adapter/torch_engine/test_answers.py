@@ -1,4 +1,4 @@
-"""OpenAI's shapes, held against the openai package's own models."""
+"""OpenAI's shapes, checked with the openai package's own models."""
 
 from __future__ import annotations
 

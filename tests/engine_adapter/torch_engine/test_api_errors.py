@@ -1,4 +1,4 @@
-"""Which error is answered how."""
+"""The answer to each kind of error."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def call(rows, **kwargs):
 
 
 def by_hand(query, keys, values, asked):
-    """One query over its keys, written out."""
+    """Attention of one query over its keys, step by step."""
     output = torch.empty(HEADS, DIM)
     start = 0 if asked.window is None else max(0, len(keys) - asked.window)
     for head in range(HEADS):
@@ -64,8 +64,8 @@ def test_a_mixed_step_attends_each_row_over_its_own_sequence(window, softcap):
     sequences = [  # block ids, tokens after this step, rows in this step
         ([3, 1], 6, 1),
         ([0], 2, 1),
-        ([5, 6], 7, 3),  # in one piece
-        ([9, 2], 5, 5),  # from its start, and not in one piece
+        ([5, 6], 7, 3),  # contiguous
+        ([9, 2], 5, 5),  # from the first token, and not contiguous
     ]
     slots, spans, row = [], [], 0
     for blocks, length, rows in sequences:

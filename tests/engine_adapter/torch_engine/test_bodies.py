@@ -1,4 +1,4 @@
-"""Bodies up to a limit, whatever they say of their length."""
+"""Bodies up to a limit, whatever length they declare."""
 
 from __future__ import annotations
 

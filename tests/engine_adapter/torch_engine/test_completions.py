@@ -1,4 +1,4 @@
-"""Answers on a real socket: streams, headers, stops, usage, and clients that leave or dawdle."""
+"""Answers on a real socket: streams, headers, stops, usage, clients that leave or read slowly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cancelled(service) -> int:
 
 
 async def one_more_cancelled(service, before: int) -> None:
-    """Waits until the engine has ended one more request for want of a client."""
+    """Waits until the engine has cancelled one more request."""
     for _ in range(1000):
         if cancelled(service) > before:
             return
@@ -174,7 +174,7 @@ async def test_a_client_that_leaves_frees_its_blocks(client, served_engine):
 
 
 async def test_a_client_that_leaves_while_it_waits(client, served_engine):
-    """Cancelled before its headers: the queue must not keep it."""
+    """A request without an answer yet is cancelled too."""
     before = cancelled(served_engine.service)
     with socket.create_connection(httpx.URL(served_engine.url).netloc.decode().split(":")) as connection:
         content = json.dumps(body(max_tokens=3000)).encode()

@@ -1,4 +1,4 @@
-"""Which errors end the engine. What a failed step costs whom: test_engine.py, over a real model."""
+"""Which errors end the engine. test_engine.py has the failed steps, over a real model."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_text_ends_before_the_first_stop_string(tokenizer, text, stops):
     shown = "".join(texts)
     assert detokenizer.stopped == any(stop in text for stop in stops)
     if detokenizer.stopped:
-        # Of two stop strings in one token the first counts; later tokens may hold an earlier overlap.
+        # Of two stop strings in one token, the first counts. A later token may complete an earlier one.
         assert text.startswith(shown)
         assert any(text[len(shown) :].startswith(stop) for stop in stops)
         assert not any(stop in shown for stop in stops)

@@ -78,7 +78,7 @@ def test_greedy_is_generate_after_offload_and_restore(pair):
     with served(model, host_cache_bytes=64 * model.block_bytes(4)) as world:
         assert world.tokens(prompt, 9) == expected
         assert world.operate("offload", prompt).moved == 7
-        again = world.ask(prompt, 9).wait()  # restored by the prompt that meets it
+        again = world.ask(prompt, 9).wait()  # the prompt restores it
         assert (again.tokens, again.cached) == (expected, 28)
         assert world.operate("offload").moved == 9
         assert world.operate("restore", prompt).moved == 7
@@ -238,7 +238,7 @@ def test_the_end_token_stops_unless_ignored(llama):
 # --- failures -----------------------------------------------------------------------------------------
 
 
-POISON = 1  # as the first token of a prompt
+POISON = 1  # the first token of a prompt whose steps fail
 
 
 def poison_of(length):
@@ -246,7 +246,7 @@ def poison_of(length):
 
 
 def fail_on_poison(world, error, times=10**9):
-    """Steps with a poisoned prompt raise `error`, so many times."""
+    """Steps with a poisoned prompt raise `error`, at most `times` times."""
     run = world.engine._runner.run
     left = iter(range(times))
 
@@ -260,7 +260,7 @@ def fail_on_poison(world, error, times=10**9):
 
 @contextmanager
 def held_up(world):
-    """What is asked within comes to the engine at once."""
+    """Holds the engine thread, so that requests made within start together."""
     gate = threading.Event()
     blocked = world.engine.call(lambda cache: gate.wait(10))
     yield
@@ -367,13 +367,26 @@ def test_a_device_error_in_an_operation_ends_the_engine(llama):
         assert "illegal memory access" in world.engine.wait()
 
 
+def test_a_device_error_in_a_copy_ends_the_engine(llama):
+    model, _ = llama
+    with served(model, kv_blocks=16, host_cache_bytes=32 * model.block_bytes(4)) as world:
+        world.tokens(prompt_of(33))
+
+        def fail(*slots):
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        world.engine._cache.tree._copier.copy_to_host = fail
+        assert world.ask(prompt_of(33, seed=1)).wait().finished.reason == "error"
+        assert "illegal memory access" in world.engine.wait()
+
+
 def test_an_engine_that_fails_at_every_step_ends(llama):
     model, reference = llama
     with served(model) as world:
         fail_on_poison(world, RuntimeError("out of luck"))
         for _ in range(MAX_FAILED_STEPS - 1):
             world.ask(poison_of(6)).wait()
-        assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)  # one good step: all is well
+        assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)  # a good step resets the count
         for _ in range(MAX_FAILED_STEPS):
             assert world.ask(poison_of(6)).wait().finished.reason == "error"
         assert f"{MAX_FAILED_STEPS} steps in a row failed" in world.engine.wait()
@@ -394,7 +407,7 @@ def test_an_owner_that_fails_loses_its_own_request_only(llama, caplog):
         world.call(lambda cache: None)
         world.call(lambda cache: None)
         assert "bad" not in world.engine._in_flight
-    assert "the owner of a request failed" in caplog.text
+    assert "the callback of a request failed" in caplog.text
 
 
 def test_a_dead_thread_leaves_nobody_waiting(llama, caplog):
@@ -466,7 +479,7 @@ def test_pins_can_leave_a_request_without_room(llama):
         assert world.call(lambda cache: cache.pin(target, 1e9, 0.0)).blocks == 8
         lost = world.ask(prompt_of(20, seed=5)).wait()
         assert lost.finished.reason == "cancelled"  # another engine may have room
-        assert "beside its 8 pinned blocks" in lost.finished.message
+        assert "beside 8 pinned blocks" in lost.finished.message
         assert world.ask(prompt_of(5, seed=6), 2).wait().finished.reason == "length"
 
 

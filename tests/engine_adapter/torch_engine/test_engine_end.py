@@ -1,4 +1,4 @@
-"""What clients see of an engine that stops in mid-answer: never something that passes for a whole one."""
+"""What clients see when the engine stops during an answer: never what looks like a whole answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}
 
 @pytest.fixture
 async def mortal():
-    """A service of the test's own, and a client of it."""
+    """A service for this test alone, and its client."""
     torch.set_num_threads(1)
     service = await asyncio.to_thread(
         EngineService.build, ServiceOptions(threads=1, engine=EngineOptions(kv_blocks=64))
@@ -50,7 +50,7 @@ async def test_streams_and_answers_are_cut_and_health_tells(mortal):
     await asyncio.to_thread(service.engine.stop)
     with pytest.raises(httpx.RemoteProtocolError):
         await reading
-    assert (await whole).status_code == 503  # nothing of it was sent, so that another engine can answer
+    assert (await whole).status_code == 503  # nothing was sent yet: another engine can answer
     last = [line for line in lines if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
     for path in ("/health", "/v1/models", "/kv/info"):

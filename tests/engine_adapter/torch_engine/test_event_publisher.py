@@ -1,4 +1,4 @@
-"""The publisher as a plain ZMQ client sees it."""
+"""The publisher, seen by a plain ZMQ client."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def replay(socket: zmq.Socket, start: int) -> list[list[bytes]]:
 
 def test_subscribers_get_numbered_batches(publisher, sub):
     received = []
-    for name in range(200):  # a subscription takes hold some time after connect
+    for name in range(200):  # a subscription starts some time after connect
         publisher.publish([removed(name)])
         try:
             received.append(sub.recv_multipart())

@@ -1,4 +1,4 @@
-"""Whatever a client sends: an answer in OpenAI's shape, and an engine that goes on."""
+"""Any input gets an answer in OpenAI's shape, and the engine goes on."""
 
 from __future__ import annotations
 

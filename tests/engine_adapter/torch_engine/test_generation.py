@@ -1,4 +1,4 @@
-"""The bridge between engine thread and event loop, over the real engine."""
+"""The bridge between engine thread and event loop, with a real engine."""
 
 from __future__ import annotations
 

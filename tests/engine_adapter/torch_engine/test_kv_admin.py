@@ -43,7 +43,7 @@ def test_flush_by_salt_and_by_prefix():
     assert world.cache.flush(KvTarget(cache_salt="s"), 10).moved == 2
     assert world.cache.flush(KvTarget(cache_salt="unknown"), 10).moved == 0
     world.check()
-    assert world.cache.flush(prefix(A), 10).moved == 3  # what hangs below its first block goes too
+    assert world.cache.flush(prefix(A), 10).moved == 3  # with all blocks below its first one
     world.check()
     assert world.blocks(Tier.GPU) == 0
 
@@ -67,7 +67,7 @@ def test_offload_of_a_prefix_moves_that_chain_and_leaves_its_children():
     assert (result.moved, result.remaining) == (2, 0)
     world.check()
     assert world.blocks(Tier.HOST) == 2
-    assert world.run([*B, 1]) == 8  # its shared first block comes back, the rest never left
+    assert world.run([*B, 1]) == 8  # its shared first block is restored, the second never moved
     assert world.cache.stats(0.0)["blocks"] == {"evicted": 0, "offloaded": 2, "restored": 1}
 
 
@@ -80,7 +80,7 @@ def test_offload_says_why_blocks_stay():
     assert (result.moved, result.left) == (1, {"in_use": 2, "pinned": 2, "no_room": 0})
     world.check()
     world.end(running)
-    result = world.cache.offload(ALL, 10)  # nothing on the host is worth less
+    result = world.cache.offload(ALL, 10)  # no host block has less value
     assert result.remaining == 0
     assert result.left["no_room"] + result.moved == 2
     world.check()
@@ -102,8 +102,8 @@ def test_restore_evicts_only_what_is_worth_less():
     world.cache.offload(ALL, 10)
     world.run(list(range(100, 116)))
     world.check()
-    assert world.cache.restore(ALL, 10).left["no_room"] == 2  # all there is was used later
-    assert world.cache.restore(prefix(A), 10).moved == 2  # asked for by name, it counts as used now
+    assert world.cache.restore(ALL, 10).left["no_room"] == 2  # every GPU block was used later
+    assert world.cache.restore(prefix(A), 10).moved == 2  # a named prefix counts as used now
     world.check()
     assert world.cache.tree.totals.evicted == 2
     assert world.run([*A, 1]) == 8
@@ -144,7 +144,7 @@ def test_overlapping_pins_count_once_and_end_one_by_one():
     assert world.cache.unpin(first.pin_id)
     assert world.cache.pinned_blocks == 2
     world.check()
-    assert world.cache.flush(prefix(B), 10).moved == 3  # a flush ends the pins it meets
+    assert world.cache.flush(prefix(B), 10).moved == 3  # a flush ends the pins on its blocks
     assert not world.cache.unpin(second.pin_id)
     world.check()
 

@@ -5,6 +5,7 @@ from array import array
 import pytest
 import xxhash
 
+from engine_adapter.torch_engine.kv_tree import CopyFailed
 from engine_adapter.types import KvTarget, Tier
 from tests.engine_adapter.torch_engine.kv_world import SIZE, World
 
@@ -75,7 +76,7 @@ def test_extend_takes_over_what_another_computed():
         assert world.begin(sequence)
     world.compute(pair[1], 2)
     world.compute(pair[0], 13)
-    assert world.cache.extend(pair[1]) == 0  # within a block
+    assert world.cache.extend(pair[1]) == 0  # not at a block boundary
     world.compute(pair[1], 2)
     assert world.cache.extend(pair[1]) == 8
     world.compute(pair[1], 1)
@@ -151,16 +152,12 @@ def test_a_full_host_tier_keeps_what_is_worth_more():
     assert world.run(tokens(9)) == 8
 
 
-class OutOfMemory(Exception):
-    pass
-
-
 def fail_once(world, verb):
     copy = getattr(world.memory, verb)
 
     def fail(*slots):
         setattr(world.memory, verb, copy)
-        raise OutOfMemory
+        raise MemoryError
 
     setattr(world.memory, verb, fail)
 
@@ -169,16 +166,16 @@ def test_blocks_whose_copy_down_failed_are_forgotten():
     world = World(6, 6)
     world.run(range(8))
     world.run(range(100, 108))
-    world.cache.offload(KvTarget(), 1)  # a block on the host, below nothing that will move
+    world.cache.offload(KvTarget(), 1)  # one host block
     fail_once(world, "copy_to_host")
     sequence = world.sequence(range(200, 220))
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(CopyFailed):
         world.cache.begin(sequence)
     world.end(sequence)
     world.check()
     assert world.run(range(200, 220)) == 0
     fail_once(world, "copy_to_host")
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(CopyFailed):
         world.cache.offload(KvTarget(), 10)
     world.check()
 
@@ -189,7 +186,7 @@ def test_blocks_whose_copy_up_failed_stay_on_the_host():
     world.cache.offload(KvTarget(), 10)
     fail_once(world, "copy_to_gpu")
     sequence = world.sequence(range(9))
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(CopyFailed):
         world.cache.begin(sequence)
     world.end(sequence)
     world.check()
@@ -204,7 +201,7 @@ def test_a_failed_copy_while_extending_leaves_what_was_gained():
     world.run(range(9))
     world.cache.offload(KvTarget(), 10)
     fail_once(world, "copy_to_gpu")
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(CopyFailed):
         world.cache.extend(late)
     world.check()
     assert world.cache.extend(late) == 8

@@ -1,4 +1,4 @@
-"""Any order of operations leaves the cache whole: nothing lost, nothing wrong read, nothing untold."""
+"""Any order of operations leaves the cache intact: no block lost, no wrong KV read, no event missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def target_of(tokens, extra, salt):
 
 
 def extras_of(tokens, extra):
-    """Extra ids that make the tokens of value 2 fake ones."""
+    """Extra ids that make each token 2 a fake one."""
     return None if extra is None else array("Q", [extra if token == 2 else 0 for token in tokens])
 
 
@@ -106,7 +106,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert 0 <= result.moved <= limit
         assert result.remaining >= 0
         assert min(result.left.values()) >= 0
-        assert result.moved or not result.remaining  # calling again until nothing remains must end
+        assert result.moved or not result.remaining  # so that repeating the call comes to an end
 
     @invariant()
     def whole(self):

@@ -15,12 +15,12 @@ DAY_S = 86_400.0
 
 
 def prompt(name, blocks=2):
-    """Tokens of a prompt that shares nothing with another name's."""
+    """Tokens of a prompt. Prompts of different names share nothing."""
     return [1000 * name + n for n in range(blocks * SIZE)]
 
 
 def scan(world, prompts=20, blocks=2):
-    """Prompts that nobody asks for again."""
+    """Runs prompts that nobody repeats."""
     for number in range(prompts):
         world.run(prompt(900 + number, blocks))
 
@@ -43,7 +43,7 @@ def test_with_a_host_tier_the_gpu_goes_by_last_use():
     world.run(prompt(1), priority=5)
     world.run(prompt(2))
     scan(world, prompts=3)
-    assert world.cache.restore(KvTarget(array("i", prompt(2))), 8).moved == 0  # it is there still
+    assert world.cache.restore(KvTarget(array("i", prompt(2))), 8).moved == 0  # still on the GPU
     assert world.cache.restore(KvTarget(array("i", prompt(1))), 8).moved == 2
 
 
@@ -51,7 +51,7 @@ def test_what_is_kept_longer_or_higher_stays_longer():
     world = World(8)
     world.run(prompt(1, 1), priority=2)
     world.run(prompt(2, 1), priority=1)
-    world.run(prompt(3, 7))  # takes all but one
+    world.run(prompt(3, 7))  # needs all blocks but one
     assert [world.held(prompt(name, 1)) for name in (1, 2)] == [1, 0]
 
 

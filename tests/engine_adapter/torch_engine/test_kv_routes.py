@@ -1,5 +1,5 @@
-"""`/kv/…` on a real socket. What the routes do to the cache is the cache's tests' business, and the
-contract suite's; here it is what they take and answer."""
+"""The input and output of `/kv/…` on a real socket. The cache's own tests and the contract suite check what
+the routes do to the cache."""
 
 from __future__ import annotations
 

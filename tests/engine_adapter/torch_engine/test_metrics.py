@@ -1,4 +1,4 @@
-"""Prometheus text, read back by Prometheus's own parser."""
+"""Prometheus text, read by Prometheus's own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables, their identities, and the clashes between them."""
+"""Prompt tables, their identities, and clashes between them."""
 
 from __future__ import annotations
 

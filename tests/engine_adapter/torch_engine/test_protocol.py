@@ -1,4 +1,4 @@
-"""Every field a client can get wrong gives a 400 that names it."""
+"""A wrong field is a 400 that names it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.engine_adapter.torch_engine.kv_world import World
 
 
 class Desk:
-    """A scheduler over a cache whose memory is checked; `step` computes what is planned."""
+    """A scheduler over a cache with checked memory. `step` computes the plan."""
 
     def __init__(self, blocks=16, max_num_seqs=8, prefill_chunk=8):
         self.world = World(blocks)
@@ -28,7 +28,7 @@ class Desk:
         return active
 
     def step(self, token=7):
-        """(name, tokens, first) of each item, computed; those that completed got `token`."""
+        """Computes a step; returns (name, tokens, first) of each item. Completed requests get `token`."""
         items = self.scheduler.plan()
         told = [(item.active.request.request_id, item.count, item.first) for item in items]
         for item in items:
@@ -103,7 +103,7 @@ def test_the_lowest_priority_value_runs_first():
     for name, priority in (("a", 0), ("later", 5), ("b", 0), ("first", -1)):
         desk.add(name, tokens(3), priority=priority)
     assert [active.request.request_id for active in desk.scheduler.waiting] == ["first", "a", "b", "later"]
-    assert desk.step() == [("running", 1, False)]  # what runs is not stopped
+    assert desk.step() == [("running", 1, False)]  # a running request is not stopped
 
 
 def test_the_highest_priority_value_gives_way():
@@ -123,7 +123,7 @@ def test_a_preempted_request_is_recomputed_and_not_first_again():
         desk.step()
     desk.scheduler.remove(first)
     assert len(second.sequence.tokens) == 9
-    assert desk.step() == [("b", 1, False)]  # the rest had stayed in the cache
+    assert desk.step() == [("b", 1, False)]  # the rest is still cached
 
 
 def test_an_empty_plan_means_no_room_at_all():

@@ -1,4 +1,4 @@
-"""The engine as a process: start, signals, a parent that goes away, and options that cannot be."""
+"""The engine as a process: start, signals, failures, a parent that ends, bad options."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from engine_adapter import EngineSpecError
+from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
+from engine_adapter.torch_engine.options import EngineOptions
 from engine_adapter.torch_engine.serve import ServeOptions, app, serve_engine
 from tests.engine_adapter.torch_engine import failing_engine as failing
 from tests.engines import running_engine
@@ -130,3 +133,13 @@ def test_a_model_that_is_not_there_ends_it_with_one_line():
     assert "kvpin engine: " in result.output
     assert "/nowhere" in result.output
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_every_flag_and_every_failure_is_documented():
+    page = (Path(__file__).parents[3] / "docs" / "engines" / "embedded.md").read_text(encoding="utf-8")
+    for parameter in get_command(app).params:
+        assert parameter.opts[0] in page
+    assert f"{MAX_FAILED_STEPS} steps in a row" in page
+    assert f"{EngineOptions().pin_share:.0%} by" in page
+    for code in ("request_failed", "engine_unavailable", "pin_limit_reached", "context_length_exceeded"):
+        assert f"`{code}`" in page

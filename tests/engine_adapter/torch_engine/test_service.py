@@ -1,4 +1,4 @@
-"""Prompts as the service makes them: also those too long for the event loop."""
+"""The service's prompts, also those too long for the event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine_adapter.torch_engine.service import EngineService, ServiceOptions
 
 async def test_long_and_short_texts_are_tokenised_alike(served_engine):
     service = served_engine.service
-    text = "One two three. " * 400  # longer than what is done on the event loop
+    text = "One two three. " * 400  # too long for the event loop
     prompt = await service.prompt(CompletionRequest(prompt=text))
     assert prompt.token_ids == service.tokenizer.encode(text, add_special_tokens=True)
     messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
