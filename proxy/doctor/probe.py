@@ -1,4 +1,5 @@
-"""One engine put through kvpin's read and write path: do its events come, is what it reuses as predicted?"""
+"""Runs one engine through kvpin's read and write path: do its events arrive, and does it reuse as
+predicted?"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
 
-# Until the first view of a cache is there, and until what a request left in it is in the view.
+# Seconds to wait for the first view, and for a request's blocks to appear in it; seconds between looks.
 VIEW_S, SETTLE_S, LOOK_S = 10.0, 5.0, 0.02
-# The requests of a probe: so many blocks of the engine's and one token, of ids that every vocabulary has.
+# A probe's prompt: this many of the engine's blocks and one token, of ids that every vocabulary has.
 PROBE_BLOCKS = 3
 _IDS = range(10, 250)
 _PATH = "/v1/completions"
@@ -36,13 +37,13 @@ _PATH = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What an engine's KV events tell.
+    """What an engine's KV events show.
 
     Attributes:
-        state: `current`, `late`, `unfit`, `none` where it sends none, `unasked` where asking would take them
-            from others.
-        blocks: the engine's blocks that the first view holds.
-        complete: False when the engine may hold more than was told.
+        state: `current`; `late` if they do not arrive; `unfit` if their block size does not fit; `none` if it
+            sends none; `unasked` if reading would take them from another reader.
+        blocks: engine blocks in the first view.
+        complete: False if the engine may hold more.
         detail: one sentence.
     """
 
@@ -54,8 +55,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The second of two equal requests: its prompt tokens, those predicted to be reused, and those reported;
-    `error` says why there is no such request."""
+    """The second of two equal requests: prompt tokens, predicted and reported reuse. `error` says why the
+    request failed."""
 
     n_tokens: int
     predicted: int = 0
@@ -67,7 +68,7 @@ class Ward:
     """One engine behind kvpin's own read and write path, without a server."""
 
     def __init__(self, adapter: EngineAdapter, info: EngineInfo, builder: PromptBuilder) -> None:
-        """`info` as the adapter's `connect` gave it."""
+        """`info` is the result of the adapter's `connect`."""
         self._tasks = Supervisor()
         self._transport = AiohttpTransport()
         fleet = Fleet()
@@ -96,16 +97,19 @@ class Ward:
         await self._transport.aclose()
 
     async def first_view(self, *, takes_events: bool) -> View:
-        """Follows the engine's events until they tell what it holds."""
+        """Follows the engine's events until they show what it holds."""
         engine = self._engine
         if not engine.can(Capability.KV_EVENTS):
-            return View("none", "it sends none: what it holds is learned from its answers")
+            return View("none", "it sends none: kvpin learns what it holds from its answers")
         if not has_exact_events(engine, self._pool):
             return View(
                 "unfit", f"they are in blocks of {engine.info and engine.info.tokens_per_block} tokens"
             )
         if engine.info is not None and engine.info.events_read_once and not takes_events:
-            return View("unasked", "whoever asks takes them from others: --probe asks, where no kvpin runs")
+            return View(
+                "unasked",
+                "reading takes them from other readers: use --probe if no kvpin follows it",
+            )
         self._ingest.follow(engine, self._pool)
         if not await _until(lambda: engine.audit.trust is Trust.PRECISE, VIEW_S) or engine.view is None:
             return View("late", f"no view within {VIEW_S:.0f} s: {engine.audit.why}")
@@ -116,7 +120,7 @@ class Ward:
         return View("current", told, view.counts.stored, view.complete)
 
     async def probe(self) -> Probe:
-        """Has the engine serve a new prompt twice."""
+        """Sends the engine a new prompt twice."""
         info, pool = self._engine.info, self._pool
         block = max((info and info.tokens_per_block) or TOKENS_PER_BLOCK, pool.tokens_per_block)
         n_tokens = PROBE_BLOCKS * block + 1
@@ -141,14 +145,14 @@ class Ward:
         return list(self._records)[-1]
 
     def _holds(self, record: RequestRecord) -> bool:
-        """Whether the view has every full block of a request's prompt."""
+        """Whether the view holds every full block of a request's prompt."""
         chain = self._pool.chain(record.prompt)
         match = self._pool.index.match(chain.hashes).get(self._engine.id) if chain is not None else None
         return chain is None or match is None or match.blocks - match.pending == len(chain.hashes)
 
 
 async def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Waits for a condition; whether it came."""
+    """Waits for a condition; False after the time-out."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 - what is waited for has no event
@@ -157,4 +161,4 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 async def _discard(_message: Message) -> None:
-    """Nobody waits for the answers."""
+    """Drops an answer, which nobody waits for."""

@@ -225,7 +225,7 @@ async def test_a_flush_forgets_everything_and_says_so(vllm, control):
 )
 async def test_a_part_cannot_be_flushed(vllm, target):
     await vllm.connect()
-    with pytest.raises(NotSupported, match="everything or nothing") as caught:
+    with pytest.raises(NotSupported, match="can only flush everything") as caught:
         await operated(vllm, KvVerb.FLUSH, target)
     assert caught.value.capability == "flush"
 
