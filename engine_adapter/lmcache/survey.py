@@ -11,7 +11,7 @@ from engine_adapter.lmcache.client import Coordinator, Node, Scope
 from engine_adapter.lmcache.options import LmCacheSpec
 from engine_adapter.types import Capability, Finding
 
-_UNUSED = "nothing is offloaded, restored or pinned there, and what it holds is not predicted"
+_UNUSED = "kvpin does not use it"
 _CONNECTOR = (
     'start vLLM with --kv-transfer-config \'{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",'
     '"kv_connector_extra_config":{"lmcache.mp.host":"tcp://HOST","lmcache.mp.port":PORT}}\''
@@ -74,27 +74,27 @@ async def _survey(
     try:
         status, config = await node.status(), await node.config()
     except EngineError as error:
-        problem = f"the LMCache server {spec.options.lmcache} is not there ({error})"
+        problem = f"the LMCache server {spec.options.lmcache} is not reachable ({error})"
         raise _Unusable(problem, "start it, or leave lmcache= out") from None
     context = _context(spec, model, status)
     told = config.coordinator or wire.CoordinatorConfig()
     url = spec.options.lmcache_coordinator or told.url
     if url is None or not told.event_reporting:
-        problem = f"the LMCache server {spec.options.lmcache} tells no coordinator what it holds"
+        problem = f"the LMCache server {spec.options.lmcache} reports to no coordinator"
         raise _Unusable(problem, f"start `lmcache coordinator`, and the server with {_REPORTING}")
     scope = Scope(context.model_name, context.world_size, config.mp.instance_id)
     coordinator = coordinator_at(url)
     try:
         await _examine(spec, coordinator, scope, status.chunk_size)
     except EngineError as error:
-        problem = f"the LMCache coordinator {url} is not there ({error})"
+        problem = f"the LMCache coordinator {url} is not reachable ({error})"
         raise _Unusable(problem, "start it, or name another: lmcache_coordinator=http://HOST:PORT") from None
     moves = frozenset({Capability.OFFLOAD, Capability.RESTORE})
     site = Site(coordinator, scope, status.chunk_size, told.event_flush_interval, moves)
     try:
         await coordinator.pins()
     except EngineError as error:
-        problem = f"the LMCache coordinator {url} takes no pins ({error})"
+        problem = f"the LMCache coordinator {url} cannot pin ({error})"
         return site, (Finding(problem, "start it with its eviction controller"),)
     return replace(site, capabilities=moves | {Capability.PIN}), ()
 

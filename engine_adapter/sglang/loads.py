@@ -90,4 +90,4 @@ def _read(answer: object, kind: type[_Answer]) -> _Answer:
     try:
         return msgspec.convert(answer, kind)
     except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"it does not tell its load as SGLang does: {error}") from error
+        raise EngineUnavailable(f"it does not report its load as SGLang does: {error}") from error

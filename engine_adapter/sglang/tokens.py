@@ -31,7 +31,7 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         asked = body.replace(**dict.fromkeys(_NOT_OF_CHATS))
         return array("i", await _ask(control, asked.raw))
     if path != COMPLETIONS:
-        raise EngineRejected(f"SGLang does not tell the tokens of {path}", status=_NOT_FOUND)
+        raise EngineRejected(f"SGLang cannot tokenise {path}", status=_NOT_FOUND)
     prompt = body.get("prompt")
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], str):

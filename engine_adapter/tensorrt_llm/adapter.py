@@ -275,5 +275,5 @@ def _rendered(answer: object) -> TokenIds[int]:
     except msgspec.ValidationError as error:
         raise EngineUnavailable(f"its render route does not answer as TensorRT-LLM does: {error}") from error
     if len(prompts) != 1 or not prompts[0].tokens_trusted:
-        raise EngineRejected("the engine does not tell the one prompt of this request", status=422)
+        raise EngineRejected("the engine cannot tokenise this request", status=422)
     return array("i", prompts[0].token_ids)

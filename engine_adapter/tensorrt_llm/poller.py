@@ -26,23 +26,23 @@ IDLE_S = 1.0
 SILENT_PROMPTS = 8
 CONFIG = "start trtllm-serve with --config FILE, and in it kv_cache_config: "
 SILENT = Finding(
-    "no KV event came though prompts were served: what it holds is learned from its answers",
+    "prompts were served, but no KV event came: kvpin learns what it holds from its answers",
     CONFIG + "{enable_block_reuse: true, event_buffer_max_size: 16384}",
 )
-SALT_UNTOLD = Finding(
-    "its KV events do not tell the cache salt of a block: since a request had one, "
-    "what it holds is learned from its answers",
+NO_SALT_IN_EVENTS = Finding(
+    "its KV events do not carry cache salts, and a request had one: "
+    "kvpin learns what it holds from its answers",
     "use a version whose events have cache_salt",
 )
-LORA_UNTOLD = Finding(
-    "its KV events do not tell the LoRA adapter of a block: since a request had one, "
-    "what it holds is learned from its answers",
+NO_LORA_IN_EVENTS = Finding(
+    "its KV events do not carry LoRA adapters, and a request had one: "
+    "kvpin learns what it holds from its answers",
     "serve LoRA requests from an engine of their own",
 )
 SEVERAL_RANKS = Finding(
-    "it places requests on data-parallel ranks of its own choice, each with a cache of its own: "
-    "what it holds is learned from its answers",
-    "start a server for each rank in place of enable_attention_dp",
+    "it chooses among data-parallel ranks itself, each with its own cache: "
+    "kvpin learns what it holds from its answers",
+    "start one server per rank instead of enable_attention_dp",
 )
 
 
@@ -160,9 +160,9 @@ class EventPoller:
         if len(reader.ranks) > 1:
             return SEVERAL_RANKS
         if traffic.salted and reader.lacks_salt:
-            return SALT_UNTOLD
+            return NO_SALT_IN_EVENTS
         if traffic.lora and reader.lacks_lora:
-            return LORA_UNTOLD
+            return NO_LORA_IN_EVENTS
         if not reader.heard and len(traffic.prompts) >= SILENT_PROMPTS:
             return SILENT
         return None

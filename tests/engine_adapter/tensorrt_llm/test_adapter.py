@@ -16,7 +16,7 @@ from engine_adapter.tensorrt_llm import adapter as module
 from engine_adapter.tensorrt_llm import discovery
 from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER, TensorRTLLMAdapter
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS
-from engine_adapter.tensorrt_llm.poller import LORA_UNTOLD
+from engine_adapter.tensorrt_llm.poller import NO_LORA_IN_EVENTS
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
@@ -368,8 +368,8 @@ class TestEvents:
             await event()
             await ask(adapter, prompt=list(range(100)), lora_request=LORA)
             await event()
-            assert await event() == ViewLost(LORA_UNTOLD.problem)
-        assert LORA_UNTOLD in adapter.findings()
+            assert await event() == ViewLost(NO_LORA_IN_EVENTS.problem)
+        assert NO_LORA_IN_EVENTS in adapter.findings()
         assert (await adapter.load()).outdated
 
     async def test_adapters_it_does_tell_of_are_kept_apart(self, adapter_of):

@@ -110,7 +110,7 @@ class TestWhatItIs:
             adapter.pin(TARGET, 1),
             adapter.unpin(""),
         ):
-            with pytest.raises(NotSupported, match="is not there"):
+            with pytest.raises(NotSupported, match="is not reachable"):
                 await work
         await result(adapter.operate(KvVerb.FLUSH, KvTarget()))
         lmcache.node_error = None
