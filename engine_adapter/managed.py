@@ -141,7 +141,7 @@ def _check_line(words: Sequence[str]) -> None:
 
 def _prepare_line(_spec: EngineSpec, words: Sequence[str]) -> None:
     if shutil.which(words[0]) is None:
-        raise EngineSpecError(f"program {words[0]!r} is not installed: install it, or give its full path")
+        raise EngineSpecError(f"there is no program {words[0]!r}: install it, or give its full path")
 
 
 _ANY = _Kind(

@@ -110,7 +110,7 @@ def test_words_that_can_work():
 
 def test_an_engine_whose_program_is_missing_is_told(monkeypatch):
     prepare_managed(spec("vllm"), (sys.executable, "{port}"))
-    with pytest.raises(EngineSpecError, match="program '/nowhere/vllm' is not installed"):
+    with pytest.raises(EngineSpecError, match="no program '/nowhere/vllm'"):
         prepare_managed(spec("vllm"), ("/nowhere/vllm", "{port}"))
     monkeypatch.setattr(engine_command, "find_spec", lambda _name: None)
     with pytest.raises(EngineSpecError, match=r"pip install 'kvpin\[engine\]'"):
