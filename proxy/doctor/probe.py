@@ -26,9 +26,9 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
 
-# Time limits for the first view of a cache and for a request's blocks to enter it; the poll interval.
+# Seconds to wait for the first view, and for a request's blocks to appear in it; seconds between looks.
 VIEW_S, SETTLE_S, LOOK_S = 10.0, 5.0, 0.02
-# A probe's prompt: this many blocks of the engine and one token; its ids exist in every vocabulary.
+# A probe's prompt: this many of the engine's blocks and one token, of ids that every vocabulary has.
 PROBE_BLOCKS = 3
 _IDS = range(10, 250)
 _PATH = "/v1/completions"
@@ -36,14 +36,14 @@ _PATH = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What an engine's KV events tell.
+    """What an engine's KV events show.
 
     Attributes:
-        state: `current`; `late`: none arrived in time; `unfit`: kvpin cannot use them; `none`: the engine
-            sends none; `unasked`: reading them would take them from another reader.
+        state: `current`; `late` if they do not arrive; `unfit` if their block size does not fit; `none` if it
+            sends none; `unasked` if reading would take them from another reader.
+        blocks: engine blocks in the first view.
+        complete: False if the engine may hold more.
         detail: one sentence.
-        blocks: blocks of the engine in the first view.
-        complete: False when the engine may hold more blocks than it announced.
     """
 
     state: Literal["current", "late", "unfit", "none", "unasked"]
@@ -72,7 +72,7 @@ class ProbedEngine:
     """One engine on kvpin's own read and write path, without a server."""
 
     def __init__(self, adapter: EngineAdapter, info: EngineInfo, builder: PromptBuilder) -> None:
-        """`info` is what the adapter's `connect` returned."""
+        """`info` is the result of the adapter's `connect`."""
         self._tasks = Supervisor()
         self._transport = AiohttpTransport()
         fleet = Fleet()
@@ -105,12 +105,13 @@ class ProbedEngine:
         only one reader gets."""
         engine = self._engine
         if not engine.can(Capability.KV_EVENTS):
-            return View("none", "the engine sends none: kvpin learns what it holds from its answers")
+            return View("none", "it sends none: kvpin learns what it holds from its answers")
         if not has_exact_events(engine, self._pool):
             return View("unfit", f"its blocks have {engine.info and engine.info.tokens_per_block} tokens")
         if engine.info is not None and engine.info.events_read_once and not takes_events:
             return View(
-                "unasked", "only one reader gets them: use --probe while no kvpin follows this engine"
+                "unasked",
+                "reading takes them from other readers: use --probe if no kvpin follows it",
             )
         self._ingest.follow(engine, self._pool)
         if not await _until(lambda: engine.audit.trust is Trust.PRECISE, VIEW_S) or engine.view is None:
@@ -122,7 +123,7 @@ class ProbedEngine:
         return View("current", detail, view.counts.stored, view.complete)
 
     async def probe(self) -> Probe:
-        """Sends a new prompt twice."""
+        """Sends the engine a new prompt twice."""
         info, pool = self._engine.info, self._pool
         block = max((info and info.tokens_per_block) or TOKENS_PER_BLOCK, pool.tokens_per_block)
         n_tokens = PROBE_BLOCKS * block + 1
@@ -147,14 +148,14 @@ class ProbedEngine:
         return list(self._records)[-1]
 
     def _holds(self, record: RequestRecord) -> bool:
-        """Whether the view has every full block of a request's prompt."""
+        """Whether the view holds every full block of a request's prompt."""
         chain = self._pool.chain(record.prompt)
         match = self._pool.index.match(chain.hashes).get(self._engine.id) if chain is not None else None
         return chain is None or match is None or match.blocks - match.pending == len(chain.hashes)
 
 
 async def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Waits for a condition; returns whether it came true in time."""
+    """Waits for a condition; False after the time-out."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 - what is waited for has no event
@@ -163,4 +164,4 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 async def _discard(_message: Message) -> None:
-    """Drops a message of the answer."""
+    """Drops an answer, which nobody waits for."""
