@@ -21,12 +21,12 @@ from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.assemble import streaming_body
-from engine_adapter.llama_server.contents import STRANGE
 from engine_adapter.llama_server.discovery import discover, read_pulse
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.session import Session, identity_of
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
@@ -60,7 +60,7 @@ _PARSED = ("tools", "response_format", "json_schema", "grammar")
 _OTHER_KV = ("lora",)
 
 # A prompt whose tokens do not tell what its KV is.
-_UNKNOWN = Ask(array("i"), STRANGE)
+_UNKNOWN = Ask(array("i"), UNKNOWN_OWNER)
 _INSTEAD = {
     Capability.KV_EVENTS: "its slots cannot be followed, so what it holds is learned from its answers",
     Capability.CACHE_SALT: "start it with --cache-ram 0: what it keeps itself it gives to any tenant",

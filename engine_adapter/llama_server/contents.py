@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.llama_server.discovery import ServerFacts
@@ -20,6 +19,7 @@ from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.rates import RateBook
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.slot_io import SlotIo
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.prompt.prefixes import common_prefix
@@ -27,12 +27,10 @@ from engine_adapter.types import Retention, Tier, TokenIds
 
 log = logging.getLogger("kvpin.llama_server")
 
-# The salt of content that nobody here knows: no request ever runs under it.
-STRANGE = uuid4().hex
 # After a failed save, before the next try; doubled with each further one.
 SAVE_PAUSE_S, MAX_SAVE_PAUSE_S = 1.0, 60.0
 # So often found changed by surprise, slots are not kvpin's alone.
-MANY_STRANGERS = 5
+MANY_CHANGES = 5
 # Restores that brought less than half of what they promised, before restoring is given up.
 MAX_VAIN_RESTORES = 2
 
@@ -61,6 +59,7 @@ class Contents:
         saved: the registry of saved prefixes; None when nothing can be saved.
         mirror: told what slots hold.
         clock: seconds.
+        owners: whose content the slots hold, on disk; None to keep no record.
     """
 
     def __init__(
@@ -71,7 +70,9 @@ class Contents:
         saved: SavedPrefixes | None,
         mirror: MirrorEvents,
         clock: Callable[[], float],
+        owners: SlotOwners | None = None,
     ) -> None:
+        self.owners = owners or SlotOwners(None, "", None, facts.slots)
         self.table = SlotTable(facts.slots)
         self.rates = RateBook()
         self.counts = Counts()
@@ -129,7 +130,8 @@ class Contents:
     ) -> None:
         """Sets what a slot holds; see `SlotTable.hold`."""
         self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, restored=restored)
-        if slot.is_empty or salt == STRANGE:
+        self.owners.holds(slot.id, slot.salt)
+        if slot.is_empty or salt == UNKNOWN_OWNER:
             self._mirror.drop(slot.id)
         else:
             self._mirror.put(slot.id, Tier.GPU, slot.tokens, salt)
@@ -143,16 +145,16 @@ class Contents:
             if self._saved is not None and slot.shared(entry.tokens, entry.salt) == len(entry.tokens):
                 self._saved.keep(entry, retention.ttl_s, slot.kept_for)
 
-    def estrange(self, slot: Slot, count: int) -> None:
+    def mark_unknown(self, slot: Slot, count: int) -> None:
         """The slot holds `count` tokens, and nobody here knows which."""
         # Of no use to anybody: nothing is lost with it, so it counts as saved.
-        self.hold(slot, array("i"), STRANGE, unknown=count, saved=count)
+        self.hold(slot, array("i"), UNKNOWN_OWNER, unknown=count, saved=count)
 
-    def surprise(self, slot: Slot, count: int) -> None:
+    def mark_changed(self, slot: Slot, count: int) -> None:
         """Somebody else changed the slot: it holds `count` tokens now."""
         self.counts.strangers += 1
-        self.estrange(slot, count)
-        if self.counts.strangers == MANY_STRANGERS:
+        self.mark_unknown(slot, count)
+        if self.counts.strangers == MANY_CHANGES:
             self._find(
                 "slots change by themselves: somebody else uses the server as well, or it clears idle slots "
                 "(-kvu, the default without -np: start it with -np N -c N*ctx and without -kvu)"
@@ -168,7 +170,7 @@ class Contents:
         """Saves a slot on which SAVE has begun; afterwards its content is known to the last token. False
         when it could not be, which changes nothing else, or when it holds what somebody else put there."""
         registry, salt, length = self._saved, slot.salt, slot.length
-        if registry is None or salt == STRANGE or not length:
+        if registry is None or salt == UNKNOWN_OWNER or not length:
             return False
         name, entry = registry.new_name(self._facts.key), None
         try:
@@ -197,7 +199,7 @@ class Contents:
             or common_prefix(entry.tokens, slot.tokens) < len(slot.tokens)
         ):
             # Nor is it known whose that is, so it is not for the tenant this slot served.
-            self.surprise(slot, moved.tokens)
+            self.mark_changed(slot, moved.tokens)
             if entry is not None:
                 await registry.drop(entry)
             return False
@@ -215,6 +217,7 @@ class Contents:
             return False
         try:
             async with self._saved.using(entry) as name:
+                self.owners.changes(slot.id, entry.salt)
                 moved = await self._io.restore(slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1
@@ -259,7 +262,7 @@ class Contents:
         """A saved prefix is gone: slots that were saved in it may be no more."""
         entries = list(self.all_entries())
         for slot in self.table:
-            if slot.saved and slot.salt != STRANGE:
+            if slot.saved and slot.salt != UNKNOWN_OWNER:
                 slot.saved = max((slot.shared(entry.tokens, entry.salt) for entry in entries), default=0)
 
     def note_saved(self, slot: Slot) -> None:

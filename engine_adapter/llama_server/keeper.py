@@ -25,6 +25,7 @@ from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import SlotState, read_slots
 from engine_adapter.llama_server.plan import plan
 from engine_adapter.llama_server.saved import Saved
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.turns import Ask, SlotPlan, Turns, first_operation
 from engine_adapter.prompt.prefixes import common_prefix
@@ -136,7 +137,8 @@ class SlotKeeper:
         self._check_open()
         lease = await self._prepared(chosen, ask)
         self._check_open()
-        # What runs is what the slot is going to hold: the next one of this conversation waits for it.
+        # The slot is going to hold this prompt: the next request of the conversation waits for it.
+        self.contents.owners.changes(lease.slot, ask.salt)
         self._table.hold(lease.slot, ask.tokens, ask.salt)
         try:
             yield lease
@@ -157,6 +159,8 @@ class SlotKeeper:
         try:
             tasks = {state.id: state.id_task for state in await read_slots(self._control)}
             self._check_open()
+            for slot in self._table:
+                self.contents.owners.changes(slot.id, UNKNOWN_OWNER)
             yield
         finally:
             self._spawn(self._after_stranger(tasks))
@@ -212,11 +216,18 @@ class SlotKeeper:
     # --- the server's own word --------------------------------------------------------------------
 
     def adopt(self, states: Iterable[SlotState]) -> None:
-        """What lay in the slots before kvpin came: nobody here knows it, and it is never taken for known."""
+        """Takes over what lies in the slots. Content whose owner an earlier kvpin recorded is known after its
+        next save; other content stays unknown."""
+        contents = self.contents
         for state in states:
-            slot = self._table[state.id]
-            if state.n_tokens or state.is_processing:
-                self.contents.estrange(slot, state.n_tokens or 0)
+            slot, count = self._table[state.id], state.n_tokens or 0
+            owner = contents.owners[slot.id]
+            if count and owner != UNKNOWN_OWNER and not state.is_processing:
+                contents.hold(slot, array("i"), owner, unknown=count)
+            elif count or state.is_processing:
+                contents.mark_unknown(slot, count)
+            else:
+                contents.hold(slot, array("i"), None)
             if state.is_processing:
                 self._leave_to_stranger(slot)
 
@@ -236,7 +247,7 @@ class SlotKeeper:
                 self.is_lost = True
                 raise EngineUnavailable("the server was restarted: its slots are new")
             if state.is_processing or state.n_tokens not in (None, slot.length):
-                self.contents.surprise(slot, state.n_tokens or 0)
+                self.contents.mark_changed(slot, state.n_tokens or 0)
                 self._leave_to_stranger(slot)
 
     def wipe(self) -> None:
@@ -299,7 +310,7 @@ class SlotKeeper:
                     is_restored = await self.contents.restore(slot, chosen.restore)
                     self._next(slot, Operation.REQUEST)
         except BaseException:
-            self.contents.estrange(slot, slot.length)
+            self.contents.mark_unknown(slot, slot.length)
             self._release(slot)
             raise
         return self._leased(slot, ask, restored=is_restored)
@@ -349,7 +360,7 @@ class SlotKeeper:
                 self.contents.note_saved(slot)
                 self.contents.keep(slot, lease.ask.retention)
             else:
-                self.contents.estrange(slot, unknown)
+                self.contents.mark_unknown(slot, unknown)
             self._release(slot)
 
     async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int]:
@@ -405,7 +416,7 @@ class SlotKeeper:
         try:
             await self._count_when_idle(slot.id)
             await self._end_copies(slot.id)
-            self.contents.estrange(slot, await self._count_when_idle(slot.id))
+            self.contents.mark_unknown(slot, await self._count_when_idle(slot.id))
         except EngineError as error:
             log.warning("%s: slot %d: %s", self._engine, slot.id, error)
         finally:
@@ -425,11 +436,13 @@ class SlotKeeper:
                 await self._end_copies(touched[0])
             for state in await read_slots(self._control):
                 if state.id in touched:
-                    self.contents.estrange(self._table[state.id], state.n_tokens or 0)
+                    self.contents.mark_unknown(self._table[state.id], state.n_tokens or 0)
         except EngineError:
             for slot in self._table:
-                self.contents.estrange(slot, slot.length)
+                self.contents.mark_unknown(slot, slot.length)
         finally:
+            for slot in self._table:
+                self.contents.owners.holds(slot.id, slot.salt)
             self._turns.release_all()
             self._note_work()
 
@@ -448,7 +461,7 @@ class SlotKeeper:
         try:
             return await work(slot)
         except EngineUnavailable:
-            self.contents.estrange(slot, slot.length)
+            self.contents.mark_unknown(slot, slot.length)
             raise
         finally:
             self._release(slot)

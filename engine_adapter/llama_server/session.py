@@ -22,10 +22,11 @@ from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.slot_io import SlotIo
+from engine_adapter.llama_server.slot_owners import SlotOwners
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.llama_server.verbs import SlotVerbs
-from engine_adapter.llama_server.write_back import save_all, write_back
+from engine_adapter.llama_server.write_back import save_all, save_idle, write_back
 from engine_adapter.types import Capability, EngineSpec
 
 log = logging.getLogger("kvpin.llama_server")
@@ -135,9 +136,9 @@ class Session:
         contents = self.keeper.contents if self.keeper is not None else None
         if contents is None:
             return
-        contents.estrange(slot, slot.length)
+        contents.mark_unknown(slot, slot.length)
         self.facts = await self._probed(self.facts, slot.id)
-        contents.estrange(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
+        contents.mark_unknown(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
 
     async def _begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
         if self.facts.has_slots:
@@ -149,7 +150,9 @@ class Session:
         saved = await self._usable(registry)
         self._has_files = saved is not None
         clock, io = time.monotonic, SlotIo(self._control)
-        contents = Contents(self._spec.id, self.facts, io, saved, mirror, clock)
+        directory = saved.place.host if saved is not None else None
+        owners = SlotOwners(directory, self._spec.url, self.facts.instance, self.facts.slots)
+        contents = Contents(self._spec.id, self.facts, io, saved, mirror, clock, owners)
         keeper = self.keeper = SlotKeeper(self._spec.id, self._control, contents, clock=clock)
         self.verbs = SlotVerbs(keeper)
         for state in await read_slots(self._control):
@@ -162,6 +165,7 @@ class Session:
     async def _keep_writing_back(self, keeper: SlotKeeper) -> None:
         while True:
             try:
+                await save_idle(keeper)  # after a crash of kvpin: a file's header tells what a slot holds
                 await write_back(keeper)
             except Exception:
                 # A bug in it must be seen, and must take nothing else down.

@@ -6,9 +6,9 @@ import asyncio
 from contextlib import suppress
 
 from engine_adapter.errors import EngineError
-from engine_adapter.llama_server.contents import STRANGE
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.plan import worth_saving
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot
 
 # A slot is written back when nothing has used it for this long.
@@ -34,13 +34,13 @@ async def write_back(keeper: SlotKeeper) -> None:
 
 async def save_all(keeper: SlotKeeper) -> None:
     """Saves every slot that is not saved yet: the idle ones, then those on which something was being done."""
-    await _save_idle(keeper)
+    await save_idle(keeper)
     await keeper.settled()
-    await _save_idle(keeper)
+    await save_idle(keeper)
 
 
-async def _save_idle(keeper: SlotKeeper) -> None:
-    """Saves the idle ones; where one cannot be saved, the others cannot either."""
+async def save_idle(keeper: SlotKeeper) -> None:
+    """Saves every idle slot that is not saved yet; stops at the first that cannot be saved."""
     for slot in dirty_slots(keeper):
         if not slot.is_idle:
             continue
@@ -54,7 +54,7 @@ def dirty_slots(keeper: SlotKeeper) -> list[Slot]:
     """Idle slots with content that lies in no file and could."""
     if not keeper.contents.can_restore:
         return []
-    return [slot for slot in keeper.contents.table.idle() if slot.dirty and slot.salt != STRANGE]
+    return [slot for slot in keeper.contents.table.idle() if slot.dirty and slot.salt != UNKNOWN_OWNER]
 
 
 def _worth_most(keeper: SlotKeeper) -> Slot | None:
