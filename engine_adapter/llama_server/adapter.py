@@ -1,6 +1,6 @@
-"""llama-server as an engine: its slots leased, its prompts pinned, its KV saved and restored.
+"""llama-server as an engine: slots are leased, prompts pinned to them, their KV saved and restored.
 
-connect → what the server is (discovery.py) → a keeper for its slots, or none where they cannot be kept
+connect → what the server is (discovery.py) → a keeper for its slots, or none if they cannot be managed
 hold    → a slot for the request (keeper.py) → body with id_slot → what the answer left (answer.py)
 """
 
@@ -21,13 +21,13 @@ from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.assemble import streaming_body
-from engine_adapter.llama_server.contents import STRANGE
 from engine_adapter.llama_server.discovery import discover, read_pulse
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.session import Session, identity_of
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
@@ -48,24 +48,24 @@ from engine_adapter.undeclared import Undeclared
 log = logging.getLogger("kvpin.llama_server")
 
 DEFAULT_CACHE_BYTES = 4 * 2**30
-# The routes on which `id_slot` is honoured; on the others that run a prompt, a request runs alone.
+# The server honours `id_slot` on these routes. On other routes that run a prompt, a request runs alone.
 PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _COMPLETIONS = "/v1/completions"
 UNPINNED_ROUTES = frozenset({"/v1/messages"})
-# Fields that make one request several, which the server spreads over slots of its own choice.
+# Fields that turn one request into several; the server chooses their slots.
 _SEVERAL = ("n", "n_cmpl")
-# Fields that make the server parse an answer instead of passing its text on.
+# Fields that make the server parse an answer instead of passing on its text.
 _PARSED = ("tools", "response_format", "json_schema", "grammar")
-# Fields under which the KV is not that of the tokens alone.
+# Fields that change the KV of a prompt: its tokens alone do not identify it.
 _OTHER_KV = ("lora",)
 
-# A prompt whose tokens do not tell what its KV is.
-_UNKNOWN = Ask(array("i"), STRANGE)
+# A prompt whose KV its tokens do not identify.
+_UNKNOWN = Ask(array("i"), UNKNOWN_OWNER)
 _INSTEAD = {
-    Capability.KV_EVENTS: "its slots cannot be followed, so what it holds is learned from its answers",
-    Capability.CACHE_SALT: "start it with --cache-ram 0: what it keeps itself it gives to any tenant",
+    Capability.KV_EVENTS: "kvpin cannot follow its slots and learns from its answers what it holds",
+    Capability.CACHE_SALT: "start it with --cache-ram 0: its own prompt cache serves every tenant",
     Capability.PIN: "start it with --slots and without -kvu to let kvpin lease its slots",
-    Capability.EXTRA_IDS: "text alone can be warmed",
+    Capability.EXTRA_IDS: "this engine can only warm text prompts",
     Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
     Capability.FLUSH: "start it with --slot-save-path DIR: erasing a slot needs it",
     Capability.OFFLOAD: "start it with --slot-save-path DIR and set host_cache_dir to DIR",
@@ -78,7 +78,7 @@ class LlamaServerAdapter(Undeclared):
     """`EngineAdapter` of llama.cpp's llama-server."""
 
     def __init__(self, spec: LlamaServerSpec) -> None:
-        """Raises EngineSpecError for an address that is none, or directories that contradict each other."""
+        """Raises EngineSpecError for an invalid address, or directories that contradict each other."""
         self.spec = spec
         self._control = ControlClient(spec)
         self._mirror = MirrorEvents()
@@ -133,7 +133,7 @@ class LlamaServerAdapter(Undeclared):
         if pulse.is_sleeping and not self._was_asleep:
             keeper.wipe()
         self._was_asleep = pulse.is_sleeping
-        # Asked only after requests: reading the slots would keep the server from ever falling asleep.
+        # Only after requests: reading the slots regularly would keep the server from falling asleep.
         if keeper.has_worked and not (keeper.streams or keeper.moves_kv or pulse.is_sleeping):
             await keeper.reconcile()
             await session.try_out()
@@ -230,7 +230,7 @@ class LlamaServerAdapter(Undeclared):
         }
 
     async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`. What lies in slots is saved first, so that a restart loses nothing."""
+        """See `EngineAdapter.aclose`. Saves the slots first, so that a restart loses nothing."""
         await self._end(farewell=True)
         if self._unsubscribe is not None:
             self._unsubscribe()
@@ -239,7 +239,7 @@ class LlamaServerAdapter(Undeclared):
     # --- inside ---------------------------------------------------------------------------------------
 
     async def _end(self, *, farewell: bool) -> None:
-        """The process is gone, or kvpin goes: nothing that was known of it counts any more."""
+        """Ends the session: its process is gone, or kvpin stops."""
         session, self._session = self._session, None
         if session is not None:
             await session.end(farewell=farewell)
@@ -251,7 +251,7 @@ class LlamaServerAdapter(Undeclared):
     ) -> AsyncIterator[Hold]:
         is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
         ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
-        # What the server keeps in a cache of its own, it gives to any tenant.
+        # The server's own prompt cache serves every tenant.
         may_share = session.keeps_none_itself or ask.salt is None
         wants_reuse = body.get("cache_prompt") is not False
         ask = replace(ask, reuse=is_known and wants_reuse and may_share)
@@ -282,7 +282,7 @@ class LlamaServerAdapter(Undeclared):
         return session.verbs
 
     def _on_saved(self, event: SavedEvent, entry: Saved) -> None:
-        """The registry is shared: what another server saved can be restored here as well."""
+        """Mirrors a change of the shared registry: this server can restore what another one saved."""
         session = self._session
         if session is None or session.keeper is None or entry.key != session.facts.key:
             return
@@ -295,13 +295,13 @@ class LlamaServerAdapter(Undeclared):
 
 @asynccontextmanager
 async def _hold_all(keeper: SlotKeeper, body: JsonBody) -> AsyncIterator[Hold]:
-    """A request the server would put on slots of its own choice: it runs alone, and nothing is predicted."""
+    """Runs a request alone, because the server chooses its slots. Nothing is predicted for it."""
     async with keeper.alone():
         yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
 
 
 def _is_several(body: JsonBody) -> bool:
-    """Whether the server would make several requests of it."""
+    """Whether the server turns it into several requests."""
     prompt = body.get("prompt")
     texts = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
     return (texts and len(prompt) > 1) or any(body.get(name) not in (None, 1) for name in _SEVERAL)
@@ -319,7 +319,7 @@ def _shows_text(path: str, template: str, body: JsonBody) -> bool:
 
 
 def _place(spec: LlamaServerSpec) -> SavedPlace:
-    """Where the server's saved prefixes lie."""
+    """The directories of the server's saved prefixes, and their caps."""
     if spec.options.host_cache_dir is None:
         raise EngineSpecError(f"engine {spec.id!r} has no host_cache_dir")
     disk = Path(spec.options.disk_cache_dir).expanduser() if spec.options.disk_cache_dir else None

@@ -1,9 +1,9 @@
 """What an answer says of itself, and which tokens it left in its slot.
 
 After an answer a slot holds (prompt + sampled)[: n_prompt + n_sampled - 1]: the last token is never decoded.
-The server tells the counts and, on its OpenAI routes, no ids. A stream usually has one chunk per sampled token.
-Where the counts prove that, the ids are those of the answer's text, as far as each token has the text of its
-chunk. All other ids are unknown until the slot is saved: the header of the file has them.
+The server tells the counts and, on its OpenAI routes, no ids. A stream usually has one chunk per token. Where
+the counts prove that, the ids are those of the answer's text, as far as each token has the text of its chunk.
+All other ids are unknown until the slot is saved: the header of the file has them.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Answer:
     def has_chunk_per_token(self) -> bool:
         """Whether the counts prove that each sampled token has its own chunk.
 
-        The end of a turn has no text. Any other token without text, or with text that was held back because it
+        The end of a turn has no text. Another token without text, or one whose text was held back because it
         ends inside a character, makes the pieces fewer than the tokens.
         """
         ended = self.finish_reason == "stop"
@@ -246,8 +246,8 @@ async def _tokenise(control: ControlClient, text: str) -> list[tuple[int, bytes]
 def slot_content(prompt: TokenIds[int], answer: Answer, sampled: TokenIds[int]) -> tuple[TokenIds[int], int]:
     """What the slot holds now: its known leading tokens, and how many unknown ones follow.
 
-    `sampled` are the known tokens of the answer. A stream that broke off leaves at least the prompt. Nothing is
-    known after an error, or of a prompt that the server counts otherwise.
+    `sampled` are the known tokens of the answer. A stream that broke off leaves at least the prompt. After an
+    error, and of a prompt that the server counts otherwise, nothing is known.
     """
     n_prompt = len(prompt) if answer.prompt_tokens is None else answer.prompt_tokens
     length = n_prompt + max((answer.sampled_tokens or 0) - 1, 0)

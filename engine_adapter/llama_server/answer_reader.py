@@ -1,4 +1,4 @@
-"""Watches an answer pass, and reads it once when it is over."""
+"""Passes an answer on, and reads it once when it is over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine_adapter.llama_server.assemble import StreamError, assemble
 from engine_adapter.llama_server.keeper import SlotLease
 from engine_adapter.types import TokenIds
 
-# Longer answers are passed on and not read: what they leave in the slot is asked of the server.
+# Longer answers are passed on unread: the server is asked what they left in the slot.
 MAX_BYTES = 64 * 2**20
 _SERVER_ERROR = 500
 
@@ -51,5 +51,5 @@ class SlotAnswer:
         return self._lease.answer.cached_tokens if self._lease.answer is not None else None
 
     def prompt_tokens(self) -> TokenIds[int] | None:
-        """None: its slots tell the same, for every request."""
+        """None: the slot mirror has the prompt's tokens already."""
         return None

@@ -1,9 +1,9 @@
-"""A streamed answer as the one JSON answer a client asked for, field by field as the server's own.
+"""Assembles a streamed answer into the one JSON answer a client asked for, with the server's own fields.
 
-Every request goes to a server as a stream: it goes on with one that is none after its client has left.
-A stream lacks three things: half a character, or the start of a tool call, that `max_tokens` cut off; in a
-chat, the `logprobs` of tokens without text, the end of a turn above all; and with a stop string, how many
-`logprobs` the server would have left out as being of the stop string. All that came are kept.
+Every request goes to the server as a stream, because the server finishes any other request even after its
+client has left. A stream lacks three things. It has no half character and no start of a tool call that
+`max_tokens` cut off. In a chat it has no `logprobs` of tokens without text, such as the end of a turn. And it
+does not tell which `logprobs` belong to a stop string: all are kept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _T = TypeVar("_T")
 
 
 class StreamError(EngineError):
-    """A stream that brought an error, or broke off, instead of a whole answer.
+    """A stream that ended in an error, or too early.
 
     Attributes:
-        status: the HTTP status the client is to see.
+        status: the HTTP status for the client.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -39,15 +39,15 @@ class StreamError(EngineError):
 
 
 def streaming_body(path: str, body: JsonBody) -> JsonBody | None:
-    """The same request as a stream with usage; None when it is one, or such a stream is not to be had.
+    """The same request as a stream with usage; None if it streams already, or cannot.
 
     Raises:
-        UnreadableField: a field that is looked at is no value.
+        UnreadableField: a field this reads is not valid JSON.
     """
     if path not in _ASSEMBLERS or body.get("stream") is True:
         return None
     if path == _CHAT and body.get("logprobs") and body.get("tools"):
-        return None  # refused as a stream, answered otherwise
+        return None  # the server refuses this as a stream, and answers it otherwise
     if path == _RESPONSES:
         return body.replace(stream=True)
     return body.replace(stream=True, stream_options={"include_usage": True})
@@ -57,7 +57,7 @@ def assemble(path: str, raw: bytes) -> bytes:
     """The JSON answer of a route that `streaming_body` gave a body for.
 
     Raises:
-        StreamError: the stream has an error, broke off, or is none.
+        StreamError: the stream has an error, ended too early, or is no stream.
     """
     return _ASSEMBLERS[path](raw)
 
@@ -81,7 +81,7 @@ def assemble_response(raw: bytes) -> bytes:
 
 
 def _whole_response(response: object) -> bytes:
-    """The response of the last event with what it lacks: when it ended, and the status of reasoning."""
+    """The response of the last event, with the end time and the status of reasoning that it lacks."""
     match response:
         case {"output": list(items), "created_at": created_at, **rest} if all(
             isinstance(item, dict) for item in items
@@ -152,7 +152,7 @@ class _ToolCall:
 
 @dataclass(slots=True)
 class _Choice:
-    """What has come of one choice."""
+    """The parts of one choice so far."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -165,7 +165,7 @@ class _Choice:
         self.reasoning.append(chunk.delta.reasoning_content or "")
         for delta in chunk.delta.tool_calls or ():
             call = self.calls.setdefault(delta.index, _ToolCall())
-            # Arguments come in parts. A name that grew comes whole once more.
+            # Arguments come in parts. A name that grew is sent again in whole.
             call.name = delta.function.name or call.name
             call.id = delta.id or call.id
             call.arguments.append(delta.function.arguments or "")
@@ -203,7 +203,7 @@ def _assemble(raw: bytes, kind: str, render: Callable[[int, _Choice], dict[str, 
         for part in chunk.choices:
             index = part.index
             choices.setdefault(index, _Choice()).add(part)
-        # Each choice ends with counts, maybe in a chunk without choices. The first one's stand for all.
+        # Each choice ends with counts, maybe in a chunk without choices. Those of the first choice are used.
         if index == 0 and 0 in choices and choices[0].finish_reason is not None:
             fields: dict[str, Any] = _decode(payload, _FIELDS)
             answer |= fields
@@ -214,7 +214,7 @@ def _assemble(raw: bytes, kind: str, render: Callable[[int, _Choice], dict[str, 
 
 
 def _events(raw: bytes, kind: type[_Event]) -> Iterator[tuple[_Event, bytes]]:
-    """The events of a stream up to its end; raises StreamError for an error and for an end too early."""
+    """The events of a stream; raises StreamError for an error event, and if the stream ends too early."""
     decoder = msgspec.json.Decoder(kind)
     for payload in stream_payloads(raw):
         if payload == DONE:
@@ -230,7 +230,7 @@ def _decode(payload: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        reason = f"llama-server sent a chunk that cannot be read: {error}"
+        reason = f"llama-server sent an unreadable chunk: {error}"
         raise StreamError(reason, _BAD_GATEWAY) from error
 
 
@@ -241,4 +241,4 @@ def _failed(payload: bytes, error: object) -> StreamError:
 
 
 def _broken_off() -> StreamError:
-    return StreamError("llama-server ended its answer before it was whole", _BAD_GATEWAY)
+    return StreamError("llama-server ended its answer too early", _BAD_GATEWAY)

@@ -1,6 +1,6 @@
-"""The command line of a llama-server that kvpin starts: the operator's words, and what they lack for reuse.
+"""The command line of a llama-server that kvpin starts: the operator's words plus flags that reuse needs.
 
-llama-server knows no `--flag=value`, reads `_` in long flags as `-`, and takes the last of flags given twice.
+llama-server does not know `--flag=value`, reads `_` in long flags as `-`, and uses the last of equal flags.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _HINT = "scripts/llama-server of kvpin's repository builds one"
 def llama_server_command(
     words: Sequence[str], *, port: int, save_dir: str | None, binary: str = BINARY
 ) -> list[str]:
-    """The whole command line; nothing the operator wrote is dropped or overridden.
+    """The whole command line. It keeps every word of the operator.
 
-    The flag that turns the web UI off is left out: its name differs between releases, and a server does not
-    start with one it does not know.
+    It has no flag that turns the web UI off: the flag's name differs between releases, and a server refuses
+    to start with an unknown flag.
 
     Args:
-        words: the operator's options, after the name of the binary or without it.
-        port: where it is to listen, on 127.0.0.1.
+        words: the operator's options, with or without the name of the binary before them.
+        port: the port on 127.0.0.1.
         save_dir: its `--slot-save-path`, unless the words name one.
-        binary: what to start where the words do not say.
+        binary: the binary, unless the words name one.
     """
     program, options = _split(words, binary)
     given = {_flag(word) for word in options}
@@ -56,12 +56,12 @@ def llama_server_command(
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raises EngineSpecError for words no server can be started with, whatever the machine."""
+    """Raises EngineSpecError for words that start a server on no machine."""
     _, options = _split(words, BINARY)
     for word in options:
         if word.split("=")[0] in _CHOSEN_BY_KVPIN:
             raise EngineSpecError(f"{word.split('=')[0]} is chosen by kvpin: leave it out")
-    # Without a model it would start as a router of other servers, which has no slots and is always healthy.
+    # Without a model it starts as a router of other servers, which has no slots and is always healthy.
     named = {_flag(word) for word in options}
     if named.isdisjoint((*_MODEL_FILE, *_MODEL_ELSEWHERE)) and not any(map(_MODEL_PRESET.fullmatch, named)):
         raise EngineSpecError(
@@ -71,7 +71,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_files(words: Sequence[str], *, binary: str = BINARY) -> None:
-    """Raises EngineSpecError where this machine lacks the binary or the model file."""
+    """Raises EngineSpecError if this machine lacks the binary or the model file."""
     program, options = _split(words, binary)
     if shutil.which(program) is None:
         raise EngineSpecError(
@@ -79,7 +79,7 @@ def check_files(words: Sequence[str], *, binary: str = BINARY) -> None:
             f"the PATH, or name it in {BINARY_VARIABLE} ({_HINT})"
         )
     model = _value(options, _MODEL_FILE)
-    # With an address beside it, the file is where the download goes.
+    # With an address beside it, the file is the target of a download.
     if model and not Path(model).is_file() and {_flag(word) for word in options}.isdisjoint(_MODEL_ELSEWHERE):
         raise EngineSpecError(f"the model file {model!r} does not exist: -m takes the path of a GGUF file")
 
@@ -90,18 +90,18 @@ def named_save_dir(words: Sequence[str]) -> str | None:
 
 
 def named_api_key(words: Sequence[str]) -> str | None:
-    """The first key the words make the server ask for."""
+    """The first API key in the words."""
     keys = _value(words, ("--api-key",))
     return keys.split(",")[0].strip() or None if keys else None
 
 
 def advice(words: Sequence[str]) -> tuple[str, ...]:
-    """One sentence for each thing in the words that works against the reuse of KV."""
+    """One sentence for each flag in the words that hinders the reuse of KV."""
     return tuple(text for holds, text in _ADVICE if holds(words))
 
 
 def _is_on(on: Collection[str], off: Collection[str] = ()) -> Callable[[Sequence[str]], bool]:
-    """Tests that of a flag and its opposite the last one given is `on`."""
+    """A test whether the last given of a flag and its opposite is the flag."""
 
     def test(words: Sequence[str]) -> bool:
         given = [flag for word in words if (flag := _flag(word)) in on or flag in off]
@@ -168,6 +168,6 @@ def _flag(word: str) -> str:
 
 
 def _value(words: Sequence[str], names: Collection[str]) -> str | None:
-    """What follows the last of a flag's spellings, None where there is none."""
+    """The value after the last use of a flag, None without one."""
     values = [value for word, value in pairwise(words) if _flag(word) in names]
     return values[-1] if values else None

@@ -1,6 +1,6 @@
-"""What slots and files hold, and the I/O that moves KV between them. Whose turn it is, is the keeper's.
+"""What slots and files hold, and the I/O that moves KV between them. The keeper decides whose turn it is.
 
-Each operation here is done on a slot on which it has begun; what it changes is told to the mirror.
+The caller begins each operation on its slot first. Every change of content goes to the mirror.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.llama_server.discovery import ServerFacts
@@ -20,6 +19,7 @@ from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.rates import RateBook
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.slot_io import SlotIo
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.prompt.prefixes import common_prefix
@@ -27,19 +27,17 @@ from engine_adapter.types import Retention, Tier, TokenIds
 
 log = logging.getLogger("kvpin.llama_server")
 
-# The salt of content that nobody here knows: no request ever runs under it.
-STRANGE = uuid4().hex
-# After a failed save, before the next try; doubled with each further one.
+# Pause after a failed save; it doubles with each further failure.
 SAVE_PAUSE_S, MAX_SAVE_PAUSE_S = 1.0, 60.0
-# So often found changed by surprise, slots are not kvpin's alone.
-MANY_STRANGERS = 5
-# Restores that brought less than half of what they promised, before restoring is given up.
+# After this many unexpected changes, somebody else uses the slots too.
+MANY_CHANGES = 5
+# After this many useless restores in a row (less than half was reused), restoring ends.
 MAX_VAIN_RESTORES = 2
 
 
 @dataclass(slots=True)
 class Counts:
-    """What was done on one server since kvpin knows it."""
+    """What happened on one server since kvpin connected to it."""
 
     saves: int = 0
     write_backs: int = 0
@@ -48,7 +46,7 @@ class Counts:
     failed_restores: int = 0
     saved_tokens: int = 0
     restored_tokens: int = 0
-    strangers: int = 0  # times a slot was found changed by somebody else
+    strangers: int = 0  # times that somebody else changed a slot
 
 
 class Contents:
@@ -59,8 +57,9 @@ class Contents:
         facts: what the server is.
         io: its slot operations.
         saved: the registry of saved prefixes; None when nothing can be saved.
-        mirror: told what slots hold.
+        mirror: gets every change of content.
         clock: seconds.
+        owners: whose content the slots hold, on disk; None to keep no record.
     """
 
     def __init__(
@@ -71,7 +70,9 @@ class Contents:
         saved: SavedPrefixes | None,
         mirror: MirrorEvents,
         clock: Callable[[], float],
+        owners: SlotOwners | None = None,
     ) -> None:
+        self.owners = owners or SlotOwners(None, "", None, facts.slots)
         self.table = SlotTable(facts.slots)
         self.rates = RateBook()
         self.counts = Counts()
@@ -90,12 +91,12 @@ class Contents:
 
     @property
     def can_restore(self) -> bool:
-        """Whether files are of use here."""
+        """Whether saved prefixes can be restored, and so are worth saving."""
         return self._saved is not None and self._restoring_pays
 
     @property
     def reuses_any_prefix(self) -> bool:
-        """Whether a slot's content can be reused in part, as far as is known."""
+        """Whether the server reuses any prefix of a slot's content; true until it is seen not to."""
         return self._restoring_pays
 
     @property
@@ -129,13 +130,14 @@ class Contents:
     ) -> None:
         """Sets what a slot holds; see `SlotTable.hold`."""
         self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, restored=restored)
-        if slot.is_empty or salt == STRANGE:
+        self.owners.holds(slot.id, slot.salt)
+        if slot.is_empty or salt == UNKNOWN_OWNER:
             self._mirror.drop(slot.id)
         else:
             self._mirror.put(slot.id, Tier.GPU, slot.tokens, salt)
 
     def keep(self, slot: Slot, retention: Retention | None) -> None:
-        """What a request left in the slot, and files that hold the beginning of it, are to be kept."""
+        """Retains what a request left in the slot, and the files that hold its beginning."""
         if retention is None or not retention.priority:
             return
         self.table.keep(slot.id, self._clock() + retention.ttl_s, salt_digest(retention.owner))
@@ -143,36 +145,38 @@ class Contents:
             if self._saved is not None and slot.shared(entry.tokens, entry.salt) == len(entry.tokens):
                 self._saved.keep(entry, retention.ttl_s, slot.kept_for)
 
-    def estrange(self, slot: Slot, count: int) -> None:
-        """The slot holds `count` tokens, and nobody here knows which."""
-        # Of no use to anybody: nothing is lost with it, so it counts as saved.
-        self.hold(slot, array("i"), STRANGE, unknown=count, saved=count)
+    def mark_unknown(self, slot: Slot, count: int) -> None:
+        """The slot holds `count` tokens whose ids are not known."""
+        # Nobody can reuse them, so nothing is lost with them: they count as saved.
+        self.hold(slot, array("i"), UNKNOWN_OWNER, unknown=count, saved=count)
 
-    def surprise(self, slot: Slot, count: int) -> None:
-        """Somebody else changed the slot: it holds `count` tokens now."""
+    def mark_changed(self, slot: Slot, count: int) -> None:
+        """Somebody else changed the slot: it holds `count` unknown tokens now."""
         self.counts.strangers += 1
-        self.estrange(slot, count)
-        if self.counts.strangers == MANY_STRANGERS:
+        self.mark_unknown(slot, count)
+        if self.counts.strangers == MANY_CHANGES:
             self._find(
-                "slots change by themselves: somebody else uses the server as well, or it clears idle slots "
-                "(-kvu, the default without -np: start it with -np N -c N*ctx and without -kvu)"
+                "slots change by themselves: another client uses the server, or the server clears idle slots "
+                "(-kvu, the default without -np); start it with -np N -c N*ctx and without -kvu"
             )
 
     def wipe(self) -> None:
-        """The server lost all KV, as one that fell asleep does."""
+        """The server lost all KV, for instance because it fell asleep."""
         for slot in self.table:
             self._mirror.drop(slot.id)
         self.table.wipe()
 
     async def save(self, slot: Slot) -> bool:
-        """Saves a slot on which SAVE has begun; afterwards its content is known to the last token. False
-        when it could not be, which changes nothing else, or when it holds what somebody else put there."""
+        """Saves a slot on which SAVE has begun; the file's header then tells every token of it.
+
+        False if the save failed, which leaves the slot as it was, or if somebody else changed the slot.
+        """
         registry, salt, length = self._saved, slot.salt, slot.length
-        if registry is None or salt == STRANGE or not length:
+        if registry is None or salt == UNKNOWN_OWNER or not length:
             return False
         name, entry = registry.new_name(self._facts.key), None
         try:
-            # Before: a server that finds no room may leave half a file and call it a success.
+            # A server that finds no room may leave half a file and report success, so make room first.
             await registry.make_room(round(length * self.rates.view.bytes_per_token))
             moved = await self._io.save(slot.id, name)
             if moved.tokens:
@@ -196,8 +200,8 @@ class Contents:
             or moved.tokens != length
             or common_prefix(entry.tokens, slot.tokens) < len(slot.tokens)
         ):
-            # Nor is it known whose that is, so it is not for the tenant this slot served.
-            self.surprise(slot, moved.tokens)
+            # Its owner is unknown too, so the tenant that this slot served does not get it.
+            self.mark_changed(slot, moved.tokens)
             if entry is not None:
                 await registry.drop(entry)
             return False
@@ -209,12 +213,15 @@ class Contents:
         return True
 
     async def restore(self, slot: Slot, entry: Saved) -> bool:
-        """Brings a saved prefix into a slot on which RESTORE has begun. False leaves the slot's content as it
-        was, or empty when the server refused the file."""
+        """Restores a saved prefix into a slot on which RESTORE has begun.
+
+        False leaves the slot as it was, or empty if the server refused the file.
+        """
         if self._saved is None:
             return False
         try:
             async with self._saved.using(entry) as name:
+                self.owners.changes(slot.id, entry.salt)
                 moved = await self._io.restore(slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1
@@ -229,9 +236,9 @@ class Contents:
                 entry.name,
                 error,
             )
-            # A restore that fails wipes the slot.
+            # A failed restore wipes the slot.
             self.hold(slot, array("i"), None)
-            # Its bytes are those that were saved: it may fit another server, or this one with other flags.
+            # The file is not damaged: another server may take it, or this one with other flags.
             self._refused.add(entry.name)
             self._mirror.drop(entry.name)
             return False
@@ -242,7 +249,7 @@ class Contents:
         return True
 
     def keeping(self, entry: Saved | None) -> AbstractAsyncContextManager[None]:
-        """A saved prefix that is going to be restored makes room for nothing until the block ends."""
+        """Protects a saved prefix from eviction until the block ends; a restore of it is planned."""
         return nullcontext() if self._saved is None or entry is None else self._saved.keeping(entry)
 
     async def erase(self, slot: Slot) -> None:
@@ -256,29 +263,29 @@ class Contents:
             await self._saved.drop(entry)
 
     def note_removed(self) -> None:
-        """A saved prefix is gone: slots that were saved in it may be no more."""
+        """A saved prefix is gone: counts anew how much of each slot is saved."""
         entries = list(self.all_entries())
         for slot in self.table:
-            if slot.saved and slot.salt != STRANGE:
+            if slot.saved and slot.salt != UNKNOWN_OWNER:
                 slot.saved = max((slot.shared(entry.tokens, entry.salt) for entry in entries), default=0)
 
     def note_saved(self, slot: Slot) -> None:
-        """How much of what the slot holds now lies in a file already, as when a prompt came twice."""
+        """Counts how much of the slot's content a file holds already, e.g. after the same prompt again."""
         shared = (slot.shared(entry.tokens, entry.salt) for entry in self.entries())
         slot.saved = max(slot.saved, max(shared, default=0))
 
     def note_restored(self, *, in_vain: bool) -> None:
-        """A request ran on restored KV; `in_vain` when the server computed most of it again."""
+        """A request ran on restored KV; `in_vain` if the server computed most of it again."""
         self._vain_restores = self._vain_restores + 1 if in_vain else 0
         if self._vain_restores == MAX_VAIN_RESTORES:
             self._restoring_pays = False
             self._find(
                 "restoring does not pay on this model: the server computes restored prompts again "
-                "(sliding-window, hybrid or recurrent memory); nothing is saved or restored here any more"
+                "(sliding-window, hybrid or recurrent memory); kvpin no longer saves or restores its slots"
             )
 
     def describe(self) -> list[dict[str, Any]]:
-        """The slots for people, without what they hold."""
+        """The slots for people, without their content."""
         now = self._clock()
         return [
             {
@@ -297,7 +304,7 @@ class Contents:
         self.counts.failed_saves += 1
         self._no_save_before = self._clock() + self._save_pause_s
         log.warning(
-            "%s: a slot could not be saved %s, no more saves for %.0f s: %s",
+            "%s: a slot could not be saved %s; kvpin tries again in %.0f s: %s",
             self._engine,
             self._where(),
             self._save_pause_s,
@@ -306,7 +313,7 @@ class Contents:
         self._save_pause_s = min(2 * self._save_pause_s, MAX_SAVE_PAUSE_S)
 
     def _where(self) -> str:
-        """The directory and what is free there, for people."""
+        """The directory and its free bytes, for people."""
         if self._saved is None:
             return ""
         directory = self._saved.place.host
@@ -314,7 +321,7 @@ class Contents:
             free = shutil.disk_usage(directory).free
         except OSError as error:
             return f"in {directory} ({error.strerror})"
-        return f"in {directory} ({free} bytes free; is it full, or not writable for the server?)"
+        return f"in {directory} ({free} bytes free; check its room, and that the server may write there)"
 
     def _find(self, finding: str) -> None:
         self.findings.append(finding)

@@ -1,7 +1,7 @@
-"""What a llama-server is, read from its own routes, and what its command line lacks.
+"""What a llama-server is, read from its own routes, and which flags it lacks.
 
-`discover` asks and changes nothing but, where the model's file is out of reach, one slot. What no route
-tells is found by trying: `probe` costs one slot its content, so the caller says when.
+`discover` only reads, except that it uses one slot if the model's file is out of reach. `probe` finds by
+trying what no route tells; it costs one slot its content, so the caller chooses the moment.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _CACHES = (1, 2)  # of a model with plain attention, and of one that has sliding
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One server, as it stood when it was asked.
+    """One server at the time of the question.
 
     Attributes:
         model: the name it serves under.
-        slots: how many it has.
+        slots: number of slots.
         slot_ctx: context of each, in tokens.
-        train_ctx: context the model was trained with, None where unknown.
-        model_path: where the server has its model.
-        local_model: the same file, when it can be read here.
-        vocab_size: ids the model knows, None where unknown.
+        train_ctx: context the model was trained with, None if unknown.
+        model_path: path of the model on the server.
+        local_model: the same file, if kvpin can read it.
+        vocab_size: number of token ids, None if unknown.
         build: the server's version, free text.
         chat_template: the model's, "" without one.
         modalities: inputs it takes besides text, e.g. `vision`.
-        instance: word that each process draws anew, None on servers that tell none. Sleep keeps it.
-        is_sleeping: it was asleep when asked: the KV of all its slots is gone.
+        instance: a word that is new in each process, None on servers without one. Sleep keeps it.
+        is_sleeping: it was asleep, so the KV of all its slots is gone.
         has_slots: `GET /slots` is allowed.
         has_metrics: `GET /metrics` is allowed.
         can_save: it has a `--slot-save-path`.
-        fingerprint: which model, and which adapters, made its KV.
-        is_unified: all slots share one pool of KV (`-kvu`); None while unknown.
-        ram_cache: it keeps prompts in a cache of its own (`--cache-ram`); None while unknown.
+        fingerprint: digest of the model and the LoRA adapters that make its KV.
+        is_unified: all slots share one KV pool (`-kvu`); None while unknown.
+        ram_cache: it keeps prompts in its own cache (`--cache-ram`); None while unknown.
     """
 
     model: str
@@ -74,10 +74,10 @@ class ServerFacts:
 
     @property
     def key(self) -> str:
-        """16 hex digits that name what may read a saved file: this model with this layout of streams.
+        """16 hex digits of the model and its stream layout. Servers with the same key can share saved files.
 
-        Files of a unified pool fit any other, those of separate streams only a server with as many
-        slots; so it is final once `is_unified` is known.
+        A file of a unified pool fits every unified pool. A file of separate streams fits only servers with as
+        many slots. So the key is final once `is_unified` is known.
         """
         has_one_stream = self.slots == 1 or self.is_unified is True
         layout = 1 if has_one_stream else self.slots
@@ -85,14 +85,14 @@ class ServerFacts:
 
     @property
     def looks_unified(self) -> bool:
-        """`is_unified`; while that is unknown, whether each slot has all the context there can be."""
+        """`is_unified`; while that is unknown, whether each slot has the whole trained context."""
         if self.is_unified is None:
             return self.slots > 1 and self.slot_ctx == self.train_ctx
         return self.is_unified
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What stands in the way of using it fully, with the flags to start it with."""
+        """What keeps kvpin from using it fully, and the flags that help."""
         return tuple(_findings(self))
 
 
@@ -105,7 +105,7 @@ class SlotState:
         n_ctx: its context in tokens.
         is_processing: a request runs on it.
         id_task: number of its latest request, None when it had none.
-        n_tokens: tokens it holds; None when it had no request, even after a restore.
+        n_tokens: tokens it holds; None if it had no request, even after a restore.
     """
 
     id: int
@@ -146,11 +146,11 @@ class _Slot(msgspec.Struct, frozen=True):
 
 
 async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
-    """Reads what a server is. Wakes one that sleeps.
+    """Reads what a server is. Wakes a sleeping server.
 
     Raises:
-        EngineSpecError: it is no llama-server, or one without slots.
-        EngineRejected: it refuses, e.g. the key.
+        EngineSpecError: it is no llama-server, or has no slots.
+        EngineRejected: it refuses, e.g. the API key.
         EngineUnavailable: it does not answer, or is still loading its model.
     """
     props = await _props(control, spec)
@@ -180,7 +180,7 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Which process answers, and whether it sleeps: what can be asked of it at any time."""
+    """Which process answers, and whether it sleeps. Asking is always possible."""
 
     instance: str | None
     is_sleeping: bool
@@ -192,10 +192,10 @@ class _Pulse(msgspec.Struct, frozen=True):
 
 
 async def read_pulse(control: ControlClient) -> Pulse:
-    """Asks without waking the server, and without keeping it awake.
+    """Asks without waking the server or keeping it awake.
 
     Raises:
-        EngineUnavailable: it does not answer, or not as expected.
+        EngineUnavailable: no answer, or an unexpected one.
     """
     try:
         props = msgspec.convert(await control.get("/props"), _Pulse)
@@ -205,11 +205,11 @@ async def read_pulse(control: ControlClient) -> Pulse:
 
 
 async def read_slots(control: ControlClient) -> list[SlotState]:
-    """All slots by id. Wakes a server that sleeps: ask `read_pulse` first.
+    """All slots by id. Wakes a sleeping server: ask `read_pulse` first.
 
     Raises:
         EngineRejected: the server runs with `--no-slots`.
-        EngineUnavailable: it does not answer, or not as expected.
+        EngineUnavailable: no answer, or an unexpected one.
     """
     answer = await control.get("/slots")
     try:
@@ -223,20 +223,20 @@ async def read_slots(control: ControlClient) -> list[SlotState]:
 
 
 def spare_slot(slots: Sequence[SlotState]) -> int:
-    """The slot whose content costs least to lose: an idle one if there is one, with the fewest tokens."""
+    """The slot whose content is cheapest to lose: an idle one if possible, with the fewest tokens."""
     return min(slots, key=lambda slot: (slot.is_processing, slot.n_tokens or 0, slot.id)).id
 
 
 def probe_file() -> str:
-    """A name for the small file that trying a server out leaves behind: servers may share a directory."""
+    """A new name for the small file that a probe leaves behind; servers may share a directory."""
     return f"kvpin-probe-{uuid4().hex}.bin"
 
 
 async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, file: str) -> ServerFacts:
-    """`facts` with what only trying tells. Slot `slot_id` must be idle; what it held is gone, and
-    `file` is left in the server's save directory, some 50 bytes.
+    """Completes `facts` by trying. Slot `slot_id` must be idle; its content is lost.
 
-    A few milliseconds on an idle server, plus the prefill of some 150 tokens.
+    Leaves `file`, about 50 bytes, in the server's save directory. Takes a few milliseconds on an idle server,
+    plus the prefill of about 150 tokens.
     """
     ram_cache = await probe_ram_cache(control, slot_id)
     is_unified = facts.is_unified
@@ -248,7 +248,7 @@ async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, fil
 
 
 async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
-    """Whether `--cache-ram` is on: a prompt that another one drove out of its slot comes back.
+    """Whether `--cache-ram` is on: a prompt comes back after another one has replaced it in its slot.
 
     The content of slot `slot_id` is lost.
     """
@@ -259,11 +259,10 @@ async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
 
 
 async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, file: str) -> bool | None:
-    """Whether all slots share one pool of KV, by the size of an empty slot's file; None where that is
-    not to be told.
+    """Whether all slots share one KV pool, by the size of an empty slot's file; None if that does not tell.
 
-    The file counts the cells of each stream, and a unified pool is one stream. The content of slot
-    `slot_id` is lost, and `file` is left in the server's save directory.
+    The file counts the cells of each stream, and a unified pool is one stream. The content of slot `slot_id`
+    is lost, and `file` is left in the server's save directory.
     """
     await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
     saved = await control.call("POST", f"/slots/{slot_id}?action=save", json={"filename": file})
@@ -275,7 +274,7 @@ async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, fil
 
 
 async def _prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
-    """Computes a prompt on a slot; returns how many of its tokens were reused."""
+    """Computes a prompt on a slot; returns the number of reused tokens."""
     request = {"prompt": prompt, "n_predict": 0, "cache_prompt": True, "id_slot": slot_id}
     match await control.call("POST", "/completion", json=request):
         case {"timings": {"cache_n": int(reused)}}:
@@ -304,7 +303,7 @@ async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
 
 
 async def _model(control: ControlClient) -> dict[str, Any]:
-    """The entry of the model in `/v1/models`, with `meta`, if only an empty one."""
+    """The model's entry in `/v1/models`, with `meta`, which may be empty."""
     match await control.get("/v1/models"):
         case {"data": [{"id": str()} as model, *_]}:
             return {**model, "meta": model.get("meta") or {}}
@@ -313,7 +312,7 @@ async def _model(control: ControlClient) -> dict[str, Any]:
 
 
 async def _can_save(control: ControlClient) -> bool:
-    """Whether slots can be saved: the server says no before it looks at the file name, which is none."""
+    """Whether slots can be saved. The file name is invalid; a server without saves does not check names."""
     try:
         await control.call("POST", "/slots/0?action=save", json={"filename": "/"})
     except EngineRejected as error:
@@ -322,9 +321,9 @@ async def _can_save(control: ControlClient) -> bool:
 
 
 def _local_model(path: str, size: object) -> Path | None:
-    """The model's file when it is readable here, and not just another one of that name.
+    """The model's file if kvpin can read it and it is not another file of the same name.
 
-    `size` is that of its tensors by the server's word: the rest of the file is metadata.
+    `size` is the server's figure for its tensors; the rest of the file is metadata.
     """
     local = Path(path)
     try:
@@ -351,7 +350,7 @@ async def _fingerprint(
 
 
 async def _adapters(control: ControlClient) -> list[Any]:
-    """The LoRA adapters that are loaded: with them, the same model makes other KV."""
+    """The loaded LoRA adapters: they change the KV of the model."""
     try:
         answer = await control.get("/lora-adapters")
     except EngineRejected as error:
@@ -366,7 +365,7 @@ def _findings(facts: ServerFacts) -> Sequence[Finding]:
     if facts.ram_cache:
         found.append(
             Finding(
-                "its RAM cache is on: prompts in it change the slots unseen, and can corrupt an answer",
+                "its RAM cache is on: it changes slots unseen by kvpin, and can corrupt an answer",
                 "start the server with --cache-ram 0",
             )
         )
@@ -374,8 +373,8 @@ def _findings(facts: ServerFacts) -> Sequence[Finding]:
         verb = "share" if facts.is_unified else "seem to share"
         found.append(
             Finding(
-                f"its slots {verb} one pool of KV (-kvu, or no -np): a prompt can drive out the others'",
-                f"start the server with -no-kvu -np {facts.slots} -c {facts.slots}*CTX, CTX being the "
+                f"its slots {verb} one KV pool (-kvu, or no -np): a prompt can evict those of other slots",
+                f"start the server with -no-kvu -np {facts.slots} -c {facts.slots}*CTX, where CTX is the "
                 "context of one slot",
             )
         )
@@ -387,7 +386,7 @@ def _findings(facts: ServerFacts) -> Sequence[Finding]:
             )
         )
     if not facts.has_slots:
-        found.append(Finding("its slots cannot be watched", "start the server with --slots"))
+        found.append(Finding("kvpin cannot watch its slots", "start the server with --slots"))
     if facts.is_sleeping:
         found.append(
             Finding(

@@ -1,7 +1,7 @@
-"""Which model a server runs, as a digest: KV of one model is noise to another of the same shape.
+"""A digest of the model a server runs: KV of one model is noise to another model of the same shape.
 
-A GGUF that can be read here is told by its bytes. Elsewhere the server's own words must do: what it says
-of the model, and how the model continues a fixed prompt.
+A GGUF that kvpin can read is identified by its bytes. Otherwise the digest covers what the server says of the
+model, and how the model continues a fixed prompt.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _ENDS = 1 << 20  # bytes read at the head (metadata, vocabulary) and at the tail
 _SAMPLES, _SAMPLE = 512, 4096  # evenly between: a tensor of 0.2% of the file is hit at least once
 _WHOLE = 2 * _ENDS + _SAMPLES * _SAMPLE
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-# Half a prompt of unlike tokens, small enough for any vocabulary, and what a model makes of it.
+# A fixed prompt of different ids, small enough for any vocabulary, and the length of its continuation.
 _PROMPT = tuple(300 + 37 * i % 501 for i in range(24))
 _CONTINUATION = 16
 
 
 def file_digest(path: Path) -> str:
-    """Digest of a GGUF, all its parts included: sizes, and about 4 MiB of each part's bytes.
+    """Digest of a GGUF with all its parts: their sizes, and about 4 MiB of each part.
 
-    Reads milliseconds' worth from a warm page cache; the same unchanged files are read once.
+    Takes milliseconds with a warm page cache. Unchanged files are read once.
 
     Raises:
         OSError: a file cannot be read.
@@ -44,7 +44,7 @@ def file_digest(path: Path) -> str:
 
 
 def model_parts(path: Path) -> list[Path]:
-    """The files of a model: `path`, or all parts when it is named `…-00001-of-00003.gguf`."""
+    """The files of a model: `path`, or all parts if its name is like `…-00001-of-00003.gguf`."""
     name = _PART.search(path.name)
     if name is None:
         return [path]
@@ -53,16 +53,16 @@ def model_parts(path: Path) -> list[Path]:
 
 
 async def remote_digest(control: ControlClient, meta: dict[str, Any], file_name: str, slot_id: int) -> str:
-    """Digest of a model whose file is out of reach; it replaces what slot `slot_id` holds.
+    """Digest of a model whose file is out of reach. The content of slot `slot_id` is lost.
 
     Args:
         control: the server.
         meta: its `meta` in `/v1/models`.
-        file_name: of the model on the server.
+        file_name: name of the model file on the server.
         slot_id: the slot that continues the fixed prompt.
 
     Raises:
-        EngineUnavailable: the answer carries no tokens.
+        EngineUnavailable: the answer has no tokens.
     """
     request = {
         "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,
@@ -90,7 +90,7 @@ def _digest(files: tuple[tuple[str, int, int, int], ...]) -> str:
 
 
 def _samples(size: int) -> Iterator[tuple[int, int]]:
-    """Offsets and lengths of what is read of a file."""
+    """Offsets and lengths of the parts of a file that are read."""
     if size <= _WHOLE:
         yield 0, size
         return

@@ -1,9 +1,9 @@
-"""The slots of one server process: whose turn it is, and what requests leave behind.
+"""The slots of one server process: requests lease them, and the keeper learns what each request left.
 
     turn → (save) → (restore) → request → what the answer left → release
 
-State changes on the slot table without awaits; the I/O between them runs in tasks of the keeper's own, so
-that a client that leaves never stops a save or a restore half-way, and never leaves a slot begun.
+The slot table changes without awaits. The I/O in between runs in the keeper's own tasks: a client that leaves
+never stops a save or restore half-way, and never leaves a slot busy.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import SlotState, read_slots
 from engine_adapter.llama_server.plan import plan
 from engine_adapter.llama_server.saved import Saved
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.turns import Ask, SlotPlan, Turns, first_operation
 from engine_adapter.prompt.prefixes import common_prefix
@@ -32,11 +33,11 @@ from engine_adapter.types import TokenIds
 
 log = logging.getLogger("kvpin.llama_server")
 
-# A running stream of another slot shares each step; about this much of a prefill, each.
+# Cost of a prefill to each running stream of another slot, which shares its steps.
 INTERFERENCE_S = 0.002
-# After a client left: the server looks for that only when nothing was asked of it for a second.
+# Pauses between looks at a slot whose client left: the server notices that only after an idle second.
 SETTLE_POLL_S = (0.02, 0.15, 1.2)
-# From the last byte of a request to its place in the server's queue.
+# Time from the last byte of a request to its place in the server's queue.
 ARRIVAL_S = 0.02
 
 _Result = TypeVar("_Result")
@@ -49,16 +50,16 @@ class SlotLease:
 
     Attributes:
         slot: the slot's id.
-        ask: what it was asked for.
+        ask: the prompt that the request brought.
         cached_tokens: prompt tokens the server will report as reused.
-        firm: False when it may turn out to be more.
-        may_reuse: whether what lies in the slot may be shared with the request; it may say no itself.
-        restored: its KV came from a file just before.
-        before: known tokens the slot held, as far as they may be shared.
-        length_before: tokens it held, known or not.
+        firm: False if the server may report more.
+        may_reuse: whether the request may use KV that lies in the slot.
+        restored: the slot's KV came from a file just before.
+        before: known tokens the slot held, if the request may use them.
+        length_before: tokens the slot held, known or not.
         started: when the request could be sent.
-        answer: what the answer said; None until it is known, or when it never came to its end.
-        has_begun: the server has answered something.
+        answer: what the answer said; None until it has ended, or if it never did.
+        has_begun: the first bytes of the answer have come.
         shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
     """
 
@@ -77,13 +78,13 @@ class SlotLease:
 
 
 class SlotKeeper:
-    """Gives slots to requests, one operation at a time.
+    """Leases slots to requests, one operation per slot at a time.
 
     Attributes:
         contents: what slots and files hold.
         changed: set whenever a slot becomes idle.
         is_lost: the server turned out to be another process.
-        has_worked: since the slots were last read.
+        has_worked: something ran since the slots were last read.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class SlotKeeper:
     # --- requests ---------------------------------------------------------------------------------
 
     def forecast(self, ask: Ask) -> Forecast:
-        """What `ask` would cost now; changes nothing."""
+        """The cost of `ask` now; changes nothing."""
         best = self._plan(ask, self._table)
         queue_s = self._turns.waiting * self.contents.rates.view.hold_s / len(self._table)
         return Forecast(
@@ -126,7 +127,7 @@ class SlotKeeper:
 
     @asynccontextmanager
     async def lease(self, ask: Ask) -> AsyncIterator[SlotLease]:
-        """A slot for a request, holding as much of its prompt as is worth the while.
+        """Leases the best slot for a request, after the save and restore that pay.
 
         Raises:
             EngineUnavailable: the server went away before the request could start.
@@ -136,12 +137,13 @@ class SlotKeeper:
         self._check_open()
         lease = await self._prepared(chosen, ask)
         self._check_open()
-        # What runs is what the slot is going to hold: the next one of this conversation waits for it.
+        # The slot is going to hold this prompt: the next request of the conversation waits for it.
+        self.contents.owners.changes(lease.slot, ask.salt)
         self._table.hold(lease.slot, ask.tokens, ask.salt)
         try:
             yield lease
         except BaseException:
-            # The slot may be busy for a while yet; nobody waits for that here.
+            # The slot may stay busy for a while; the caller does not wait for it.
             self._spawn(self._finish(lease))
             raise
         if lease.answer is not None and not self._closed:
@@ -150,16 +152,18 @@ class SlotKeeper:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """All slots at once, for a request that cannot be pinned. What it ran on is unknown afterwards."""
+        """Takes all slots, for a request that cannot be pinned. The slots it used are unknown afterwards."""
         self._check_open()
         await self._turns.all()
         tasks: dict[int, int | None] = {}
         try:
             tasks = {state.id: state.id_task for state in await read_slots(self._control)}
             self._check_open()
+            for slot in self._table:
+                self.contents.owners.changes(slot.id, UNKNOWN_OWNER)
             yield
         finally:
-            self._spawn(self._after_stranger(tasks))
+            self._spawn(self._after_alone(tasks))
 
     @property
     def streams(self) -> int:
@@ -183,15 +187,19 @@ class SlotKeeper:
     # --- other operations -------------------------------------------------------------------------
 
     async def take(self, slot_id: int, operation: Operation, work: _Work[_Result]) -> _Result:
-        """Does `work` on an idle slot as its one operation, to its end even if the caller is cancelled.
-        Raises what `work` raises."""
+        """Runs `work` as the one operation on an idle slot, to its end even if the caller is cancelled.
+
+        Raises what `work` raises.
+        """
         self._check_open()
         self._table.begin(slot_id, operation, self._clock())
         return await _outcome(self._spawn(self._taken(slot_id, work)))
 
     async def bring(self, entry: Saved) -> bool:
-        """Restores a saved prefix into an idle slot ahead of its request: an empty one, or the one unused for
-        longest, which is saved first. False when every slot is busy or pinned, or the file is of no use."""
+        """Restores a saved prefix ahead of its request, into an empty slot or the one idle for longest.
+
+        Saves that slot first. False if every slot is busy or pinned, or if the save or restore fails.
+        """
         now = self._clock()
         idle = [slot for slot in self._table.idle() if slot.pinned_until <= now]
         if not idle:
@@ -203,7 +211,7 @@ class SlotKeeper:
             async with self.contents.keeping(entry):
                 if save_first:
                     if not await self.contents.save(slot):
-                        return False  # what it holds is not given up for what nobody waits for
+                        return False  # keep what the slot holds: no request waits for this restore
                     self._next(slot, Operation.RESTORE)
                 return await self.contents.restore(slot, entry)
 
@@ -212,16 +220,23 @@ class SlotKeeper:
     # --- the server's own word --------------------------------------------------------------------
 
     def adopt(self, states: Iterable[SlotState]) -> None:
-        """What lay in the slots before kvpin came: nobody here knows it, and it is never taken for known."""
+        """Takes over what lies in the slots. Content whose owner an earlier kvpin recorded is known after its
+        next save; other content stays unknown."""
+        contents = self.contents
         for state in states:
-            slot = self._table[state.id]
-            if state.n_tokens or state.is_processing:
-                self.contents.estrange(slot, state.n_tokens or 0)
+            slot, count = self._table[state.id], state.n_tokens or 0
+            owner = contents.owners[slot.id]
+            if count and owner != UNKNOWN_OWNER and not state.is_processing:
+                contents.hold(slot, array("i"), owner, unknown=count)
+            elif count or state.is_processing:
+                contents.mark_unknown(slot, count)
+            else:
+                contents.hold(slot, array("i"), None)
             if state.is_processing:
-                self._leave_to_stranger(slot)
+                self._watch_foreign(slot)
 
     async def reconcile(self) -> None:
-        """Holds the mirror against `/slots`: what somebody else changed is not known any more.
+        """Compares the mirror with `/slots`. A slot that somebody else changed becomes unknown.
 
         Raises:
             EngineUnavailable: the server lost its slots, so it is another process.
@@ -236,21 +251,21 @@ class SlotKeeper:
                 self.is_lost = True
                 raise EngineUnavailable("the server was restarted: its slots are new")
             if state.is_processing or state.n_tokens not in (None, slot.length):
-                self.contents.surprise(slot, state.n_tokens or 0)
-                self._leave_to_stranger(slot)
+                self.contents.mark_changed(slot, state.n_tokens or 0)
+                self._watch_foreign(slot)
 
     def wipe(self) -> None:
-        """The server lost all KV, as one that fell asleep does, and its slots look like new."""
+        """The server lost all KV, for instance because it fell asleep, and its slots look new."""
         self._used.clear()
         self.contents.wipe()
 
     async def settled(self) -> None:
-        """Until what the keeper does by itself is over: saves, restores, and what requests left behind."""
+        """Waits until all of the keeper's own tasks are over."""
         while self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
     async def aclose(self) -> None:
-        """Ends all work; whoever waits for a slot is told that there is none."""
+        """Ends all work. Requests that wait for a slot get EngineUnavailable."""
         self._closed = True
         self._turns.fail(EngineUnavailable("the engine was lost before it could start"))
         tasks = tuple(self._tasks)
@@ -277,7 +292,7 @@ class SlotKeeper:
         return best
 
     async def _prepared(self, chosen: SlotPlan, ask: Ask) -> SlotLease:
-        """Carries a plan out; a slot that was prepared for nobody is released."""
+        """Carries out a plan. If the request leaves meanwhile, the slot is released afterwards."""
         if first_operation(chosen) is Operation.REQUEST:
             return self._leased(self._table[chosen.slot], ask, restored=False)
         task = self._spawn(self._prepare(chosen, ask))
@@ -288,7 +303,7 @@ class SlotKeeper:
             raise
 
     async def _prepare(self, chosen: SlotPlan, ask: Ask) -> SlotLease:
-        """Save and restore as planned; then the request has begun on the slot."""
+        """Saves and restores as planned, and begins the request on the slot."""
         slot, is_restored = self._table[chosen.slot], False
         try:
             async with self.contents.keeping(chosen.restore):
@@ -299,7 +314,7 @@ class SlotKeeper:
                     is_restored = await self.contents.restore(slot, chosen.restore)
                     self._next(slot, Operation.REQUEST)
         except BaseException:
-            self.contents.estrange(slot, slot.length)
+            self.contents.mark_unknown(slot, slot.length)
             self._release(slot)
             raise
         return self._leased(slot, ask, restored=is_restored)
@@ -322,38 +337,38 @@ class SlotKeeper:
         )
 
     def _abandon(self, slot: Slot, task: asyncio.Task[SlotLease]) -> None:
-        """The request left while its slot was prepared. What failed has released the slot itself."""
+        """The request left while its slot was prepared. A failed preparation released the slot itself."""
         if not task.cancelled() and task.exception() is None:
             self._release(slot)
 
     def _next(self, slot: Slot, operation: Operation) -> None:
-        """One operation ends and the next begins, with nobody in between."""
+        """Ends one operation and begins the next; nothing can begin in between."""
         now = self._clock()
         self._table.end(slot.id, now)
         self._table.begin(slot.id, operation, now)
 
     async def _finish(self, lease: SlotLease) -> None:
-        """The request is over: what does its slot hold now?"""
+        """Finds out what the slot holds after a request, and releases it."""
         if self._closed:
-            return  # nobody's slots any more, or already another keeper's
+            return  # another keeper may have the slots by now
         slot = self._table[lease.slot]
         known: TokenIds[int] = array("i")
         unknown = len(lease.ask.tokens)
         try:
             known, unknown = await self._left_by(lease)
         except EngineError as error:
-            log.warning("%s: slot %d is not known after a request: %s", self._engine, slot.id, error)
+            log.warning("%s: content of slot %d is unknown after a request: %s", self._engine, slot.id, error)
         finally:
             if known:
                 self.contents.hold(slot, known, lease.ask.salt, unknown=unknown)
                 self.contents.note_saved(slot)
                 self.contents.keep(slot, lease.ask.retention)
             else:
-                self.contents.estrange(slot, unknown)
+                self.contents.mark_unknown(slot, unknown)
             self._release(slot)
 
     async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int]:
-        """(known tokens, unknown ones) that a request left in its slot."""
+        """(known tokens, number of unknown ones) that a request left in its slot."""
         answer, prompt = lease.answer, lease.ask.tokens
         if answer is not None and answer.is_complete and prompt:
             self._used.add(lease.slot)
@@ -362,15 +377,16 @@ class SlotKeeper:
             return slot_content(prompt, answer, sampled)
         await self._until_all_arrived()
         count = await self._count_when_idle(lease.slot)
-        # Cut short: the slot holds part of the prompt and perhaps of an answer; or still its old content,
-        # when the request never started and the count does not tell. What both share is certain.
+        # The request was cut short. The slot holds part of the prompt and maybe of an answer. Or the request
+        # never started and the slot has its old content: if the count does not tell, only the common prefix
+        # of both is certain.
         has_started = lease.has_begun or count != lease.length_before
         known = prompt if has_started else prompt[: common_prefix(prompt, lease.before)]
         known = known[:count]
         return known, count - len(known)
 
     async def _count_when_idle(self, slot_id: int) -> int:
-        """Tokens in a slot, as soon as the server works on it no more."""
+        """Waits until the server no longer works on a slot; returns its tokens."""
         pauses = iter(SETTLE_POLL_S)
         while True:
             state = (await read_slots(self._control))[slot_id]
@@ -381,8 +397,11 @@ class SlotKeeper:
             await asyncio.sleep(next(pauses, SETTLE_POLL_S[-1]))
 
     async def _until_all_arrived(self) -> None:
-        """Until every request sent so far runs or is gone. One whose client left may still wait behind a long
-        step, and then start; `/slots` is answered during the step and does not show it."""
+        """Waits until every request sent so far runs or is gone.
+
+        A request whose client left may still wait behind a long step and then start. The server answers
+        `/slots` during the step and does not show the request.
+        """
         await asyncio.sleep(ARRIVAL_S)
         with suppress(EngineRejected):  # a server without this route
             await self._control.get("/lora-adapters")  # changes nothing, and waits in the same queue
@@ -397,22 +416,22 @@ class SlotKeeper:
         if lease.restored and lease.may_reuse:
             self.contents.note_restored(in_vain=cached < lease.cached_tokens / 2)
 
-    def _leave_to_stranger(self, slot: Slot) -> None:
+    def _watch_foreign(self, slot: Slot) -> None:
         self._table.begin(slot.id, Operation.FOREIGN, self._clock())
-        self._spawn(self._until_stranger_left(slot))
+        self._spawn(self._until_foreign_ends(slot))
 
-    async def _until_stranger_left(self, slot: Slot) -> None:
+    async def _until_foreign_ends(self, slot: Slot) -> None:
         try:
             await self._count_when_idle(slot.id)
             await self._end_copies(slot.id)
-            self.contents.estrange(slot, await self._count_when_idle(slot.id))
+            self.contents.mark_unknown(slot, await self._count_when_idle(slot.id))
         except EngineError as error:
             log.warning("%s: slot %d: %s", self._engine, slot.id, error)
         finally:
             self._release(slot)
 
-    async def _after_stranger(self, tasks: dict[int, int | None]) -> None:
-        """A request that ran alone is over: a slot that ran another task since holds nobody knows what."""
+    async def _after_alone(self, tasks: dict[int, int | None]) -> None:
+        """After a request that ran alone: a slot that has run another task since is unknown."""
         if self._closed:
             return
         try:
@@ -425,20 +444,22 @@ class SlotKeeper:
                 await self._end_copies(touched[0])
             for state in await read_slots(self._control):
                 if state.id in touched:
-                    self.contents.estrange(self._table[state.id], state.n_tokens or 0)
+                    self.contents.mark_unknown(self._table[state.id], state.n_tokens or 0)
         except EngineError:
             for slot in self._table:
-                self.contents.estrange(slot, slot.length)
+                self.contents.mark_unknown(slot, slot.length)
         finally:
+            for slot in self._table:
+                self.contents.owners.holds(slot.id, slot.salt)
             self._turns.release_all()
             self._note_work()
 
     async def _end_copies(self, slot_id: int) -> None:
         """Computes one token on a slot that holds nothing of use.
 
-        A request for several answers copies KV from slot to slot. When it ends without a further step the
-        copies stay pending, and the next step of any slot makes them, over whatever was restored there
-        meanwhile: wrong answers (observed on llama.cpp 0c1e570). Erasing the slot does not help, a step does.
+        A request for several answers copies KV between slots. If it ends without a further step, the copies
+        stay pending. The next step of any slot then makes them, even over KV that was restored meanwhile, and
+        answers are wrong (observed on llama.cpp 0c1e570). Erasing the slot does not help, a step does.
         """
         body = {"prompt": [0], "n_predict": 0, "id_slot": slot_id, "cache_prompt": False}
         await self._control.call("POST", "/completion", json=body)
@@ -448,7 +469,7 @@ class SlotKeeper:
         try:
             return await work(slot)
         except EngineUnavailable:
-            self.contents.estrange(slot, slot.length)
+            self.contents.mark_unknown(slot, slot.length)
             raise
         finally:
             self._release(slot)
@@ -474,15 +495,15 @@ class SlotKeeper:
     def _note_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, EngineError):  # who waited may have left
+        if error is not None and not isinstance(error, EngineError):  # its caller may have left
             log.error("%s: work on its slots failed", self._engine, exc_info=error)
 
 
 async def _outcome(task: asyncio.Task[_Result]) -> _Result:
-    """What `task` returns or raises; it goes on when who awaits this is cancelled.
+    """The result of `task`, which goes on if the caller is cancelled.
 
     Raises:
-        EngineUnavailable: the task itself was cancelled, as it is when its keeper is closed.
+        EngineUnavailable: the task itself was cancelled, because its keeper was closed.
     """
     await asyncio.wait([task])
     if task.cancelled():

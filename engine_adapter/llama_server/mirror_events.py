@@ -1,7 +1,7 @@
-"""What slots and files hold, told as KV events: the proxy's index then knows it like any other engine's.
+"""What slots and files hold, as KV events: the proxy indexes it like the cache of any other engine.
 
-A place (a slot, a file) holds a run of tokens on a tier. Runs share blocks: a block is stored on a tier when
-the first place there gets it, and removed when the last one loses it.
+A place (a slot, a file) holds a run of tokens on a tier. Runs share blocks. A block is stored on a tier when
+its first place gets it, and removed when its last place loses it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from engine_adapter.types import (
 )
 
 TOKENS_PER_BLOCK = 16
-# Salts are the clients' to invent: of more than these, only those that something lies under are remembered.
+# Clients may invent salts. Beyond this number, only salts that own content are remembered.
 MAX_SALTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The full blocks of what a place holds; `salt` is a digest."""
+    """The full blocks of one place's content; `salt` is a digest."""
 
     tier: Tier
     names: tuple[int, ...]
@@ -39,10 +39,10 @@ class _Run:
 
 
 class MirrorEvents:
-    """The places of one server, and whoever follows them.
+    """The places of one server, and the followers of their events.
 
-    Places name a salt by its digest, which is all that lies beside a file. What lies under a salt is told
-    once the salt itself is known: before, no request can ask for it.
+    Places have the digest of a salt, because a sidecar has no more. Events of a salt's content begin once the
+    salt itself is known: no request can use the content before.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class MirrorEvents:
         self._followers: set[asyncio.Queue[KvEvent]] = set()
 
     def know(self, digest: str | None, salt: str | None) -> None:
-        """The salt behind a digest."""
+        """Learns the salt of a digest, and sends the events that waited for it."""
         if digest in self._salts:
             return
         if len(self._salts) > MAX_SALTS:
@@ -63,32 +63,32 @@ class MirrorEvents:
                 self._tell(self._stored(run, 0))
 
     def put(self, place: Hashable, tier: Tier, tokens: TokenIds[int], salt: str | None) -> None:
-        """`place` now holds these tokens and nothing else."""
+        """Replaces the content of `place` by these tokens."""
         run = _Run(tier, _names(tokens, salt), tokens, salt)
         old = self._runs.get(place)
         if old is not None and (old.tier, old.names) == (run.tier, run.names):
             return
-        # Stored before removed: a block that only moves from one run to the other never leaves the view.
+        # Store before remove: a block that moves from one run to the other never leaves the view.
         self._runs[place] = run
         self._store(run)
         if old is not None:
             self._remove(old)
 
     def drop(self, place: Hashable) -> None:
-        """`place` holds nothing any more."""
+        """Empties `place`."""
         old = self._runs.pop(place, None)
         if old is not None:
             self._remove(old)
 
     def clear(self) -> None:
-        """No place holds anything."""
+        """Empties all places."""
         for place in tuple(self._runs):
             self.drop(place)
 
     async def follow(self) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""
         queue: asyncio.Queue[KvEvent] = asyncio.Queue()
-        queue.put_nowait(ViewLost("the mirror is read from its beginning"))
+        queue.put_nowait(ViewLost("the slot mirror is sent from its beginning"))
         for run in self._runs.values():
             if run.names and run.salt in self._salts:
                 queue.put_nowait(self._stored(run, 0))
@@ -101,7 +101,7 @@ class MirrorEvents:
             self._followers.discard(queue)
 
     def _forget_unused_salts(self) -> None:
-        """Nobody was told of anything under them, and they are known again when they are asked for."""
+        """Forgets salts that own no content; a request that brings one makes it known again."""
         used = {None, *(run.salt for run in self._runs.values())}
         self._salts = {digest: salt for digest, salt in self._salts.items() if digest in used}
 
@@ -110,7 +110,7 @@ class MirrorEvents:
         for at, name in enumerate(run.names):
             key = (run.tier, name)
             holders[key] += 1
-            # Runs hold their parents too: what is new is the end of the run.
+            # A run holds the parents of its blocks too, so only its end can be new.
             if holders[key] == 1:
                 first = min(first, at)
         if first < len(run.names) and run.salt in self._salts:
@@ -144,7 +144,7 @@ class MirrorEvents:
 
 
 def _names(tokens: TokenIds[int], salt: str | None) -> tuple[int, ...]:
-    """A name for each full block: equal for equal prefixes under the same salt."""
+    """A name for each full block; equal prefixes under the same salt have equal names."""
     step = TOKENS_PER_BLOCK * tokens.itemsize
     raw = tokens.tobytes()
     name = xxh3_64_intdigest(b"" if salt is None else b"\x01" + salt.encode("utf-8", "surrogatepass"))

@@ -1,10 +1,9 @@
-"""Where a request runs: on which slot, what is restored into it, and whether its content is saved first.
+"""Chooses where a request runs: the slot, what is restored into it, and whether its content is saved first.
 
     every slot  ×  use it as it is | restore the best saved prefix   →   the least total of expected seconds
 
-A total counts what the request waits for (the slot, save and restore, prefill), what its save and restore
-cost the streams of other slots, because llama-server decodes nothing meanwhile, and what the loss of the
-overwritten content is expected to cost later.
+A total counts three costs. The request waits for the slot, save and restore, and prefill. The streams of
+other slots stand still during save and restore. And overwritten content may have to be computed again later.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import Tier, TokenIds
 
-LEAST_GAIN = 16  # a file that shares less with a prompt, as every chat begins alike, is not restored for it
-SETTLE_S = 0.005  # to read what an answer left: a question to the server
-LEAST_REST = 0.25  # what overstays its usual time is expected to stay this share of it longer
+LEAST_GAIN = 16  # least shared tokens for a restore: all chats begin alike
+SETTLE_S = 0.005  # time to find out what an answer left
+LEAST_REST = 0.25  # an overdue operation is expected to take this share of its usual time longer
 
 
 class SavedView(Protocol):
-    """What a plan needs to know of a saved prefix."""
+    """The properties of a saved prefix that a plan needs."""
 
     @property
     def name(self) -> str:
@@ -59,10 +58,10 @@ class Rates:
         restore_bytes_s: bytes per second from the host tier to a slot.
         disk_bytes_s: bytes per second from the disk tier to the host tier.
         bytes_per_token: bytes of a saved file per token.
-        hold_s: seconds a request usually holds a slot.
-        reuse_probability: how likely a conversation just used goes on.
-        half_life_s: seconds of silence that halve this probability.
-        save_overhead_s: seconds a save takes beyond its bytes.
+        hold_s: usual seconds that a request holds a slot.
+        reuse_probability: prior that a conversation goes on right after an answer.
+        half_life_s: idle seconds that halve this probability.
+        save_overhead_s: seconds of a save that do not depend on its bytes.
         restore_overhead_s: the same for a restore.
     """
 
@@ -90,29 +89,29 @@ class Rates:
         return self.restore_overhead_s + tokens * self.bytes_per_token / self.restore_bytes_s
 
     def file_s(self, entry: SavedView) -> float:
-        """Seconds to restore this very file from where it lies."""
+        """Seconds to restore this file from its tier."""
         seconds = self.restore_overhead_s + entry.size / self.restore_bytes_s
         return seconds + entry.size / self.disk_bytes_s if entry.tier is Tier.DISK else seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[Entry]):
-    """Where a request runs, and the expected seconds that speak for it.
+    """Where a request runs, and its expected costs in seconds.
 
     Attributes:
         slot: the slot.
         prompt_tokens: tokens of the prompt.
         cached_tokens: how many of them the server will report as cached.
-        firm: False when tokens of the slot that are not known may make it more.
-        restore: the saved prefix to restore into the slot before, None to use the slot as it is.
+        firm: False if unknown tokens of the slot may make it more.
+        restore: the saved prefix to restore into the slot first, None to use the slot as it is.
         save_first: whether to save the slot's content before anything else.
         is_ready: whether the slot is idle; if not, the request waits for it.
-        over_pin: the slot's pin had to yield, because every slot has one that stands in the way.
-        wait_s: until the slot is idle.
+        over_pin: the slot's pin yields, because every slot has a pin in the way.
+        wait_s: wait until the slot is idle.
         restore_s: restore, and the save before it.
-        prefill_s: computing the tokens that are not cached.
-        stall_s: what the streams of other slots lose together to save and restore.
-        regret_s: expected cost, later, of what is overwritten here.
+        prefill_s: prefill of the tokens that are not cached.
+        stall_s: total delay of the streams of other slots during save and restore.
+        regret_s: expected later cost of the overwritten content.
     """
 
     slot: int
@@ -131,7 +130,7 @@ class Plan(Generic[Entry]):
 
     @property
     def total_s(self) -> float:
-        """What the choice costs altogether; the plan with the least is chosen."""
+        """The total cost; the plan with the least is chosen."""
         return self.wait_s + self.restore_s + self.prefill_s + self.stall_s + self.regret_s
 
     @property
@@ -143,7 +142,7 @@ class Plan(Generic[Entry]):
         elif self.cached_tokens:
             sentence = f"slot {self.slot} holds {share}"
         else:
-            sentence = f"slot {self.slot} is the cheapest to start anew for {self.prompt_tokens} tokens"
+            sentence = f"slot {self.slot} is the cheapest for a full prefill of {self.prompt_tokens} tokens"
         if self.save_first:
             sentence += ", its content is saved first"
         if not self.is_ready:
@@ -153,7 +152,7 @@ class Plan(Generic[Entry]):
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """What all candidates of one plan share."""
+    """The inputs that all candidates of one plan share."""
 
     prompt: TokenIds[int]
     salt: str | None
@@ -165,13 +164,13 @@ class _Ask:
 
     @property
     def most(self) -> int:
-        """Most tokens the server ever reports as cached: the last one is always computed."""
+        """Most tokens the server reports as cached: it always computes the last one."""
         return max(len(self.prompt) - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _File(Generic[Entry]):
-    """A saved prefix with what it brings: reused tokens, at the price of `seconds`."""
+    """A saved prefix, the tokens it would spare, and the seconds its restore takes."""
 
     entry: Entry
     reused: int
@@ -191,8 +190,8 @@ def plan(
 ) -> Plan[Entry] | None:
     """The cheapest way to run `prompt` under `salt`; None only when there are no slots.
 
-    `saved` are files of this server's key; where two cost the same, the first is taken. With `can_restore`
-    False no file counts, and nothing is saved. A pin holds, unless pins stand in the way on every slot.
+    `saved` are files of this server's key; of two with the same cost the first is chosen. Without
+    `can_restore` no file counts, and nothing is saved. A pin holds, unless every slot has a pin in the way.
     """
     table = tuple(slots)
     streams = sum(slot.operation is Operation.REQUEST for slot in table)
@@ -208,10 +207,10 @@ def plan(
 
 
 def worth_saving(slot: Slot, rates: Rates, now: float, streams: int, *, idle_s: float) -> bool:
-    """Whether to write an idle slot back: what a file is expected to spare exceeds what the save costs.
+    """Whether to write an idle slot back: a file is expected to spare more than the save costs.
 
-    The save counts once for the slot itself and once for each of `streams` running streams. Never before the
-    slot has been idle for `idle_s` seconds.
+    The cost of the save counts once for the slot and once for each of `streams` running streams. A slot is
+    never worth saving before it has been idle for `idle_s` seconds.
     """
     if not slot.is_idle or not slot.dirty or now - slot.since < idle_s:
         return False
@@ -220,22 +219,22 @@ def worth_saving(slot: Slot, rates: Rates, now: float, streams: int, *, idle_s: 
 
 
 def density(tokens: int, size: int, age_s: float, uses: int, half_life_s: float) -> float:
-    """Value of a saved file of `size` bytes (above 0) per byte: the file with the least is evicted first.
+    """Value per byte of a saved file of `size` bytes (above 0). The file with the least is evicted first.
 
-    The tokens it spares, times the uses it has seen and one, halved for every `half_life_s` since the last.
+    The tokens it spares, times its uses plus one, halved for every `half_life_s` since the last use.
     """
     return tokens / size * (1 + uses) * _recency(age_s, half_life_s)
 
 
 def _recency(age_s: float, half_life_s: float) -> float:
-    """1 for what was used just now, halved every half-life; what lies in the future counts as now."""
+    """1 right after a use, halved every half-life. A use in the future counts as now."""
     return float(0.5 ** (max(age_s, 0.0) / half_life_s))
 
 
 def _best_file(ask: _Ask, saved: Iterable[Entry]) -> _File[Entry] | None:
-    """The saved prefix that, restored into any idle slot, costs least; None if none beats a full prefill.
+    """The saved prefix whose restore into any idle slot costs least; None if none beats a full prefill.
 
-    What is lost in the slot does not depend on the file, so one file is the best for all slots. Each file is
+    The loss in the slot does not depend on the file, so one file is the best for all slots. A file is
     compared with the prompt at most once, and only if one token shows that it may beat the best so far.
     """
     best: _File[Entry] | None = None
@@ -243,7 +242,7 @@ def _best_file(ask: _Ask, saved: Iterable[Entry]) -> _File[Entry] | None:
     for entry in saved:
         seconds = ask.rates.file_s(entry)
         cost = seconds * (1 + ask.streams)
-        # No more than this, and it loses.
+        # A file that spares no more tokens than this loses.
         needed = max(len(ask.prompt) - (least - cost) * ask.rates.prefill_tok_s, LEAST_GAIN - 1)
         if entry.salt != ask.salt or min(len(entry.tokens), ask.most) <= needed:
             continue
@@ -258,7 +257,7 @@ def _best_file(ask: _Ask, saved: Iterable[Entry]) -> _File[Entry] | None:
 
 
 def _choices(slot: Slot, file: _File[Entry] | None, ask: _Ask) -> Iterable[Plan[Entry]]:
-    """What can be done with one slot: use it as it is, and restore `file` if it is idle and gains by it."""
+    """The candidates of one slot: use it as it is, or restore `file` if the slot is idle and gains by it."""
     kept = slot.shared(ask.prompt, ask.salt)
     yield _choice(slot, kept, None, ask)
     if file is not None and slot.is_idle and file.reused > kept:
@@ -289,13 +288,13 @@ def _choice(slot: Slot, kept: int, file: _File[Entry] | None, ask: _Ask) -> Plan
 
 
 def _may_hold_more(slot: Slot, kept: int, ask: _Ask) -> bool:
-    """Whether tokens not known yet, of the content or of the answer that runs, could be reused as well."""
+    """Whether unknown tokens, of the content or of a running answer, may be reused too."""
     grows = slot.unknown > 0 or not slot.is_idle
     return grows and slot.salt == ask.salt and kept == len(slot.tokens) and kept < ask.most
 
 
 def _loss(slot: Slot, kept: int, others: int, ask: _Ask) -> tuple[float, float]:
-    """(seconds to save the slot first, 0 if that does not pay; regret that remains)."""
+    """(seconds to save the slot first, 0 if that does not pay; remaining regret)."""
     saved = slot.saved if ask.can_restore else 0
     regret_s = _regret_s(slot, kept, saved, ask.rates, ask.now)
     if not ask.can_save or saved >= slot.length:
@@ -306,10 +305,10 @@ def _loss(slot: Slot, kept: int, others: int, ask: _Ask) -> tuple[float, float]:
 
 
 def _regret_s(slot: Slot, kept: int, saved: int, rates: Rates, now: float) -> float:
-    """What overwriting all but `kept` leading tokens is expected to cost, with `saved` of them in a file.
+    """Expected cost of overwriting all but `kept` leading tokens, with `saved` of them in a file.
 
-    Should the conversation come back: computing what is in no file, and restoring the file. A conversation
-    that goes on in its own slot loses nothing.
+    If the conversation comes back, the file is restored and the rest computed. A conversation that goes on in
+    its own slot loses nothing.
     """
     if kept and kept == len(slot.tokens):
         return 0.0
@@ -317,13 +316,13 @@ def _regret_s(slot: Slot, kept: int, saved: int, rates: Rates, now: float) -> fl
     if saved > kept:
         later_s += rates.restore_s(saved)
     if slot.kept_until > now:
-        return later_s  # who wants it kept will come back
+        return later_s  # a client that retains content is expected to come back
     idle_s = now - slot.since if slot.is_idle else 0.0
     return rates.reuse_probability * _recency(idle_s, rates.half_life_s) * later_s
 
 
 def _wait_s(slot: Slot, rates: Rates, now: float) -> float:
-    """Expected seconds until the slot is idle; what overstays its usual time is taken to stay a while yet."""
+    """Expected seconds until the slot is idle. An overdue operation counts as taking a while longer."""
     match slot.operation:
         case None:
             return 0.0
@@ -339,6 +338,6 @@ def _wait_s(slot: Slot, rates: Rates, now: float) -> float:
 
 
 def _rank(candidate: tuple[Slot, Plan[Entry]]) -> tuple[float, bool, float, int, bool]:
-    """Least total first; then an empty slot, the one unused for longest, the lower id, no restore."""
+    """Least total first; then an empty slot, the longest idle one, the lower id, no restore."""
     slot, choice = candidate
     return choice.total_s, not slot.is_empty, slot.since, slot.id, choice.restore is not None

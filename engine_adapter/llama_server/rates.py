@@ -1,4 +1,4 @@
-"""How fast one server is: medians of what it was seen to do."""
+"""How fast one server is: medians of its measured operations."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from statistics import median
 from engine_adapter.llama_server.plan import Rates
 
 WINDOW = 32
-# First-token times of fewer tokens measure a round trip, not the prefill.
+# The time of a shorter prefill is mostly the round trip.
 MIN_PREFILL_TOKENS = 32
 
-# Before anything is seen. Saving is taken to be cheap: what is never tried is never learned.
+# First guesses. Saving counts as cheap: its real rate is learned only if it is tried.
 PREFILL_TOK_S = 500.0
 SAVE_BYTES_S = 1e9
 RESTORE_BYTES_S = 2e9
 DISK_BYTES_S = 400e6
 BYTES_PER_TOKEN = 1000.0
 HOLD_S = 2.0
-# A conversation that has just had an answer goes on more often than not.
+# Prior that a conversation goes on after an answer.
 REUSE_PROBABILITY = 0.8
 
 
 class RateBook:
-    """Learns `Rates` from what happened."""
+    """Learns `Rates` from measured operations."""
 
     def __init__(self) -> None:
         self._prefill = _Median(PREFILL_TOK_S)
@@ -41,7 +41,7 @@ class RateBook:
     def saved(self, tokens: int, size: int, seconds: float) -> None:
         """A slot of `tokens` tokens became a file of `size` bytes in `seconds`."""
         if tokens:
-            self._bytes_per_token = size / tokens  # no guess: it is the model's
+            self._bytes_per_token = size / tokens  # exact: it is a property of the model
             self.view = self._view()
         self._learn(self._save, size, seconds - self.view.save_overhead_s)
 
@@ -71,7 +71,7 @@ class RateBook:
 
 
 class _Median:
-    """The median of the last samples. A first guess counts as two: one odd sample changes no mind."""
+    """The median of the last samples. The first guess counts as two samples, so one outlier has no effect."""
 
     def __init__(self, guess: float) -> None:
         self.value = guess

@@ -1,7 +1,7 @@
-"""A `/v1/responses` request as the chat that a llama-server makes of it before its template.
+"""Turns a `/v1/responses` request into the chat that llama-server renders with its template.
 
-Items of one turn of the assistant (what it thought, said and called) become one message. Tools other than
-functions are left out, and so is all that is told in the request and does not reach the prompt.
+The assistant's items of one turn (reasoning, text, calls) become one message. Tools other than functions are
+left out, and so are fields that do not reach the prompt.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ _ASKED, _SAID = frozenset({"input_text"}), frozenset({"output_text", "input_text
 
 
 def as_chat(body: JsonBody) -> JsonBody:
-    """The chat request with the same prompt. What does not make the conversation stays as it is.
+    """The chat request with the same prompt. Fields that are not part of the conversation stay as they are.
 
     Raises:
-        EngineRejected: what the server refuses, or ids do not tell: images, files, responses kept elsewhere.
-        UnreadableField: a field that is looked at is no value.
+        EngineRejected: the server refuses it, or token ids do not identify it (images, files, stored ones).
+        UnreadableField: a field this reads is not valid JSON.
     """
     if body.get("previous_response_id"):
-        raise _rejected("previous_response_id names what is not at hand", "previous_response_id")
+        raise _rejected(
+            "previous_response_id names a response that is not stored here", "previous_response_id"
+        )
     changes: dict[str, Any] = {
         "input": None,
         "instructions": None,
@@ -40,7 +42,7 @@ def as_chat(body: JsonBody) -> JsonBody:
 
 
 def _instructions(body: JsonBody) -> list[dict[str, Any]]:
-    """They come first; null ones are as empty ones, and not as none."""
+    """The system message, which comes first. Null instructions count as empty ones."""
     if "instructions" not in body:
         return []
     text = body.get("instructions")
@@ -61,7 +63,7 @@ def _conversation(given: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
 
 
 def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:  # noqa: ANN401 - JSON
-    """Adds an item to the last message, if both are the assistant's, or as one more."""
+    """Adds an item to the last message if both are the assistant's, otherwise as a new message."""
     match item:
         case {"role": "user" | "system" | "developer", "content": str() | list() as content}:
             asked = _texts(content, _ASKED, f"{param}.content")
@@ -81,18 +83,18 @@ def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:  # noqa
         case {"type": "reasoning", "summary": list(), "content": [{"text": str(thought)}, *_]}:
             _turn(messages, {"role": "assistant", "content": []})["reasoning_content"] = thought
         case _:
-            raise _rejected(f"{param} is no item that makes a message", param)
+            raise _rejected(f"{param} is no item that becomes a message", param)
 
 
 def _turn(messages: list[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
-    """The assistant's message that is last, or `new` as such."""
+    """The last message if it is the assistant's, otherwise `new`, which is added."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append(new)
     return messages[-1]
 
 
 def _list(message: dict[str, Any], name: str) -> list[Any]:
-    """The list of that name, an empty one where there is none."""
+    """The list of that name, an empty one without it."""
     value = message.get(name)
     return value if isinstance(value, list) else []
 

@@ -1,4 +1,4 @@
-"""The host tier of a llama-server that kvpin starts, where the operator names none: a directory in memory."""
+"""The default host tier of a llama-server that kvpin starts: a directory in memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_BYTES = 8 * 2**30
 
 @functools.cache
 def default_save_dir() -> Path:
-    """`/dev/shm/kvpin-<uid>` where that is memory, else `kv` in kvpin's cache directory.
+    """`/dev/shm/kvpin-<uid>` if that is memory, otherwise `kv` in kvpin's cache directory.
 
-    A tmpfs without a GiB to spare (containers get 64 MiB by default) is too small for KV of real models. The
-    answer is the same for as long as the process runs.
+    A tmpfs with less than 1 GiB free is too small for KV of real models (containers get 64 MiB by default).
+    The answer does not change while the process runs.
     """
     directory = _MEMORY / f"kvpin-{os.getuid()}"
     if _is_tmpfs(_MEMORY) and _room(directory) >= _ENOUGH_BYTES:
@@ -34,16 +34,16 @@ def default_save_dir() -> Path:
 def default_save_bytes(directory: Path) -> int:
     """The cap of the files in `directory`: half of the room for them, at most 8 GiB.
 
-    Servers that share a directory must agree on it: the answer is the same as long as the process runs.
+    The answer does not change while the process runs, because servers that share a directory need equal caps.
     """
     return max(min(_room(directory) // 2, _MOST_BYTES), 1)
 
 
 def make_save_dir(directory: Path) -> None:
-    """Makes the directory, for this user alone: it holds prompts. One that is there already is fine.
+    """Makes the directory for this user alone, because it holds prompts. It may exist already.
 
     Raises:
-        EngineSpecError: it cannot be made, or in a place for everybody somebody else made it.
+        EngineSpecError: it cannot be made, or another user made it in a shared place.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def make_save_dir(directory: Path) -> None:
             f"the directory {str(directory)!r} for saved KV cannot be made: {error.strerror}"
         ) from error
     if directory != default_save_dir():
-        return  # the operator's own choice, and who may read it as well
+        return  # the operator chose it, and chooses who may read it
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise EngineSpecError(
             f"{directory} is not this user's directory: have it removed, or set host_cache_dir to another"
@@ -62,7 +62,7 @@ def make_save_dir(directory: Path) -> None:
 
 
 def _room(directory: Path) -> int:
-    """Bytes that files in `directory`, made or not, may take: what is free, and what they take already."""
+    """Bytes that files in `directory` may take: the free ones and those they take already."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     own = sum(map(_size, directory.iterdir())) if place == directory else 0
     return shutil.disk_usage(place).free + own

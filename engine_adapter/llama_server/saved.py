@@ -3,9 +3,9 @@
     server saves → add → [host tier] ⇄ [disk tier] → gone
                               ↑ ready / using, before a restore
 
-State changes on the event loop only, each in one go and without awaiting; then the file work it decided on
-runs in a thread, one operation at a time for each entry (`Saved.work`). Callers may be cancelled at any
-await: the work they began goes on and leaves a registry that agrees with the directory.
+State changes only on the event loop, in one go and without awaits. The file work it decided on then runs in a
+thread, one operation at a time per entry (`Saved.work`). A caller may be cancelled at any await: the work it
+began goes on, and the registry agrees with the directory afterwards.
 
 Salts are secrets of tenants: everything here takes `salt_digest` of a salt, never the salt.
 """
@@ -41,7 +41,7 @@ from engine_adapter.types import Tier
 
 __all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
 
-RETRY_S = 60.0  # after a saved prefix could not be read, before it is tried again
+RETRY_S = 60.0  # pause after a saved prefix could not be read, before the next try
 
 _log = logging.getLogger("kvpin.llama_server")
 _T = TypeVar("_T")
@@ -49,12 +49,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class SavedPlace:
-    """Where saved prefixes lie, and how many bytes they may take.
+    """The directories of saved prefixes, and how many bytes they may take.
 
     Attributes:
         host: the server's `--slot-save-path`, best on a tmpfs.
         host_bytes: cap of the host tier.
-        disk: directory of the disk tier, None for no such tier.
+        disk: directory of the disk tier, None without one.
         disk_bytes: cap of the disk tier.
     """
 
@@ -67,8 +67,8 @@ class SavedPlace:
 class SavedPrefixes:
     """The saved prefixes of the servers that share a directory.
 
-    Other kvpin processes may share it too: files that come and go are tolerated, each process keeps to its
-    caps for what it knows.
+    Other kvpin processes may share the directory: files may come and go, and each process applies its caps to
+    the files it knows.
     """
 
     _shared: ClassVar[WeakValueDictionary[Path, SavedPrefixes]] = WeakValueDictionary()
@@ -91,10 +91,10 @@ class SavedPrefixes:
 
     @classmethod
     def shared(cls, place: SavedPlace) -> SavedPrefixes:
-        """The registry of `place` in this process: one for all adapters that name its host directory.
+        """The registry of `place`: one per host directory for all adapters of this process.
 
         Raises:
-            EngineSpecError: two descriptions of one host directory, or one that cannot be.
+            EngineSpecError: two engines describe one host directory differently, or a description is invalid.
         """
         resolved = SavedPlace(
             place.host.resolve(), place.host_bytes, place.disk and place.disk.resolve(), place.disk_bytes
@@ -116,7 +116,7 @@ class SavedPrefixes:
         return (saved for saved in tuple(self._entries.values()) if saved.key == key)
 
     def usable(self, key: str) -> Iterator[Saved]:
-        """The entries of one key that may be restored now: less those that could not be read a moment ago."""
+        """The saved prefixes of one key that may be restored now. One that could not be read pauses."""
         now = self._clock()
         return (saved for saved in self.entries(key) if saved.retry_at <= now)
 
@@ -130,7 +130,7 @@ class SavedPrefixes:
         return saved_files.new_name(key)
 
     def stats(self) -> dict[str, Any]:
-        """Entries, bytes and cap of each tier, what was done so far, and each entry without its content."""
+        """Entries, bytes and cap of each tier, the counts so far, and each entry without its content."""
         now = self._clock()
         tiers = {
             tier.value: {
@@ -166,7 +166,7 @@ class SavedPrefixes:
     # --- What comes in ---------------------------------------------------------------------------
 
     async def rebuild(self) -> None:
-        """Reads what lies in the directories, once; callers that come meanwhile wait for it.
+        """Reads the directories once; concurrent callers wait for it.
 
         Raises:
             StateFileError: a directory cannot be used; the next call tries again.
@@ -210,7 +210,9 @@ class SavedPrefixes:
         keep_s: float = 0.0,
         owner: str | None = None,
     ) -> Saved:
-        """Takes in what the server saved as `name`; what it continues is dropped, unless pinned or in use.
+        """Registers the file that the server saved as `name`, and drops shorter entries that it continues.
+
+        An entry that is pinned or in use stays.
 
         Args:
             name: from `new_name(key)`.
@@ -218,8 +220,8 @@ class SavedPrefixes:
             salt: digest of the content's cache salt.
             tokens_expected: the server's `n_saved`.
             bytes_expected: the server's `n_written`.
-            keep_s: for how long a client wants it kept, if above 0.
-            owner: digest of who that is.
+            keep_s: seconds for which a client retains it, if above 0.
+            owner: digest of that client's tenant.
 
         Raises:
             StateFileError: the file is not whole, or there is no room for it; it is removed.
@@ -269,7 +271,7 @@ class SavedPrefixes:
         return saved
 
     def _take_in(self, saved: Saved) -> list[Work]:
-        """Registers a new entry of the host tier; returns what makes room for it."""
+        """Registers a new entry of the host tier; returns the work that makes room for it."""
         replaced = [old for old in self.entries(saved.key) if self._continues(saved, old)]
         victims = self._victims(Tier.HOST, saved.size, replaced)
         if victims is None:
@@ -278,7 +280,7 @@ class SavedPrefixes:
         for old in replaced:
             if old.kept_until > saved.kept_until:
                 saved.kept_until, saved.kept_for = old.kept_until, old.kept_for
-        # Told before what it replaces is: what lies in a file is never told to lie in none.
+        # Announce it before its predecessors go: content that lies in a file never seems to lie in none.
         self._register(saved)
         work = [self._drop(old) for old in replaced]
         return work + self._retire(victims)
@@ -292,18 +294,18 @@ class SavedPrefixes:
         )
 
     def keep(self, saved: Saved, ttl_s: float, owner: str | None) -> None:
-        """A client wants a saved prefix kept, for so long from now."""
+        """Retains a saved prefix for `ttl_s` seconds from now."""
         saved.kept_until, saved.kept_for = max(saved.kept_until, self._clock() + ttl_s), owner
 
     async def discard(self, name: str) -> None:
-        """Removes a file of the host tier that never became an entry: its save failed."""
+        """Removes a file of the host tier that never became an entry, because its save failed."""
         if name not in self._entries and saved_files.key_of(name) is not None:
             await asyncio.to_thread(saved_files.remove, self.place.host / name)
 
     # --- What goes out ---------------------------------------------------------------------------
 
     async def ready(self, saved: Saved) -> str:
-        """Verifies a saved prefix before a restore, brings it to the host tier, and returns its file name.
+        """Verifies a saved prefix before a restore, moves it to the host tier, and returns its file name.
 
         Raises:
             StateFileError: it is damaged or gone, and was dropped; or it cannot be read now, or the host tier
@@ -325,13 +327,13 @@ class SavedPrefixes:
 
     @asynccontextmanager
     async def using(self, saved: Saved) -> AsyncIterator[str]:
-        """`ready`, and the files stay until the block ends, whatever becomes of the entry meanwhile."""
+        """`ready`, and the files stay until the block ends, even if the entry is dropped meanwhile."""
         async with self.keeping(saved):
             yield await self.ready(saved)
 
     @asynccontextmanager
     async def keeping(self, saved: Saved) -> AsyncIterator[None]:
-        """A saved prefix is no victim of others, and its files stay, until the block ends."""
+        """Protects a saved prefix from eviction, and keeps its files, until the block ends."""
         saved.holds += 1
         try:
             yield
@@ -350,7 +352,7 @@ class SavedPrefixes:
             )
         saved.uses += 1
         saved.last_used = self._clock()
-        with suppress(StateFileError):  # then a rebuild knows of one use less
+        with suppress(StateFileError):  # then the next start counts one use less
             path = self.place.host / saved.name
             await asyncio.to_thread(saved_files.write_sidecar, path, saved.sidecar())
 
@@ -369,7 +371,7 @@ class SavedPrefixes:
         self._moved(saved, "promoted")
 
     async def drop(self, saved: Saved) -> None:
-        """Forgets a saved prefix and deletes its files, once no restore uses them. Nothing if it is gone."""
+        """Forgets a saved prefix, and deletes its files once no restore uses them."""
         if self._is_registered(saved):
             await asyncio.shield(self._drop(saved))
 
@@ -378,7 +380,7 @@ class SavedPrefixes:
         return self._spawn(self._erase(saved))
 
     async def _erase(self, saved: Saved) -> None:
-        """Deletes the files of an entry that is forgotten; the last of its holders does, if it has any."""
+        """Deletes the files of a forgotten entry. While it has holders, the last of them does it."""
         await saved.idle()
         if not saved.holds:
             for directory in self._dirs.values():
@@ -387,20 +389,20 @@ class SavedPrefixes:
     # --- Room ------------------------------------------------------------------------------------
 
     async def make_room(self, size: int) -> bool:
-        """Makes room for `size` bytes in the host tier before a save; False if it cannot be had."""
+        """Makes room for `size` bytes in the host tier before a save; False if that is impossible."""
         await self.rebuild()
         victims = self._victims(Tier.HOST, size)
         await _settled(self._retire(victims or []))
         return victims is not None
 
     def _victims(self, tier: Tier, size: int, leaving: Collection[Saved] = ()) -> list[Saved] | None:
-        """What makes room for `size` bytes more beside what is `leaving` anyway; None if nothing can."""
+        """The entries to evict for `size` more bytes, beside those `leaving`; None if too few may go."""
         staying = [saved for saved in self._entries.values() if saved.tier is tier and saved not in leaving]
         missing = sum(saved.size for saved in staying) + size - self._caps[tier]
         return least_valuable(staying, missing, self._caps[tier], self._clock())
 
     def _retire(self, victims: Iterable[Saved]) -> list[Work]:
-        """Takes victims out of the host tier: to disk where they are worth it, else away."""
+        """Moves victims out of the host tier: to disk if they are worth it, otherwise they are evicted."""
         work = []
         for saved in victims:
             worse = self._worse_on_disk(saved)
@@ -413,7 +415,7 @@ class SavedPrefixes:
         return work
 
     def _worse_on_disk(self, saved: Saved) -> list[Saved] | None:
-        """What the disk tier gives up for `saved`; None if it has no room, or only for worse."""
+        """What the disk tier evicts for `saved`; None if it has no room, or holds only better entries."""
         if Tier.DISK not in self._dirs:
             return None
         victims = self._victims(Tier.DISK, saved.size)
@@ -432,7 +434,7 @@ class SavedPrefixes:
         try:
             await self._move(saved, Tier.HOST, Tier.DISK)
         except StateFileError as error:
-            _log.warning("%s; it is dropped instead of moved to disk", error)
+            _log.warning("%s; it is evicted instead of moved to disk", error)
             self._counts["evicted"] += 1
             if self._is_registered(saved):
                 self._forget(saved)
@@ -454,7 +456,7 @@ class SavedPrefixes:
     def _no_room(self, saved: Saved) -> StateFileError:
         detail = (
             f"its {saved.size} bytes do not fit into the host tier of {self._caps[Tier.HOST]} bytes"
-            " beside what is pinned or in use"
+            " beside pinned entries and those in use"
         )
         return StateFileError(self.place.host / saved.name, Reason.NO_ROOM, detail)
 
@@ -485,7 +487,7 @@ class SavedPrefixes:
             raise StateFileError(self.place.host / saved.name, Reason.MISSING, "it was dropped")
 
     def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """A task that goes on when who awaits it is cancelled."""
+        """A task that goes on if its caller is cancelled."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish)
@@ -494,16 +496,16 @@ class SavedPrefixes:
     def _finish(self, task: Work) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, StateFileError):  # who waited may have left
+        if error is not None and not isinstance(error, StateFileError):  # its caller may have left
             _log.error("work on the saved prefixes in %s failed", self.place.host, exc_info=error)
 
 
 def _rank(saved: Saved, now: float) -> tuple[bool, float]:
-    """What two saved prefixes are compared by over who stays."""
+    """The order by which two saved prefixes compete for room."""
     return saved.kept_until > now, value(saved, now)
 
 
 async def _settled(work: Collection[Work]) -> None:
-    """Returns when all of `work`, which does not fail, is done."""
+    """Waits until all of `work`, which never fails, is done."""
     if work:
         await asyncio.wait(work)

@@ -1,4 +1,4 @@
-"""One saved prefix as the registry knows it, and which of several are worth the least."""
+"""One saved prefix in the registry, and the choice of those that are worth least."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine_adapter.llama_server.plan import density
 from engine_adapter.llama_server.saved_files import FORMAT, Found, Sidecar, Stamp
 from engine_adapter.types import Tier, TokenIds
 
-KEPT_SHARE = 0.5  # of a tier; no client fills it with what it wants kept
-_HALF_LIFE_S = 1800.0  # of the value of a saved prefix that nobody uses
+KEPT_SHARE = 0.5  # of a tier, at most, is retained for clients
+_HALF_LIFE_S = 1800.0  # an unused saved prefix loses half of its value in this time
 
 Work = asyncio.Task[Any]
 
@@ -26,22 +26,22 @@ class Saved:
 
     Attributes:
         name: file name, the same in either tier.
-        key: fingerprint of model and stream layout; of another key nothing is restored.
+        key: fingerprint of model and stream layout; a server restores only its own key.
         salt: `salt_digest` of the cache salt of the content.
         tokens: the tokens whose KV it holds.
         size: bytes.
         tier: HOST or DISK.
         checksum: xxh3_64 of the file.
         created: seconds since the epoch, as all times here.
-        last_used: when it was last restored or written.
-        uses: how often it, or what it replaced, was restored.
-        pinned_until: until then it is not evicted.
-        kept_until: until then it is evicted after others, as far as `kept` says.
-        kept_for: digest of who wants it kept.
+        last_used: time of its last restore or write.
+        uses: restores of it and of entries it replaced.
+        pinned_until: it is not evicted before this time.
+        kept_until: before this time it is evicted after others, as far as `kept` says.
+        kept_for: digest of the tenant that retains it.
         seen: stamp of the file whose bytes were hashed in this process.
-        retry_at: until then it is not restored, because it could not be read.
+        retry_at: it is not restored before this time, because it could not be read.
         holds: restores that use it now; its files stay until they end.
-        work: the file operation under way.
+        work: the running file operation.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Saved:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a file operation is under way."""
+        """Whether a file operation is running."""
         return self.work is not None and not self.work.done()
 
     async def idle(self) -> None:
-        """Returns when no file operation is under way."""
+        """Waits until no file operation is running."""
         while self.work is not None and not self.work.done():
             await asyncio.wait({self.work})
 
     def sidecar(self) -> Sidecar:
-        """What its sidecar says."""
+        """The content of its sidecar."""
         return Sidecar(
             FORMAT,
             self.key,
@@ -90,18 +90,18 @@ class Saved:
 
 
 class SavedEvent(StrEnum):
-    """What a listener is told of an entry."""
+    """What happened to an entry."""
 
     ADDED = "added"
     MOVED = "moved"  # to `Saved.tier`
-    REMOVED = "removed"  # from whatever tier it was in
+    REMOVED = "removed"  # from its tier
 
 
 Listener = Callable[[SavedEvent, Saved], None]
 
 
 def salt_digest(salt: str | None) -> str | None:
-    """What stands for a cache salt in the registry and on disk; None for none."""
+    """The digest that stands for a cache salt in the registry and on disk; None for no salt."""
     if salt is None:
         return None
     data = salt.encode(errors="surrogatepass")
@@ -109,7 +109,7 @@ def salt_digest(salt: str | None) -> str | None:
 
 
 def from_found(tier: Tier, found: Found) -> Saved:
-    """The entry of a file that was found in a directory."""
+    """The entry of a file found in a directory."""
     record = found.sidecar
     return Saved(
         found.name,
@@ -128,13 +128,15 @@ def from_found(tier: Tier, found: Found) -> Saved:
 
 
 def value(saved: Saved, now: float) -> float:
-    """What a saved prefix is worth per byte."""
+    """The value of a saved prefix per byte."""
     return density(len(saved.tokens), saved.size, now - saved.last_used, saved.uses, _HALF_LIFE_S)
 
 
 def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:
-    """The entries that count as kept: of those that clients want kept, what fits into their share of `room`
-    bytes. Owners get theirs in turns, the one with least so far first, each its last used first."""
+    """The entries that count as retained: those that clients retain, up to KEPT_SHARE of `room` bytes.
+
+    Tenants take turns, the one with the fewest bytes so far first; each gets its last used entry first.
+    """
     wanted: dict[str | None, list[Saved]] = {}
     for saved in sorted(entries, key=lambda each: each.last_used):
         if saved.kept_until > now:
@@ -155,10 +157,9 @@ def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:
 
 
 def least_valuable(entries: Iterable[Saved], size: int, room: int, now: float) -> list[Saved] | None:
-    """Those of least value that hold `size` bytes together, of a tier of `room` bytes; None if too little of
-    it may be taken away.
+    """The entries of least value that together hold `size` bytes of a tier of `room` bytes.
 
-    What is pinned, in use, or being worked on stays; what is kept goes after all else.
+    None if too few may go. Entries that are pinned, in use, or worked on stay; retained ones go last.
     """
     entries = tuple(entries)
     free = [saved for saved in entries if saved.pinned_until <= now and not saved.holds and not saved.is_busy]

@@ -1,10 +1,10 @@
-"""The directory of saved prefixes: names, sidecars, what lies there, and what is thrown away.
+"""The directory of saved prefixes: names, sidecars, checks, moves, and what is deleted.
 
     kvpin-<key>-<unique>.bin    what llama-server saved
-    kvpin-<key>-<unique>.json   its sidecar: what kvpin knows of it; the file counts once this lies beside it
+    kvpin-<key>-<unique>.json   its sidecar: kvpin's record of it; without one the file is no entry
     ….part                      one of them while it is written
 
-Everything here blocks and is called in a thread. No file is touched whose name is not of this form.
+Everything here blocks and is called in a thread. Files with other names are never touched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine_adapter.llama_server.state_file import Reason, StateFileError, readi
 from engine_adapter.types import TokenIds
 
 FORMAT = 1  # of sidecars
-GRACE_S = 600.0  # how long a file may lie without its sidecar: another process may be at it
+GRACE_S = 600.0  # a file without its sidecar stays this long: another process may be working on it
 
 _log = logging.getLogger("kvpin.llama_server")
 _OWN = re.compile(r"(kvpin-([0-9A-Za-z]{1,128})-[0-9a-f]{32})(\.bin|\.json|\.bin\.part|\.json\.part)")
@@ -37,21 +37,21 @@ Stamp = tuple[int, int, int]  # inode, bytes, mtime in ns: the same file with th
 
 
 class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is known of a saved file beyond its own bytes; no prompt content, and of the salt only a digest.
+    """kvpin's record of a saved file. It has no prompt content, and only a digest of the salt.
 
     Attributes:
         format: version of this record.
         key: fingerprint of the model and stream layout.
         salt: digest of the cache salt, None without one.
-        tokens: how many tokens it holds.
+        tokens: number of tokens.
         size: bytes.
         checksum: xxh3_64 of the file.
         created: seconds since the epoch.
         last_used: likewise.
-        uses: how often it was restored.
-        kept_until: seconds since the epoch; until then a client wants it kept. None: for ever, as JSON has no
+        uses: number of restores.
+        kept_until: seconds since the epoch until which a client retains it. None: without end, as JSON has no
             infinity.
-        kept_for: digest of who that is.
+        kept_for: digest of that client's tenant.
     """
 
     format: int
@@ -69,7 +69,7 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a saved file was found to hold; `stamp` is of the file these figures are of."""
+    """The content of a saved file; `stamp` identifies the file that was read."""
 
     tokens: TokenIds[int]
     checksum: int
@@ -78,7 +78,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file of `rebuild` whose sidecar, header and size agree."""
+    """A file whose sidecar, header and size agree."""
 
     name: str
     sidecar: Sidecar
@@ -94,7 +94,7 @@ class Scan:
 
 
 def new_name(key: str) -> str:
-    """A file name that was never used, valid for llama-server.
+    """A new file name, valid for llama-server.
 
     Raises:
         ValueError: the key is not 1 to 128 ASCII letters and digits.
@@ -111,7 +111,7 @@ def key_of(name: str) -> str | None:
 
 
 def inspect(path: Path, tokens_expected: int | None, bytes_expected: int | None) -> Content:
-    """Reads a whole saved file, which must hold as much as the server said where that is given.
+    """Reads a whole saved file and checks it against the server's figures, if given.
 
     Raises:
         StateFileError: it cannot be read, is not whole, holds no tokens, or changed meanwhile.
@@ -131,10 +131,10 @@ def inspect(path: Path, tokens_expected: int | None, bytes_expected: int | None)
 
 
 def verify(path: Path, sidecar: Sidecar, tokens: TokenIds[int], known: Stamp | None) -> Stamp:
-    """Checks a file against what is known of it; one whose stamp is `known` is not hashed again.
+    """Checks a file against its record. A file whose stamp is `known` is not hashed again.
 
     Raises:
-        StateFileError: it is not the file it was.
+        StateFileError: it cannot be read, or has changed.
     """
     found = stamp(path)
     check_size(path, found[1], sidecar.size)
@@ -146,10 +146,11 @@ def verify(path: Path, sidecar: Sidecar, tokens: TokenIds[int], known: Stamp | N
 
 
 def move(source: Path, target: Path, sidecar: Sidecar) -> Stamp:
-    """Moves a saved file with its sidecar to another directory, checking it on the way.
+    """Moves a saved file and its sidecar to another directory, and verifies the bytes on the way.
 
     Raises:
-        StateFileError: of `target` (NO_ROOM, UNWRITABLE) with `source` as it was; or of `source`, unsound.
+        StateFileError: `target` cannot be written (NO_ROOM, UNWRITABLE), or `source` is damaged or cannot be
+            read. `source` stays in either case.
     """
     check_size(source, state_file.regular_file(source).st_size, sidecar.size)
     copied = state_file.copy(source, target)
@@ -182,7 +183,7 @@ def check_checksum(path: Path, found: int, expected: int) -> None:
 
 
 def stamp(path: Path) -> Stamp:
-    """The stamp of a file; raises StateFileError where there is none."""
+    """The stamp of a file; raises StateFileError if it does not exist."""
     status = state_file.regular_file(path)
     return status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -206,7 +207,7 @@ def write_sidecar(path: Path, sidecar: Sidecar) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a saved file and its sidecar, the sidecar first; what cannot be removed is logged and left."""
+    """Removes a saved file, its sidecar first. Logs what it cannot remove."""
     for each in (path.with_suffix(".json"), path):
         try:
             each.unlink(missing_ok=True)
@@ -215,7 +216,7 @@ def remove(path: Path) -> None:
 
 
 def capacity(directory: Path, wanted: int, held: int) -> int:
-    """Bytes that saved files may take: `wanted`, or less where the file system has no room for so many.
+    """Bytes that saved files may take: `wanted`, or less if the file system has less room.
 
     The `held` bytes of a scan are room for entries too. Raises StateFileError where there is no directory.
     """
@@ -225,7 +226,9 @@ def capacity(directory: Path, wanted: int, held: int) -> int:
     room -= room // 50  # sidecars, and blocks that are not full
     if wanted <= room or not status.f_blocks:  # a tmpfs without a limit says 0 blocks
         return wanted
-    _log.warning("%s: %d bytes for saved prefixes are wanted, room is for %d", directory, wanted, room)
+    _log.warning(
+        "%s has room for %d of %d bytes of saved prefixes: the cap is lowered", directory, room, wanted
+    )
     return room
 
 
@@ -295,7 +298,7 @@ def _read_entry(path: Path) -> Found:
 
 
 def _read_sidecar(path: Path, data: bytes) -> Sidecar:
-    """A sidecar is written whole or not at all, so one that is no JSON was damaged; other JSON is foreign."""
+    """Sidecars are written whole or not at all: one that is no JSON is damaged, any other JSON is foreign."""
     try:
         record: Any = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
@@ -311,7 +314,7 @@ def _read_sidecar(path: Path, data: bytes) -> Sidecar:
 
 
 def _remove_leftover(path: Path, now: float) -> None:
-    """Removes a file of no entry, unless it is young or went by itself."""
+    """Removes a file that belongs to no entry, unless it is young."""
     try:
         age_s = now - path.lstat().st_mtime
         if age_s < GRACE_S:

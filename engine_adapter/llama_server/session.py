@@ -1,4 +1,4 @@
-"""One process of a server, from when kvpin meets it until it is gone: what it is, and who keeps its slots."""
+"""One server process, from kvpin's first contact until it is gone: its facts, and the keeper of its slots."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.slot_io import SlotIo
+from engine_adapter.llama_server.slot_owners import SlotOwners
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.llama_server.verbs import SlotVerbs
-from engine_adapter.llama_server.write_back import save_all, write_back
+from engine_adapter.llama_server.write_back import save_all, save_idle, write_back
 from engine_adapter.types import Capability
 
 log = logging.getLogger("kvpin.llama_server")
 
-# At shutdown: as long as saving what lies in slots may take. Supervisors kill what takes ten seconds.
+# Longest time to save slots at shutdown. Supervisors kill a process after ten seconds.
 FAREWELL_S = 8.0
 
 _ALWAYS = frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE})
@@ -40,13 +41,13 @@ _WITH_FILES = frozenset({Capability.OFFLOAD, Capability.RESTORE})
 
 
 class Session:
-    """A server process that kvpin knows.
+    """A connected server process.
 
     Attributes:
         facts: what it is.
-        findings: what stands in the way of using it fully, beyond the facts' own.
-        keeper: keeps its slots; None where they cannot be kept, and the server is left to itself.
-        verbs: the admin verbs on them, likewise.
+        findings: what keeps kvpin from using it fully, beyond the findings of the facts.
+        keeper: manages its slots; None if they cannot be managed, and the server chooses them itself.
+        verbs: the admin verbs on its slots; None likewise.
     """
 
     def __init__(self, spec: LlamaServerSpec, control: ControlClient, facts: ServerFacts) -> None:
@@ -61,10 +62,10 @@ class Session:
         self._write_back: asyncio.Task[None] | None = None
 
     async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
-        """Tries the server out, takes over its slots, and starts writing back.
+        """Probes the server, takes over its slots, and starts to write them back.
 
         Raises:
-            EngineError: it went away meanwhile; nothing of this session is left then.
+            EngineError: it went away meanwhile; the session has ended then.
         """
         try:
             await self._begin(registry, mirror)
@@ -73,7 +74,7 @@ class Session:
             raise
 
     async def end(self, *, farewell: bool) -> None:
-        """Ends all work; with `farewell`, what lies in slots is saved first. Again is fine."""
+        """Ends all work; with `farewell`, saves the slots first. May be called again."""
         task, self._write_back = self._write_back, None
         if task is not None:
             task.cancel()
@@ -89,7 +90,7 @@ class Session:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What the server can do as it was started."""
+        """What the server can do with its flags."""
         able = _ALWAYS
         if self.keeper is None:
             return able
@@ -107,7 +108,7 @@ class Session:
 
     @property
     def keeps_none_itself(self) -> bool:
-        """Whether all the server can reuse lies in its slots: it has no `--cache-ram`."""
+        """Whether the server reuses only what lies in its slots: it has no `--cache-ram`."""
         return self.facts.ram_cache is False
 
     @property
@@ -116,14 +117,14 @@ class Session:
         return self.keeper is not None and self.keeper.is_lost
 
     async def is_busy_moving(self) -> bool:
-        """Whether the same process saves or restores a slot now, and so answers few other questions."""
+        """Whether the same process is saving or restoring a slot, during which it answers few questions."""
         keeper, instance = self.keeper, self.facts.instance
         if keeper is None or not keeper.moves_kv or instance is None:
             return False
         return (await read_pulse(self._control)).instance == instance
 
     async def try_out(self) -> None:
-        """Asks once more what could not be tried when kvpin came, because the server was busy."""
+        """Probes a server that was too busy for it when kvpin connected."""
         keeper = self.keeper
         if keeper is None or self.facts.ram_cache is not None or keeper.streams or keeper.waiting:
             return
@@ -136,9 +137,9 @@ class Session:
         contents = self.keeper.contents if self.keeper is not None else None
         if contents is None:
             return
-        contents.estrange(slot, slot.length)
+        contents.mark_unknown(slot, slot.length)
         self.facts = await self._probed(self.facts, slot.id)
-        contents.estrange(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
+        contents.mark_unknown(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
 
     async def _begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
         if self.facts.has_slots:
@@ -150,11 +151,13 @@ class Session:
         saved = await self._usable(registry)
         self._has_files = saved is not None
         clock, io = time.monotonic, SlotIo(self._control)
-        contents = Contents(self._spec.id, self.facts, io, saved, mirror, clock)
+        directory = saved.place.host if saved is not None else None
+        owners = SlotOwners(directory, self._spec.url, self.facts.instance, self.facts.slots)
+        contents = Contents(self._spec.id, self.facts, io, saved, mirror, clock, owners)
         keeper = self.keeper = SlotKeeper(self._spec.id, self._control, contents, clock=clock)
         self.verbs = SlotVerbs(keeper)
         for state in await read_slots(self._control):
-            # What was restored and never used does not show: it may be anybody's.
+            # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
                 await io.erase(state.id)
         keeper.adopt(await read_slots(self._control))
@@ -163,10 +166,11 @@ class Session:
     async def _keep_writing_back(self, keeper: SlotKeeper) -> None:
         while True:
             try:
+                await save_idle(keeper)  # after a crash of kvpin: a file's header tells what a slot holds
                 await write_back(keeper)
             except Exception:
-                # A bug in it must be seen, and must take nothing else down.
-                log.exception("%s: writing slots back crashed", self._spec.id)
+                # Log a bug in it, and let nothing else fail.
+                log.exception("%s: writing slots back crashed; it starts again in 1 s", self._spec.id)
                 await asyncio.sleep(1.0)
 
     async def _probed(self, facts: ServerFacts, slot_id: int) -> ServerFacts:
@@ -180,10 +184,10 @@ class Session:
         return facts
 
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
-        """The registry, where the server can save and the directory can be used."""
+        """The registry, if the server can save and the directory can be used."""
         if registry is None and self.facts.can_save:
             self._find(
-                "nothing is saved: set host_cache_dir to the server's --slot-save-path, as kvpin sees it"
+                "nothing is saved: set host_cache_dir to the server's --slot-save-path as kvpin sees it"
             )
         if registry is None or not self.facts.can_save:
             return None
@@ -195,7 +199,7 @@ class Session:
             return None
         if not self._shares_directory:
             self._find(
-                f"nothing is saved: what the server saves does not come to host_cache_dir {directory}; start"
+                f"nothing is saved: files of the server do not arrive in host_cache_dir {directory}; start"
                 f" it with --slot-save-path {directory}, or set host_cache_dir to the directory it saves to"
             )
             return None
@@ -212,7 +216,7 @@ def identity_of(facts: ServerFacts) -> str:
 
 
 def _take_probe(directory: str, file: str) -> bool:
-    """Whether the small file that trying a server out leaves behind is in the directory; removes it."""
+    """Whether the small file that a probe leaves behind is in the directory; removes it."""
     try:
         (Path(directory).expanduser() / file).unlink()
     except OSError:

@@ -1,4 +1,4 @@
-"""A slot's own operations over HTTP: save, restore, erase, and the state of all of them."""
+"""The operations of a slot over HTTP: save, restore, erase."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _Answer = TypeVar("_Answer", _Saved, _Restored, _Erased)
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a save or a restore moved: tokens, bytes, and the seconds the server did nothing else."""
+    """What a save or restore moved: tokens, bytes, and the seconds in which the server did nothing else."""
 
     tokens: int
     size: int
@@ -51,10 +51,10 @@ class Moved:
 
 
 class SlotIo:
-    """Slot operations of one server. The caller sees to it that a slot never has two of them at once.
+    """Slot operations of one server. The caller must never run two at once on one slot.
 
-    Each raises EngineUnavailable when no answer comes, and EngineRejected when it is an error; a restore
-    that is rejected has wiped its slot.
+    Each raises EngineUnavailable when no answer comes, and EngineRejected for an error. A rejected restore
+    has wiped its slot.
     """
 
     def __init__(self, control: ControlClient) -> None:
@@ -66,12 +66,12 @@ class SlotIo:
         return Moved(answer.n_saved, answer.n_written, answer.timings.save_ms / 1000)
 
     async def restore(self, slot_id: int, name: str) -> Moved:
-        """Replaces the slot's content by that of file `name`."""
+        """Replaces the slot's content with file `name`."""
         answer = await self._act(slot_id, "restore", _Restored, {"filename": name})
         return Moved(answer.n_restored, answer.n_read, answer.timings.restore_ms / 1000)
 
     async def erase(self, slot_id: int) -> int:
-        """Empties the slot; returns the tokens it held."""
+        """Empties the slot; returns the number of tokens it held."""
         return (await self._act(slot_id, "erase", _Erased, {})).n_erased
 
     async def _act(self, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]) -> _Answer:
@@ -82,5 +82,5 @@ class SlotIo:
             return msgspec.convert(answer, kind)
         except msgspec.ValidationError as error:
             raise EngineUnavailable(
-                f"the answer to {action} on slot {slot_id} is not understood: {error}"
+                f"the answer to {action} on slot {slot_id} is not as expected: {error}"
             ) from error

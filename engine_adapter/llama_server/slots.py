@@ -1,8 +1,8 @@
 """What each slot of one llama-server holds, token by token, and what runs on it.
 
-At most one operation is in flight per slot: pinning a prompt to a busy slot can corrupt the answer that runs
-there. Every change happens between two awaits of the caller, so what is read here is never half changed.
-Times are seconds on a clock of the caller's choice; nothing here reads one.
+At most one operation is in flight per slot: a prompt pinned to a busy slot can corrupt the answer that runs
+there. Every change happens between two awaits of the caller, so a reader never sees half a change. Times are
+seconds on the caller's clock; nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Operation(StrEnum):
     """What can run on a slot."""
 
     REQUEST = "request"
-    SETTLE = "settle"  # its answer is over, and what that left in the slot is being read
+    SETTLE = "settle"  # the answer is over; the keeper finds out what it left in the slot
     SAVE = "save"
     RESTORE = "restore"
     ERASE = "erase"
-    FOREIGN = "foreign"  # somebody else's, or one that could not be pinned
+    FOREIGN = "foreign"  # another client's request, or one that cannot be pinned
 
 
 class SlotBusy(Exception):
-    """Two operations on one slot, or the end of one that never began: a bug of the caller."""
+    """Two operations on one slot, or the end of an operation that never began: a bug of the caller."""
 
 
 def _nothing() -> TokenIds[int]:
@@ -43,19 +43,19 @@ class Slot:
     """One slot. Others read it; `SlotTable` changes it.
 
     Attributes:
-        id: what `id_slot` names.
-        tokens: the known content, from the first token on. During a request: the prompt being computed.
-        unknown: further tokens it holds whose ids are not known.
-        salt: cache salt of the content.
+        id: the value for `id_slot`.
+        tokens: the known content, from the first token on. During a request: its prompt.
+        unknown: number of further tokens, whose ids are unknown.
+        salt: digest of the content's cache salt.
         operation: what runs on it, None while it is idle.
-        since: when that began, or when it became idle.
-        uses: operations begun and wipes so far; unchanged means that nothing happened in between.
+        since: time when the operation began, or when the slot became idle.
+        uses: operations and wipes so far; if it has not changed, nothing happened.
         saved: leading tokens of the content that lie in a saved file.
         restored: the content came from a file and nothing has used it since.
         pinned: leading tokens that must not be overwritten before `pinned_until`.
-        pinned_until: when that pin ends.
-        kept_until: until then whoever left the content wants it kept, so that it is not lost unsaved.
-        kept_for: who that is.
+        pinned_until: end of the pin.
+        kept_until: a client retains the content until this time: it is not overwritten unsaved.
+        kept_for: digest of that client's tenant.
     """
 
     id: int
@@ -89,7 +89,7 @@ class Slot:
 
     @property
     def dirty(self) -> bool:
-        """Whether some of the content lies in no saved file."""
+        """Whether part of the content lies in no saved file."""
         return self.length > self.saved
 
     def shared(self, tokens: TokenIds[int], salt: str | None) -> int:
@@ -101,8 +101,8 @@ class SlotTable:
     """All slots of one server.
 
     Attributes:
-        violations: times that SlotBusy was raised; anything but 0 is a bug.
-        most_in_flight: for each slot, the most operations that were ever asked to run at once.
+        violations: times that SlotBusy was raised; above 0 there is a bug.
+        most_in_flight: for each slot, the most operations ever requested at once.
     """
 
     def __init__(self, count: int) -> None:
@@ -129,7 +129,7 @@ class SlotTable:
         return [slot for slot in self._slots if slot.is_idle]
 
     def begin(self, slot_id: int, operation: Operation, now: float) -> None:
-        """`operation` starts on an idle slot; raises SlotBusy, and changes nothing, on any other."""
+        """Starts `operation` on an idle slot; on a busy one it raises SlotBusy and changes nothing."""
         slot = self._slots[slot_id]
         self.most_in_flight[slot_id] = max(self.most_in_flight[slot_id], 1 if slot.is_idle else 2)
         if not slot.is_idle:
@@ -139,7 +139,7 @@ class SlotTable:
         slot.uses += 1
 
     def end(self, slot_id: int, now: float) -> None:
-        """What runs on a slot is over; raises SlotBusy when nothing runs there."""
+        """Ends the operation on a slot; raises SlotBusy if nothing runs there."""
         slot = self._slots[slot_id]
         if slot.is_idle:
             self._violated(f"cannot end an operation on slot {slot_id}: none is in flight there")
@@ -147,7 +147,7 @@ class SlotTable:
         slot.since = now
 
     def begin_all(self, operation: Operation, now: float) -> None:
-        """`operation` takes every slot, as one that cannot be pinned does; SlotBusy unless all are idle."""
+        """Starts `operation` on every slot, for a request that cannot be pinned; SlotBusy if one is busy."""
         if self.in_flight:
             busy = ", ".join(str(slot.id) for slot in self._slots if not slot.is_idle)
             self._violated(f"cannot begin {operation} on all slots: operations are in flight on {busy}")
@@ -155,7 +155,7 @@ class SlotTable:
             self.begin(slot.id, operation, now)
 
     def end_all(self, now: float) -> None:
-        """The end of `begin_all`; raises SlotBusy, and changes nothing, unless every slot is busy."""
+        """Ends a `begin_all`; unless every slot is busy it raises SlotBusy and changes nothing."""
         if self.in_flight < len(self):
             idle = ", ".join(str(slot.id) for slot in self.idle())
             self._violated(f"cannot end an operation on all slots: none is in flight on {idle}")
@@ -172,10 +172,10 @@ class SlotTable:
         saved: int | None = None,
         restored: bool = False,
     ) -> None:
-        """Sets the content of a slot; no tokens, known or unknown, is an erased slot.
+        """Sets the content of a slot; an erased slot has no tokens, known or unknown.
 
-        `tokens` is kept, not copied. `saved` None keeps what was saved as far as the new content starts with
-        the old one. A pin ends here when its tokens do not all stay, and nothing is kept that does not.
+        `tokens` is stored without a copy. With `saved` None, the common prefix of old and new content stays
+        saved. A pin ends if some of its tokens go, and retention ends if some of the content goes.
         """
         slot = self._slots[slot_id]
         kept = slot.shared(tokens, salt)
@@ -190,9 +190,9 @@ class SlotTable:
         slot.restored = restored
 
     def pin(self, slot_id: int, tokens: int, until: float) -> int:
-        """Keeps the first `tokens` known tokens of a slot until `until`; returns how many those are.
+        """Pins the first `tokens` known tokens of a slot until `until`; returns how many are pinned.
 
-        A slot has one pin: this replaces the one before, and 0 tokens end it.
+        A slot has one pin: this replaces the last one, and 0 tokens end it.
         """
         slot = self._slots[slot_id]
         slot.pinned = min(tokens, len(slot.tokens))
@@ -200,14 +200,14 @@ class SlotTable:
         return slot.pinned
 
     def keep(self, slot_id: int, until: float, owner: str | None) -> None:
-        """The content of a slot is to be kept for `owner`, if not longer already."""
+        """Retains the content of a slot for `owner`, at least until `until`."""
         slot = self._slots[slot_id]
         slot.kept_until, slot.kept_for = max(slot.kept_until, until), owner
 
     def wipe(self) -> None:
-        """The server lost all KV: contents and pins are gone, operations in flight stay in flight.
+        """The server lost all KV: contents and pins go, operations in flight go on.
 
-        Counts as a use, so that an operation in flight sees that the content it began with is no more.
+        Counts as a use, so that an operation in flight sees that the content has changed.
         """
         for slot in self._slots:
             self.hold(slot.id, _nothing(), None)

@@ -1,12 +1,12 @@
-"""One file that llama-server saved from a slot: its tokens, its checksum, a verified copy of it.
+"""One file that llama-server saved from a slot: reads its tokens, hashes it, copies it with a check.
 
 In 32-bit words of the machine's byte order (read and observed on llama.cpp 0c1e57098):
 
     0x67677371 · 3 · n · n words · KV to the end of the file
 
-The n words are `-1 · 1 · t · t token ids · m · m positions of media · media`, or plain token ids as servers
-of before wrote them. The KV has no length and no checksum of its own: a file is whole when its size is
-what the server said it wrote, and unharmed when its checksum is what it was then.
+The n words are `-1 · 1 · t · t token ids · m · m positions of media · media`, or plain token ids in files of
+older servers. The KV has no length and no checksum of its own. A file is whole if it has the size that the
+server reported, and undamaged if its checksum has not changed since.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from engine_adapter.types import TokenIds
 
 _MAGIC, _VERSION, _TOKENS_VERSION = 0x67677371, 3, 1
 _HEAD = struct.Struct("=III")
-_FRAMED, _MIN_FRAME = -1, 4  # the word no token id is; the words of a frame without tokens and media
-_CHUNK = 1 << 20  # bytes read at once: quickest measured, and long enough for xxhash to release the GIL
+_FRAMED, _MIN_FRAME = -1, 4  # a word that is no token id; the words of a frame without tokens and media
+_CHUNK = 1 << 20  # bytes per read: the fastest measured, and enough for xxhash to release the GIL
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Reason(StrEnum):
-    """What is wrong with a saved file, or with a place to put one."""
+    """What is wrong with a saved file, or with its target."""
 
     MISSING = "missing"
     UNREADABLE = "unreadable"
@@ -58,7 +58,7 @@ _DAMAGE = frozenset(
 
 
 class StateFileError(Exception):
-    """A saved file that cannot be used, kept or moved; the text is one sentence with its path.
+    """A saved file cannot be used, written or moved; the text is one sentence with its path.
 
     Attributes:
         reason: what is wrong, for decisions and counters.
@@ -98,10 +98,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_tokens(path: Path) -> TokenIds[int]:
-    """The token ids whose KV a saved file holds; reads its header alone.
+    """The token ids whose KV a saved file holds; reads only its header.
 
     Raises:
-        StateFileError: no such file, not one of llama-server's, cut short, or with media among its tokens.
+        StateFileError: the file does not exist, is not llama-server's, is cut short, or has media.
     """
     regular_file(path)
     with reading(path), path.open("rb") as file:
@@ -113,7 +113,7 @@ def read_tokens(path: Path) -> TokenIds[int]:
 
 
 def checksum(path: Path) -> int:
-    """xxh3_64 over the whole file; the GIL is free while it is read and while it is hashed.
+    """xxh3_64 of the whole file; reading and hashing release the GIL.
 
     Raises:
         StateFileError: the file is gone or cannot be read.
@@ -129,10 +129,10 @@ def checksum(path: Path) -> int:
 def copy(source: Path, target: Path) -> int:
     """Copies a saved file and returns the checksum of the bytes that were copied.
 
-    `target` appears under its name when it is whole, and leaves nothing behind after an error.
+    `target` gets its name when it is whole. After an error nothing of it is left.
 
     Raises:
-        StateFileError: `source` cannot be read, or `target` not be written (NO_ROOM, UNWRITABLE).
+        StateFileError: `source` cannot be read, or `target` cannot be written (NO_ROOM, UNWRITABLE).
     """
     regular_file(source)
     digest = xxhash.xxh3_64()
@@ -152,7 +152,7 @@ def copy(source: Path, target: Path) -> int:
 
 
 def regular_file(path: Path) -> os.stat_result:
-    """The status of `path`. Asked before a file is opened: opening a FIFO would wait for its writer.
+    """The status of `path`. Callers check it before they open a file, as opening a FIFO waits for a writer.
 
     Raises:
         StateFileError: it is gone, or no regular file.
@@ -165,7 +165,7 @@ def regular_file(path: Path) -> os.stat_result:
 
 
 def _chunks(path: Path, file: FileIO) -> Iterator[memoryview]:
-    """The rest of `file` in views of one buffer, each void when the next is asked for."""
+    """The rest of `file` in views of one buffer; each view is valid until the next."""
     buffer = memoryview(bytearray(_CHUNK))
     while True:
         with reading(path):
@@ -181,7 +181,7 @@ def _write_all(file: FileIO, data: memoryview) -> None:
 
 
 def _read_words(path: Path, file: BinaryIO) -> TokenIds[int]:
-    """The words that stand for the tokens, as they lie in the file."""
+    """The words of the header's token list."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
@@ -212,9 +212,7 @@ def _unframe(path: Path, words: TokenIds[int]) -> TokenIds[int]:
     if not 0 <= count <= len(words) - _MIN_FRAME:
         raise StateFileError(path, Reason.TOKENS, f"{count} tokens do not fit {len(words)} words")
     if words[3 + count] != 0:
-        raise StateFileError(
-            path, Reason.MEDIA, "it holds images or audio, whose identity is not in its tokens"
-        )
+        raise StateFileError(path, Reason.MEDIA, "it holds images or audio, which its tokens do not identify")
     if len(words) != _MIN_FRAME + count:
         raise StateFileError(path, Reason.TOKENS, f"{len(words)} words for {count} tokens are too many")
     return words[3 : 3 + count]

@@ -1,7 +1,6 @@
-"""Token ids of a request, by the server that will compute them: exact, whatever its template and flags do.
+"""The token ids of a request, from the server that will compute it: exact whatever its template and flags do.
 
-A chat costs two calls (`/apply-template`, `/tokenize`), and so does a response, which is one to the server; a
-text costs one, ready ids none.
+A chat or response costs two calls (`/apply-template`, `/tokenize`), a text one call, ready ids none.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 async def tokenize(control: JsonCaller, path: str, body: JsonBody) -> TokenIds[int]:
-    """The ids that the server makes of a request to `path`: OpenAI's chat, completions or responses.
+    """The ids of a request to `path`: OpenAI's chat, completions or responses.
 
-    The chat's body goes to the server whole, since more than its messages makes the prompt: tools,
+    The server gets the whole chat body, because more than its messages makes the prompt: tools,
     `tool_choice`, `response_format`, `reasoning_effort`, `chat_template_kwargs`, a message to continue.
 
     Raises:
-        EngineRejected: a prompt that the server refuses, that ids do not tell (images, sound), or that
-            is not one; with its message.
-        EngineUnavailable: no answer, or none that is understood.
-        UnreadableField: a field that is looked at is no value.
+        EngineRejected: the server refuses the prompt, or its ids do not identify it (images, sound), or it is
+            no prompt.
+        EngineUnavailable: no answer, or an unexpected one.
+        UnreadableField: a field this reads is not valid JSON.
     """
     if path == _CHAT:
         _check_all_text(body.get("messages"))
@@ -53,7 +52,7 @@ async def tokenize(control: JsonCaller, path: str, body: JsonBody) -> TokenIds[i
     if path == _RESPONSES:
         return await _chat(control, as_chat(body))
     if path != _COMPLETIONS:
-        raise _rejected(f"prompts of {path} are not followed", "path")
+        raise _rejected(f"kvpin does not follow prompts of {path}", "path")
     prompt = _single(body.get("prompt"))
     if isinstance(prompt, str):
         return await _tokens(control, prompt)
@@ -71,24 +70,24 @@ async def _tokens(control: JsonCaller, text: str) -> TokenIds[int]:
 
 
 def _check_all_text(messages: object) -> None:
-    """Raises EngineRejected for a part that is no text: its ids would not tell what it shows."""
+    """Raises EngineRejected for a part that is no text: token ids do not identify its content."""
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if not isinstance(part, dict) or part.get("type") != "text":
                 param = f"messages[{index}].content[{number}]"
-                raise _rejected(f"{param} is no text, and only text is followed", param)
+                raise _rejected(f"{param} is not text: kvpin follows only text", param)
 
 
 def _single(prompt: Any) -> str | list[int]:  # noqa: ANN401 - JSON
-    """The one prompt of the field: a text or token ids."""
+    """The only prompt of the field: a text or token ids."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt and all(map(_is_token_id, prompt)):
         return prompt
-    raise _rejected("prompt is not one text or one list of token ids, and only such are followed", "prompt")
+    raise _rejected("kvpin follows only a prompt that is one text or one list of token ids", "prompt")
 
 
 def _is_token_id(value: object) -> bool:
@@ -103,4 +102,4 @@ def _read(answer: object, kind: type[_Answer]) -> _Answer:
     try:
         return msgspec.convert(answer, kind)
     except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"the server's answer is not understood: {error}") from error
+        raise EngineUnavailable(f"the server's answer is not as expected: {error}") from error

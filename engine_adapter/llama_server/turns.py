@@ -1,8 +1,8 @@
-"""Whose turn it is: requests wait for a slot in the order they came, and each gets the one that suits it.
+"""The queue for slots: requests wait in the order of their arrival, and each gets its cheapest slot.
 
-A request may prefer to wait for a busy slot that holds its conversation; those behind it then take the idle
-ones. It waits no longer than its best idle slot would have cost it. A request that cannot be pinned runs
-alone: it waits until every slot is idle, and nobody behind it starts before.
+A request may wait for a busy slot that holds its conversation; requests behind it then take the idle slots.
+It waits no longer than its best idle slot would have cost. A request that cannot be pinned runs alone: it
+waits until every slot is idle, and requests behind it wait for it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SlotPlan = Plan[Saved]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A prompt that wants a slot.
+    """A prompt that needs a slot.
 
     Attributes:
-        tokens: its ids; empty where they are not known.
-        salt: the cache salt it runs under.
-        reuse: whether KV may be reused for it at all.
-        retention: how long what it leaves is to be kept; None for no longer than others.
+        tokens: its ids; empty if they are unknown.
+        salt: digest of its cache salt.
+        reuse: whether it may reuse KV.
+        retention: how long to retain what it leaves; None for no retention.
     """
 
     tokens: TokenIds[int] = field(repr=False)
@@ -50,7 +50,7 @@ class _Waiter:
 
 
 class Turns:
-    """The queue in front of the slots. What it grants has begun on the slot table already.
+    """The queue in front of the slots. It begins what it grants on the slot table.
 
     Args:
         table: the slots.
@@ -71,9 +71,9 @@ class Turns:
         return len(self._queue)
 
     async def slot(self, ask: Ask) -> SlotPlan:
-        """A slot for `ask`; the first operation of its plan has begun there.
+        """Waits for a slot for `ask`; the first operation of its plan has begun there.
 
-        Whoever is cancelled while waiting leaves nothing begun.
+        A caller that is cancelled while it waits leaves nothing begun.
         """
         plan = await self._turn(ask)
         if plan is None:
@@ -81,33 +81,33 @@ class Turns:
         return plan
 
     async def all(self) -> None:
-        """Every slot at once, begun as FOREIGN."""
+        """Waits for every slot at once, and begins FOREIGN on each."""
         await self._turn(None)
 
     def release(self, slot_id: int) -> None:
-        """What ran on a slot is over; the next in the queue may start."""
+        """Ends the operation on a slot and starts waiting requests."""
         self._table.end(slot_id, self._clock())
         self.dispatch()
 
     def release_all(self) -> None:
-        """The end of a turn of `all`."""
+        """Ends a turn of `all` and starts waiting requests."""
         self._table.end_all(self._clock())
         self.dispatch()
 
     def fail(self, error: Exception) -> None:
-        """Nobody gets a slot any more."""
+        """Raises `error` in every waiting request."""
         queue, self._queue = self._queue, []
         for waiter in queue:
             if not waiter.turn.done():
                 waiter.turn.set_exception(error)
 
     def dispatch(self) -> None:
-        """Starts whoever can start now."""
+        """Starts every waiting request that can start now."""
         self._cancel_timer()
         soonest = math.inf
         for waiter in tuple(self._queue):
             if self._table.in_flight == len(self._table):
-                break  # whoever waits, waits: no plan need be made for each of a long queue
+                break  # no slot is idle: save the time to plan for a long queue
             if waiter.turn.done():
                 continue
             if waiter.ask is None:
@@ -140,7 +140,7 @@ class Turns:
         best = self._decide(ask, self._table)
         if best.is_ready:
             return best, 0.0
-        # As long as the alternative would have cost: at worst twice the best that could have been done.
+        # Wait as long as the alternative would have cost: at worst that doubles the best possible cost.
         alternative = self._decide(ask, self._table.idle())
         left_s = alternative.total_s - (self._clock() - waiter.since)
         return (alternative, 0.0) if left_s <= 0 else (None, left_s)
@@ -150,7 +150,7 @@ class Turns:
         waiter.turn.set_result(plan)
 
     def _give_back(self, waiter: _Waiter) -> None:
-        """Its request was cancelled, perhaps in the very moment its turn came."""
+        """Withdraws a cancelled request, even if its turn has just come."""
         if waiter in self._queue:
             self._queue.remove(waiter)
             self.dispatch()
@@ -168,7 +168,7 @@ class Turns:
 
 
 def first_operation(plan: SlotPlan) -> Operation:
-    """What a plan does on its slot first."""
+    """The first operation of a plan on its slot."""
     if plan.save_first:
         return Operation.SAVE
     return Operation.REQUEST if plan.restore is None else Operation.RESTORE

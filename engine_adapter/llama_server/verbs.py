@@ -1,6 +1,6 @@
 """The admin verbs on slots and files: flush → erase, offload → save and erase, restore, pin.
 
-Counted in blocks, as everywhere: a slot or a file of n tokens has n // 16 of them.
+Progress counts blocks: a slot or file of n tokens has n // 16 of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Held = TypeVar("_Held", Slot, Saved)
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """What a pin protects: these tokens, in whatever slot or file lies most of them, until then."""
+    """A pin: it protects these tokens until a time, in the slot and file that hold most of them."""
 
     tokens: TokenIds[int]
     salt: str | None
@@ -34,7 +34,7 @@ class _Pin:
 
 @dataclass(slots=True)
 class _Tally:
-    """How far an operation has come."""
+    """The progress of an operation."""
 
     done: int = 0
     total: int = 0
@@ -94,7 +94,7 @@ class SlotVerbs:
         return True
 
     def _protect(self, slots: Iterable[Slot], entries: Iterable[Saved]) -> None:
-        """Sets what the pins that stand, all together, mean for these slots and files."""
+        """Applies all current pins to these slots and files."""
         now = self._keeper.now()
         self._pins = {name: pin for name, pin in self._pins.items() if pin.until > now}
         pins = tuple(self._pins.values())
@@ -107,7 +107,7 @@ class SlotVerbs:
             entry.pinned_until = time.time() + left_s if left_s else 0.0
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Whatever begins like the target is gone, from slots and from files."""
+        """Erases slots and deletes files that begin like the target."""
         keeper, tally = self._keeper, _Tally()
         slots, left = self._free([slot for slot in self._contents.table if _concerns(slot, target)])
         entries = [
@@ -134,7 +134,7 @@ class SlotVerbs:
         yield tally.progress(left)
 
     async def _offload(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """What lies in slots lies in files afterwards, and the slots are empty."""
+        """Saves slots to files and empties them."""
         tally = _Tally()
         held = [slot for slot in self._contents.table if _concerns(slot, target) and not slot.is_empty]
         if target.token_ids is not None:
@@ -153,7 +153,7 @@ class SlotVerbs:
         yield tally.progress(left)
 
     async def _offload_slot(self, slot: Slot) -> str | None:
-        """Saves what is not saved yet and erases the slot; why not, if it was left."""
+        """Saves and erases a slot; returns the reason if it was left."""
         keeper = self._keeper
         if not slot.is_idle:
             return "in_use"
@@ -162,14 +162,14 @@ class SlotVerbs:
         return await self._erase_saved(slot)
 
     async def _erase_saved(self, slot: Slot) -> str | None:
-        """Erases a slot that was saved, unless somebody has taken it meanwhile."""
+        """Erases a saved slot, unless a request has taken it meanwhile."""
         if not slot.is_idle or slot.dirty:
             return "in_use"
         await self._keeper.take(slot.id, Operation.ERASE, self._contents.erase)
         return None
 
     async def _restore(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Files go back into slots: the best one for a prefix, else as many as there are empty slots."""
+        """Restores files into slots: the best one for a prefix, otherwise one for each empty slot."""
         keeper, tally = self._keeper, _Tally()
         left: dict[str, int] = {}
         for entry in self._wanted(target):
@@ -183,7 +183,7 @@ class SlotVerbs:
         yield tally.progress(left)
 
     def _wanted(self, target: KvTarget) -> list[Saved]:
-        """Files to restore, less those whose tokens lie in a slot already."""
+        """The files to restore, without those whose tokens lie in a slot already."""
         entries = [entry for entry in self._contents.entries() if _matches(entry.tokens, entry.salt, target)]
         entries.sort(key=lambda entry: entry.last_used, reverse=True)
         missing = [
@@ -200,7 +200,7 @@ class SlotVerbs:
         return [e for e in best if e in missing and _shared(e.tokens, e.salt, target) > reached]
 
     def _free(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, int]]:
-        """(slots that can be worked on, blocks of those that cannot, by reason)."""
+        """(slots that are free, blocks of the others by reason)."""
         now, left = self._keeper.now(), {"in_use": 0, "pinned": 0}
         free = []
         for slot in slots:
@@ -219,27 +219,27 @@ def _blocks(held: Slot | Saved) -> int:
 
 
 def _concerns(slot: Slot, target: KvTarget) -> bool:
-    """Whether a slot holds any of the target; everything concerns what nobody here knows as well."""
+    """Whether a slot holds any of the target; a target of everything includes unknown content."""
     if target.token_ids is None and target.cache_salt is None:
         return not slot.is_empty
     return _matches(slot.tokens, slot.salt, target)
 
 
 def _matches(tokens: TokenIds[int], salt: str | None, target: KvTarget) -> bool:
-    """Whether content begins like the target, by a full block at least."""
+    """Whether content shares at least one full leading block with the target."""
     if target.token_ids is None:
         return target.cache_salt is None or salt == salt_digest(target.cache_salt)
     return _shared(tokens, salt, target) >= TOKENS_PER_BLOCK
 
 
 def _shared(tokens: TokenIds[int], salt: str | None, target: KvTarget) -> int:
-    """Leading tokens of the target that lie here."""
+    """Number of leading tokens that content shares with the target."""
     if target.token_ids is None or salt != salt_digest(target.cache_salt):
         return 0
     return common_prefix(tokens, target.token_ids)
 
 
 def _fullest(held: list[_Held], shared: Callable[[_Held], int]) -> list[_Held]:
-    """Those that share most with the target, if that is a full block."""
+    """Those that share most with the target, if it is at least a full block."""
     most = max(map(shared, held), default=0)
     return [each for each in held if most >= TOKENS_PER_BLOCK and shared(each) == most]

@@ -1,4 +1,4 @@
-"""Saves slots while nobody needs them, so that overwriting one later loses nothing."""
+"""Saves slots in idle time, so that overwriting one later loses nothing."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 from contextlib import suppress
 
 from engine_adapter.errors import EngineError
-from engine_adapter.llama_server.contents import STRANGE
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.plan import worth_saving
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot
 
-# A slot is written back when nothing has used it for this long.
+# A slot is written back after it has been idle for this long.
 IDLE_S = 0.1
 POLL_S = 0.25
 
 
 async def write_back(keeper: SlotKeeper) -> None:
-    """Saves what is worth it whenever slots are idle; runs until it is cancelled."""
+    """Saves idle slots that are worth it; runs until it is cancelled."""
     while True:
         keeper.changed.clear()
         slot = _worth_most(keeper)
@@ -33,14 +33,14 @@ async def write_back(keeper: SlotKeeper) -> None:
 
 
 async def save_all(keeper: SlotKeeper) -> None:
-    """Saves every slot that is not saved yet: the idle ones, then those on which something was being done."""
-    await _save_idle(keeper)
+    """Saves every slot that is not saved yet: first the idle ones, then those that were busy."""
+    await save_idle(keeper)
     await keeper.settled()
-    await _save_idle(keeper)
+    await save_idle(keeper)
 
 
-async def _save_idle(keeper: SlotKeeper) -> None:
-    """Saves the idle ones; where one cannot be saved, the others cannot either."""
+async def save_idle(keeper: SlotKeeper) -> None:
+    """Saves every idle slot that is not saved yet; stops at the first that cannot be saved."""
     for slot in dirty_slots(keeper):
         if not slot.is_idle:
             continue
@@ -51,14 +51,14 @@ async def _save_idle(keeper: SlotKeeper) -> None:
 
 
 def dirty_slots(keeper: SlotKeeper) -> list[Slot]:
-    """Idle slots with content that lies in no file and could."""
+    """Idle slots with known owners whose content lies in no file."""
     if not keeper.contents.can_restore:
         return []
-    return [slot for slot in keeper.contents.table.idle() if slot.dirty and slot.salt != STRANGE]
+    return [slot for slot in keeper.contents.table.idle() if slot.dirty and slot.salt != UNKNOWN_OWNER]
 
 
 def _worth_most(keeper: SlotKeeper) -> Slot | None:
-    """The idle slot to save now, the one unused for longest."""
+    """The slot to save now: the longest idle one that is worth it."""
     contents = keeper.contents
     if not contents.can_save:
         return None

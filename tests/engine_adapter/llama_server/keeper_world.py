@@ -12,12 +12,13 @@ import httpx
 
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer_reader import SlotAnswer
-from engine_adapter.llama_server.contents import STRANGE, Contents
+from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import ServerFacts, discover, probe, read_slots
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.slot_io import SlotIo
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation
 from engine_adapter.llama_server.state_file import read_tokens
 from engine_adapter.llama_server.turns import Ask
@@ -173,7 +174,7 @@ class KeeperWorld:
             assert truth[: len(slot.tokens)] == slot.tokens, f"slot {slot.id}"
             assert slot.length == len(truth), f"slot {slot.id}"
             assert states[slot.id].n_tokens in (None, len(truth)), f"slot {slot.id}"
-            if slot.salt != STRANGE and slot.saved:
+            if slot.salt != UNKNOWN_OWNER and slot.saved:
                 assert slot.saved <= max(slot.shared(entry.tokens, entry.salt) for entry in self.entries())
 
 

@@ -13,7 +13,8 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http import control
 from engine_adapter.llama_server import contents as contents_module
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.contents import MANY_STRANGERS, STRANGE, Contents
+from engine_adapter.llama_server.contents import MANY_CHANGES, Contents
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.state_file import read_tokens
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.keeper_world import keeper_world, stopped
@@ -94,7 +95,7 @@ class TestSave:
 
     async def test_nothing_to_save_is_nothing_saved(self, world):
         assert not await world.save(0)
-        world.contents.estrange(world.table[0], 50)
+        world.contents.mark_unknown(world.table[0], 50)
         assert not await world.save(0)
         assert world.contents.counts.failed_saves == 0
         assert list(world.server.save_dir.iterdir()) == []
@@ -180,7 +181,7 @@ class TestSave:
         await world.complete(prompt_of(2), lease.slot)
         assert not await world.save(lease.slot)
         slot = world.table[lease.slot]
-        assert (slot.salt, slot.unknown) == (STRANGE, 103)
+        assert (slot.salt, slot.unknown) == (UNKNOWN_OWNER, 103)
         assert world.contents.counts.strangers == 1
         assert world.entries() == []
         assert list(world.server.save_dir.iterdir()) == []
@@ -298,7 +299,7 @@ class TestNotes:
             assert await world.save(lease.slot)
         await world.contents.forget(world.entries()[0])
         assert [world.table[lease.slot].saved for lease in (first, second)] == [64, 103]
-        world.contents.estrange(world.table[second.slot], 103)
+        world.contents.mark_unknown(world.table[second.slot], 103)
         await world.contents.forget(world.entries()[0])
         assert [world.table[lease.slot].saved for lease in (first, second)] == [0, 103]
 
@@ -339,9 +340,9 @@ class TestNotes:
         assert world.contents.findings == []
 
     def test_many_surprises_are_a_finding_and_once(self, world, said):
-        for times in range(1, 3 * MANY_STRANGERS):
-            world.contents.surprise(world.table[0], 10)
-            assert len(world.contents.findings) == (times >= MANY_STRANGERS)
+        for times in range(1, 3 * MANY_CHANGES):
+            world.contents.mark_changed(world.table[0], 10)
+            assert len(world.contents.findings) == (times >= MANY_CHANGES)
         assert "-np N" in world.contents.findings[0]
         assert len(said()) == 1
         assert world.contents.counts.strangers == times
@@ -379,7 +380,7 @@ class TestMirror:
         assert await held(world) == 6
         world.mirror.know("nobody named it yet", "salt")
         assert await held(world) == 12
-        contents.estrange(first, 140)
+        contents.mark_unknown(first, 140)
         assert await held(world) == 6
         contents.hold(second, array("i"), None)
         assert await held(world) == 0

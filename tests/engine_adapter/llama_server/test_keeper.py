@@ -13,9 +13,9 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.llama_server.contents import STRANGE
 from engine_adapter.llama_server.discovery import read_slots
 from engine_adapter.llama_server.saved import salt_digest
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import NEVER, Operation
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
@@ -182,7 +182,7 @@ class TestTurns:
         assert world.keeper.waiting == 1
         others.set()
         await asyncio.gather(whole, behind)
-        assert sum(slot.salt == STRANGE for slot in world.table) <= 1
+        assert sum(slot.salt == UNKNOWN_OWNER for slot in world.table) <= 1
         await world.check()
 
     async def test_alone_and_idle_changes_nothing(self, world):
@@ -206,7 +206,7 @@ class TestTurns:
         with pytest.raises(Left):
             await leave()
         await world.idle()
-        assert sorted(slot.salt == STRANGE for slot in world.table) == [False, True]
+        assert sorted(slot.salt == UNKNOWN_OWNER for slot in world.table) == [False, True]
         await world.check()
 
     async def test_alone_on_a_server_that_is_gone(self, own_world):
@@ -216,7 +216,7 @@ class TestTurns:
             async with own_world.keeper.alone():
                 pass
         await own_world.idle()
-        assert {slot.salt for slot in own_world.table} == {STRANGE}
+        assert {slot.salt for slot in own_world.table} == {UNKNOWN_OWNER}
 
 
 class TestPrepared:
@@ -335,7 +335,7 @@ class TestLeft:
 
     async def test_a_prompt_that_the_server_counts_otherwise(self, world):
         lease = await world.ask(prompt_of(1), prompt=list(prompt_of(2, 120)))
-        assert (world.table[lease.slot].salt, world.table[lease.slot].unknown) == (STRANGE, 123)
+        assert (world.table[lease.slot].salt, world.table[lease.slot].unknown) == (UNKNOWN_OWNER, 123)
         await world.check()
 
     async def test_a_server_that_dies_before_it_is_asked(self, own_world):
@@ -343,7 +343,10 @@ class TestLeft:
             await own_world.send(lease)
             own_world.server.kill()
         assert own_world.operations() == [None, None]
-        assert (own_world.table[lease.slot].tokens, own_world.table[lease.slot].salt) == (array("i"), STRANGE)
+        assert (own_world.table[lease.slot].tokens, own_world.table[lease.slot].salt) == (
+            array("i"),
+            UNKNOWN_OWNER,
+        )
 
     async def test_a_stranger_whose_server_dies(self, own_world):
         other = asyncio.create_task(own_world.complete(prompt_of(1, 1500), 0))
@@ -353,7 +356,7 @@ class TestLeft:
         with pytest.raises(EngineUnavailable):
             await other
         await own_world.idle()
-        assert own_world.table[0].salt == STRANGE
+        assert own_world.table[0].salt == UNKNOWN_OWNER
 
     @pytest.mark.parametrize("chunks", [NEVER_SENT, 0, 1, 5])
     async def test_cut_short(self, world, chunks):
@@ -389,7 +392,7 @@ class TestLeft:
         for _ in range(4):
             await world.ask(prompt_of(1), "b", chunks=NEVER_SENT)
         await world.check()
-        assert {slot.salt for slot in world.table} <= {"a", STRANGE}
+        assert {slot.salt for slot in world.table} <= {"a", UNKNOWN_OWNER}
         assert (await world.ask(prompt_of(1), "b")).answer.cached_tokens == 0
 
     async def test_a_server_is_not_new_because_a_request_never_reached_it(self, own_world):
@@ -483,7 +486,10 @@ class TestOthers:
     async def test_what_lay_there_before_is_not_known(self, world):
         await world.complete(prompt_of(1), 0)
         world.keeper.adopt(await read_slots(world.control))
-        assert [(slot.length, slot.salt == STRANGE) for slot in world.table] == [(103, True), (0, False)]
+        assert [(slot.length, slot.salt == UNKNOWN_OWNER) for slot in world.table] == [
+            (103, True),
+            (0, False),
+        ]
         assert (await world.ask(prompt_of(1))).answer.cached_tokens == 0
         await world.check()
 
@@ -500,7 +506,7 @@ class TestOthers:
         await other
         await world.idle()
         # One token: what ends copies of KV the other may have left pending.
-        assert (world.table[0].unknown, world.table[0].salt) == (1, STRANGE)
+        assert (world.table[0].unknown, world.table[0].salt) == (1, UNKNOWN_OWNER)
         assert world.contents.counts.strangers == (word == "reconcile")
         await world.check()
 
@@ -508,7 +514,7 @@ class TestOthers:
         one, other = await fill(world, 1, 2)
         await world.complete(prompt_of(3, 50), one.slot)
         await world.keeper.reconcile()
-        assert world.table[one.slot].salt == STRANGE
+        assert world.table[one.slot].salt == UNKNOWN_OWNER
         assert world.table[other.slot].tokens[:100] == prompt_of(2)
         assert world.contents.counts.strangers == 1
         await world.check()

@@ -107,7 +107,7 @@ def test_otherwise_the_figure_is_firm(held, unknown, salt):
 def test_a_new_conversation_takes_an_empty_slot():
     choice = decide(run(100), [slot(0, run(5000, 5100)), slot(1), slot(2, run(6000, 6100))])
     assert (choice.slot, choice.regret_s, choice.save_first) == (1, 0.0, False)
-    assert choice.why == "slot 1 is the cheapest to start anew for 100 tokens"
+    assert choice.why == "slot 1 is the cheapest for a full prefill of 100 tokens"
 
 
 def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
@@ -233,7 +233,7 @@ def test_what_would_be_lost_is_saved_first_when_that_is_cheaper():
     assert choice.save_first
     assert choice.restore_s == pytest.approx(0.002 + 0.1)
     assert choice.regret_s == pytest.approx(0.5 * (0.002 + 0.01))
-    assert choice.why == "slot 0 is the cheapest to start anew for 10 tokens, its content is saved first"
+    assert choice.why == "slot 0 is the cheapest for a full prefill of 10 tokens, its content is saved first"
 
 
 def test_not_when_it_is_saved_cannot_be_saved_or_hardly_comes_back():

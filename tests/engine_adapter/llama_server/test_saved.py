@@ -702,7 +702,7 @@ async def test_an_entry_that_a_full_disk_does_not_take_is_dropped(tmp_path, litt
     assert list(world.registry.entries(KEY)) == [second]
     assert world.told[-1][:2] == (SavedEvent.REMOVED, first.name)
     assert world.stats("evicted", "demoted") == [1, 0]
-    assert "dropped instead of moved" in caplog.text
+    assert "evicted instead of moved" in caplog.text
     world.check()
 
 

@@ -171,7 +171,7 @@ def test_a_cap_beyond_the_file_system_is_lowered(tmp_path, caplog):
     assert not caplog.records
     room = saved_files.capacity(tmp_path, 1 << 62, 0)
     assert 0 < room < 1 << 62
-    assert "room is for" in caplog.text
+    assert "the cap is lowered" in caplog.text
     with pytest.raises(StateFileError, match="No such file"):
         saved_files.capacity(tmp_path / "none", 1, 0)
 

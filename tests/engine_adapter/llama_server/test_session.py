@@ -129,6 +129,29 @@ async def test_a_restored_slot_is_not_taken_for_empty(start_llama, server, save_
         assert (await world.ask(prompt_of(1), salt="b"))[1:] == (0, 0)
 
 
+async def test_after_a_crash_of_kvpin_a_save_tells_what_the_slots_hold(server, save_dir):
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        text, *_ = await world.ask(prompt_of(1), salt="a")
+        session = world.adapter._session
+        await session.end(farewell=False)
+    for path in save_dir.glob("kvpin-*-*.bin"):  # nothing was saved
+        path.unlink()
+        path.with_suffix(".json").unlink()
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.until(lambda slots: any(slot["saved"] == slot["tokens"] == 103 for slot in slots))
+        assert {slot["unknown"] for slot in await world.slots()} == {0}
+        assert (await world.ask(prompt_of(1), salt="b"))[1:] == (0, 0)
+        assert await world.ask(prompt_of(1), salt="a") == (text, 99, 99)
+
+
+async def test_content_that_no_kvpin_recorded_stays_unknown(server, save_dir, control_of):
+    body = {"prompt": list(prompt_of(1)), "n_predict": 4, "id_slot": 1}
+    await control_of(server.url).call("POST", "/completion", json=body)
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        assert sorted(slot["unknown"] for slot in await world.slots()) == [0, 103]
+        assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
+
+
 async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, caplog):
     calls = []
 

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from engine_adapter.llama_server.contents import STRANGE
 from engine_adapter.llama_server.discovery import read_slots
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.write_back import dirty_slots, save_all, write_back
@@ -87,7 +87,7 @@ class TestWriteBack:
             await world.ask(prompt_of(2))
             await world.until(lambda: world.entries() != [])
         assert [entry.tokens[:100] for entry in world.entries()] == [prompt_of(2)]
-        assert world.table[0].salt == STRANGE
+        assert world.table[0].salt == UNKNOWN_OWNER
         assert dirty_slots(world.keeper) == []
 
     async def test_a_failure_pauses_it(self, world):
