@@ -1,22 +1,22 @@
-"""What it costs to decide where a prompt goes: chain, match, place; beside ai-dynamo-runtime, in one run.
+"""Time to decide where a prompt goes: chain, match, place; compared with ai-dynamo-runtime in one run.
 
 Engines are full (524,288 tokens each) and busy (4 requests in flight on each). All hold a system prompt of
-2,048 tokens; of every prompt that is asked for one engine holds 90%, three others 75, 50 and 25%. Each prompt
-is asked for once a round, after all others: what the processor's caches keep of it is what they would in
-service. Figures are medians over the prompts, then over the rounds, in which kvpin and the peer take turns;
-the best round is told beside it, since on a busy machine the rest says more of the machine.
+2,048 tokens. Of each prompt, one engine holds 90%, three others 75, 50 and 25%. Each round requests each
+prompt once, so that the processor's caches hold as much of it as in service. Figures are medians over the
+prompts, then over the rounds, in which kvpin and the peer take turns. The best round is printed too, because
+on a busy machine the others measure the machine.
 
     chain    the hashes of a prompt's blocks
     match    what each engine holds of it, by tier
     place    the cost of every engine, and the choice
     lease    its blocks as pending and its load in the ledger, when it begins and when it ends
-    learn    of engines without KV events: that a full one holds a new prompt now, and what it evicts for it
+    learn    for engines without KV events: a full engine holds a new prompt now, and evicts others for it
 
-The peer gets the same prompts. Its `match` is find_matches of its radix tree; its `select`, that of its
+The peer gets the same prompts. Its `match` is find_matches of its radix tree. Its `select`, from its
 selection service, hashes, matches and places. It is installed to ~/.cache/kvpin (KVPIN_CACHE) on the first
-run. "plain" is the least Python can do: the hashes in a loop, and a bisection over a dict of bit masks for
-the deepest block that anyone holds, which is right where parents outlive children, and tells of no engine but
-those with the longest match.
+run. "plain" is the least that Python can do: the hashes in a loop, and a bisection over a dict of bit masks
+for the deepest block that any engine holds. That is right if parents outlive children, and finds only the
+engines with the longest match.
 
     python benchmarks/core_speed.py [--world 8k] [--rounds 7] [--no-peer]
 """

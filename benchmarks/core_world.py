@@ -1,5 +1,5 @@
-"""What the engines of `core_speed.py` hold, and the prompts they are asked for. Standard library alone, since
-the peer that is measured beside kvpin runs in an environment of its own."""
+"""What the engines of `core_speed.py` hold, and the prompts they are sent. Standard library only, because the
+peer runs in its own environment."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Full engines. All hold the system prompt; of each prompt that is asked for one holds most, three others
-    less; the rest is what nobody asks for now.
+    """Full engines. All hold the system prompt. Of each requested prompt, one engine holds most and three
+    others less; the rest of each cache is prompts that nobody requests.
 
     Attributes:
         name: for people.
         engines: how many.
-        prompt_tokens: of each prompt that is asked for.
+        prompt_tokens: of each requested prompt.
         prompts: how many of those.
         engine_tokens: what each engine holds.
     """
@@ -38,11 +38,11 @@ class World:
     engine_tokens: int = 524_288
 
     def prompt(self, at: int) -> array[int]:
-        """A prompt that is asked for."""
+        """A requested prompt."""
         return _tokens(("prompt", at), self.prompt_tokens)
 
     def request(self, at: int) -> array[int]:
-        """A prompt that is in flight, and of which nobody holds more than the system prompt."""
+        """A prompt in flight, of which no engine holds more than the system prompt."""
         return _tokens(("in flight", at), FILLER_TOKENS // 2)
 
     def holders(self, at: int) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
-"""What kvpin itself costs: CPU of each step of the prompt path, and of a request and a streamed chunk.
+"""CPU time of kvpin itself: for each step of the prompt path, for a request and for a streamed chunk.
 
-Steps run in this process, one chat after the other, each chat new to everything it meets. Requests run
-through a real `kvpin serve` in a process of its own, before an engine that answers at once with fixed bytes;
-its CPU time is the kernel's count. Absolute figures are this machine's; ratios are within one run.
+Steps run in this process, one chat after the other, each chat new to all caches. Requests run through a real
+`kvpin serve` in its own process, with an engine that answers at once with fixed bytes; its CPU time is the
+kernel's count. Absolute figures depend on the machine; compare ratios within one run.
 
     python benchmarks/hot_path.py
 """

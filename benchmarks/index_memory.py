@@ -1,9 +1,9 @@
-"""What the prefix index takes of memory, at 5 to 10 million blocks: resident bytes per block and location.
+"""Memory of the prefix index at 5 to 10 million blocks: resident bytes per block and location.
 
-Each case is a process of its own, which fills an index as engines would and looks at its resident memory all
-the way, since dicts grow by doubling. Prompts are chains of 512 blocks; "a turn at a time" stores them 20
-blocks at a time, as conversations grow, 64 of them beside each other. Where there are more locations than
-one, so many engines of 64 hold each prompt.
+Each case is its own process. It fills an index as engines would, and reads its resident memory all the way,
+because dicts grow by doubling. Prompts are chains of 512 blocks. "a turn at a time" stores them 20 blocks at
+a time, as conversations grow, 64 of them interleaved. The number of locations is how many of 64 engines hold
+each prompt.
 
     python benchmarks/index_memory.py
 """

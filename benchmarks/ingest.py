@@ -1,9 +1,10 @@
-"""What KV events cost: from the frames of an engine's event socket to the index, and what requests notice.
+"""The cost of KV events, from the frames of an engine's event socket to the index, and how they delay
+requests.
 
 The first tables take one core, without sockets. The last one is real ZMQ from another process: an event loop
-follows it as `kvpin serve` does while a ticker asks for every millisecond and notes how late it gets it; a
-request would wait as long. On a busy machine it is late because others run: "own" is the part of it that the
-loop's thread was at work, at most. Absolute figures are this machine's.
+follows it as `kvpin serve` does, while a ticker wakes every millisecond and notes how late it is; a request
+would wait as long. On a busy machine it is late because of other processes: "own" is the part during which
+the loop's thread worked, at most. Absolute figures depend on the machine.
 
     python benchmarks/ingest.py
 """

@@ -1,14 +1,14 @@
-"""A vLLM without a model, with a cache of real size and with a clock: what `routers.py` puts routers before.
+"""A vLLM without a model, but with a cache of real size and a clock, for the routers of `routers.py`.
 
-HTTP routes, metrics, answers and KV events are those of the tests' fake vLLM. Here they get the time a GPU
-would take: prompts are computed one after the other at a fixed rate, what is cached is looked up when that
-begins and stored when it ends, and tokens come at a fixed pace, each request's by itself. Prompts one after
-the other, and decode that costs them nothing: that is what kvpin's queue term assumes, and what favours it.
-Real engines mix chunks of several prompts with decode; `kvpin replay --model chunked` has them do so.
+HTTP routes, metrics, answers and KV events are those of the tests' fake vLLM; this engine adds the time that
+a GPU would take. It computes prompts one after the other at a fixed rate. It looks up the cache when a prompt
+begins and stores its blocks when it ends. Tokens come at a fixed pace, independently for each request.
+kvpin's queue term assumes just that, which favours kvpin. Real engines mix chunks of several prompts with
+decode; `kvpin replay --model chunked` models them.
 
     python benchmarks/mock_engine.py --port 8001 [--kv-tokens 100000] [--prefill-rate 10000] [--token-ms 15]
 
-`GET /mock` tells what it did since `POST /mock/restart`, which makes it a new process to those who watch it.
+`GET /mock` reports what it did since `POST /mock/restart`, after which it looks like a new process.
 """
 
 from __future__ import annotations

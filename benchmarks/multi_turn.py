@@ -1,8 +1,8 @@
 """Are predictions exact, and does routing keep the hits that one big cache would have had?
 
 Conversations with a shared system prompt grow turn by turn, interleaved, over two engines whose pools are too
-small for all of them. The same conversations then run on one engine with the memory of both: what it reuses
-is what could have been reused.
+small for all of them. The same conversations then run on one engine with the memory of both; its reuse is the
+upper bound.
 
     python benchmarks/multi_turn.py [--requests 500] [--conversations 20] [--concurrency 1] [--kv-blocks 320]
 """

@@ -1,8 +1,9 @@
-"""What offload and restore are worth: time to the first token cold, restored, restored on demand, and warm.
+"""What offload and restore gain: time to first token cold, restored, restored on demand, and warm.
 
-One embedded engine serves the 100M model of `benchmarks/ttft.py`. Each round asks about a new document,
-offloads its KV to host memory, restores it and asks again; offloads it once more and asks without restoring,
-so that the engine does it; and asks once more while it is warm. Every answer must be the cold one.
+One embedded engine serves the 100M model of `benchmarks/ttft.py`. Each round asks about a new document
+(cold), offloads its KV to host memory, restores it and asks again. Then it offloads the KV once more and asks
+without restoring, so that the engine restores on demand, and asks once more while it is warm. All answers
+must be equal.
 
     python benchmarks/offload.py [--rounds 5]
 """

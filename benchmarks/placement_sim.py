@@ -1,4 +1,4 @@
-"""Placement policies on real traces, simulated: hits and times to the first token, cell by cell.
+"""Placement policies on real traces, simulated: hits and times to first token, cell by cell.
 
 Two traces, 4, 8 and 16 engines of 0.5M tokens, GPU only and with a host tier of four times that, at loads of
 0.6, 0.9 and 1.1 of the engines' compute if nothing were cached; then kvpin with each term of its rule left

@@ -1,6 +1,6 @@
-"""How soon a client's leaving frees blocks, and what a killed engine costs.
+"""How soon blocks are freed when a client leaves, and what a killed engine costs.
 
-Two embedded engines. First, streams are dropped and the time until their engine has no active block is taken.
+Two embedded engines. First, clients drop streams; measured is the time until the engine has no active block.
 Then one engine is killed (SIGKILL) while streams run and new requests keep coming.
 
     python benchmarks/resilience.py [--cancels 10] [--streams 16] [--late 40]

@@ -1,11 +1,11 @@
-"""Is it worth the while to bring KV back before the turn that needs it?
+"""What does restoring KV before the turn that needs it gain?
 
-More conversations than the GPU tier of one embedded engine holds take turns, each after a pause of its own:
-`agents` pause alike every time (±10%), `people` as people do (log-normal, from a fifth of the usual pause to
-five times of it). What is not used for longest moves to host memory and comes back on demand; with
-`restore_ahead`, before. The same conversations with the same pauses run with it and without it at the same
-time, on an engine of one thread each, so that both see the same noise. The model has a KV head for each of
-its heads, so that there is something to move (512 KiB a block).
+More conversations than the GPU tier of one embedded engine can hold take turns, each after its own pause.
+`agents` pause equally long every time (±10%), `people` vary (log-normal, from a fifth of the usual pause to
+five times it). The least recently used KV moves to host memory. It comes back on demand, or before that with
+`restore_ahead`. The same conversations with the same pauses run with and without it at the same time, on an
+engine with one thread each, so that both see the same noise. The model has one KV head for each attention
+head, so that there is much to move (512 KiB a block).
 
     python benchmarks/restore_ahead.py [--sessions 8] [--turns 10] [--rounds 2] [--pause 16]
 """

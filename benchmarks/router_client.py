@@ -1,5 +1,5 @@
-"""Sends a workload at its times, whatever comes back, and times the first token of each answer, from the
-moment at which the request was due: what this client is late by is part of it."""
+"""Sends a workload at fixed times, whatever comes back, and times the first token of each answer. Times count
+from the moment the request was due, so they include this client's own delay."""
 
 from __future__ import annotations
 

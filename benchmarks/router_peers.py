@@ -1,7 +1,7 @@
-"""The routers that are compared: how each is installed, and started before some engines.
+"""The routers that are compared: how each is installed, and started for some engines.
 
-Peers are real releases, each in a virtual environment of its own under `~/.cache/kvpin/routers`, made on
-first use. Their flags are their own defaults unless the name says otherwise.
+Peers are real releases, each in its own virtual environment under `~/.cache/kvpin/routers`, made on first
+use. Their flags are their defaults unless the name says otherwise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Router:
         title: for tables.
         release: what pip installs; None for what needs no installation.
         flags: of its command line, before the addresses.
-        session_header: where it is told the session of a request; None where it is not told.
+        session_header: the header with the session of a request; None if it gets none.
     """
 
     title: str

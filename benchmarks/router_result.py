@@ -1,4 +1,4 @@
-"""What a router made of a workload: figures from the client's clock, the engines' own reports and /proc."""
+"""The figures of a router under a workload, from the client's clock, the engines' own reports and /proc."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Result:
         imbalance: requests of the busiest engine, by the mean.
         busy, busiest: share of the time that engines spent on prompts, on average and at the most.
         errors: requests that failed, or were answered with other than the engine's words.
-        exact: share of answers with just the reuse the router had foretold; None where it foretells none.
+        exact: share of answers with exactly the predicted reuse; None if the router predicts none.
         router_cpu_s, engines_cpu_s, client_cpu_s: used meanwhile.
-        machine: share of the machine's CPU time in use meanwhile, by whomever.
+        machine: share of the machine's CPU time in use meanwhile, by all processes.
         late_ms: how late the client sent, 99 times of 100 at most.
     """
 

@@ -1,15 +1,15 @@
-"""kvpin beside other routers, live, before the same engines and under the same requests.
+"""kvpin and other routers, live, with the same engines and the same requests.
 
 Four mock vLLMs (`mock_engine.py`: caches and clocks of real size, KV events, metrics) serve each router in
-turn, each time as new processes to it. Peers are real releases, installed on first use (`router_peers.py`).
-Requests come at times that the seed alone decides, whatever the router does (`router_work.py`), and are timed
-from when they were due. The engines compute prompts one after the other beside decode that costs nothing,
-which is what kvpin's queue term assumes; `kvpin replay --model chunked` compares rules where that is not so.
+turn, and look like new processes to each. Peers are real releases, installed on first use
+(`router_peers.py`). The seed alone decides when requests come (`router_work.py`); they are timed from when
+they were due. The engines compute prompts one after the other, and decode is free, which kvpin's queue term
+assumes; `kvpin replay --model chunked` compares the rules without that assumption.
 
     python benchmarks/routers.py [--workload a,b,c] [--routers kvpin,sglang-cache,…] [--seed 1] [--rounds 1]
                                  [--json PATH] [--trace PATH] [--first]
 
-All of it runs on one machine: with `--first` (Linux, as root) other work there waits. With `--trace`, each
+Everything runs on one machine. With `--first` (Linux, as root) other work there waits. With `--trace`, each
 workload is also written as a trace for `kvpin replay`, its name added to the file's.
 """
 

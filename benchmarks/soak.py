@@ -1,11 +1,12 @@
-"""Does any client ever get a wrong answer? Hundreds of mixed requests, over caches that are too small.
+"""Does any client get a wrong answer? Sends hundreds of mixed requests over caches that are too small.
 
-Chats with shared prefixes, token ids, p-tuning tables, embeddings, salts, sampling, streams, clients that
-hang up, while an operator flushes, offloads, restores, pins and warms at random. Every answer is then held
-against that of an engine which was asked the same alone, with an empty cache. A greedy answer that differs
-where the two best tokens are nearly as good is float noise; any other difference is corruption.
+The requests are chats with shared prefixes, token ids, p-tuning tables, embeddings, salts, sampling, streams
+and clients that hang up, while an operator flushes, offloads, restores, pins and warms at random. Each answer
+is then compared with that of an engine that gets the same request alone, with an empty cache. If a greedy
+answer differs where the two best tokens are nearly equal, that is float noise; any other difference is
+corruption.
 
-At the end the books must balance: no block in use, none pending, the index equal to what engines hold.
+At the end no block may be in use, none pending, and the index must equal what engines hold.
 
     python benchmarks/soak.py [--seconds 60] [--concurrency 12] [--kv-blocks 160] [--tokens-per-block 16]
 """

@@ -1,4 +1,4 @@
-"""How much sooner the second question about a document is answered: with reuse, and without.
+"""Time to first token of the second question about a document, with reuse and without.
 
 Two embedded engines serve a random-weight model large enough for a visible prefill (about 100M parameters,
 made once in the user's cache directory). Each round asks two different questions about a new table and then

@@ -1,9 +1,9 @@
 """Does a real vLLM report the reuse that kvpin predicted?
 
 Two real vLLMs (on a CPU, 9 MB model, few blocks of 32 tokens) behind one kvpin. A mixed load through the
-openai SDK: growing chats and completions of two tenants, streamed and not, some under salts of their own, or
-on a LoRA adapter; more than the caches hold. In the middle everything is flushed, and later one vLLM is ended
-with `kill -9` under traffic and started again in its place.
+openai SDK: growing chats and completions of two tenants, streamed and not, some with their own salts or on a
+LoRA adapter, more than the caches hold. Halfway everything is flushed. Later one vLLM is killed (`kill -9`)
+under traffic and restarted.
 
     python benchmarks/vllm_exact.py [--requests 300] [--talks 8] [--blocks 160] [--seed 1]
 

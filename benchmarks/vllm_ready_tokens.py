@@ -1,8 +1,8 @@
-"""What does a real vLLM save when kvpin sends it token ids in place of a text it has tokenised itself?
+"""What does a real vLLM save if kvpin sends it token ids instead of text?
 
-A prompt of about 8,000 tokens whose beginning vLLM holds already, with a new end each time, so that little is
-left to compute: as text and as ready ids straight to vLLM, and as text through kvpin, which sends ids. In
-turn, so that they share whatever else the machine does.
+The prompt has about 8,000 tokens. vLLM holds its beginning already, and its end is new each time, so that
+little is left to compute. It goes as text and as ids straight to vLLM, and as text through kvpin, which sends
+ids. The three take turns, so that all see the same load of the machine.
 
     python benchmarks/vllm_ready_tokens.py [--rounds 40]
 

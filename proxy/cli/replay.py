@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _UNUSABLE = 2
 _STDOUT = Path("-")
-# A table that nobody watches is not cut to some terminal's width.
+# Width of the table if the output is no terminal.
 _FILE_WIDTH = 140
 
 
@@ -35,25 +35,27 @@ def replay(
     engines: Annotated[
         str | None, typer.Option(metavar="N[,N…]", help="How many engines [4].", show_default=False)
     ] = None,
-    gpu_tokens: Annotated[str, typer.Option(help="KV the GPU of each holds: tokens or bytes.")] = "500k",
-    host_tokens: Annotated[str, typer.Option(help="KV of its host tier, likewise; 0: none.")] = "0",
+    gpu_tokens: Annotated[str, typer.Option(help="KV on the GPU of each engine: tokens or bytes.")] = "500k",
+    host_tokens: Annotated[str, typer.Option(help="KV on its host tier: tokens or bytes; 0: none.")] = "0",
     bytes_per_token: Annotated[
-        str | None, typer.Option(help="Bytes of KV a token takes, where sizes are in bytes: 128KiB.")
+        str | None, typer.Option(help="KV bytes of a token, if sizes are in bytes: 128KiB.")
     ] = None,
     model: Annotated[str, typer.Option(help="fifo: prefill alone; chunked: with decode.")] = "fifo",
-    prefill_rate: Annotated[str, typer.Option(help="Prompt tokens an engine computes a second.")] = "20k",
-    restore_rate: Annotated[str, typer.Option(help="Tokens a second from its host tier.")] = "200k",
+    prefill_rate: Annotated[str, typer.Option(help="Prompt tokens an engine computes per second.")] = "20k",
+    restore_rate: Annotated[str, typer.Option(help="Tokens per second from its host tier.")] = "200k",
     context_tokens: Annotated[
         str, typer.Option(help="Context at which attention takes half the time; 0: prefill is linear.")
     ] = "0",
-    chunk_tokens: Annotated[str, typer.Option(help="Tokens of a step that holds prefill.")] = "2048",
-    decode_step_ms: Annotated[float, typer.Option(min=0, help="A decode step, reading the weights.")] = 15.0,
-    decode_stream_ms: Annotated[float, typer.Option(min=0, help="What each stream adds to a step.")] = 0.3,
+    chunk_tokens: Annotated[str, typer.Option(help="Tokens of a step with prefill.")] = "2048",
+    decode_step_ms: Annotated[float, typer.Option(min=0, help="Time of a decode step.")] = 15.0,
+    decode_stream_ms: Annotated[float, typer.Option(min=0, help="Time each stream adds to a step.")] = 0.3,
     load: Annotated[
         float | None,
-        typer.Option(help="Arrivals scaled so that prompts computed in full keep engines busy so much: 0.9."),
+        typer.Option(help="Scale arrivals to this utilisation, if nothing were cached: 0.9."),
     ] = None,
-    speedup: Annotated[float | None, typer.Option(help="Arrivals faster than recorded [1].")] = None,
+    speedup: Annotated[
+        float | None, typer.Option(help="Arrivals this many times faster than recorded [1].")
+    ] = None,
     target_p99: Annotated[
         float | None,
         typer.Option(
@@ -69,9 +71,9 @@ def replay(
         ),
     ] = None,
     seeds: Annotated[str, typer.Option(metavar="N[,N…]", help="0: arrivals as recorded; others vary.")] = "0",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many lines.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read only this many lines.")] = None,
     model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a recording of several models: which.")
+        str | None, typer.Option(metavar="NAME", help="Which model of a recording of several.")
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes [one a CPU].")] = None,
     json_path: Annotated[
@@ -80,7 +82,7 @@ def replay(
     csv_path: Annotated[Path | None, typer.Option("--csv", help="Write every run as CSV; - prints.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a PNG.")] = None,
 ) -> None:
-    """Replay a trace on simulated engines: what each placement policy makes of it, and how many it takes.
+    """Replay a trace on simulated engines: compare placement policies, or find how many engines it needs.
 
     Exit status 2: the trace or an option cannot be used.
     """
@@ -113,13 +115,13 @@ def replay(
         _check_outputs(json_path, csv_path, plot_path)
         read = read_trace(trace, limit=limit, model=model_name)
         needs, outcomes = _run_plan(plan, read, jobs or os.cpu_count() or 1)
-        _tell(plan, read, needs, outcomes, json_path, csv_path, plot_path)
+        _write_all(plan, read, needs, outcomes, json_path, csv_path, plot_path)
     except (ValueError, TraceError) as error:
         _refuse(str(error))
 
 
 def _run_plan(plan: Plan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequence[Outcome]]:
-    """The engines that policies need, where that is asked for, and what came of all runs."""
+    """The engines that policies need, if asked for, and the outcomes of all runs."""
     if plan.target is None:
         return (), _run(trace, plan.runs(trace), jobs)
     from proxy.replay.capacity import search  # noqa: PLC0415 - see above
@@ -128,7 +130,7 @@ def _run_plan(plan: Plan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequ
 
 
 def _run(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Outcome]:
-    """All runs, under a bar where somebody watches."""
+    """All runs, with a progress bar on a terminal."""
     from rich.console import Console  # noqa: PLC0415 - see above
     from rich.progress import Progress  # noqa: PLC0415 - see above
 
@@ -140,7 +142,7 @@ def _run(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Outcome]:
         return run_all(trace, runs, jobs=jobs, progress=lambda done: progress.advance(task, done))
 
 
-def _tell(
+def _write_all(
     plan: Plan,
     trace: Trace,
     needs: Sequence[Need],
@@ -149,7 +151,7 @@ def _tell(
     csv_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    """The files that were asked for, and the table unless one of them is the standard output."""
+    """Writes the files that were asked for, and the table unless a file goes to the standard output."""
     from proxy.replay.doubts import doubts  # noqa: PLC0415 - see above
     from proxy.replay.plan import notes  # noqa: PLC0415 - see above
     from proxy.replay.report import as_csv, as_json, rows  # noqa: PLC0415 - see above
@@ -169,8 +171,8 @@ def _tell(
             _show(title, each, [*map(str, needs), *why_not, *notes(trace, outcomes)])
 
 
-def _show(title: str, each: Sequence[Row], told: Sequence[str]) -> None:
-    """The table, for people."""
+def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
+    """Prints the table and the notes."""
     from rich.console import Console  # noqa: PLC0415 - see above
 
     from proxy.replay.report import table  # noqa: PLC0415 - see above
@@ -180,18 +182,18 @@ def _show(title: str, each: Sequence[Row], told: Sequence[str]) -> None:
         console = Console(width=_FILE_WIDTH)
     console.print(title, soft_wrap=True)
     console.print(table(each))
-    for note in told:
+    for note in notes:
         console.print(note, soft_wrap=True)
 
 
 def _check_outputs(json_path: Path | None, csv_path: Path | None, plot_path: Path | None) -> None:
-    """Before the work rather than after it.
+    """Checks the output files before the work.
 
     Raises:
-        ValueError: for what could not be written.
+        ValueError: one of them cannot be written.
     """
     if plot_path == _STDOUT:
-        raise ValueError("--plot -: a picture is no text to print; name a file, like runs.png")
+        raise ValueError("--plot -: a picture cannot be printed; name a file, such as runs.png")
     for path in (json_path, csv_path, plot_path):
         if path is not None and path != _STDOUT:
             _try(path)
@@ -200,12 +202,12 @@ def _check_outputs(json_path: Path | None, csv_path: Path | None, plot_path: Pat
 
 
 def _try(path: Path) -> None:
-    """Opens a file for writing, and leaves things as they were."""
+    """Opens a file for writing and leaves it unchanged."""
     with _writing(path):
         if not path.parent.is_dir():
             raise ValueError(f"{path}: cannot be written: there is no folder {path.parent}")
         is_new = not path.exists()
-        # Not blocking: whoever would read from a pipe may come later.
+        # Without O_NONBLOCK, opening a pipe would wait for a reader.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666))
         if is_new:
             path.resolve().unlink()
@@ -221,10 +223,10 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Tells by its name what cannot be written.
+    """Names the file in errors of writing.
 
     Raises:
-        ValueError: the system says so. Not for a reader who has seen enough: that is `main`'s.
+        ValueError: the file cannot be written. A closed pipe is left to `main`.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""kvpin's own placement: the very functions the proxy runs, told what the proxy is told.
+"""kvpin's own placement: the functions that the proxy runs, with the information that the proxy has.
 
-An ablation leaves one term out of what candidates are compared by. The rest, ledgers and learned rates too,
-goes on as it is: the engine it chose is placed on by the full rule.
+An ablation leaves one term out of the comparison of candidates. Everything else, ledgers and learned rates
+included, follows the full rule for the engine that the ablation chose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _no_room(candidate: Candidate) -> Candidate:
 
 
 def _no_restore(candidate: Candidate) -> Candidate:
-    """What lies on lower tiers counts as if it lay on the GPU."""
+    """Blocks on lower tiers count as on the GPU."""
     match = candidate.match
     if not match.host and not match.disk:
         return candidate
@@ -56,13 +56,13 @@ _CANDIDATES: Mapping[str, Callable[[Candidate], Candidate]] = {
     "lost": _no_lost,
     "later": _no_later,
 }
-# Terms that can be left out. `congestion` is the division by 1 - utilisation; `pending` what requests in
-# flight are about to leave behind.
+# Terms that can be left out. `congestion` is the division by 1 - utilisation; `pending` are the blocks that
+# requests in flight will leave.
 TERMS = (*_CANDIDATES, "congestion", "pending")
 
 
 class Kvpin:
-    """The proxy's `Placer`, on the simulator's clock."""
+    """The proxy's `Placer` on the simulator's clock."""
 
     def __init__(self, fleet: Fleet, seed: int, *, without: str | None = None) -> None:
         """`without` is one of `TERMS`."""
@@ -114,7 +114,8 @@ class Kvpin:
         self._placer.index.remove(self._names[engine], tier, hashes)
 
     def _place(self, now: float, candidates: list[Candidate], chain: Chain) -> Placement:
-        """The decision; of an ablation, the full rule's word on the engine that was chosen without a term."""
+        """The decision. An ablation chooses without its term; the full rule then prices the engine it
+        chose."""
         placer = self._placer
         if self._without == "congestion":
             calm = dataclasses.replace(placer.outlook(now), strain=1.0)

@@ -1,4 +1,4 @@
-"""Options as people write them, read into a plan. What cannot be read is told by the name of its flag."""
+"""Reads the flags of `kvpin replay` into a plan. Errors name the flag."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def engine_model(
     decode_step_ms: float = 15.0,
     decode_stream_ms: float = 0.3,
 ) -> EngineModel:
-    """What engines can do, from the flags of these names.
+    """The simulated engine, from the flags of these names.
 
     Raises:
-        OptionError: saying which of them cannot be used, and why.
+        OptionError: a flag cannot be used; the message says which and why.
     """
     if model not in MODELS:
-        raise OptionError(f"--model {model!r}: there are {' and '.join(MODELS)}")
+        raise OptionError(f"--model {model!r}: must be {' or '.join(MODELS)}")
     per_token = None
     if bytes_per_token is not None:
         per_token = _read("bytes-per-token", bytes_per_token, lambda text: parse_amount(text)[0], least=1)
     for flag, value in (("decode-step-ms", decode_step_ms), ("decode-stream-ms", decode_stream_ms)):
         if not (isfinite(value) and value >= 0):
-            raise OptionError(f"--{flag} {value:g}: it has to be a number, and 0 or more")
+            raise OptionError(f"--{flag} {value:g}: must be a number, 0 or more")
     if decode_step_ms + decode_stream_ms <= 0:
-        raise OptionError("--decode-step-ms and --decode-stream-ms: a decode step has to take some time")
+        raise OptionError("--decode-step-ms and --decode-stream-ms: one of them must be more than 0")
 
     def tokens(text: str) -> int:
         return parse_tokens(text, per_token)
@@ -75,16 +75,16 @@ def plan(
     target_p99: float | None = None,
     max_engines: int = MAX_ENGINES,
 ) -> Plan:
-    """What is to be run, from the flags of these names.
+    """The runs, from the flags of these names.
 
     Raises:
-        OptionError: saying which of them cannot be used, and why.
+        OptionError: a flag cannot be used; the message says which and why.
     """
     if load is not None and speedup is not None:
-        raise OptionError("--load and --speedup: both say when requests arrive; give one of them")
+        raise OptionError("--load and --speedup: both set when requests arrive; give one of them")
     for flag, value in (("load", load), ("speedup", speedup), ("target-p99", target_p99)):
         if value is not None and not (isfinite(value) and value > 0):
-            raise OptionError(f"--{flag} {value:g}: it has to be a number, and more than 0")
+            raise OptionError(f"--{flag} {value:g}: must be a number, more than 0")
     if target_p99 is not None and engines is not None:
         raise OptionError(
             "--target-p99 and --engines: the search finds the number; bound it by --max-engines"
@@ -104,7 +104,7 @@ def plan(
 
 
 def _policies(names: str | None, target: Target | None) -> tuple[str, ...]:
-    """Those that are named, else all; with a target kvpin alone, and never the oracle, which has no times."""
+    """The named policies, else all; with a target kvpin alone, and never the oracle, which has no times."""
     try:
         resolved = resolve((names or ("all" if target is None else "kvpin")).split(","))
     except ValueError as error:
@@ -123,10 +123,10 @@ def _read(flag: str, text: str, parse: Callable[[str], int], *, least: int = 0) 
     except AmountError as error:
         raise OptionError(f"--{flag}: {error}") from error
     if number < least:
-        raise OptionError(f"--{flag} {text}: it has to be {least:,} or more")
+        raise OptionError(f"--{flag} {text}: must be {least:,} or more")
     return number
 
 
 def _numbers(flag: str, text: str, *, least: int = 0) -> tuple[int, ...]:
-    """Several, each once."""
+    """A list of numbers, each once."""
     return tuple(dict.fromkeys(_read(flag, part, parse_count, least=least) for part in text.split(",")))

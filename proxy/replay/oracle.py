@@ -1,4 +1,4 @@
-"""What hits there could be: those of one cache of all engines, filled the moment a request arrives."""
+"""An upper bound of hits: one cache with the room of all engines, filled the moment a request arrives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rules of other routers, with the constants they publish, as far as a trace of hashes lets them show.
+"""The rules of other routers with their published constants, as far as a trace of hashes can show them.
 
-All of them count their own requests in flight at once, without the delays that several replicas of a router
-have. Where a rule needs a rate, it is given the true one.
+All of them count their own requests in flight at once, without the delays between several replicas of a
+router. If a rule needs a rate, it gets the true one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from proxy.replay.trace import Request
 class SglangCacheAware(Counting):
     """SGLang's router (sglang-router, SMG): policy `cache_aware`.
 
-    When requests in flight differ by more than 64 and 1.5 times, the least loaded engine. Otherwise one that
-    was sent the longest match of its tree of prompts, if that is more than 0.3 of the prompt, else the least
-    loaded. The tree knows what was sent where, nothing of what was evicted; each engine's part of it is cut
-    back to 2^26 characters, least recently used first, every 120 s.
+    If requests in flight differ by more than 64 and 1.5 times, it chooses the least loaded engine. Otherwise
+    it chooses an engine that was sent the longest match of its tree of prompts, if that is more than 0.3 of
+    the prompt, else the least loaded. The tree knows what was sent where, and nothing of evictions. Every 120
+    s, each engine's part of it is cut to 2^26 characters, least recently used first.
 
-    Where its words and its code differ, or leave a choice, it has the better of both. Release 0.3.2 says that
-    what matches too little goes to the smallest tree, and sends it to the least loaded, of several the first:
-    here to the least loaded, of several the smallest tree. Of the engines that were sent the longest match it
-    names the first one that was; here any of them is drawn.
+    If its description and its code differ, or leave a choice, the better reading is played. In release 0.3.2,
+    a prompt that matches too little goes to the smallest tree by the description, and by the code to the
+    first of the least loaded; here it goes to the least loaded, of several to the smallest tree. Of the
+    engines that were sent the longest match, the code takes the first; here one is drawn.
     """
 
     CACHE_THRESHOLD = 0.3
@@ -59,7 +59,7 @@ class SglangCacheAware(Counting):
         return self.placed(engine)
 
     def _holder(self, request: Request) -> int | None:
-        """One that was sent the deepest node of the tree that matches; None where that is too little."""
+        """An engine that was sent the deepest matching node of the tree; None if the match is too short."""
         hashes, holders = request.chain.hashes, self._holders
         matched = bisect_left(range(len(hashes)), True, key=lambda at: hashes[at] not in holders)
         if matched * request.chain.tokens_per_block <= self.CACHE_THRESHOLD * request.n_tokens:
@@ -87,10 +87,10 @@ class SglangCacheAware(Counting):
 class LlmdDefault(Seeing):
     """llm-d's router: `prefix-cache-affinity-filter`, then `token-load-scorer`.
 
-    Engines whose match scores 0.8 of the prompt or more are kept, unless their tokens in flight stand for
-    18 s more than the best other's; of those kept, the one with the fewest uncached tokens in flight, this
-    prompt's included. A token on the GPU scores 1, one in host memory 0.8. It is given the exact index, with
-    placements in flight, which is more than its defaults know.
+    It keeps engines whose match scores at least 0.8 of the prompt, unless their tokens in flight take 18 s
+    longer than those of the best other engine. Of those kept, it chooses the one with the fewest uncached
+    tokens in flight, this prompt's included. A token on the GPU scores 1, a token in host memory 0.8. Here it
+    gets the exact index with placements in flight, which is more than its defaults know.
     """
 
     HOST_WEIGHT = 0.8
@@ -127,15 +127,16 @@ class LlmdDefault(Seeing):
         self.index.end_pending(self.names[engine], request.chain.hashes)
 
     def _score(self, chain: Chain, match: Match) -> float:
-        """Cached tokens, those below the GPU at their weight."""
+        """Cached tokens, with their weight for those in host memory."""
         cached = cached_tokens(chain, match)
         below = min((match.host + match.disk) * chain.tokens_per_block, cached)
         return cached - (1 - self.HOST_WEIGHT) * below
 
 
 class DynamoLike(Seeing):
-    """Dynamo's KV router: blocks of prefill, in flight and of this prompt beyond what is cached, plus blocks
-    of KV in use; credits 1 for blocks on the GPU, 0.75 in host memory, 0.25 on disk; temperature 0."""
+    """Dynamo's KV router: the lowest sum of blocks to prefill, in flight and uncached of this prompt, and
+    blocks of KV in use. Credits are 1 for blocks on the GPU, 0.75 in host memory, 0.25 on disk; the
+    temperature is 0."""
 
     HOST_CREDIT = 0.75
     DISK_CREDIT = 0.25
@@ -173,7 +174,7 @@ class DynamoLike(Seeing):
         self._prefill[engine] -= self._placed.pop(request.id)
 
     def finished(self, now: float, engine: int, request: Request) -> None:
-        """Its blocks are in use no longer."""
+        """Its blocks are no longer in use."""
         active = self._active[engine]
         for block in request.chain.hashes:
             active[block] -= 1
@@ -184,16 +185,16 @@ class DynamoLike(Seeing):
         return match.gpu + self.HOST_CREDIT * match.host + self.DISK_CREDIT * match.disk
 
     def _in_use(self, engine: int, hashes: Sequence[BlockHash]) -> int:
-        """Blocks in use if the prompt came to the engine. Those it shares are the first of it."""
+        """Blocks in use if the prompt came to the engine. The blocks it shares are its first ones."""
         active = self._active[engine]
         shared = bisect_left(range(len(hashes)), True, key=lambda at: hashes[at] not in active)
         return len(active) + len(hashes) - shared
 
 
 class MinTtft(Blind):
-    """The engine that answers first, as engines themselves foresee it: with what waits there, and what that
-    will leave behind. Ties go to the one that holds least. What a rule without a thought for others can reach
-    at best."""
+    """The engine that answers first, as the engines themselves foresee it: with the requests that wait there
+    and the blocks those will leave. Ties go to the engine that holds least. This is the best that a rule
+    without regard for other requests can reach."""
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
         """The lowest time to the first token."""

@@ -1,4 +1,4 @@
-"""What is to be run on a trace, and what a reader of the results has to know."""
+"""Which runs a replay consists of, and the notes that its results need."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Plan:
         engines: numbers of them.
         policies: names.
         seeds: 0 for arrivals as recorded.
-        load: what the engines' compute is used for, if they computed all prompts in full; None for arrivals
-            as recorded, or at `speedup`.
+        load: share of the time that engines would be busy if nothing were cached; None for arrivals as
+            recorded, or at `speedup`.
         speedup: how much faster than recorded requests arrive.
         target: with it the number of engines is searched for; `engines` is empty.
     """
@@ -44,10 +44,10 @@ class Plan:
     target: Target | None = None
 
     def runs(self, trace: Trace) -> list[Run]:
-        """All of it.
+        """All runs.
 
         Raises:
-            ValueError: when no such load can be made of the trace.
+            ValueError: the trace cannot be scaled to the load.
         """
         return [
             Run(policy, engines, self.model, self._speedup(trace, engines), seed)
@@ -67,7 +67,7 @@ class Plan:
         return speedup_for_load(trace, self.model, engines, self.load)
 
     def settings(self, trace: Trace) -> dict[str, Any]:
-        """As data."""
+        """The settings, for JSON."""
         return {
             "trace": trace.name,
             "requests": len(trace.requests),
@@ -78,7 +78,7 @@ class Plan:
         }
 
     def title(self, trace: Trace) -> str:
-        """In a line."""
+        """The replay in one line."""
         pace = f"load {self.load:g}" if self.load is not None else f"{self.speedup:g}x as recorded"
         kind = "chunked prefill with decode" if self.model.chunked else "prefill alone"
         tiers = f"{self.model.gpu_tokens:,} tokens on the GPU"
@@ -88,23 +88,23 @@ class Plan:
 
 
 def notes(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
-    """What the figures do not say themselves."""
-    told = []
+    """What was left out or assumed, one sentence each."""
+    noted = []
     too_long = outcomes[0].too_long
     if too_long:
-        told.append(f"{too_long:,} requests are longer than an engine has room for, and were left out")
+        noted.append(f"{too_long:,} requests do not fit into an engine and were left out")
     if trace.failed:
-        told.append(f"{trace.failed:,} requests were answered with an error, and were left out")
+        noted.append(f"{trace.failed:,} requests got an error and were left out")
     if trace.cut:
-        told.append("the last line of the trace breaks off, and was passed over")
+        noted.append("the last line of the trace is incomplete and was left out")
     if trace.rechained:
-        told.append(
-            "an id of the trace stands for a block alone, not for all before it: blocks were chained here"
+        noted.append(
+            "an id of the trace stands for its block alone, not for all blocks before it; replay chained them"
         )
     by_affinity = {"sticky", "chwbl"} & {outcome.run.policy for outcome in outcomes}
     if by_affinity and not trace.has_sessions:
-        told.append(
-            f"the trace names no sessions: for {' and '.join(sorted(by_affinity))}, the first block that not "
-            "all requests share stands for one"
+        noted.append(
+            "the trace names no sessions: the first block that not all requests share counts as one "
+            f"({' and '.join(sorted(by_affinity))})"
         )
-    return told
+    return noted

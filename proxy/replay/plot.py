@@ -1,4 +1,4 @@
-"""Runs as a picture: token hits and times to the first token, by number of engines and policy."""
+"""Draws runs: token hits and times to first token, by number of engines and policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GROUP = 0.85  # share of the room between two numbers of engines that bars take
 
 
 def draw(path: Path, each: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Writes a PNG. Needs matplotlib, which `kvpin[replay]` brings."""
+    """Writes a PNG. Needs matplotlib, from `kvpin[replay]`."""
     merged = over_seeds(each)
     counts = sorted({row["engines"] for row in merged})
     policies = list(dict.fromkeys(row["policy"] for row in each))

@@ -1,4 +1,4 @@
-"""What a placement policy is to the simulator, and what several of them keep of engines."""
+"""The interface of placement policies, and state that several of them share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Cost = TypeVar("Cost", float, tuple[int, int])
 
 
 class Choice(NamedTuple):
-    """Where a request goes, by position, and the cached tokens it is expected to find there; None where the
-    policy expects nothing in particular."""
+    """The position of the engine that a request goes to, and its predicted cached tokens; None if the policy
+    predicts none."""
 
     engine: int
     predicted_tokens: int | None = None
@@ -44,7 +44,7 @@ class Fleet:
 
 
 class EngineTruth(Protocol):
-    """What an engine itself knows. Routers do not; policies that stand for a limit may look."""
+    """What only the engine itself knows. Real routers do not know it; a policy that is a limit may use it."""
 
     @property
     def held(self) -> int:
@@ -52,16 +52,15 @@ class EngineTruth(Protocol):
         ...
 
     def foresee(self, now: float, chain: Chain) -> tuple[float, int]:
-        """Seconds until a prompt that came now would have its first token, and the cached tokens it would
-        find."""
+        """Seconds until the first token of a prompt that came now, and the cached tokens it would find."""
         ...
 
 
 class Policy(Protocol):
-    """Chooses an engine for each request, and is told of what follows, as a router is."""
+    """Chooses an engine for each request. Like a router, it gets the events that follow."""
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
-        """Where the request goes. The policy takes it as placed there."""
+        """Chooses the engine, and counts the request as placed there."""
         ...
 
     def first_token(self, now: float, engine: int, request: Request) -> None:
@@ -82,23 +81,23 @@ class Policy(Protocol):
 
 
 class Blind:
-    """A policy that needs to be told nothing. Ties are broken at random, by the seed."""
+    """A policy that ignores all events. Ties are broken at random, by the seed."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         self.fleet = fleet
         self.random = Random(seed)  # noqa: S311 - a simulation
 
     def first_token(self, now: float, engine: int, request: Request) -> None:
-        """Nothing follows from it."""
+        """Ignored."""
 
     def finished(self, now: float, engine: int, request: Request) -> None:
-        """Nothing follows from it."""
+        """Ignored."""
 
     def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Nothing follows from it."""
+        """Ignored."""
 
     def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Nothing follows from it."""
+        """Ignored."""
 
     def least(self, costs: Sequence[Cost]) -> int:
         """The position of the lowest cost."""
@@ -115,17 +114,17 @@ class Counting(Blind):
         self.in_flight = [0] * fleet.engines
 
     def placed(self, engine: int, predicted_tokens: int | None = None) -> Choice:
-        """The request goes there."""
+        """Counts the request as placed there."""
         self.in_flight[engine] += 1
         return Choice(engine, predicted_tokens)
 
     def finished(self, now: float, engine: int, request: Request) -> None:
-        """One less."""
+        """One request less in flight."""
         self.in_flight[engine] -= 1
 
 
 class Seeing(Blind):
-    """Knows what every engine holds, by its KV events."""
+    """Knows what each engine holds, by its KV events."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         super().__init__(fleet, seed)
@@ -149,6 +148,6 @@ class Seeing(Blind):
 
 
 def cached_tokens(chain: Chain, match: Match) -> int:
-    """Tokens that an engine which holds so much of a chain does not compute."""
+    """Tokens of a chain that an engine with this match does not compute."""
     size = chain.tokens_per_block
     return min(match.blocks * size, reusable_tokens(chain.n_tokens, size))

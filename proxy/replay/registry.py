@@ -10,7 +10,7 @@ from proxy.replay.peers import DynamoLike, LlmdDefault, MinTtft, SglangCacheAwar
 from proxy.replay.policy import Fleet, Policy
 from proxy.replay.simple import BoundedHash, LeastLoaded, RoundRobin, Sticky
 
-# Bounds by a cache that all engines would share; its hits alone are counted.
+# An upper bound: one cache that all engines share. It has hits and no times.
 ORACLE = "oracle"
 
 POLICIES: dict[str, Callable[[Fleet, int], Policy]] = {
@@ -27,7 +27,7 @@ POLICIES: dict[str, Callable[[Fleet, int], Policy]] = {
 ABLATIONS: dict[str, Callable[[Fleet, int], Policy]] = {
     f"kvpin-no-{term}": partial(Kvpin, without=term) for term in TERMS
 }
-# What people may ask for several at once by.
+# Names that stand for several policies.
 GROUPS: dict[str, tuple[str, ...]] = {
     "all": (*POLICIES, ORACLE),
     "ablations": ("kvpin", *ABLATIONS),
@@ -36,14 +36,14 @@ NAMES = (*POLICIES, *ABLATIONS, ORACLE)
 
 
 class UnknownPolicy(ValueError):
-    """A name that no policy has; the message lists those there are."""
+    """There is no policy of that name; the message lists the names."""
 
 
 def resolve(names: Iterable[str]) -> tuple[str, ...]:
     """Names with groups spelled out, each once, in the order given.
 
     Raises:
-        UnknownPolicy: for a name there is none of.
+        UnknownPolicy: a name is unknown.
     """
     resolved: dict[str, None] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""What came of runs: as rows, as a table for people, as JSON and CSV for others."""
+"""The outcomes of runs as rows, as a table, as JSON and as CSV."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.table import Table
 from proxy.replay.capacity import Need
 from proxy.replay.simulator import Outcome
 
-# Those of them that are told with how far runs are apart.
+# Columns that also show how far runs are apart.
 _SPREAD = ("hit_percent", "mean_ttft_s", "p99_ttft_s")
 
 Row = Mapping[str, Any]
 _PERCENT = 100
-# What tables show: key, heading, digits.
+# Columns of the table: key, heading, digits.
 _COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("hit_percent", "hit %", 1),
     ("mean_ttft_s", "mean TTFT s", 3),
@@ -32,10 +32,10 @@ _COLUMNS: tuple[tuple[str, str, int], ...] = (
 
 
 def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """One row for each run; None where it has no such figure.
+    """One row for each run; None for a figure that it does not have.
 
     Shares of tokens are in percent, times in seconds. `imbalance` is the busiest engine's computed tokens
-    over the mean; `exact_percent` the requests whose cached tokens were predicted to the token.
+    over the mean. `exact_percent` is the share of requests whose cached tokens were predicted to the token.
     """
     return [_row(outcome) for outcome in outcomes]
 
@@ -64,8 +64,8 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 
 
 def over_seeds(each: Sequence[Row]) -> list[dict[str, Any]]:
-    """One row for each policy and number of engines: the mean of its runs, and as `spread` how far a run
-    is off that at most, by column. Fewest engines first, then the lowest mean time."""
+    """One row for each policy and number of engines: the mean of its runs, and in `spread`, by column, how
+    far a run is off the mean at most. Fewest engines first, then the lowest mean time."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in each:
         groups.setdefault((row["engines"], row["policy"]), []).append(row)
@@ -89,7 +89,7 @@ def _merge(group: Sequence[Row]) -> dict[str, Any]:
 
 
 def table(each: Sequence[Row]) -> Table:
-    """For people: one line for each policy and number of engines, the best times first."""
+    """A table: one line for each policy and number of engines, the best times first."""
     shown = Table()
     shown.add_column("engines", justify="right")
     shown.add_column("policy", no_wrap=True)
@@ -124,7 +124,7 @@ def as_json(
 
 
 def as_csv(each: Sequence[Row]) -> str:
-    """A line of names, and one for each run."""
+    """A header line, and one line for each run."""
     text = StringIO()
     lines = csv.DictWriter(text, fieldnames=list(each[0]), lineterminator="\n")
     lines.writeheader()

@@ -1,4 +1,4 @@
-"""Policies that know nothing of caches, or only by affinity."""
+"""Policies that do not look at caches."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class LeastLoaded(Counting):
 
 
 class Sticky(Counting):
-    """A session stays where its first request went, which is the engine with the fewest requests in flight;
-    of several, the one that was given the fewest sessions so far.
+    """A session stays where its first request went: to the engine with the fewest requests in flight, of
+    several the one with the fewest sessions so far.
 
-    Of traces that name no sessions, what begins alike is taken for one: see `affinity`.
+    If a trace names no sessions, requests that begin alike are one: see `affinity`.
     """
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
@@ -57,10 +57,11 @@ class Sticky(Counting):
 
 class BoundedHash(Counting):
     """Consistent hashing with bounded loads, CHWBL: an engine owns the prompts whose beginning hashes to its
-    part of a ring, and passes on what would bring it over 1.25 times the mean of requests in flight.
+    part of a ring. It passes on a request that would bring it over 1.25 times the mean of requests in flight.
 
     Mirrokni, Thorup, Zadimoghaddam 2016. The constants are KubeAI's defaults (meanLoadFactor 125, replication
-    256); it hashes the beginning of the first user message, which all turns of a session share: `affinity`.
+    256). KubeAI hashes the beginning of the first user message, which all turns of a session share;
+    `affinity` stands for that here.
     """
 
     LOAD_FACTOR = 1.25
@@ -77,7 +78,7 @@ class BoundedHash(Counting):
         self._owners = [engine for _, engine in ring]
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
-        """The first on the ring that is not over its bound."""
+        """The first engine on the ring that is below its bound."""
         bound = ceil(self.LOAD_FACTOR * (sum(self.in_flight) + 1) / self.fleet.engines)
         key = affinity(request, self.fleet)
         at = bisect_left(self._points, xxh3_64_intdigest(key.encode()))
@@ -88,11 +89,11 @@ class BoundedHash(Counting):
 
 
 def affinity(request: Request, fleet: Fleet) -> str:
-    """What a conversation is told by: its session, or else the first block that not all requests share; a
-    prompt that has none is one of its own.
+    """The key of a conversation: its session, or else the first block that not all requests share. A prompt
+    without such a block is a conversation of its own.
 
-    The latter stands for the beginning of what the user said: a router tells the system prompt by its role;
-    of hashes, only what all have in common can be told.
+    That block stands for the beginning of the first user message. A router knows the system prompt by its
+    role; a trace of hashes only shows what all requests have in common.
     """
     if request.session is not None:
         return request.session

@@ -1,4 +1,4 @@
-"""A run: a trace, engines and a policy, on a virtual clock."""
+"""One run: a trace, engines and a policy on a virtual clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROUNDING = 1e-9  # 0.99 of 100 is 99
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is to be simulated.
+    """A run to simulate.
 
     Attributes:
         policy: its name.
@@ -42,21 +42,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one run. Times in seconds, of all requests served.
+    """The outcome of one run. Times in seconds, of all served requests.
 
     Attributes:
         run: what was simulated.
-        requests: served.
-        too_long: requests that no engine has room for; they were left out.
-        prompt_tokens: of those served.
+        requests: how many were served.
+        too_long: requests that fit into no engine; they were left out.
+        prompt_tokens: of the served requests.
         gpu_hits: cached tokens found on GPUs.
         host_hits: those on host tiers.
         ttfts: times to the first token, sorted; empty for the oracle.
         computed: prompt tokens that each engine computed.
         evicted: blocks that left GPUs.
         predicted: requests whose cached tokens the policy predicted.
-        exact: those of them where it was right.
-        off_tokens: how far it was off, on average, in tokens.
+        exact: requests where the prediction was right.
+        off_tokens: mean error of the predictions, in tokens.
     """
 
     run: Run
@@ -74,41 +74,43 @@ class Outcome:
 
     @property
     def hit_share(self) -> float:
-        """Of the prompt tokens, those that were cached."""
+        """Share of the prompt tokens that were cached."""
         return (self.gpu_hits + self.host_hits) / self.prompt_tokens
 
     @property
     def mean_ttft_s(self) -> float | None:
-        """None where no times were simulated."""
+        """Mean time to first token; None if no times were simulated."""
         return sum(self.ttfts) / len(self.ttfts) if self.ttfts else None
 
     def ttft_s(self, quantile: float) -> float | None:
-        """The time that this share of the requests had at most; None where no times were simulated."""
+        """The time to first token that this share of the requests did not exceed; None if none were
+        simulated."""
         return quantile_of(self.ttfts, quantile) if self.ttfts else None
 
     @property
     def imbalance(self) -> float | None:
-        """The busiest engine's work over the mean; None where no work was simulated."""
+        """The busiest engine's work over the mean; None if no work was simulated."""
         total = sum(self.computed)
         return max(self.computed) * len(self.computed) / total if total else None
 
     @property
     def exact_share(self) -> float | None:
-        """Of the predictions, those that held; None for a policy that makes none."""
+        """Share of the predictions that were right; None for a policy that makes none."""
         return self.exact / self.predicted if self.predicted else None
 
 
 def quantile_of(ordered: Sequence[float], share: float) -> float:
-    """The least of the values that `share` of them do not exceed. There has to be one."""
+    """The smallest value that `share` of the values do not exceed. There must be one."""
     return ordered[max(ceil(share * len(ordered) - _ROUNDING) - 1, 0)]
 
 
 def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = None) -> Outcome:
-    """The outcome of a run; the same for the same run. `progress` is told of requests placed since last time.
+    """The outcome of a run; the same run always has the same outcome. `progress` is called with the number of
+    requests placed since its last call.
 
     Raises:
-        ValueError: when no request of the trace fits an engine, or they would arrive for too long.
-        RuntimeError: when engines came to an end without having served all of them.
+        ValueError: no request of the trace fits an engine, or they would arrive over too long a time.
+        RuntimeError: the engines ended without having served all requests.
     """
     served = fitting(trace, run.model)
     too_long = len(trace.requests) - len(served)
@@ -128,7 +130,7 @@ def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = No
 
 
 class _Simulation:
-    """The event loop, and what engines tell on the way."""
+    """The event loop, which also collects what the engines report."""
 
     def __init__(self, fleet: Fleet, policy: Policy) -> None:
         self._policy = policy
@@ -141,7 +143,7 @@ class _Simulation:
         self._predicted = self._exact = self._off = 0
 
     def play(self, timed: Sequence[tuple[float, Request]], progress: Callable[[int], None] | None) -> None:
-        """All requests, to the last token of the last one."""
+        """Plays all requests, to the last token of the last one."""
         engines, agenda = self._engines, list[tuple[float, int]]()
         for count, (now, request) in enumerate(timed, 1):
             self._until(now, agenda)
@@ -159,7 +161,7 @@ class _Simulation:
             progress(len(timed) % REPORT_EVERY)
 
     def _until(self, now: float, agenda: list[tuple[float, int]]) -> None:
-        """What is due by then. Entries an engine has moved on from since are passed over."""
+        """Runs what is due by `now`. Skips entries that are out of date."""
         engines = self._engines
         while agenda and agenda[0][0] <= now:
             due, at = heappop(agenda)
@@ -171,7 +173,7 @@ class _Simulation:
                 heappush(agenda, (engine.due, at))
 
     def outcome(self, run: Run, too_long: int, prompt_tokens: int) -> Outcome:
-        """What came of it."""
+        """The outcome."""
         return Outcome(
             run=run,
             requests=len(self._ttfts),
@@ -187,10 +189,10 @@ class _Simulation:
             off_tokens=self._off / self._predicted if self._predicted else 0.0,
         )
 
-    # --- told by the engines ------------------------------------------------------------------------
+    # --- called by the engines ----------------------------------------------------------------------
 
     def started(self, now: float, engine: int, request: Request, gpu: int, host: int) -> None:
-        """Its cached tokens are known."""
+        """Counts its cached tokens."""
         self._gpu_hits += gpu
         self._host_hits += host
         predicted = self._arrived[request.id][1]
@@ -200,7 +202,7 @@ class _Simulation:
             self._off += abs(predicted - gpu - host)
 
     def first_token(self, now: float, engine: int, request: Request) -> None:
-        """It was waited for until now."""
+        """Notes its time to first token."""
         self._ttfts.append(now - self._arrived.pop(request.id)[0])
         self._policy.first_token(now, engine, request)
 

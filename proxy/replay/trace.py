@@ -1,7 +1,8 @@
-"""Traces: who asked for what when, as hashes of blocks only.
+"""Traces: requests with their times, lengths and block hashes, and no text.
 
-Read are Mooncake's jsonl (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, 512 tokens a
-block), the same with `session_id`, and kvpin's own recordings, which add `block_tokens`. Plain or gzip.
+Formats: Mooncake's jsonl (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, 512 tokens a
+    block),
+the same with `session_id`, and kvpin's own recordings, which add `block_tokens`. Plain or gzip.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import msgspec
 
 from proxy.core.index.blocks import BlockHash, Chain
 
-# Of lines that do not say: Mooncake's.
+# Mooncake's, for lines without `block_tokens`.
 BLOCK_TOKENS = 512
 _ERROR_STATUS = 400
-# A client that did not wait for its answer. It asked, and an engine was busy with it.
+# The client left before its answer. An engine was busy with the request all the same.
 _LEFT_STATUS = 499
 _HASHES = 1 << 64
 
@@ -29,22 +30,22 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TraceError(Exception):
-    """A trace that cannot be replayed; the message says where and why."""
+    """The trace cannot be replayed; the message says where and why."""
 
 
 class Line(msgspec.Struct, omit_defaults=True):
-    """One request as it stands in a file.
+    """One line of a trace file: a request.
 
     Attributes:
         timestamp: its arrival in milliseconds since the recording began.
         input_length: prompt tokens.
         output_length: tokens of the answer.
-        hash_ids: one per full block, of which each stands for the block and all before it; one more for the
-            tail that fills none may follow.
-        session_id: the conversation it belongs to, where known.
+        hash_ids: one id per full block; it stands for that block and all before it. One more, for a tail that
+            fills no block, may follow.
+        session_id: the conversation it belongs to, if known.
         block_tokens: tokens of a block.
-        model: that served it, where known.
-        status: what the client got, likewise.
+        model: the model that served it, if known.
+        status: the HTTP status that the client got, if known.
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
@@ -58,7 +59,7 @@ class Line(msgspec.Struct, omit_defaults=True):
 
     @property
     def failed(self) -> bool:
-        """Whether the client got an error: engines computed nothing, or nobody knows what."""
+        """Whether the client got an error. What engines computed for it is then unknown."""
         return self.status is not None and self.status >= _ERROR_STATUS and self.status != _LEFT_STATUS
 
 
@@ -71,7 +72,7 @@ class Request:
         at: arrival in seconds.
         chain: its full blocks.
         output_tokens: tokens of the answer.
-        session: the conversation it belongs to, None where unknown.
+        session: the conversation it belongs to; None if unknown.
     """
 
     id: int
@@ -88,16 +89,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests by arrival, and what is true of all of them.
+    """Requests in the order of arrival, and what is true of all of them.
 
     Attributes:
         name: of the file.
         requests: at least one.
         tokens_per_block: the same for all of them.
-        common_blocks: leading blocks that all of them share: a system prompt of everyone.
-        rechained: its ids stood for a block alone, and were chained while it was read.
-        failed: requests in the file that were answered with an error; they are none of these.
-        cut: the last line of the file was begun and not ended, and passed over.
+        common_blocks: leading blocks that all of them share, as of one system prompt.
+        rechained: the file's ids stood for a block alone; they were chained when it was read.
+        failed: requests of the file that got an error; they are left out.
+        cut: the last line of the file was incomplete; it is left out.
     """
 
     name: str
@@ -120,17 +121,17 @@ class Trace:
 
 
 def read_trace(path: Path, *, limit: int | None = None, model: str | None = None) -> Trace:
-    """The trace in a file, or its first `limit` lines; of those the requests of one model, where it is given.
+    """Reads a trace, or its first `limit` lines; with `model`, only the requests of that model.
 
     Raises:
-        TraceError: saying what is wrong with which line, or which models there are to choose from.
+        TraceError: a line is wrong, or the model must be chosen; the message says which.
     """
     read = list(_lines(path, limit))
     whole = [line for line in read if line is not None]
     answered = [line for line in whole if not line.failed]
     lines = _of_one_model(path, answered, model)
     if not lines:
-        raise TraceError(f"{path}: there is no request in it" + (" that did not fail" if whole else ""))
+        raise TraceError(f"{path}: holds no request" + (" that did not fail" if whole else ""))
     sizes = {line.block_tokens for line in lines}
     if len(sizes) > 1:
         raise TraceError(
@@ -157,12 +158,11 @@ def read_trace(path: Path, *, limit: int | None = None, model: str | None = None
 
 
 def _of_one_model(path: Path, lines: list[Line], model: str | None) -> list[Line]:
-    """Those of that model. All of them, where no model is asked for and no two are named."""
+    """The lines of that model; all lines if no model is given and the trace names at most one."""
     names = sorted({line.model for line in lines if line.model})
     if model is None and len(names) > 1:
         raise TraceError(
-            f"{path}: holds requests of {' and '.join(names)}; replay takes those of one: "
-            f"--model-name {names[0]}"
+            f"{path}: holds requests of {' and '.join(names)}; choose one: --model-name {names[0]}"
         )
     if model is not None and model not in names:
         there_are = f"there are {' and '.join(names)}" if names else "its lines name no model"
@@ -171,7 +171,7 @@ def _of_one_model(path: Path, lines: list[Line], model: str | None) -> list[Line
 
 
 def _lines(path: Path, limit: int | None) -> Iterator[Line | None]:
-    """The lines of a file, each whole; None in place of a last one that breaks off."""
+    """Yields the lines of a file; None in place of an incomplete last line."""
     decoder = msgspec.json.Decoder(Line)
     at = 0
     try:
@@ -182,13 +182,13 @@ def _lines(path: Path, limit: int | None) -> Iterator[Line | None]:
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: is not whole: {error}") from error
+        raise TraceError(f"{path}: is incomplete or damaged: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise TraceError(f"{path}, line {at}: {error}") from error
 
 
 def _last(decoder: msgspec.json.Decoder[Line], text: bytes) -> Line | None:
-    """A line that nothing ends. It is whole, or whoever wrote it was killed before it was."""
+    """A last line without a newline: whole, or None if its writer was killed while writing it."""
     try:
         return _checked(decoder.decode(text))
     except msgspec.ValidationError:
@@ -210,7 +210,7 @@ def _checked(line: Line) -> Line:
 
 
 def _is_chained(chains: Iterable[tuple[BlockHash, ...]]) -> bool:
-    """Whether each id follows one other id only."""
+    """Whether each id always follows the same id."""
     parents: dict[BlockHash, BlockHash] = {}
     for chain in chains:
         parent = -1
@@ -222,7 +222,7 @@ def _is_chained(chains: Iterable[tuple[BlockHash, ...]]) -> bool:
 
 
 def _chained(chains: Iterable[tuple[BlockHash, ...]]) -> list[tuple[BlockHash, ...]]:
-    """The same with a new id for each block after each prefix."""
+    """The same chains with a new id for each block after each prefix."""
     ids: dict[tuple[BlockHash, BlockHash], BlockHash] = {}
     chained = []
     for chain in chains:
@@ -235,7 +235,8 @@ def _chained(chains: Iterable[tuple[BlockHash, ...]]) -> list[tuple[BlockHash, .
 
 
 def _common(chains: Iterable[tuple[BlockHash, ...]]) -> int:
-    """Leading blocks that all share. Of ids that are chained one look at each chain is enough."""
+    """Leading blocks that all chains share. Equal ids mean equal prefixes, so one comparison per chain
+    suffices."""
     chains = list(chains)
     common = min(map(len, chains))
     while common and any(chain[common - 1] != chains[0][common - 1] for chain in chains):

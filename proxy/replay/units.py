@@ -11,19 +11,19 @@ _BYTES = {
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
-_SHOWN = 12  # characters of an amount that goes on and on
+_SHOWN = 12  # characters that are shown of a very long amount
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 class AmountError(ValueError):
-    """An amount that cannot be read; the message says what would do."""
+    """An amount cannot be read; the message says how to write it."""
 
 
 def parse_amount(text: str) -> tuple[int, bool]:
-    """The number, and whether it is one of bytes. `k`, `M` and `G` count, `kB` and `KiB` measure.
+    """The number, and whether it is in bytes: `k`, `M` and `G` are plain, `kB` and `KiB` are bytes.
 
     Raises:
-        AmountError: for anything else.
+        AmountError: the text is no such amount.
     """
     matched = _AMOUNT.fullmatch(text.strip())
     if matched is not None:
@@ -32,32 +32,32 @@ def parse_amount(text: str) -> tuple[int, bool]:
         if factor is not None:
             number = float(matched[1]) * factor
             if not isfinite(number):
-                raise AmountError(f"{text[:_SHOWN]!r}… is more than can be counted")
+                raise AmountError(f"{text[:_SHOWN]!r}… is too large")
             return round(number), unit in _BYTES
-    raise AmountError(f"{text!r} is no amount: write it like 500k, 2M or 64GiB")
+    raise AmountError(f"{text!r} is not an amount; write 500k, 2M or 64GiB")
 
 
 def parse_count(text: str) -> int:
-    """A number that is none of bytes.
+    """A number that is not in bytes.
 
     Raises:
-        AmountError: for anything else.
+        AmountError: the text is no such number.
     """
     number, of_bytes = parse_amount(text)
     if of_bytes:
-        raise AmountError(f"{text!r} is an amount of bytes; it takes one like 500k or 2M")
+        raise AmountError(f"{text!r} is in bytes; write a count like 500k or 2M")
     return number
 
 
 def parse_tokens(text: str, bytes_per_token: int | None) -> int:
-    """Tokens, given as such or as the bytes that their KV takes.
+    """Tokens, written as a count or as the bytes of their KV.
 
     Raises:
-        AmountError: for anything else, or bytes without `bytes_per_token`.
+        AmountError: the text is neither, or is in bytes without `bytes_per_token`.
     """
     number, of_bytes = parse_amount(text)
     if not of_bytes:
         return number
     if not bytes_per_token:
-        raise AmountError(f"{text!r} is an amount of bytes: say --bytes-per-token, e.g. 128KiB")
+        raise AmountError(f"{text!r} is in bytes: give --bytes-per-token, such as 128KiB")
     return number // bytes_per_token

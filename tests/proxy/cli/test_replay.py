@@ -59,7 +59,7 @@ def test_everything_that_can_be_said(kvpin, tmp_path):
     words += [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
     result = kvpin("replay", CONVERSATION, *words)
     assert result.exit_code == 0, result.output
-    assert "for chwbl, the first block that not all requests share stands for one" in result.stdout
+    assert "the first block that not all requests share counts as one (chwbl)" in result.stdout
     document = json.loads(paths["json"].read_text())
     assert document["settings"]["model"]["gpu_tokens"] == 163_840
     assert [(run["policy"], run["seed"], run["requests"]) for run in document["runs"]] == [
@@ -116,7 +116,7 @@ def test_the_same_words_say_the_same(kvpin):
     ("words", "message"),
     [
         (["nowhere.jsonl"], "nowhere.jsonl: cannot be read: No such file or directory"),
-        ([AGENTS, "--engines", "many"], "--engines: 'many' is no amount"),
+        ([AGENTS, "--engines", "many"], "--engines: 'many' is not an amount"),
         ([AGENTS, "--gpu-tokens", "1k"], "no request of the trace fits an engine: give it more GPU tokens"),
         ([AGENTS, "--policies", "best"], "--policies: there is no policy 'best'"),
         ([AGENTS, "--limit", "1", "--load", "1"], "all requests arrive at once"),
@@ -124,11 +124,11 @@ def test_the_same_words_say_the_same(kvpin):
             [AGENTS, "--limit", "1", "--csv", "/nowhere/x"],
             "/nowhere/x: cannot be written: there is no folder /nowhere",
         ),
-        ([AGENTS, "--plot", "-"], "--plot -: a picture is no text to print; name a file, like runs.png"),
-        ([AGENTS, "--speedup", "nan"], "--speedup nan: it has to be a number, and more than 0"),
-        ([AGENTS, "--speedup", "1e-300"], "more than 30 years: have them arrive faster"),
-        ([AGENTS, "--load", "inf"], "--load inf: it has to be a number, and more than 0"),
-        ([AGENTS, "--gpu-tokens", "9" * 400], "--gpu-tokens: '999999999999'… is more than can be counted"),
+        ([AGENTS, "--plot", "-"], "--plot -: a picture cannot be printed; name a file, such as runs.png"),
+        ([AGENTS, "--speedup", "nan"], "--speedup nan: must be a number, more than 0"),
+        ([AGENTS, "--speedup", "1e-300"], "more than 30 years: raise --speedup"),
+        ([AGENTS, "--load", "inf"], "--load inf: must be a number, more than 0"),
+        ([AGENTS, "--gpu-tokens", "9" * 400], "--gpu-tokens: '999999999999'… is too large"),
     ],
 )
 def test_what_cannot_be_replayed(kvpin, words, message):
@@ -190,14 +190,14 @@ def test_a_recording_of_several_models_is_replayed_by_name(kvpin, tmp_path):
     refused = kvpin("replay", str(path), "--policies", "kvpin")
     assert (refused.exit_code, refused.stderr) == (
         2,
-        f"kvpin: {path}: holds requests of a and b; replay takes those of one: --model-name a\n",
+        f"kvpin: {path}: holds requests of a and b; choose one: --model-name a\n",
     )
     result = kvpin("replay", str(path), "--policies", "kvpin", "--model-name", "b")
     assert result.exit_code == 0, result.output
     assert "traffic.jsonl: 4 requests" in result.stdout
     assert result.stdout.splitlines()[-2:] == [
-        "2 requests were answered with an error, and were left out",
-        "the last line of the trace breaks off, and was passed over",
+        "2 requests got an error and were left out",
+        "the last line of the trace is incomplete and was left out",
     ]
 
 

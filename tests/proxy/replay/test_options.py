@@ -40,16 +40,16 @@ def test_all_of_an_engine():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpu_tokens": "x"}, "--gpu-tokens: 'x' is no amount"),
-        ({"gpu_tokens": "0"}, "--gpu-tokens 0: it has to be 1 or more"),
-        ({"host_tokens": "1GiB"}, "--host-tokens: '1GiB' is an amount of bytes: say --bytes-per-token"),
-        ({"bytes_per_token": "0"}, "--bytes-per-token 0: it has to be 1 or more"),
-        ({"model": "lifo"}, "--model 'lifo': there are fifo and chunked"),
-        ({"prefill_rate": "2MB"}, "--prefill-rate: '2MB' is an amount of bytes"),
-        ({"decode_step_ms": 0.0, "decode_stream_ms": 0.0}, "a decode step has to take some time"),
-        ({"decode_step_ms": nan}, "--decode-step-ms nan: it has to be a number, and 0 or more"),
-        ({"decode_stream_ms": inf}, "--decode-stream-ms inf: it has to be a number, and 0 or more"),
-        ({"decode_step_ms": -1.0}, "--decode-step-ms -1: it has to be a number, and 0 or more"),
+        ({"gpu_tokens": "x"}, "--gpu-tokens: 'x' is not an amount"),
+        ({"gpu_tokens": "0"}, "--gpu-tokens 0: must be 1 or more"),
+        ({"host_tokens": "1GiB"}, "--host-tokens: '1GiB' is in bytes: give --bytes-per-token"),
+        ({"bytes_per_token": "0"}, "--bytes-per-token 0: must be 1 or more"),
+        ({"model": "lifo"}, "--model 'lifo': must be fifo or chunked"),
+        ({"prefill_rate": "2MB"}, "--prefill-rate: '2MB' is in bytes"),
+        ({"decode_step_ms": 0.0, "decode_stream_ms": 0.0}, "one of them must be more than 0"),
+        ({"decode_step_ms": nan}, "--decode-step-ms nan: must be a number, 0 or more"),
+        ({"decode_stream_ms": inf}, "--decode-stream-ms inf: must be a number, 0 or more"),
+        ({"decode_step_ms": -1.0}, "--decode-step-ms -1: must be a number, 0 or more"),
     ],
 )
 def test_engines_that_cannot_be(options, message):
@@ -75,18 +75,18 @@ def test_a_plan_that_searches():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_p99": 0.0}, "--target-p99 0: it has to be a number, and more than 0"),
+        ({"target_p99": 0.0}, "--target-p99 0: must be a number, more than 0"),
         ({"target_p99": 1.0, "engines": "4"}, "bound it by --max-engines"),
         ({"target_p99": 1.0, "load": 0.9}, "say --speedup instead"),
         ({"target_p99": 1.0, "policies": "oracle"}, "--target-p99: the policy oracle has no times"),
         ({"load": 0.9, "speedup": 2.0}, "give one of them"),
-        ({"load": 0.0}, "--load 0: it has to be a number, and more than 0"),
-        ({"load": nan}, "--load nan: it has to be a number, and more than 0"),
-        ({"speedup": inf}, "--speedup inf: it has to be a number, and more than 0"),
-        ({"speedup": -1.0}, "--speedup -1: it has to be a number, and more than 0"),
+        ({"load": 0.0}, "--load 0: must be a number, more than 0"),
+        ({"load": nan}, "--load nan: must be a number, more than 0"),
+        ({"speedup": inf}, "--speedup inf: must be a number, more than 0"),
+        ({"speedup": -1.0}, "--speedup -1: must be a number, more than 0"),
         ({"policies": "kvpin,best"}, "--policies: there is no policy 'best'"),
-        ({"engines": "4,0"}, "--engines 0: it has to be 1 or more"),
-        ({"seeds": "a"}, "--seeds: 'a' is no amount"),
+        ({"engines": "4,0"}, "--engines 0: must be 1 or more"),
+        ({"seeds": "a"}, "--seeds: 'a' is not an amount"),
     ],
 )
 def test_plans_that_cannot_be(options, message):

@@ -49,8 +49,8 @@ def test_notes_say_what_figures_do_not():
     plan = Plan(model_of(4), (1,), ("sticky", "kvpin"))
     told = notes(trace, run_all(trace, plan.runs(trace)))
     assert told == [
-        "1 requests are longer than an engine has room for, and were left out",
-        "the trace names no sessions: for sticky, the first block that not all requests share stands for one",
+        "1 requests do not fit into an engine and were left out",
+        "the trace names no sessions: the first block that not all requests share counts as one (sticky)",
     ]
     sessions = trace_of(ask((1,), session="s"))
     assert notes(sessions, run_all(sessions, plan.runs(sessions))) == []
@@ -60,6 +60,6 @@ def test_what_was_done_to_a_trace_is_told():
     trace = replace(TRACE, rechained=True, failed=1200, cut=True)
     outcomes = run_all(trace, Plan(model_of(), (1,), ("kvpin",)).runs(trace))
     failed, cut, chained = notes(trace, outcomes)
-    assert failed == "1,200 requests were answered with an error, and were left out"
-    assert cut == "the last line of the trace breaks off, and was passed over"
-    assert "blocks were chained here" in chained
+    assert failed == "1,200 requests got an error and were left out"
+    assert cut == "the last line of the trace is incomplete and was left out"
+    assert "replay chained them" in chained

@@ -86,7 +86,7 @@ def test_what_failed_is_left_out_and_counted(tmp_path):
     trace = read_trace(write(tmp_path / "t.jsonl", *lines))
     assert [request.output_tokens for request in trace.requests] == [0, 2, 5]
     assert (trace.failed, read_trace(write(tmp_path / "u.jsonl", LINE)).failed) == (3, 0)
-    with pytest.raises(TraceError, match=r"u\.jsonl: there is no request in it that did not fail$"):
+    with pytest.raises(TraceError, match=r"u\.jsonl: holds no request that did not fail$"):
         read_trace(write(tmp_path / "u.jsonl", lines[1]))
 
 
@@ -94,7 +94,7 @@ def test_one_model_is_replayed_and_the_others_are_named(tmp_path):
     models = ("big", "small", "big", None)
     lines = [{**LINE, "output_length": n, "model": model} for n, model in enumerate(models)]
     path = write(tmp_path / "t.jsonl", *lines)
-    with pytest.raises(TraceError, match=r"requests of big and small; replay .* one: --model-name big$"):
+    with pytest.raises(TraceError, match=r"requests of big and small; choose one: --model-name big$"):
         read_trace(path)
     for model, outputs in (("big", [0, 2]), ("small", [1])):
         assert [request.output_tokens for request in read_trace(path, model=model).requests] == outputs
@@ -126,7 +126,7 @@ def test_a_last_line_that_breaks_off_is_passed_over(tmp_path):
     with pytest.raises(TraceError, match="line 2: Object missing required field"):
         read_trace(path)
     path.write_text(whole[:30])
-    with pytest.raises(TraceError, match=r"there is no request in it$"):
+    with pytest.raises(TraceError, match=r"holds no request$"):
         read_trace(path)
 
 
@@ -144,7 +144,7 @@ def test_a_last_line_that_breaks_off_is_passed_over(tmp_path):
         ([{**LINE, "hash_ids": [1]}], "line 1: 1 hash_ids for 2 full blocks of 512 tokens"),
         ([{"timestamp": 1}], "line 1: Object missing required field `input_length`"),
         ([LINE, {**LINE, "block_tokens": 16, "hash_ids": list(range(68))}], "blocks of 16 and 512 tokens"),
-        ([""], "there is no request in it"),
+        ([""], "holds no request"),
     ],
 )
 def test_a_bad_trace_is_told_by_its_line(tmp_path, lines, message):
