@@ -1,15 +1,15 @@
-"""Engines, behind one facade. `proxy` imports from here and nothing below.
+"""All that differs between engines, behind one facade: `proxy` imports only from here.
 
-base.py        the contract        types.py   its words        errors.py  its errors
-hold.py        what a request takes of an engine while it runs
-error_bodies.py  the errors engines answer, in one shape
-openai_answer.py  what kvpin asks of an answer beyond its client    usage.py  cached tokens in answers
-managed.py     kind → command line of an engine that kvpin starts
-detect.py      address → kind
-registry.py    kind → adapter      http.py    the transport seam of the data plane
-extra_ids.py   identity of embeddings          chat.py    render + tokenise as transformers does
-body.py        a request's JSON body           encoders.py  the fastest exact encoder
-torch_engine/  the embedded engine and its adapter
+base.py        the contract of every adapter     types.py       the data both sides share
+errors.py      its errors                        undeclared.py  methods that an engine lacks
+hold.py        forecasts, and holds on an engine body.py        a request's JSON body
+registry.py    kind → adapter and options        options.py     settings of one kind
+detect.py      address → kind                    managed.py     how kvpin starts an engine of each kind
+
+openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
+lmcache/       host and disk tier of vLLM        events/        KV events of engines
+http/          HTTP towards engines              prompt/        text → token ids, as engines do it
+engine_command.py  the `kvpin engine` command
 """
 
 from __future__ import annotations

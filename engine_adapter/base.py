@@ -1,4 +1,4 @@
-"""The contract every engine adapter keeps. `tests/contract` holds each of them to it."""
+"""The contract of every engine adapter. `tests/contract` tests each adapter against it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ from engine_adapter.types import (
 
 
 class EngineAdapter(Protocol):
-    """One engine, whatever its framework.
+    """One engine of any framework.
 
-    Every method that talks to the engine raises EngineUnavailable when it cannot be reached and
-    EngineRejected when it answers an error. A method whose capability is not in
-    `EngineInfo.capabilities` raises NotSupported.
+    Every method that talks to the engine raises EngineUnavailable if it is not reachable and EngineRejected
+    if it answers an error. A method whose capability is not in `EngineInfo.capabilities` raises NotSupported.
     """
 
     @property
@@ -41,82 +40,80 @@ class EngineAdapter(Protocol):
         """The engine as the operator described it."""
 
     async def connect(self) -> EngineInfo:
-        """Asks the engine what it is; called again after each outage. What requests get is not changed by
-        it, though an idle engine may be tried out on a prompt or two when it is met for the first time."""
+        """Asks the engine what it is; called again after each outage. It does not affect other requests. The
+        first time, it may send the engine a few one-token requests to find out what it can do."""
 
     async def load(self) -> EngineLoad:
-        """Requests running and waiting; also the health check: EngineUnavailable when the engine is not
-        well, or is another process than the one `connect` met, whose KV is then gone."""
+        """Running and waiting requests; also the health check. Raises EngineUnavailable if the engine is not
+        healthy or its process was replaced since `connect`, so that all its KV is gone."""
 
     def findings(self) -> tuple[Finding, ...]:
         """What keeps kvpin from using the engine fully, as of the last `connect`."""
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:
-        """What the prompt would cost now, where the adapter follows the engine's cache itself; None where
-        the index and the learned rates say. No I/O, changes nothing."""
+        """The cost of the prompt now, if the adapter manages the engine's cache itself; None if the index and
+        the learned rates give it. No I/O, no side effects."""
 
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        """Makes room for a request before it is sent, and keeps it until its answer is over.
+        """Makes room for a request before it is sent, and holds it until the answer is over.
 
         Args:
             path: the request's route.
             body: its body.
-            prompt: its tokens, with how long its KV is to be kept; None where they are not known.
+            prompt: its tokens, and how long to keep its KV; None if unknown.
         """
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """The client's request as this engine wants it: its address, its credentials, the client's
-        headers less those that end at a proxy. A JSON body goes on byte for byte unless a field was
-        changed with `JsonBody.replace`; a body that is an iterator is streamed through unread; None is
-        a request without one."""
+        """The client's request for this engine: its address, key and headers, and the client's headers
+        without hop-by-hop ones. A JSON body keeps its bytes unless a field was changed with
+        `JsonBody.replace`. An iterator is streamed unread. None is a request without a body."""
 
     def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
-        """Reused prompt tokens, where the engine says so in its response headers; else None."""
+        """Reused prompt tokens, if the engine reports them in response headers; else None."""
 
     def not_supported(self, capability: Capability) -> NotSupported:
-        """The error for a capability the engine lacks; it says what there is in its place."""
+        """The error for a missing capability; it says what to do instead."""
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        """Token ids of a request exactly as the engine would serve it [Capability.TOKENIZE]. `path` is the
-        request's own: EngineRejected, too, for one whose prompts the engine does not tell. Those of
-        `/v1/chat/completions` and `/v1/completions` it always does."""
+        """Token ids of a request, exactly as the engine would serve it [Capability.TOKENIZE]. `path` is the
+        request's own. `/v1/chat/completions` and `/v1/completions` always work; a route that the engine
+        cannot tokenise raises EngineRejected."""
 
     async def render(self, path: str, body: JsonBody) -> RenderedPrompt:
-        """Token ids of a request that holds images, and where each lies [Capability.RENDER].
-        EngineRejected for one that the engine would not serve."""
+        """Token ids of a request with images, and where each image lies [Capability.RENDER]. Raises
+        EngineRejected for a request that the engine would refuse."""
 
     def events(self) -> AsyncIterator[KvEvent]:
-        """What the engine stores and removes, for as long as the caller iterates
-        [Capability.KV_EVENTS]. Starts with ViewLost, then what it holds already as far as that can be
-        learned, then ViewCurrent, then changes; after a gap that cannot be filled it starts over in
-        the same way. Raises EngineUnavailable when the engine goes away."""
+        """What the engine stores and removes, while the caller iterates [Capability.KV_EVENTS]: ViewLost,
+        then what it already holds (as far as known), then ViewCurrent, then changes. After a gap that cannot
+        be filled, it starts again with ViewLost. Raises EngineUnavailable if the engine goes away."""
 
     async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
-        """What the tiers below the GPU hold of a prompt now, for engines with `EngineInfo.tokens_per_chunk`;
-        None where they do not say in good time. Never raises."""
+        """What the tiers below the GPU hold of a prompt now, for engines with `EngineInfo.tokens_per_chunk`.
+        None if they do not answer in time. Never raises."""
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncIterator[KvProgress]:
-        """Flushes, offloads or restores; yields progress until done, the last item being the result.
-        Running requests keep their blocks and their speed: the work is done in slices."""
+        """Flushes, offloads or restores. Yields progress; the last item is the result. Works in slices, so
+        that running requests keep their blocks and their speed."""
 
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
-        """Protects the blocks of a prefix from eviction for `ttl_s` seconds [Capability.PIN]."""
+        """Protects a prefix from eviction for `ttl_s` seconds [Capability.PIN]."""
 
     async def unpin(self, pin_id: str) -> bool:
-        """Ends a pin; False when there was none of that id [Capability.PIN]."""
+        """Ends a pin; False if there is none with that id [Capability.PIN]."""
 
     async def put_prompt_table(self, table: PromptTable) -> None:
-        """Makes a p-tuning table known [Capability.PROMPT_TABLES]; the same one twice is fine."""
+        """Registers a p-tuning table [Capability.PROMPT_TABLES]; registering it twice is fine."""
 
     async def delete_prompt_table(self, table_id: str) -> None:
-        """Forgets a table [Capability.PROMPT_TABLES]; an unknown one is fine."""
+        """Removes a table [Capability.PROMPT_TABLES]; an unknown id is fine."""
 
     async def stats(self) -> dict[str, Any]:
-        """The engine's own KV statistics for people: blocks per tier, pins, hits; {} where unknown."""
+        """The engine's own KV statistics, for people: blocks per tier, pins, hits; {} if unknown."""
 
     async def aclose(self) -> None:
-        """Closes connections; the engine itself goes on."""
+        """Closes connections; the engine keeps running."""

@@ -1,4 +1,4 @@
-"""A JSON request body that goes on byte for byte unless a field has to change."""
+"""A JSON request body that keeps its bytes unless a field must change."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class UnreadableField(msgspec.ValidationError):
-    """A field of a body is JSON, and yet no value: a number beyond all bounds, half a surrogate pair.
+    """A field is valid JSON but has no usable value, such as a number that is too large or half a surrogate
+    pair.
 
     Attributes:
-        param: the field, with the path below it.
+        param: the field, with the path inside it.
     """
 
     def __init__(self, name: str, error: msgspec.DecodeError) -> None:
@@ -25,16 +26,16 @@ class UnreadableField(msgspec.ValidationError):
 
 
 class JsonBody:
-    """The bytes a client sent, and a view of their top-level fields.
+    """The bytes a client sent, and their top-level fields.
 
-    Values stay raw until asked for; a changed body re-encodes only the top level, so that every other
-    value keeps its very bytes. A repeated key counts once, the last one, as engines read it too.
+    Values stay raw until requested. A changed body re-encodes only the top level, so all other values keep
+    their bytes. Of a repeated key the last value counts, as in engines.
     """
 
     __slots__ = ("_fields", "raw")
 
     def __init__(self, raw: bytes) -> None:
-        """Raises msgspec.DecodeError when `raw` is not a JSON object."""
+        """Raises msgspec.DecodeError if `raw` is not a JSON object."""
         self.raw = raw
         self._fields = _checked(_decode_fields, raw)
 
@@ -42,10 +43,10 @@ class JsonBody:
         return name in self._fields
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - JSON
-        """The decoded value of a field, None when it is absent or null.
+        """The decoded value of a field, None if it is absent or null.
 
         Raises:
-            UnreadableField: only now is it seen that the value cannot be read.
+            UnreadableField: the value cannot be decoded.
         """
         raw = self._fields.get(name)
         try:
@@ -54,14 +55,14 @@ class JsonBody:
             raise UnreadableField(name, error) from error
 
     def hint(self, name: str) -> Any:  # noqa: ANN401 - JSON
-        """As `get`, of a field that is not ours to judge: None as well where it cannot be read."""
+        """Like `get`, but None if the value cannot be decoded: for fields that the engine checks."""
         try:
             return self.get(name)
         except UnreadableField:
             return None
 
     def replace(self, **changes: Any) -> JsonBody:  # noqa: ANN401 - JSON
-        """A body with these fields set (None removes one); the original is left as it is."""
+        """A new body with these fields set; None removes a field."""
         fields = dict(self._fields)
         for name, value in changes.items():
             if value is None:
@@ -72,7 +73,7 @@ class JsonBody:
 
 
 def _checked(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:
-    """What `decode` makes of `raw`, with msgspec's one error for everything a client can get wrong."""
+    """Decodes `raw`; every fault of the client's becomes a msgspec.DecodeError."""
     try:
         return decode(raw)
     except UnicodeDecodeError as error:

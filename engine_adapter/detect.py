@@ -1,4 +1,4 @@
-"""Which kind of engine answers at an address: asked by the routes that tell kinds apart, changing nothing."""
+"""Finds the kind of an engine from its routes, without changing anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 
 _MODELS = "/v1/models"
-# As `owned_by` of the first model has it.
+# By `owned_by` of the first model.
 _BY_OWNER = {
     "vllm": "vllm",
     "sglang": "sglang",
@@ -20,12 +20,12 @@ _BY_OWNER = {
     "llamacpp": "llama_server",
 }
 _Answer = dict[str, Any]
-# In this order: the embedded engine has routes of vLLM's, and a NIM those of the engine inside it.
+# Tried first, because the embedded engine also has routes of vLLM, and a NIM those of the engine inside.
 _ROUTES: tuple[tuple[str, str, Callable[[_Answer], bool]], ...] = (
     ("embedded", "/kv/info", lambda answer: "gpu_blocks" in answer and "instance" in answer),
     ("nim", "/v1/metadata", lambda answer: "modelInfo" in answer or "assetInfo" in answer),
 )
-# Where the owner's name says nothing.
+# Tried if `owned_by` does not help.
 _MORE_ROUTES: tuple[tuple[str, str, Callable[[_Answer], bool]], ...] = (
     ("llama_server", "/props", lambda answer: "default_generation_settings" in answer),
     ("vllm", "/kv_event_sources", lambda answer: any("endpoint" in _object(v) for v in answer.values())),
@@ -41,12 +41,12 @@ _UNAUTHORIZED = (401, 403)
 
 
 async def detect_kind(spec: EngineSpec) -> str:
-    """The kind of the engine at `spec.url`, whatever `spec.kind` is: one of `ENGINE_KINDS`.
+    """The kind of the engine at `spec.url`, one of `ENGINE_KINDS`; `spec.kind` is ignored.
 
     Raises:
-        EngineUnavailable: nobody answers there.
-        EngineRejected: the server wants another key, or speaks no OpenAI.
-        EngineSpecError: the address is none, or one of kvpin itself.
+        EngineUnavailable: nothing answers there.
+        EngineRejected: the server wants another key, or has no OpenAI API.
+        EngineSpecError: the address is invalid, or it is a kvpin's.
     """
     control = ControlClient(spec)
     try:
@@ -56,11 +56,11 @@ async def detect_kind(spec: EngineSpec) -> str:
 
 
 async def detect_inside(control: ControlClient) -> str | None:
-    """The kind of the engine behind a server that is more than it, as a NIM is; None where nothing tells it.
+    """The kind of the engine inside another server, such as a NIM; None if it is hidden.
 
     Raises:
-        EngineUnavailable: nobody answers there.
-        EngineRejected: the server wants another key, or speaks no OpenAI.
+        EngineUnavailable: nothing answers there.
+        EngineRejected: the server wants another key, or has no OpenAI API.
     """
     models = _object_of(await control.fetch("GET", _MODELS))
     return _BY_OWNER.get(_owner(models)) or await _by_routes(control, _MORE_ROUTES)
@@ -76,7 +76,7 @@ async def _detect(control: ControlClient, spec: EngineSpec) -> str:
     kind = await _by_routes(control, _ROUTES)
     owner = _owner(models)
     if kind is None and owner == "kvpin":
-        raise EngineSpecError(f"{spec.url} is a kvpin: name an engine's own address")
+        raise EngineSpecError(f"{spec.url} is a kvpin: give the address of an engine")
     kind = kind or _BY_OWNER.get(owner) or await _by_routes(control, _MORE_ROUTES)
     if kind is not None:
         return kind
@@ -84,15 +84,15 @@ async def _detect(control: ControlClient, spec: EngineSpec) -> str:
         return "openai_compatible"
     if refused is not None and refused.status in _UNAUTHORIZED:
         raise EngineRejected(
-            f"{spec.url} wants another key ({refused}): give the engine's own", status=refused.status
+            f"{spec.url} refused the key ({refused}): give the engine's own key", status=refused.status
         )
-    raise EngineRejected(f"{spec.url} lists no model at {_MODELS}: it is no engine kvpin can use", status=404)
+    raise EngineRejected(f"{spec.url} lists no model at {_MODELS}: kvpin cannot use it", status=404)
 
 
 async def _by_routes(
     control: ControlClient, routes: tuple[tuple[str, str, Callable[[_Answer], bool]], ...]
 ) -> str | None:
-    """The kind of the first route that is there and answers as that kind does."""
+    """The kind of the first route that exists and answers as that kind does."""
     for kind, path, is_it in routes:
         try:
             answer = _object_of(await control.fetch("GET", path))

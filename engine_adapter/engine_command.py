@@ -1,4 +1,4 @@
-"""The `engine` command, behind a door that costs nothing until it is opened."""
+"""The `kvpin engine` command. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENGINE_MODULE = "engine_adapter.torch_engine.serve"
 
 
 def run_engine_cli(args: Sequence[str], *, prog_name: str = "kvpin engine") -> None:
-    """Serves the embedded engine with these command-line arguments; ends with SystemExit.
+    """Runs the embedded engine with these command-line arguments; ends with SystemExit.
 
     Raises:
         EngineSpecError: torch is not installed.
@@ -26,12 +26,13 @@ def run_engine_cli(args: Sequence[str], *, prog_name: str = "kvpin engine") -> N
 
 
 def embedded_command(words: Sequence[str], *, port: int) -> list[str]:
-    """The command line of an embedded engine with the options `words`; it ends when standard input does."""
+    """The command line of an embedded engine with the options `words`; it exits when standard input
+    closes."""
     return [sys.executable, "-m", ENGINE_MODULE, "--exit-with-parent", "--port", str(port), *words]
 
 
 def check_torch() -> None:
-    """Raises EngineSpecError where no embedded engine can run."""
+    """Raises EngineSpecError if torch is not installed."""
     if find_spec("torch") is None:
         raise EngineSpecError(
             "embedded engines need torch: pip install 'kvpin[engine]', or name an engine with --engine"

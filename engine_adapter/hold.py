@@ -1,9 +1,8 @@
-"""What a request takes of an engine beyond its turn: a forecast of its cost, and a hold while it runs.
+"""Forecasts of a request's cost on an engine, and holds on the engine while it runs.
 
-Most engines place a request in their cache themselves; there is nothing to foresee or to hold, and their
-adapters are `SelfPlaced`. An engine whose cache is cut into slots leaves that to its adapter: `forecast`
-says what the request would cost there now, `hold` gives it a slot, brings its KV there first, and reads from
-the answer what it leaves behind.
+Most engines manage their cache themselves, so their adapters are `SelfPlaced`: no forecast, an empty hold.
+For an engine that divides its cache into slots, the adapter does it. `forecast` says what the request would
+cost now. `hold` gives it a slot, restores its KV there, and reads from the answer what it leaves behind.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ RequestBody = JsonBody | AsyncIterator[bytes] | None
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a prompt would cost an engine now, by the engine's own adapter. Times in seconds.
+    """The cost of a prompt on an engine now, from the engine's adapter. Times in seconds.
 
     Attributes:
-        cached_tokens: prompt tokens it would report as reused.
-        firm: False when it may turn out to be more.
-        wait_s: until there is room for it.
-        restore_s: to bring its KV from a lower tier, and to save what that overwrites.
+        cached_tokens: prompt tokens the engine would report as reused.
+        firm: False if there may be more.
+        wait_s: until there is room.
+        restore_s: to restore its KV from a lower tier, and to save what that overwrites.
         prefill_s: to compute the rest.
-        interference_s: what that costs requests that are running.
-        regret_s: what is expected to be computed again later because of it.
+        interference_s: delay for running requests.
+        regret_s: expected time to recompute later what it evicts now.
         why: one sentence for people.
     """
 
@@ -45,31 +44,30 @@ class Forecast:
 
 
 class AnswerReader(Protocol):
-    """Reads an answer on its way to the client, and may hold back what the client did not ask for.
+    """Reads an answer on its way to the client, and may remove what the client did not ask for.
 
     Attributes:
-        assembles: the engine streams though the client wants one JSON answer: `finish` gives it.
+        assembles: the engine streams although the client wants one JSON answer, which `finish` returns.
     """
 
     assembles: bool
 
     def feed(self, chunk: bytes) -> bytes:
-        """The next bytes of the engine's answer, untouched: of a stream as they come, a JSON answer whole.
-        Returns what the client gets of them; b"" while something is held back, and where `assembles`."""
+        """Takes the next bytes of the answer: chunks of a stream, or a whole JSON answer. Returns the bytes
+        for the client; b"" while they are held back, and always if `assembles`."""
 
     def finish(self) -> bytes:
-        """The answer is over. What was held back, or, where `assembles`, the JSON body to send in place of
-        the stream.
+        """Ends the answer. Returns the bytes still held back, or, if `assembles`, the JSON body.
 
         Raises:
-            EngineUnavailable: the stream broke off, or the engine put an error in it.
+            EngineUnavailable: the stream broke off or contains an error.
         """
 
     def cached_tokens(self) -> int | None:
-        """Reused prompt tokens, where the engine said so; asked after `finish`."""
+        """Reused prompt tokens, if the engine reported them; call it after `finish`."""
 
     def prompt_tokens(self) -> TokenIds[int] | None:
-        """The prompt as the engine tokenised it, where it was asked to tell; asked after `finish`."""
+        """The prompt as the engine tokenised it, if it was asked to report it; call it after `finish`."""
 
 
 @dataclass(slots=True)
@@ -77,11 +75,11 @@ class Hold:
     """A request's hold on an engine.
 
     Attributes:
-        body: what goes to the engine.
-        cached_tokens: what the engine will report as reused, None when the placement's word stands.
-        firm: False when it may turn out to be more.
-        answer: wants to see the answer pass; None when nobody does.
-        note: what people should know of how it was served.
+        body: the body for the engine.
+        cached_tokens: what the engine will report as reused; None keeps the placement's prediction.
+        firm: False if there may be more.
+        answer: reads the answer; None if nothing does.
+        note: how it was served, for people.
     """
 
     body: RequestBody
@@ -92,7 +90,7 @@ class Hold:
 
 
 class SelfPlaced:
-    """For adapters of engines that place requests in their cache themselves."""
+    """For adapters of engines that manage their cache themselves."""
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:  # noqa: ARG002 - part of the contract
         """See `EngineAdapter.forecast`."""

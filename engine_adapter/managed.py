@@ -1,6 +1,6 @@
-"""What it takes to start an engine of each kind: its command line, its health, what it needs of the machine.
+"""How kvpin starts an engine of each kind: command line, health route, directories and programs it needs.
 
-No process is started here: `proxy` does that, and knows no kind by name. `words` are what the operator wrote.
+`proxy` runs the processes; nothing is started here. `words` are the operator's command or options.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from engine_adapter.types import EngineSpec
 
 
 def managed_command(kind: str, words: Sequence[str], *, port: int, spec: EngineSpec) -> list[str]:
-    """The command line of an engine that is to listen on 127.0.0.1:`port`.
+    """The command line of an engine that listens on 127.0.0.1:`port`.
 
     Args:
         kind: its framework. `embedded` takes the options of `kvpin engine`; `llama_server` the options of a
             llama-server, with or without its name before them; any other the whole command line, in which
             `{port}` stands for the port.
-        words: these options or this command line.
-        port: its port.
-        spec: the engine, as `managed_spec` completed it.
+        words: the options or the command line.
+        port: the port.
+        spec: the engine, completed by `managed_spec`.
     """
     return _of(kind).command(words, port, spec)
 
 
 def managed_spec(spec: EngineSpec, words: Sequence[str]) -> EngineSpec:
-    """`spec` with what the words say, or the kind needs, beyond it.
+    """`spec`, completed from the words and with the kind's defaults.
 
     Raises:
         EngineSpecError: the words contradict `spec`.
@@ -47,36 +47,36 @@ def managed_spec(spec: EngineSpec, words: Sequence[str]) -> EngineSpec:
 
 
 def managed_advice(kind: str, words: Sequence[str]) -> tuple[str, ...]:
-    """One sentence for each thing in the words that works against the reuse of KV."""
+    """One sentence for each option in the words that reduces KV reuse."""
     return _of(kind).advice(words)
 
 
 def check_command(kind: str, words: Sequence[str]) -> None:
-    """Raises EngineSpecError for words no engine of the kind can be started with, whatever the machine."""
+    """Raises EngineSpecError for words that no engine of the kind accepts, on any machine."""
     _of(kind).check(words)
 
 
 def prepare_managed(spec: EngineSpec, words: Sequence[str]) -> None:
-    """Makes the directories an engine needs, and checks that the rest is there: its program, its model file.
+    """Creates the engine's directories, and checks that its program and its model file exist.
 
     Args:
-        spec: the engine, as `managed_spec` completed it.
+        spec: the engine, completed by `managed_spec`.
         words: as in `managed_command`.
 
     Raises:
-        EngineSpecError: what is missing, and what to do.
+        EngineSpecError: something is missing; the text says what to do.
     """
     _of(spec.kind).prepare(spec, words)
 
 
 def health_path(kind: str) -> str:
-    """The route that answers 2xx once an engine of the kind serves."""
+    """The route that answers 2xx once the engine serves."""
     return _of(kind).health_path
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How engines of one kind are started; the functions are those of the module, in the same order."""
+    """How engines of one kind are started: one function for each of the module's."""
 
     command: Callable[[Sequence[str], int, EngineSpec[Any]], list[str]]
     check: Callable[[Sequence[str]], None]
@@ -105,7 +105,7 @@ def _llama_binary() -> str:
 def _complete_llama(spec: EngineSpec[Any], words: Sequence[str]) -> EngineSpec:
     given: LlamaServerOptions = spec.options
     said, host = llama.named_save_dir(words), _full(given.host_cache_dir)
-    named = Path(said).absolute() if said else None  # the server knows no ~
+    named = Path(said).absolute() if said else None  # the server does not expand ~
     if named and host and named != host:
         raise EngineSpecError(
             f"--slot-save-path {said!r} and host_cache_dir {given.host_cache_dir!r} differ: give one of them"
@@ -136,14 +136,12 @@ def _prepare_llama(spec: LlamaServerSpec, words: Sequence[str]) -> None:
 
 def _check_line(words: Sequence[str]) -> None:
     if not any("{port}" in word for word in words):
-        raise EngineSpecError("the command must say {port} where the engine takes its port")
+        raise EngineSpecError("the command must say {port} where the engine's port belongs")
 
 
 def _prepare_line(_spec: EngineSpec, words: Sequence[str]) -> None:
     if shutil.which(words[0]) is None:
-        raise EngineSpecError(
-            f"there is no program {words[0]!r}: install it, or begin the command with its path"
-        )
+        raise EngineSpecError(f"there is no program {words[0]!r}: install it, or give its full path")
 
 
 _ANY = _Kind(

@@ -41,7 +41,7 @@ class NimOptions(VllmOptions, frozen=True):
 
 
 def make_nim(spec: EngineSpec[Any], as_kind: AsKind) -> EngineAdapter:
-    """The adapter of a NIM; raises EngineSpecError for an address that is none."""
+    """The adapter of a NIM; raises EngineSpecError for an invalid address."""
     # What NimAdapter lacks of the contract comes from the adapter inside, which mypy cannot see.
     return cast("EngineAdapter", NimAdapter(spec, as_kind))
 
@@ -53,7 +53,7 @@ class NimAdapter:
     """
 
     def __init__(self, spec: EngineSpec[Any], as_kind: AsKind) -> None:
-        """Raises EngineSpecError for an address that is none."""
+        """Raises EngineSpecError for an invalid address."""
         self.spec = spec
         self._as_kind = as_kind
         self._control = ControlClient(spec)

@@ -24,7 +24,7 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Raises EngineSpecError for an address that is none."""
+        """Raises EngineSpecError for an invalid address."""
         self.spec = spec
         self._control = ControlClient(spec)
         self._instance = uuid.uuid4().hex

@@ -1,7 +1,7 @@
-"""The words adapters and the proxy share: plain, frozen data.
+"""The data that adapters and the proxy share, all frozen.
 
-Token ids travel as `array('i')` (int32) and extra ids as `array('Q')` (uint64), so that hashing and
-comparing a prompt are single C calls over its bytes.
+Token ids are `array('i')` (int32) and extra ids `array('Q')` (uint64), so that hashing or comparing a prompt
+is one C call over its bytes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
 
 
 class Tier(StrEnum):
-    """Where KV lies, fastest first."""
+    """A memory tier for KV, the fastest first."""
 
-    GPU = "gpu"  # what the engine attends over directly, also on engines that compute on a CPU
+    GPU = "gpu"  # what attention reads directly, also on CPU engines
     HOST = "host"
     DISK = "disk"
 
 
 class Capability(StrEnum):
-    """What an engine declares it can do. Nothing is probed with `hasattr`."""
+    """What an engine declares it can do."""
 
-    KV_EVENTS = "kv_events"  # streams block stores and removals
-    CACHED_TOKENS = "cached_tokens"  # reports the reused tokens of each response
-    TOKENIZE = "tokenize"  # tokenises a request body as it would to serve it
-    RENDER = "render"  # tokenises requests that hold images and tells where each of them lies
-    CACHE_SALT = "cache_salt"  # isolates KV by a salt in the request
+    KV_EVENTS = "kv_events"  # streams stored and removed blocks
+    CACHED_TOKENS = "cached_tokens"  # reports the reused tokens of each answer
+    TOKENIZE = "tokenize"  # tokenises a request exactly as it would serve it
+    RENDER = "render"  # tokenises requests with images, and says where each lies
+    CACHE_SALT = "cache_salt"  # keeps KV apart by a salt in the request
     EXTRA_IDS = "extra_ids"  # takes fake token ids with extra ids
     PROMPT_TABLES = "prompt_tables"  # holds p-tuning tables
     FLUSH = "flush"
@@ -68,11 +68,10 @@ class EngineSpec(Generic[Options_co]):
         tokenizer: directory or hub id, where the engine does not say.
         api_key: sent to it instead of the client's key.
         headers: sent with every request to it, in place of the client's of the same name; may be secret.
-        ca: file of the certificate authorities (PEM) that its certificate is checked against; the machine's
-            own by default.
+        ca: file of certificate authorities (PEM) that check its certificate; by default the machine's own.
         cert: file of the certificate (PEM) that kvpin shows to it.
-        key: file of the private key of `cert`, where it is not in the same file.
-        options: what only engines of its kind have.
+        key: file of the private key of `cert`, if `cert` does not hold it.
+        options: settings that only its kind has.
     """
 
     kind: str
@@ -90,28 +89,27 @@ class EngineSpec(Generic[Options_co]):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself when it is connected.
+    """What an engine is, as of its last connection.
 
     Attributes:
-        model: the name it serves under (clients send it as `model`).
-        instance: identity of the process; a different one means that all its KV is gone.
+        model: the served name, which clients send as `model`.
+        instance: identity of the process; if it changes, all its KV is gone.
         capabilities: what it can do.
         tokens_per_block: its own block size in tokens, None where unknown.
         max_model_len: longest prompt + output in tokens, None where unknown.
-        vocab_size: token ids below it are text, ids from it on are fake ids; None where unknown.
+        vocab_size: ids below it are text, ids from it on are fake ids; None where unknown.
         hidden_size: columns of a prompt table; None where unknown.
-        tokenizer: directory or hub id of the tokenizer it renders with; None where unknown.
+        tokenizer: directory or hub id of its tokenizer; None where unknown.
         gpu_blocks: capacity of its GPU tier in its own blocks, None where unknown.
-        host_blocks: the same for its host tier.
-        version: free text for people.
+        host_blocks: capacity of its host tier in its own blocks, None where unknown.
+        version: free text, for people.
         adapters: names of the LoRA adapters it serves beside `model`; clients send them as `model`.
-        tokens_per_chunk: what its tiers below the GPU keep at a time, where its events do not tell of it and
-            `lookup` asks; None elsewhere.
-        shares_prefill: prompts that come side by side compute what they share once: one finds what the other
-            is computing, or its turn comes later. Where not, kvpin lets the second one wait.
-        events_read_once: each KV event goes to one reader only, so a second reader would take events from the
-            first.
-        shared_tiers: names the tiers below its GPU; engines with the same name share them. None where it
+        tokens_per_chunk: chunk size of tiers below the GPU that send no events and are asked with `lookup`;
+            None if there are none.
+        shares_prefill: concurrent prompts compute a shared prefix only once. If False, kvpin lets the second
+            one wait.
+        events_read_once: reading KV events removes them, so two readers would each get a part.
+        shared_tiers: name of the tiers below its GPU. Engines with the same name share them. None if it
             shares none.
     """
 
@@ -139,7 +137,7 @@ class Finding:
 
     Attributes:
         problem: what is missing, and what follows from it.
-        remedy: the flag or setting that mends it; "" where nothing does.
+        remedy: the flag or setting that fixes it; "" if there is none.
     """
 
     problem: str
@@ -151,14 +149,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine reports of its load.
+    """The load that an engine reports.
 
     Attributes:
-        running: requests.
-        waiting: requests.
-        counted: False where the engine does not say, and the counts mean nothing.
+        running: running requests.
+        waiting: waiting requests.
+        counted: False if the engine reports no load and the counts mean nothing.
         gpu_usage: share of its GPU blocks in use, 0 to 1.
-        outdated: what `connect` said of it no longer holds, though it is the same process: ask again.
+        outdated: the `EngineInfo` no longer holds, although the process is the same: connect again.
     """
 
     running: int
@@ -173,18 +171,18 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """A run of full blocks now lies in `tier`, each the child of the one before it.
+    """A run of full blocks was stored in `tier`; each is the child of the one before it.
 
     Attributes:
         tier: where they lie.
         parent: engine hash of the block before the first, None at the start of a prompt.
-        hashes: engine hashes, one a block; names only, never trusted as identity.
-        token_ids: all tokens of the run, `len(hashes) * tokens_per_block` of them; empty for blocks that
-            were stored in another tier before, which `hashes` then name.
+        hashes: engine hashes, one per block. They are only names, never an identity.
+        token_ids: all tokens of the run, `len(hashes) * tokens_per_block`. Empty for blocks that were stored
+            in another tier before; `hashes` names them.
         tokens_per_block: the engine's block size.
         extra_ids: one per token, None when all are 0.
         salt: cache salt of the chain; set on runs whose `parent` is None.
-        adapter: name of the LoRA adapter of the chain; likewise.
+        adapter: name of the LoRA adapter of the chain; set on the same runs.
     """
 
     tier: Tier
@@ -199,7 +197,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """These blocks no longer lie in `tier` (they may still lie in another)."""
+    """These blocks were removed from `tier`; other tiers may still hold them."""
 
     tier: Tier
     hashes: tuple[int | bytes, ...]
@@ -207,23 +205,24 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """Every block of every tier is gone."""
+    """All blocks of all tiers were removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ViewLost:
-    """Events were lost or the process changed: all that was known is void. What follows rebuilds it."""
+    """Events were lost, or the process was replaced. All earlier knowledge is void; what follows rebuilds
+    it."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ViewCurrent:
-    """All that went before brings the view up to what the engine holds: it is exact from here on.
+    """The events so far describe what the engine holds; the view is exact from here on.
 
     Attributes:
-        complete: False when the engine may hold blocks from before that nothing told of: what is in the
-            view is right, and there may be more.
+        complete: False if the engine may hold older blocks that no event reported. The view is right, but
+            there may be more.
     """
 
     complete: bool = True
@@ -237,12 +236,12 @@ KvEvent = BlocksStored | BlocksRemoved | CacheCleared | ViewLost | ViewCurrent
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """Where an image, audio or video lies in a prompt.
+    """The position of an image, audio or video in a prompt.
 
     Attributes:
-        identity: what the engine tells it apart by: its hash, or the client's uuid.
-        offset: the first of its placeholder tokens.
-        length: how many there are.
+        identity: its hash, or the client's uuid, by which the engine identifies it.
+        offset: index of its first placeholder token.
+        length: number of placeholder tokens.
     """
 
     identity: str
@@ -252,7 +251,8 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as the engine will see it: its token ids, placeholders expanded, and what they stand for."""
+    """A prompt as the engine will see it: token ids with expanded placeholders, and the items they stand
+    for."""
 
     token_ids: TokenIds[int]
     media: tuple[MediaSpan, ...] = ()
@@ -263,12 +263,12 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long a client wants what its request leaves in a cache to be kept there, where that can be.
+    """How long a client wants its request's KV to be retained, on engines that can.
 
     Attributes:
-        priority: 0 for no longer than anything else; of what is kept, the lowest goes first.
-        ttl_s: seconds from the end of the answer, after which it is as anything else.
-        owner: whose it is, None where all is one client's. What an engine can keep is shared out by owner.
+        priority: 0 means like any other KV; among retained KV, the lowest is evicted first.
+        ttl_s: seconds of retention after the end of the answer.
+        owner: the tenant, None with a single one. An engine's room for retained KV is divided among owners.
     """
 
     priority: int = 0
@@ -280,17 +280,16 @@ class Retention:
 class KvTarget:
     """What a KV operation acts on.
 
-    With `token_ids`: the full blocks of that prefix under `cache_salt` and `adapter`. With `cache_salt`
-    alone: all KV of that salt. With neither: everything the engine holds.
+    With `token_ids`: the full blocks of that prefix, under `cache_salt` and `adapter`. With `cache_salt`
+    only: all KV of that salt. With neither: everything the engine holds.
 
     Attributes:
         token_ids: the prompt.
         extra_ids: one per token, None when all are 0.
         cache_salt: the salt it runs under.
         adapter: the LoRA adapter it runs with.
-        exact: the token ids are known to be those the engine would make of the request, so that they can
-            stand in its place.
-        retention: how long the request of this prompt wants it kept; None where it is no request's.
+        exact: the token ids are known to equal the engine's own, so they may replace the text.
+        retention: how long the request wants its KV retained; None if there is no request.
     """
 
     token_ids: TokenIds[int] | None = None
@@ -303,12 +302,12 @@ class KvTarget:
 
 @dataclass(frozen=True, slots=True)
 class BelowGpu:
-    """What the tiers below an engine's GPU hold of a prompt, as they say themselves. All in leading tokens.
+    """What the tiers below an engine's GPU report to hold of a prompt, in leading tokens.
 
     Attributes:
-        host: those in its host tier.
-        disk: those that follow them, on either tier.
-        cached: those it would report as reused if its GPU held nothing.
+        host: tokens in its host tier.
+        disk: further tokens that follow, on either tier.
+        cached: tokens it would report as reused if its GPU held nothing.
     """
 
     host: int
@@ -318,8 +317,8 @@ class BelowGpu:
 
 @dataclass(frozen=True, slots=True)
 class KvProgress:
-    """How far an operation has come: blocks moved or dropped, blocks it found to act on, bytes, and
-    blocks it had to leave (in use by a running request, pinned, or no room), with the reason."""
+    """Progress of an operation: blocks done, blocks in total, bytes, and blocks left with the reason (in use
+    by a running request, pinned, or no room)."""
 
     done: int
     total: int
@@ -329,7 +328,7 @@ class KvProgress:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A pin that took hold: its id, the blocks it protects, the seconds it lives."""
+    """An active pin: its id, the blocks it protects, and its time to live in seconds."""
 
     pin_id: str
     blocks: int
@@ -342,10 +341,10 @@ class PromptTable:
 
     Attributes:
         table_id: what requests name.
-        extra_id: uint64 that stands beside each of its fake ids.
+        extra_id: the uint64 beside each of its fake ids.
         rows: number of virtual tokens.
         hidden: columns; must equal the model's hidden size.
-        data: the safetensors bytes, one 2-d float tensor.
+        data: safetensors bytes with one 2-d float tensor.
     """
 
     table_id: str
@@ -356,10 +355,10 @@ class PromptTable:
 
 
 def token_array(values: Sequence[int]) -> TokenIds[int]:
-    """`values` as int32 array; raises OverflowError for an id outside int32."""
+    """`values` as an int32 array; raises OverflowError for an id outside int32."""
     return array("i", values)
 
 
 def extra_array(values: Sequence[int]) -> ExtraIds[int]:
-    """`values` as uint64 array; raises OverflowError for a value outside uint64."""
+    """`values` as a uint64 array; raises OverflowError for a value outside uint64."""
     return array("Q", values)

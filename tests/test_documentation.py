@@ -224,3 +224,11 @@ def test_every_link_leads_somewhere(page):
 def test_the_readme_links_once_to_each_page():
     targets = re.findall(r"\]\(([^)\s]+)\)", README)
     assert sorted(targets) == sorted(set(targets))
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "add-an-engine.md"])
+def test_every_path_named_is_there(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:proxy|engine_adapter|tests|scripts|docs)/[\w./-]+)`", text)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -1,8 +1,7 @@
-"""Models with several kinds of attention: which of their KV cache groups is followed.
-
-vLLM keeps a block table for each group and tells of each of them, under the same block hashes. A prompt can
-be reused as far as its full attention reaches, so that group is followed; how far the others still hold it
-is not known, and with more than one group predictions are never firm.
+"""Chooses the KV cache group to follow, for models with several kinds of attention.
+ vLLM keeps a block table for each group and sends events of each, under the same block hashes. kvpin follows
+the group with full attention, because a prompt can be reused at most that far. The other groups may hold
+less, so with more than one group predictions are never firm.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ _FULL = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
 
 class KvGroups:
-    """The KV cache groups of one engine, as far as its events showed them.
+    """The KV cache groups that one engine's events have shown.
 
     Attributes:
-        several: there is more than the one that is followed.
+        several: there are other groups beside the followed one.
     """
 
     def __init__(self) -> None:
@@ -24,9 +23,9 @@ class KvGroups:
         self.several = False
 
     def follows(self, fields: Fields) -> bool:
-        """Whether the event counts: it is of the group followed, or of an engine that does not say.
+        """Whether the event belongs to the followed group, or the engine names no groups.
 
-        Stores tell what their group is; removals carry its number alone.
+        A store says what kind its group is; a removal has only the group's number.
         """
         group = fields.get("group_idx")
         if group is None or group == self._followed:
@@ -34,7 +33,7 @@ class KvGroups:
         if self._followed is None and _is_full(fields):
             self._followed = group
             return True
-        # A removal before the first store tells nothing of the group.
+        # A removal before the first store says nothing about the group.
         self.several = self.several or self._followed is not None or "kv_cache_spec_kind" in fields
         return False
 

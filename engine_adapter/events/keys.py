@@ -1,9 +1,8 @@
-"""What stands beside the tokens of a stored block, as each engine writes it.
+"""Reads the keys beside a stored block's tokens, which each engine writes in its own way.
 
-A reader turns an event's fields into extra ids, cache salt and LoRA adapter. A key that it does not
-understand makes the event unreadable: indexed as plain text, its blocks would be predicted for prompts that
-have nothing to do with them. Where an engine leaves things open, readers decide so that at worst a
-prediction is missing.
+A reader turns an event's fields into extra ids, cache salt and LoRA name. An unknown key makes the event
+unreadable: indexed as plain text, its blocks would match prompts that they do not belong to. Where the format
+is ambiguous, readers choose so that at worst a prediction is missing.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ _EXTRA_IDS, _CACHE_SALT = "extra_ids", "cache_salt"
 
 
 class MalformedEvents(ValueError):
-    """Bytes that are not a batch of KV events, or an event that breaks the format; says what is wrong."""
+    """The bytes are not a batch of KV events, or an event breaks the format. The text says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
-    """What a reader found beside, or in, the tokens of a run.
+    """The keys of a run of blocks.
 
     Attributes:
         extra_ids: one per token, None when all are 0.
         salt: cache salt of the chain.
-        adapter: name of its LoRA adapter.
+        lora: name of its LoRA adapter.
         token_ids: the tokens, where they had to be rewritten.
-        told: False when the event leaves out what else its blocks depend on: its hashes then name blocks
-            that were stored before, and its tokens say nothing.
+        complete: False if the event leaves its keys out. Its hashes then name blocks that were stored
+            earlier, and its tokens must not be indexed.
     """
 
     extra_ids: ExtraIds[int] | None = None
     salt: str | None = None
-    adapter: str | None = None
+    lora: str | None = None
     token_ids: TokenIds[int] | None = None
-    told: bool = True
+    complete: bool = True
 
 
 # Reads the fields of a BlockStored that holds `len(block_hashes)` blocks of `block_size` tokens.
 KeyReader = Callable[[Fields], BlockKeys]
 
 _TEXT = BlockKeys()
-_NOT_TOLD = BlockKeys(told=False)
+_INCOMPLETE = BlockKeys(complete=False)
 
 
 # --- the embedded engine ---------------------------------------------------------------------------
@@ -60,7 +59,7 @@ def read_named_keys(fields: Fields) -> BlockKeys:
     """Reads the embedded engine's `extra_keys`: per block nil or `[[name, value]…]`.
 
     Raises:
-        MalformedEvents: for a key it does not know.
+        MalformedEvents: an unknown key.
     """
     per_block = _per_block(fields)
     if not any(per_block):
@@ -97,7 +96,7 @@ def _named_block(keys: Sequence[object], block_bytes: int) -> tuple[bytes | None
 def named_keys(
     extra_ids: ExtraIds[int] | None, salt: str | None, blocks: int, tokens_per_block: int
 ) -> list[list[list[str | bytes]] | None] | None:
-    """`extra_keys` of a run as `read_named_keys` has them, None when it has none."""
+    """`extra_keys` of a run, in the form that `read_named_keys` reads; None when it has none."""
     if extra_ids is None and salt is None:
         return None
     per_block: list[list[list[str | bytes]] | None] = [None] * blocks
@@ -117,7 +116,7 @@ def named_keys(
 
 @dataclass(slots=True)
 class _Found:
-    """What the blocks of a run held so far; positions are in tokens of the run."""
+    """The keys found so far in the blocks of a run; positions count tokens of the run."""
 
     media: list[MediaSpan] = field(default_factory=list)
     embeds: list[tuple[int, int]] = field(default_factory=list)
@@ -139,47 +138,47 @@ def read_vllm_keys(fields: Fields) -> BlockKeys:
     name, an `[identifier, offset]` for each multimodal item in it, the cache salt, and a digest of prompt
     embeddings.
 
-    What a key is follows from its place: a string is the adapter only where it comes first and is the
-    event's `lora_name`, and the salt only in the first block of a prompt. vLLM before it gave offsets
-    published items as bare strings: those are not understood, unless the only one is in the first block,
-    where it passes for a salt that no request has.
+    The position says what a key is. A string is the LoRA adapter only if it comes first and equals the
+    event's `lora_name`. It is the salt only in the first block of a prompt. Older versions of vLLM, without
+    offsets, sent items as bare strings: these are unreadable, except that a single one in the first block
+    reads as a salt that no request has.
 
     Raises:
-        MalformedEvents: for a key it cannot place, or an adapter without its name.
+        MalformedEvents: a key in an unexpected place, or a LoRA adapter without its name.
     """
-    adapter = fields.get("lora_name")
+    lora = fields.get("lora_name")
     if fields.get("extra_keys") is None and str(fields.get("medium") or "GPU").upper() != "GPU":
-        # Events of offloaded blocks leave the keys out: not even salted ones tell so.
-        return _NOT_TOLD
-    if adapter is None and fields.get("lora_id") is not None:
+        # Events of offloaded blocks leave the keys out, also of salted blocks.
+        return _INCOMPLETE
+    if lora is None and fields.get("lora_id") is not None:
         raise MalformedEvents("a LoRA adapter without its name")
-    if not isinstance(adapter, str | None):
+    if not isinstance(lora, str | None):
         raise MalformedEvents("lora_name is a string")
     per_block = _per_block(fields)
     if not any(per_block):
-        return BlockKeys(adapter=adapter) if adapter is not None else _TEXT
+        return BlockKeys(lora=lora) if lora is not None else _TEXT
     size = fields["block_size"]
     begins = fields.get("parent_block_hash") is None
     found = _Found()
     for index, keys in enumerate(per_block):
-        _read_block(keys, found, index * size, size, adapter=adapter, first=begins and index == 0)
-    return BlockKeys(found.extra_ids(size * len(per_block)), found.salt, adapter)
+        _read_block(keys, found, index * size, size, lora=lora, first=begins and index == 0)
+    return BlockKeys(found.extra_ids(size * len(per_block)), found.salt, lora)
 
 
 def _read_block(
-    keys: Sequence[object], found: _Found, start: int, size: int, *, adapter: str | None, first: bool
+    keys: Sequence[object], found: _Found, start: int, size: int, *, lora: str | None, first: bool
 ) -> None:
     """One block that begins at token `start`; `first` of a prompt."""
     salted = False
     for at, key in enumerate(keys):
         match key:
-            case str() if at == 0 and adapter is not None:
-                if key != adapter:
+            case str() if at == 0 and lora is not None:
+                if key != lora:
                     raise MalformedEvents("the first key of a LoRA adapter's block is its name")
             case str() if first and key and not salted:
                 found.salt, salted = key, True
             case [str(identity), int(offset)] if offset < size and not salted:
-                # Below 0 the item began in a block before, which has its marker.
+                # Below 0 the item began in an earlier block, which has its marker.
                 if offset >= 0:
                     found.media.append(MediaSpan(identity, start + offset, 1))
             case bytes() if at == len(keys) - 1:
@@ -192,34 +191,34 @@ def _read_block(
 
 
 def read_sglang_keys(fields: Fields) -> BlockKeys:
-    """Reads SGLang's fields: `lora_name`, `cache_salt` (in `metadata` before 0.5.21), and its tokens, of
-    which those of images, audio and video are numbers up to 2**62 made from the item's hash.
+    """Reads SGLang's fields: `lora_name`, `cache_salt` (in `metadata` before 0.5.21) and the tokens. Tokens
+    of images, audio and video are numbers up to 2**62, made from the item's hash.
 
     Raises:
-        MalformedEvents: for keys of another engine, or tokens it cannot read, such as the pairs that
-            speculative decoding with EAGLE caches by.
+        MalformedEvents: keys of another engine, or unreadable tokens, such as the pairs that EAGLE
+            speculative decoding caches.
     """
-    adapter, salt, metadata = fields.get("lora_name"), fields.get("cache_salt"), fields.get("metadata")
-    if isinstance(adapter, dict):  # the array form of 0.5.18 to 0.5.20 has metadata in this place
-        adapter, metadata = None, adapter
+    lora, salt, metadata = fields.get("lora_name"), fields.get("cache_salt"), fields.get("metadata")
+    if isinstance(lora, dict):  # the array form of 0.5.18 to 0.5.20 has metadata in this place
+        lora, metadata = None, lora
     if isinstance(metadata, dict):
         salt = metadata.get("cache_salt", salt)
     if fields.get("extra_keys") is not None:
         raise MalformedEvents("SGLang's events have no extra_keys")
-    if adapter is None and fields.get("lora_id") is not None:
+    if lora is None and fields.get("lora_id") is not None:
         raise MalformedEvents("a LoRA adapter without its name")
-    if not isinstance(adapter, str | None) or not isinstance(salt, str | None):
+    if not isinstance(lora, str | None) or not isinstance(salt, str | None):
         raise MalformedEvents("lora_name and cache_salt are strings")
     token_ids, extra_ids = narrow_tokens(fields["token_ids"])
-    return BlockKeys(extra_ids, salt or None, adapter or None, token_ids)
+    return BlockKeys(extra_ids, salt or None, lora or None, token_ids)
 
 
 def narrow_tokens(raw: Sequence[int]) -> tuple[TokenIds[int], ExtraIds[int] | None]:
-    """Token ids as int32, and extra ids or None: one that does not fit becomes token 0 with the extra id of
-    its value. SGLang's pad values for multimodal items are such.
+    """Token ids as int32, and extra ids or None. A number beyond int32, such as SGLang's pad values for
+    multimodal items, becomes token 0 with that number's extra id.
 
     Raises:
-        MalformedEvents: for what is no integer, or none of 64 bits.
+        MalformedEvents: a value is not a 64-bit integer.
     """
     try:
         return array("i", raw), None

@@ -1,4 +1,4 @@
-"""Where an engine says its event sockets are → where this machine reaches them."""
+"""The address of an engine's event socket, as this machine reaches it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LOOPBACKS = ("localhost", "127.", "[::1]")
 
 
 def reachable_endpoint(endpoint: str, engine_url: str) -> str | None:
-    """A socket's bind address as this machine connects to it; None when only the engine's machine can.
+    """Turns a socket's bind address into one to connect to; None if only the engine's machine can reach it.
 
     Args:
         endpoint: ZMQ address, e.g. `tcp://*:5557`; a wildcard becomes the engine's host.

@@ -1,13 +1,13 @@
-"""Follows an engine's KV events over ZMQ without missing one, or says that it did.
+"""Follows an engine's KV events over ZMQ. It misses none, or reports that the view is lost.
 
-    start    subscribe → snapshot, where there is one → replay what came after it → ViewCurrent
-    follow   the next number: yield · a hole: replay from the last one known · a number that falls: start over
-    idle     ask the replay socket what follows the last one known, so that a lost last batch is noticed;
-             where it answered before and no longer does, what is lost could not be noticed: start over
+    start    subscribe → snapshot, if the engine has one → replay what came after it → ViewCurrent
+    follow   next number: yield · gap: replay from the last known batch · number falls: start over
+    idle     ask the replay socket for newer batches, to notice if the last ones were lost;
+             if it answered before and no longer does, losses would go unnoticed: start over
 
-A replay begins at the last batch known, and that batch has to come back unchanged: that is how another
-process behind the same address is told from this one. A view is complete when nothing can have been held
-before it began: after a snapshot, or when the first batch of all was seen.
+A replay begins with the last known batch, which must come back unchanged. If it differs, another process
+answers at this address. A view is complete if the engine held nothing before it began, or a snapshot said
+what it held.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from engine_adapter.types import CacheCleared, KvEvent, ViewCurrent, ViewLost
 
 _END_OF_REPLAY = 2**64 - 1
 _SEQUENCE_BYTES = 8
-# A replay socket that was silent is asked anew at every so many idle checks, and so long waited for.
+# A silent replay socket is tried again after this many idle checks, for this many seconds.
 _LOOK_EVERY, _LOOK_S = 10, 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoints:
-    """ZMQ addresses of one engine's events; without `replay` a lost batch means starting over. A `topic` is
-    the whole of it: others that begin the same are not followed."""
+    """ZMQ addresses of one engine's events. Without `replay`, a lost batch means starting over. Only messages
+    with exactly this `topic` are read."""
 
     events: str
     replay: str | None
@@ -41,9 +41,8 @@ class EventEndpoints:
 
 @dataclass(slots=True)
 class SubscriberCounts:
-    """Since the start: batches and events taken in, messages and events that could not be read and were
-    skipped, holes in the numbers, times the replay socket was asked to fill one, and times it did not
-    answer at all."""
+    """Counts since the start: batches and events read, unreadable messages and events skipped, gaps in the
+    numbers, replays requested to fill a gap, and replays without an answer."""
 
     batches: int = 0
     events: int = 0
@@ -54,7 +53,7 @@ class SubscriberCounts:
 
 
 class _StartOverError(Exception):
-    """The view cannot be carried on; the text says why."""
+    """The view is lost; the text says why."""
 
 
 @dataclass(slots=True)
@@ -63,13 +62,13 @@ class _Cursor:
 
     Attributes:
         reader: reads its batches.
-        last: number of the last batch taken in, -1 before the first, None while any may be the first.
-        digest: hash of that batch's bytes, None where they were never seen (a snapshot stood for them).
-        last_live: number of the last batch that came by subscription rather than replay.
-        complete: nothing can have been held before the view began.
+        last: number of the last batch read, -1 before the first, None while any may be the first.
+        digest: hash of that batch's bytes, None if a snapshot replaced it.
+        last_live: number of the last batch that came by subscription, not by replay.
+        complete: the engine held nothing unknown when the view began.
         silent: the replay socket did not answer.
-        idle_checks: since then.
-        told: what the view takes itself for; None before its start is over.
+        idle_checks: idle checks since then.
+        reported: the completeness last reported; None until the view has started.
     """
 
     reader: EventReader
@@ -79,29 +78,29 @@ class _Cursor:
     complete: bool = False
     silent: bool = False
     idle_checks: int = 0
-    told: bool | None = None
+    reported: bool | None = None
 
     @property
     def is_complete(self) -> bool:
-        # Groups that are not followed may hold less than the one that is, and nothing tells.
+        # Groups that are not followed may hold less, and no event says so.
         return self.complete and not self.reader.groups.several
 
-    def tell(self) -> ViewCurrent:
-        self.told = self.is_complete
-        return ViewCurrent(complete=self.told)
+    def report(self) -> ViewCurrent:
+        self.reported = self.is_complete
+        return ViewCurrent(complete=self.reported)
 
     def clear(self) -> None:
-        """The engine holds nothing; views conclude from it that they are complete."""
+        """The engine holds nothing now, so the view is complete."""
         self.complete = True
-        self.told = self.told if self.told is None else True
+        self.reported = self.reported if self.reported is None else True
 
 
 class KvEventSubscriber:
-    """One engine's event stream as `EngineAdapter.events` promises it.
+    """One engine's event stream, as `EngineAdapter.events` describes it.
 
     Attributes:
-        counts: what it met.
-        replay_is_silent: the replay socket, asked when the view began or had a hole, does not answer.
+        counts: batches, events, gaps and replays so far.
+        replay_is_silent: the replay socket does not answer.
     """
 
     def __init__(
@@ -114,15 +113,15 @@ class KvEventSubscriber:
         replay_timeout_s: float = 5.0,
         idle_timeout_s: float = 3.0,
     ) -> None:
-        """Follows nothing yet.
+        """Connects when `events` is iterated.
 
         Args:
-            endpoints: where.
-            snapshot: asks the engine what it holds, where it can tell.
-            read_keys: how it writes what stands beside the tokens; the embedded engine's way if None.
-            idle_check_s: after so long without a message the replay socket is asked for what was missed.
-            replay_timeout_s: how long an answer may pause before it counts as over.
-            idle_timeout_s: the same for one that is asked for while nothing else comes.
+            endpoints: addresses of the events.
+            snapshot: asks the engine what it holds; None if it cannot tell.
+            read_keys: reads the keys beside the tokens; None reads the embedded engine's.
+            idle_check_s: after this time without a message, ask the replay socket for missed batches.
+            replay_timeout_s: a replay answer is over after a pause this long.
+            idle_timeout_s: the same for replays of idle checks.
         """
         self._endpoints = endpoints
         self._snapshot = snapshot
@@ -144,11 +143,11 @@ class KvEventSubscriber:
                         async for event in events:
                             yield event
                 except _StartOverError as lost:
-                    inbox.check()  # another process behind the address may be why
+                    inbox.check()  # a new process at this address may be the cause
                     reason = str(lost)
 
     async def _follow(self, inbox: Inbox) -> AsyncGenerator[KvEvent, None]:
-        """One view from its start until it breaks."""
+        """One view, from its start until it is lost."""
         cursor = _Cursor(EventReader(self._read_keys))
         with replay_client(self._endpoints.replay) as replay:
             if self._snapshot is not None:
@@ -159,7 +158,7 @@ class KvEventSubscriber:
             async with aclosing(self._catch_up(replay, cursor)) as events:
                 async for event in events:
                     yield event
-            yield cursor.tell()
+            yield cursor.report()
             while True:
                 frames = await inbox.receive(self._idle_check_s)
                 if frames is None:
@@ -176,8 +175,8 @@ class KvEventSubscriber:
     async def _go_on(
         self, replay: ReplayClient | None, cursor: _Cursor, sequence: int, payload: bytes
     ) -> AsyncGenerator[KvEvent, None]:
-        """The events of a batch that was published, and of those missing before it; none if it was replayed
-        before it came."""
+        """The events of a published batch and of any missing before it; none if a replay brought it
+        already."""
         if cursor.last_live is not None and sequence <= cursor.last_live:
             raise _StartOverError(f"sequence fell from {cursor.last_live} to {sequence}")
         cursor.last_live = sequence
@@ -195,7 +194,7 @@ class KvEventSubscriber:
                 raise _StartOverError(f"batches {first} to {sequence} are lost")
 
     async def _check(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
-        """What was published and did not come."""
+        """Events that were published but did not arrive."""
         if replay is None:
             return
         if cursor.silent:
@@ -208,8 +207,8 @@ class KvEventSubscriber:
             raise _StartOverError("the replay socket no longer answers")
 
     async def _look_for_replay(self, replay: ReplayClient, cursor: _Cursor) -> None:
-        """A view that began without its replay socket starts over once that answers: late, or asked anew,
-        which is seldom done and not waited for long, as events wait meanwhile."""
+        """Starts the view over once a silent replay socket answers. It is asked again only now and then, and
+        briefly, because events wait meanwhile."""
         answers = await replay.receive(0) is not None
         cursor.idle_checks += 1
         if not answers and cursor.idle_checks % _LOOK_EVERY == 0:
@@ -228,8 +227,8 @@ class KvEventSubscriber:
         until: int = -1,
         patience_s: float | None = None,
     ) -> AsyncGenerator[KvEvent, None]:
-        """What the engine published after `cursor.last`, by replay, as far as it has it; `until` is known to
-        exist. A ROUTER drops what its peer is too slow for, so an answer with holes is asked for again."""
+        """Replays what the engine published after `cursor.last`; batch `until` is known to exist. A ROUTER
+        drops messages for a slow peer, so an answer with gaps is requested again."""
         if replay is None or cursor.silent:
             return
         while True:
@@ -246,7 +245,7 @@ class KvEventSubscriber:
     async def _replayed(
         self, replay: ReplayClient, cursor: _Cursor, answer: _Answer
     ) -> AsyncGenerator[KvEvent, None]:
-        """The events of one answer, up to its first hole."""
+        """The events of one answer, up to its first gap."""
         known = cursor.last if cursor.last is not None and cursor.last >= 0 else None
         await replay.ask(known or 0)
         while True:
@@ -270,17 +269,17 @@ class KvEventSubscriber:
         self.replay_is_silent = False
         if known is not None and not answer.batches:
             raise _StartOverError(f"the engine no longer has batch {known}")
-        if cursor.last is None:  # it published nothing yet
+        if cursor.last is None:  # it has published nothing yet
             cursor.last, cursor.complete = -1, True
 
     def _note_silence(self, cursor: _Cursor, answer: _Answer) -> None:
-        """An answer stopped coming: after some of it the end mark was dropped, else nobody answers."""
+        """An answer stopped. If part of it came, the end mark was dropped; else nobody answers."""
         if not answer.batches:
             cursor.silent = self.replay_is_silent = True
             self.counts.unanswered += 1
 
     def _take(self, cursor: _Cursor, sequence: int, payload: bytes) -> Iterator[KvEvent]:
-        """Moves the cursor to this batch; its events."""
+        """The events of this batch; moves the cursor to it."""
         reader, counts = cursor.reader, self.counts
         if cursor.last is None:
             cursor.complete = sequence == 0
@@ -296,12 +295,12 @@ class KvEventSubscriber:
         except MalformedEvents:
             counts.malformed += 1
         counts.malformed += reader.skipped - skipped
-        if cursor.told not in (None, cursor.is_complete):
-            yield cursor.tell()
+        if cursor.reported not in (None, cursor.is_complete):
+            yield cursor.report()
 
     def _numbered(self, frames: list[bytes], *, replayed: bool = False) -> tuple[int, bytes] | None:
-        """Sequence number and payload, the last two frames of any message; None for one without, which is
-        counted, and for one of another topic."""
+        """Sequence number and payload, the last two frames of a message. None for another topic, and for a
+        malformed message, which is counted."""
         if len(frames) < 2 or len(frames[-2]) != _SEQUENCE_BYTES:  # noqa: PLR2004 - sequence, payload
             self.counts.malformed += 1
             return None
@@ -313,8 +312,8 @@ class KvEventSubscriber:
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer of the replay socket: the highest number known to exist, how long it may pause, and the
-    batches that came."""
+    """One answer of the replay socket: the highest number known to exist, the longest pause in seconds, and
+    the batches received."""
 
     until: int
     patience_s: float
@@ -322,12 +321,12 @@ class _Answer:
 
 
 def _check_same(cursor: _Cursor, sequence: int, payload: bytes) -> None:
-    """The first replayed batch is the last one known, or the process is another."""
+    """Raises if the first replayed batch is not the last known one: then the process is another."""
     if sequence != cursor.last:
         raise _StartOverError(f"batch {cursor.last} left the replay buffer")
     digest = _digest(payload)
     if cursor.digest not in (None, digest):
-        raise _StartOverError(f"batch {sequence} is another than before: the engine restarted")
+        raise _StartOverError(f"batch {sequence} has changed: the engine restarted")
     cursor.digest = digest
 
 

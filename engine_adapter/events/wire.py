@@ -2,8 +2,7 @@
 
 A batch is msgpack `[ts, [event…], rank]`; an event is a map `{"type": …}` (vLLM from 0.24 on, SGLang from
 0.5.21 on, and the embedded engine) or an array `[type, …]` in field order (those before). Fields at their
-default may be left out. What an engine adds to a block's identity beyond tokens is for a reader of its
-own: see kv_keys.py.
+default may be left out. Each engine has its own reader for the keys beside a block's tokens: see keys.py.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from engine_adapter.types import (
 
 _MEDIUM_OF = {Tier.GPU: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
 _TIER_OF: dict[object, Tier] = {
-    None: Tier.GPU,  # an engine that leaves it out means its GPU
+    None: Tier.GPU,  # engines that leave it out mean the GPU
     "GPU": Tier.GPU,
     "CPU": Tier.HOST,
     "CPU_PINNED": Tier.HOST,
@@ -61,7 +60,7 @@ _unpack_list = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """The events of one batch that could be read, and the number of those that could not."""
+    """The readable events of one batch, and the number of unreadable ones."""
 
     events: tuple[KvEvent, ...]
     skipped: int = 0
@@ -79,22 +78,22 @@ class EventReader:
     """Reads the batches of one engine, in order.
 
     Attributes:
-        groups: the KV cache groups of its model; events of those not followed are left out.
+        groups: the KV cache groups of its model; events of other groups than the followed one are left out.
         skipped: events so far that could not be read.
     """
 
     def __init__(self, read_keys: KeyReader | None = None) -> None:
-        """`read_keys` gives what stands beside the tokens; the embedded engine's named keys if None."""
+        """`read_keys` reads the keys beside the tokens; None reads the embedded engine's named keys."""
         self._read_keys = read_keys or read_named_keys
         self.groups = KvGroups()
         self.skipped = 0
 
     def read(self, payload: bytes) -> Iterator[KvEvent]:
-        """The events of the batch whose last frame is `payload`, each decoded when it is asked for; one that
-        cannot be read is left out and counted.
+        """The events of the batch whose last frame is `payload`, decoded one at a time. An unreadable event
+        is skipped and counted.
 
         Raises:
-            MalformedEvents: at the first, when the payload as a whole is no batch.
+            MalformedEvents: on the first event, if the payload is not a batch.
         """
         try:
             _, events, *_ = _unpack_list(payload)
@@ -111,7 +110,7 @@ class EventReader:
                     yield event
 
     def _event(self, raw: object) -> KvEvent | None:
-        """The event; None for one of a group that is not followed."""
+        """The event, None if its group is not followed."""
         kind, fields = _kind_and_fields(raw)
         if kind == "BlockStored":
             return _stored(fields, self._read_keys) if self.groups.follows(fields) else None
@@ -125,10 +124,10 @@ class EventReader:
 
 
 def decode_batch(payload: bytes, read_keys: KeyReader | None = None) -> EventBatch:
-    """One batch by itself, as `EventReader` reads it.
+    """One batch alone, read as `EventReader` reads it.
 
     Raises:
-        MalformedEvents: when the payload as a whole is no batch.
+        MalformedEvents: the payload is not a batch.
     """
     reader = EventReader(read_keys)
     events = tuple(reader.read(payload))
@@ -149,7 +148,7 @@ def decode_snapshot(payload: bytes) -> Snapshot:
     """Reads `encode_snapshot`'s bytes.
 
     Raises:
-        MalformedEvents: when they are none, or hold an event that cannot be read.
+        MalformedEvents: the bytes are not a snapshot, or one of its events is unreadable.
     """
     batch = decode_batch(payload)
     sequence = _unpack(_unpack_list(payload)[0])
@@ -164,7 +163,7 @@ def event_fields(event: KvEvent) -> dict[str, Any]:
     """The map that stands for `event` on the wire.
 
     Raises:
-        TypeError: for ViewLost and ViewCurrent, which are a reader's own and never travel.
+        TypeError: for ViewLost and ViewCurrent, which readers make and engines never send.
     """
     if isinstance(event, BlocksStored):
         return _stored_fields(event)
@@ -209,17 +208,17 @@ def _stored(fields: Fields, read_keys: KeyReader) -> BlocksStored:
     if not isinstance(raw_tokens, list):
         raise MalformedEvents("token_ids is a list of token ids")
     if not raw_tokens:
-        # Offloaded blocks: the hashes name blocks stored before; no other field says anything.
+        # Offloaded blocks: the hashes name blocks stored earlier, and the other fields are empty.
         return BlocksStored(tier, parent, hashes, _NO_TOKENS, size if type(size) is int else 0)
     if type(size) is not int or size < 1:
         raise MalformedEvents("block_size is a positive integer")
     if len(raw_tokens) != size * len(hashes):
         raise MalformedEvents(f"{len(raw_tokens)} token ids for {len(hashes)} blocks of {size}")
     keys = read_keys(fields)
-    if not keys.told:
+    if not keys.complete:
         return BlocksStored(tier, parent, hashes, _NO_TOKENS, size)
     token_ids = _tokens(raw_tokens) if keys.token_ids is None else keys.token_ids
-    return BlocksStored(tier, parent, hashes, token_ids, size, keys.extra_ids, keys.salt, keys.adapter)
+    return BlocksStored(tier, parent, hashes, token_ids, size, keys.extra_ids, keys.salt, keys.lora)
 
 
 def _tokens(raw: list[int]) -> TokenIds[int]:

@@ -1,4 +1,4 @@
-"""What adapters of HTTP engines share: the client's request made the engine's, control calls, errors."""
+"""What adapters share: turning a client's request into the engine's, control calls, and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from engine_adapter.types import EngineSpec
 
 _CONNECT_S, _ANSWER_S = 5.0, 60.0
 _MAX_CONNECTIONS = 32
-# RFC 9110 7.6.1, and what the next connection sets for itself. Accept-encoding: usage is read on its way.
+# Hop-by-hop headers (RFC 9110 7.6.1), and those of the next connection. No compression: kvpin reads the
+# usage.
 _ENDS_HERE = frozenset(
     {
         "accept-encoding",
@@ -49,22 +50,22 @@ def base_url(spec: EngineSpec) -> str:
     """The engine's address without `/v1` and without a slash at its end.
 
     Raises:
-        EngineSpecError: not an http or https address.
+        EngineSpecError: it is not an http or https address.
     """
     try:
         url = httpx.URL(spec.url)
     except httpx.InvalidURL as error:
-        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is no address: {error}") from error
+        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is not an address: {error}") from error
     if url.scheme not in ("http", "https") or not url.host:
-        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is no http:// or https:// address")
+        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is not an http:// or https:// address")
     if url.query or url.fragment:
         raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has a query or a fragment")
     return spec.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def route_of(path: str) -> str:
-    """The route that a server will take a path for: without its query, decoded, one slash at a time. What a
-    route needs, a salt above all, must not hang on how its name was spelt."""
+    """The route of a path as a server reads it: without query, decoded, single slashes. A route spelt in
+    another way must get the same treatment, above all its salt."""
     route = unquote(path.partition("?")[0])
     while "//" in route:
         route = route.replace("//", "/")
@@ -86,7 +87,7 @@ def prepare_request(
         for name in value.split(",")
     }
     own = _own_headers(spec)
-    # A key the engine was given by the operator stands for every client.
+    # The operator's key for the engine replaces every client's key.
     ends_here = _ENDS_HERE | own.keys() | (_KEYS if spec.api_key else frozenset())
     kept = {
         name: value
@@ -104,7 +105,7 @@ def prepare_request(
 class ControlClient:
     """Calls an engine's own routes, apart from the data plane.
 
-    Every call raises EngineUnavailable when no answer comes and EngineRejected when it is an error.
+    Every call raises EngineUnavailable if there is no answer, and EngineRejected if the answer is an error.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -132,7 +133,7 @@ class ControlClient:
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401 - JSON
-        """Sends JSON or raw bytes; returns the JSON answered."""
+        """Sends JSON or raw bytes; returns the JSON of the answer."""
         if content is None and json is not None:
             content = msgspec.json.encode(json)
         raw = await self.fetch(method, path, content, headers)
@@ -144,7 +145,7 @@ class ControlClient:
     async def fetch(
         self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> bytes:
-        """The bytes answered."""
+        """The bytes of the answer."""
         kind = {"content-type": "application/json"} if content is not None else {}
         try:
             response = await self._client.request(
@@ -165,7 +166,7 @@ def model_name(models: object) -> str:
     """The first model of a `/v1/models` answer.
 
     Raises:
-        EngineUnavailable: the answer names none.
+        EngineUnavailable: it lists none.
     """
     match models:
         case {"data": [{"id": str(name)}, *_]}:
@@ -175,7 +176,7 @@ def model_name(models: object) -> str:
 
 
 def max_model_len(models: object) -> int | None:
-    """The context of the first model of a `/v1/models` answer, where it says so."""
+    """The context length of the first model of a `/v1/models` answer, if it says so."""
     match models:
         case {"data": [{"max_model_len": int(length)}, *_]}:
             return length
@@ -184,7 +185,7 @@ def max_model_len(models: object) -> int | None:
 
 
 def _own_headers(spec: EngineSpec) -> dict[str, str]:
-    """What the operator has every request to the engine carry; names in lower case."""
+    """The headers that the operator adds to every request to the engine; names in lower case."""
     headers = {name.lower(): value for name, value in spec.headers.items()}
     return headers | ({"authorization": f"Bearer {spec.api_key}"} if spec.api_key else {})
 
@@ -193,7 +194,7 @@ def _check_headers(spec: EngineSpec) -> None:
     """Raises EngineSpecError, which does not repeat a value: it may be secret."""
     for name, value in spec.headers.items():
         if not _HEADER_NAME.fullmatch(name):
-            raise EngineSpecError(f"engine {spec.id!r}: headers: {name!r} is no header name")
+            raise EngineSpecError(f"engine {spec.id!r}: headers: {name!r} is not a header name")
         if name.lower() in _ENDS_HERE:
             raise EngineSpecError(f"engine {spec.id!r}: headers: kvpin sets {name!r} itself: leave it out")
         if not _HEADER_VALUE.fullmatch(value):
@@ -210,7 +211,7 @@ def _describe(error: httpx.HTTPError) -> str:
 
 
 def _rejection(response: httpx.Response) -> EngineRejected | EngineUnavailable:
-    """What an error answer means."""
+    """The exception for an error answer."""
     error = read_error(response.content)
     if response.status_code in (502, 503, 504):
         return EngineUnavailable(f"the engine answered {response.status_code}: {error.message}")

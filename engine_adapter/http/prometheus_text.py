@@ -1,6 +1,6 @@
-"""The few metrics wanted out of an engine's `/metrics` page.
+"""Reads a few metrics from an engine's `/metrics` page.
 
-A page may have 100 KB and is read every second: its lines are sorted out by name before any is parsed.
+A page may have 100 kB and is read every second, so lines are filtered by name before they are parsed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine_adapter.errors import EngineUnavailable
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One value, and the labels it stands under."""
+    """One value with its labels."""
 
     name: str
     labels: Mapping[str, str]
@@ -24,31 +24,31 @@ class Sample:
 
 
 class Samples:
-    """The values of a page that were asked for."""
+    """The requested values of a page."""
 
     def __init__(self, samples: Collection[Sample]) -> None:
         self._samples = tuple(samples)
 
     def all(self, name: str, **labels: str) -> list[Sample]:
-        """Those of a name whose labels include `labels`."""
+        """The samples of a name whose labels include `labels`."""
         wanted = labels.items()
         return [s for s in self._samples if s.name == name and wanted <= s.labels.items()]
 
     def sum(self, name: str, **labels: str) -> float | None:
-        """Their sum; None when there are none."""
+        """The sum of such samples; None if there are none."""
         values = [sample.value for sample in self.all(name, **labels)]
         return sum(values) if values else None
 
     def labels(self, name: str, **labels: str) -> Mapping[str, str]:
-        """All labels of the first of them; {} when there are none."""
+        """All labels of the first such sample; {} if there are none."""
         return next((sample.labels for sample in self.all(name, **labels)), {})
 
 
 def read_samples(page: bytes, names: Collection[str]) -> Samples:
-    """The samples of `page` whose name is one of `names`.
+    """The samples of `page` with one of these names.
 
     Raises:
-        EngineUnavailable: the page is not in Prometheus' text format.
+        EngineUnavailable: the page is not in Prometheus text format.
     """
     starts = tuple(chain.from_iterable((f"{name}{{", f"{name} ") for name in names))
     try:

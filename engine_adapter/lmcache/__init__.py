@@ -1,9 +1,10 @@
-"""LMCache as the host and disk tier of vLLM: asked over HTTP what it holds, and told what to move.
+"""LMCache as the host and disk tier of vLLM. kvpin asks it over HTTP what it holds and tells it what to move.
 
-tiers.py     the collaborator of vLLM's adapter    survey.py  what a node and its coordinator are, and lack
-client.py    their routes                          wire.py    their answers
-chunks.py    what they hold of a prompt            salts.py   what keeps KV apart that LMCache would mix
-verbs.py     offload, restore, flush               pins.py    pins that end
+tiers.py     what vLLM's adapter uses          survey.py   what a node and its coordinator are
+client.py    their routes                      wire.py     their answers
+chunks.py    which chunks of a prompt they hold  salts.py  salts for KV that LMCache would mix
+verbs.py     offload, restore, flush           pins.py     pins that expire
+options.py   settings
 """
 
 from __future__ import annotations

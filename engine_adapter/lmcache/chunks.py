@@ -1,4 +1,5 @@
-"""What LMCache holds, in chunks: one chunk of a prompt is an object for each rank, and lies where all do."""
+"""What LMCache holds, in chunks. A chunk has one object per rank, and lies on a tier if all its objects
+do."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class Chunk:
 
     Attributes:
         keys: its objects.
-        on_host: all of them lie in the node's L1.
-        on_disk: all of them lie on an L2 the node reaches.
+        on_host: all lie in the node's L1.
+        on_disk: all lie on an L2 that the node reaches.
         bytes: of one copy.
     """
 
@@ -29,12 +30,12 @@ class Chunk:
 
     @property
     def held(self) -> bool:
-        """Whether the node has it on any tier."""
+        """Whether any tier of the node holds it."""
         return self.on_host or self.on_disk
 
 
 def chunks_of(objects: Iterable[KeyPlacements], instance_id: str) -> list[Chunk]:
-    """Objects as the chunks of one node, in the order of their first objects."""
+    """Groups objects into the chunks of one node, in the order of their first objects."""
     groups: dict[tuple[str, str, str], list[KeyPlacements]] = {}
     for each in objects:
         name = (each.key.chunk_hash_hex, each.key.model_name, each.key.cache_salt)
@@ -43,14 +44,14 @@ def chunks_of(objects: Iterable[KeyPlacements], instance_id: str) -> list[Chunk]
 
 
 def leading(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks up to the first that is not held."""
+    """The chunks before the first that is not held."""
     return list(takewhile(lambda chunk: chunk.held, chunks))
 
 
 def below_gpu(chunks: Sequence[Chunk], n_tokens: int, tokens_per_chunk: int) -> BelowGpu:
-    """What an engine would take of a prompt that has these chunks.
+    """What an engine would reuse of a prompt with these chunks.
 
-    A prompt of which every token is held has its last one computed again: one less is reused.
+    If every token is held, the engine computes the last one again, so one token less is reused.
     """
     held = leading(chunks)
     host = sum(1 for _ in takewhile(lambda chunk: chunk.on_host, held)) * tokens_per_chunk
@@ -59,7 +60,8 @@ def below_gpu(chunks: Sequence[Chunk], n_tokens: int, tokens_per_chunk: int) -> 
 
 
 def text_of(target: KvTarget, tokens_per_chunk: int) -> array[int]:
-    """The whole chunks of a prompt up to the first that holds an image, which LMCache names otherwise."""
+    """The whole chunks of a prompt before its first image, because LMCache names chunks with images
+    differently."""
     token_ids = target.token_ids if target.token_ids is not None else array("i")
     end = len(token_ids)
     if target.extra_ids is not None:

@@ -1,7 +1,7 @@
 """The routes of an LMCache node and of its coordinator.
 
-Every call raises EngineUnavailable when no answer comes, or one of another shape, and EngineRejected when it
-is an error.
+Every call raises EngineUnavailable if there is no answer or one of another form, and EngineRejected for an
+error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAGE = 5000
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whose KV is meant: the engine's model as LMCache names it, its ranks, and the node beside it."""
+    """Selects one engine's KV: its model as LMCache names it, its ranks, and the node beside it."""
 
     model_name: str
     world_size: int
@@ -34,32 +34,32 @@ class Node:
     """The LMCache server beside an engine."""
 
     def __init__(self, spec: LmCacheSpec, url: str) -> None:
-        """Raises EngineSpecError for an address that is none."""
+        """Raises EngineSpecError for an invalid address."""
         self._control = ControlClient(replace(spec, url=url, api_key=None, headers={}))
 
     async def status(self) -> wire.Status:
-        """What it holds, and which engines are connected to it."""
+        """What it holds, and the connected engines."""
         return _read(await self._control.get("/status"), wire.Status)
 
     async def config(self) -> wire.Config:
-        """What it was started with."""
+        """Its configuration."""
         return _read(await self._control.get("/config"), wire.Config)
 
     async def check(self) -> None:
-        """Raises when it is not well."""
+        """Raises if it is not healthy."""
         await self._control.get("/healthcheck")
 
     async def prefetch(self, scope: Scope, token_ids: Sequence[int], salt: str) -> wire.Prefetch:
-        """Starts to bring what lies on L2 of a prompt to L1."""
+        """Starts to load a prompt's chunks from L2 to L1."""
         body = _prompt(scope, token_ids, salt)
         return _read(await self._control.call("POST", "/cache/prefetches", json=body), wire.Prefetch)
 
     async def prefetched(self, request_id: str) -> wire.Prefetch:
-        """How far that is. Once it is over, this is told one time."""
+        """Progress of a prefetch. The node reports its end only once."""
         return _read(await self._control.get(f"/cache/prefetches/{request_id}"), wire.Prefetch)
 
     async def delete(self, keys: Sequence[wire.Key], tier: str) -> wire.Deleted:
-        """Drops objects from `l1`, or from `all` tiers, unless a request is using them."""
+        """Drops objects from `l1` or from `all` tiers, except those that a request uses."""
         body = {"keys": keys, "tier": tier, "force": False}
         deleted = _read(await self._control.call("DELETE", "/cache/objects", json=body), wire.Deleted)
         if not deleted.ok:
@@ -75,12 +75,12 @@ class Coordinator:
     """The LMCache coordinator, which knows what lies where."""
 
     def __init__(self, spec: LmCacheSpec, url: str) -> None:
-        """Raises EngineSpecError for an address that is none."""
+        """Raises EngineSpecError for an invalid address."""
         self.url = url
         self._control = ControlClient(replace(spec, url=url, api_key=None, headers={}))
 
     async def check(self) -> None:
-        """Raises when it is not well."""
+        """Raises if it is not healthy."""
         await self._control.get("/healthz")
 
     async def instances(self) -> frozenset[str]:
@@ -89,16 +89,16 @@ class Coordinator:
         return frozenset(each.instance_id for each in answer.instances)
 
     async def stats(self) -> wire.DirectoryStats:
-        """How much lies on either tier."""
+        """How much each tier holds."""
         return _read(await self._control.get("/directory/stats"), wire.DirectoryStats)
 
     async def lookup(self, scope: Scope, token_ids: Sequence[int], salt: str) -> wire.Lookup:
-        """Where the whole chunks of a prompt lie."""
+        """The places of a prompt's whole chunks."""
         body = _prompt(scope, token_ids, salt)
         return _read(await self._control.call("POST", "/directory/lookup", json=body), wire.Lookup)
 
     async def keys(self) -> list[wire.KeyPlacements]:
-        """All objects it knows of, of every model and node."""
+        """All objects of every model and node."""
         found: list[wire.KeyPlacements] = []
         while True:
             path = f"/directory/keys?offset={len(found)}&limit={_PAGE}"
@@ -108,15 +108,15 @@ class Coordinator:
                 return found
 
     async def pins(self) -> int:
-        """Objects that are pinned, whoever did it."""
+        """Pinned objects, whoever pinned them."""
         return _read(await self._control.get("/cache/pins?limit=1"), wire.Pins).total
 
     async def pin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
-        """Keeps the whole chunks of a prompt on L2; the number of objects."""
+        """Pins the whole chunks of a prompt on L2; returns the number of objects."""
         return await self._pins("POST", scope, token_ids, salt)
 
     async def unpin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
-        """Takes back one pin of them."""
+        """Removes one pin of these chunks."""
         return await self._pins("DELETE", scope, token_ids, salt)
 
     async def aclose(self) -> None:

@@ -21,7 +21,7 @@ class LmCacheOptions(EngineOptions, frozen=True):
         for name in ("lmcache", "lmcache_coordinator"):
             address = getattr(self, name)
             if address is not None and not address.startswith(("http://", "https://")):
-                raise ValueError(f"{name}: {address!r} is no http:// or https:// address")
+                raise ValueError(f"{name}: {address!r} is not an http:// or https:// address")
         if self.lmcache_coordinator is not None and self.lmcache is None:
             raise ValueError("lmcache_coordinator goes with lmcache=http://HOST:PORT")
 

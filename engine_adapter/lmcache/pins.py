@@ -1,4 +1,5 @@
-"""Pins that end by themselves: the coordinator's are for ever, so each is taken back when its time is up."""
+"""Pins with a time limit. The coordinator's own pins never expire, so kvpin removes each when its time is
+up."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _FAREWELL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """What was pinned, where, and the task that ends it."""
+    """What is pinned, where, and the task that ends it."""
 
     coordinator: Coordinator
     scope: Scope
@@ -27,7 +28,7 @@ class _Pin:
 
 
 class TimedPins:
-    """The pins kvpin holds at a coordinator."""
+    """kvpin's pins at a coordinator."""
 
     def __init__(self) -> None:
         self._pins: dict[str, _Pin] = {}
@@ -38,7 +39,7 @@ class TimedPins:
     async def add(
         self, coordinator: Coordinator, scope: Scope, token_ids: array[int], salt: str, ttl_s: float
     ) -> str:
-        """Pins the whole chunks of a prompt on L2 for `ttl_s` seconds; the pin's id."""
+        """Pins the whole chunks of a prompt on L2 for `ttl_s` seconds; returns the pin's id."""
         await coordinator.pin(scope, token_ids, salt)
         pin_id = uuid.uuid4().hex
         end = asyncio.get_running_loop().create_task(self._end(pin_id, ttl_s))
@@ -46,7 +47,7 @@ class TimedPins:
         return pin_id
 
     async def remove(self, pin_id: str) -> bool:
-        """Ends a pin; False when there is none of that id."""
+        """Ends a pin; False if there is none with that id."""
         pin = self._pins.get(pin_id)
         if pin is None:
             return False
@@ -56,7 +57,7 @@ class TimedPins:
         return True
 
     async def aclose(self) -> None:
-        """Ends all of them, as far as the coordinator can be reached."""
+        """Ends all pins, if the coordinator is reachable."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
                 for pin_id in list(self._pins):
@@ -68,7 +69,7 @@ class TimedPins:
         self._pins.clear()
 
     async def _end(self, pin_id: str, ttl_s: float) -> None:
-        """Ends a pin when its time is up; as often as it takes."""
+        """Ends a pin when its time is up, and retries until it succeeds."""
         await asyncio.sleep(ttl_s)
         while True:
             with suppress(EngineError):

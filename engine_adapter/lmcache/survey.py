@@ -1,4 +1,4 @@
-"""What the LMCache of an engine is, and what keeps kvpin from using it."""
+"""Finds out what the LMCache of an engine is, and what keeps kvpin from using it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from engine_adapter.lmcache.client import Coordinator, Node, Scope
 from engine_adapter.lmcache.options import LmCacheSpec
 from engine_adapter.types import Capability, Finding
 
-_UNUSED = "nothing is offloaded, restored or pinned there, and what it holds is not predicted"
+_UNUSED = "kvpin does not use it"
 _CONNECTOR = (
     'start vLLM with --kv-transfer-config \'{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",'
     '"kv_connector_extra_config":{"lmcache.mp.host":"tcp://HOST","lmcache.mp.port":PORT}}\''
 )
 
-# Ends the name of a model whose context is spread over ranks.
+# Suffix of a model name whose context is spread over ranks.
 _SPREAD = "##"
 _REPORTING = "--coordinator-url http://HOST:PORT --coordinator-event-reporting"
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node and its coordinator that can be used.
+    """A usable node with its coordinator.
 
     Attributes:
-        coordinator: knows what lies where.
-        scope: whose KV is meant.
-        tokens_per_chunk: what they keep at a time.
-        flush_s: how long the coordinator may take to hear of what the node does.
-        capabilities: what they add to the engine's.
+        coordinator: knows the place of every chunk.
+        scope: selects the engine's KV.
+        tokens_per_chunk: chunk size in tokens.
+        flush_s: delay in seconds until the coordinator hears of changes on the node.
+        capabilities: those they add to the engine's.
     """
 
     coordinator: Coordinator
@@ -42,7 +42,7 @@ class Site:
 
 
 class _Unusable(Exception):
-    """What ends a survey."""
+    """Ends a survey, with its finding."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.finding = Finding(f"{problem}: {_UNUSED}", remedy)
@@ -51,16 +51,16 @@ class _Unusable(Exception):
 async def survey(
     spec: LmCacheSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
 ) -> tuple[Site | None, tuple[Finding, ...]]:
-    """Asks both what they are.
+    """Asks the node and its coordinator what they are.
 
     Args:
         spec: the engine's.
-        model: what the engine was started with as its model, which is what LMCache calls it.
+        model: the model the engine was started with, which is its name in LMCache.
         node: the LMCache server beside it.
-        coordinator_at: the coordinator of an address.
+        coordinator_at: makes the coordinator at an address.
 
     Returns:
-        What can be used, None where it cannot be; and what was found wanting.
+        The usable site or None, and the findings.
     """
     try:
         return await _survey(spec, model, node, coordinator_at)
@@ -74,33 +74,33 @@ async def _survey(
     try:
         status, config = await node.status(), await node.config()
     except EngineError as error:
-        problem = f"the LMCache server {spec.options.lmcache} is not there ({error})"
+        problem = f"the LMCache server {spec.options.lmcache} is not reachable ({error})"
         raise _Unusable(problem, "start it, or leave lmcache= out") from None
     context = _context(spec, model, status)
     told = config.coordinator or wire.CoordinatorConfig()
     url = spec.options.lmcache_coordinator or told.url
     if url is None or not told.event_reporting:
-        problem = f"the LMCache server {spec.options.lmcache} tells no coordinator what it holds"
+        problem = f"the LMCache server {spec.options.lmcache} reports to no coordinator"
         raise _Unusable(problem, f"start `lmcache coordinator`, and the server with {_REPORTING}")
     scope = Scope(context.model_name, context.world_size, config.mp.instance_id)
     coordinator = coordinator_at(url)
     try:
         await _examine(spec, coordinator, scope, status.chunk_size)
     except EngineError as error:
-        problem = f"the LMCache coordinator {url} is not there ({error})"
+        problem = f"the LMCache coordinator {url} is not reachable ({error})"
         raise _Unusable(problem, "start it, or name another: lmcache_coordinator=http://HOST:PORT") from None
     moves = frozenset({Capability.OFFLOAD, Capability.RESTORE})
     site = Site(coordinator, scope, status.chunk_size, told.event_flush_interval, moves)
     try:
         await coordinator.pins()
     except EngineError as error:
-        problem = f"the LMCache coordinator {url} takes no pins ({error})"
+        problem = f"the LMCache coordinator {url} cannot pin ({error})"
         return site, (Finding(problem, "start it with its eviction controller"),)
     return replace(site, capabilities=moves | {Capability.PIN}), ()
 
 
 def _context(spec: LmCacheSpec, model: str, status: wire.Status) -> wire.Context:
-    """The engine, as the node knows it."""
+    """The engine as it is registered with the node."""
     contexts = [*status.cache_context_meta.values(), *status.non_cuda_context_meta.values()]
     for each in contexts:
         if each.model_name.partition(_SPREAD)[0] == model:
@@ -114,11 +114,11 @@ def _context(spec: LmCacheSpec, model: str, status: wire.Status) -> wire.Context
 
 
 async def _examine(spec: LmCacheSpec, coordinator: Coordinator, scope: Scope, tokens_per_chunk: int) -> None:
-    """Raises for a coordinator that cannot be used."""
+    """Raises if the coordinator cannot be used."""
     if scope.instance_id not in await coordinator.instances():
         problem = f"the LMCache coordinator {coordinator.url} does not know the server {spec.options.lmcache}"
         raise _Unusable(problem, f"start that with {_REPORTING}")
-    # One token short of two chunks holds one, unless chunks are larger or smaller here.
+    # One token less than two chunks must be one chunk, or the coordinator uses another chunk size.
     asked = await coordinator.lookup(scope, [0] * (2 * tokens_per_chunk - 1), "")
     if asked.chunks != 1:
         problem = f"the LMCache coordinator {coordinator.url} has chunks of another size than its server"

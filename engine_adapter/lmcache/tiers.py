@@ -1,4 +1,4 @@
-"""The LMCache of one vLLM engine: the part of its adapter that lies below the GPU."""
+"""The LMCache below one vLLM engine, as its adapter uses it."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from engine_adapter.types import (
     Pinned,
 )
 
-# A look-up takes a few milliseconds, more for very long prompts. One that takes longer than this is not
-# waited for, nor is another one sent until LMCache is seen to be well.
+# A look-up takes a few milliseconds, longer for very long prompts. A slower one is given up, and no other is
+# sent until LMCache is healthy again.
 _LOOKUP_S = 0.25
 _LOOKUP_TOK_S = 500_000
 _CHECK_S = 1.0
 
 
 class LmCache:
-    """The node beside an engine, and their coordinator.
+    """The LMCache node beside an engine, and its coordinator.
 
     Args:
-        spec: the engine's; names the node, and the coordinator where that is not the node's own.
+        spec: the engine's. It names the node, and the coordinator if that is not the node's own.
     """
 
     def __init__(self, spec: LmCacheSpec) -> None:
-        """Raises EngineSpecError for an address that is none, ValueError where the spec names no node."""
+        """Raises EngineSpecError for an invalid address, ValueError if the spec names no node."""
         if spec.options.lmcache is None:
             raise ValueError(f"engine {spec.id!r} names no LMCache server")
         self._spec = spec
@@ -59,10 +59,10 @@ class LmCache:
     # --- what it is -----------------------------------------------------------------------------------
 
     async def connect(self, model: str, tokens_per_block: int | None) -> None:
-        """Finds out what is there.
+        """Finds out what the node and the coordinator are.
 
         Args:
-            model: what the engine was started with as its model.
+            model: the model the engine was started with.
             tokens_per_block: the engine's block size.
         """
         self._model, self._tokens_per_block = model, tokens_per_block
@@ -71,21 +71,21 @@ class LmCache:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What it adds to the engine's, as of the last `connect`."""
+        """Capabilities it adds to the engine's, as of the last `connect`."""
         return self._site.capabilities if self._site is not None else frozenset()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What keeps it from being used, likewise."""
+        """What keeps kvpin from using it, as of the last `connect`."""
         return self._findings
 
     @property
     def tokens_per_chunk(self) -> int | None:
-        """What it keeps at a time; None where it cannot be used."""
+        """Chunk size in tokens; None if it cannot be used."""
         return self._site.tokens_per_chunk if self._site is not None else None
 
     async def has_changed(self) -> bool:
-        """Whether what the last `connect` found is not so any more."""
+        """Whether the result of the last `connect` is out of date."""
         try:
             async with asyncio.timeout(_CHECK_S):
                 if self._site is None or self._doubted or self._findings:
@@ -115,7 +115,7 @@ class LmCache:
         return below_gpu(chunks, n_tokens, self._site.tokens_per_chunk)
 
     async def stats(self) -> dict[str, Any]:
-        """What lies there, for people."""
+        """What it holds, for people."""
         if self._site is None:
             return {"error": str(self._findings[0])} if self._findings else {}
         storage = (await self._node.status()).storage_manager
@@ -140,10 +140,10 @@ class LmCache:
     # --- operations -----------------------------------------------------------------------------------
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Offloads to L2, restores to L1, or, for the whole engine, forgets.
+        """Offloads to L2, restores to L1, or flushes the whole engine.
 
         Raises:
-            EngineRejected: a restore of no prompt: LMCache finds KV by its tokens only.
+            EngineRejected: a restore without a prompt; LMCache finds KV only by its tokens.
         """
         site = self._usable()
         mover = self._mover(site)
@@ -160,7 +160,7 @@ class LmCache:
                 yield progress
 
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
-        """Keeps what lies of a prompt on L2 from being evicted there."""
+        """Protects a prompt's chunks on L2 from eviction."""
         site = self._usable()
         mover, salt = self._mover(site), _salt(target)
         text = text_of(target, site.tokens_per_chunk)
@@ -173,11 +173,11 @@ class LmCache:
         return Pinned(pin_id, held * self._blocks_per_chunk(site), ttl_s)
 
     async def unpin(self, pin_id: str) -> bool:
-        """Ends a pin; False when there is none of that id."""
+        """Ends a pin; False if there is none with that id."""
         return await self._pins.remove(pin_id)
 
     async def aclose(self) -> None:
-        """Ends the pins and closes connections."""
+        """Ends all pins and closes connections."""
         await self._pins.aclose()
         await self._node.aclose()
         for coordinator in self._coordinators.values():
@@ -203,10 +203,10 @@ class LmCache:
 
 
 def _remedies(findings: tuple[Finding, ...]) -> list[str]:
-    """What tells findings apart: their words may have the error of the day in them."""
+    """Identity of a finding, without the error text in it."""
     return [finding.remedy for finding in findings]
 
 
 def _salt(target: KvTarget) -> str | None:
-    """The salt the target's requests go under."""
+    """The salt sent with the target's requests."""
     return salt_for(target.cache_salt, target.adapter)

@@ -1,8 +1,8 @@
-"""Offload, restore and flush, in slices.
+"""Offload, restore and flush in LMCache, in slices.
 
-vLLM writes what it computes to the node's L1, and the node at once to its L2. So to offload is to wait until
-all is on L2 and to drop it from L1; to restore is to prefetch it; to flush is to drop it from both. What vLLM
-itself holds is another matter.
+vLLM writes computed KV to the node's L1, and the node writes it to L2 at once. So offload waits until
+everything is on L2 and drops it from L1, restore prefetches it, and flush drops it from both. vLLM's own
+cache is not affected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KvMover:
     Args:
         node: the LMCache server.
         site: what it and its coordinator are.
-        blocks_per_chunk: the engine's blocks in a chunk, in which progress is told.
+        blocks_per_chunk: engine blocks per chunk; progress counts blocks.
     """
 
     def __init__(self, node: Node, site: Site, blocks_per_chunk: int) -> None:
@@ -44,7 +44,7 @@ class KvMover:
     async def offload(
         self, token_ids: array[int] | None, salt: str | None
     ) -> AsyncGenerator[KvProgress, None]:
-        """L1 → L2: of a prompt, of a salt, or with neither of everything. What a request uses stays."""
+        """L1 → L2: a prompt, a salt, or everything. Chunks that a request uses stay."""
         chunks = [chunk for chunk in await self.written(token_ids, salt) if chunk.on_host]
         safe = [chunk for chunk in chunks if chunk.on_disk]
         waiting = (len(chunks) - len(safe)) * self._blocks
@@ -54,7 +54,7 @@ class KvMover:
                 yield progress
 
     async def restore(self, token_ids: array[int], salt: str | None) -> AsyncGenerator[KvProgress, None]:
-        """L2 → L1, as far as the prompt lies there without a gap."""
+        """L2 → L1: the prompt's leading chunks, up to the first missing one."""
         held = leading(await self.look(token_ids, salt))
         total = sum(not chunk.on_host for chunk in held)
         done = moved = 0
@@ -73,13 +73,13 @@ class KvMover:
                     return
 
     async def flush(self) -> AsyncGenerator[KvProgress, None]:
-        """Drops all KV of the model from both tiers, until nothing more of it is told."""
+        """Drops all KV of the model from both tiers, until the coordinator lists none."""
         before = last = KvProgress(0, 0)
         dropped: set[tuple[Key, ...]] = set()
         for _ in range(_PASSES):
             await self.settle()
             held = [chunk for chunk in await self._held(None, None) if chunk.held]
-            # The coordinator hears late, or never, of objects that were not on disk any more.
+            # The coordinator hears late, or never, that an object was already missing on disk.
             chunks = [chunk for chunk in held if chunk.on_host or chunk.keys not in dropped]
             if not chunks:
                 return
@@ -97,8 +97,8 @@ class KvMover:
         return chunks_of(found.results, self._site.scope.instance_id)
 
     async def written(self, token_ids: array[int] | None, salt: str | None) -> list[Chunk]:
-        """The chunks of a prompt, of a salt, or of everything, once they are on disk. vLLM may have computed
-        the prompt just now: what the coordinator has not heard of is waited for, though not for long."""
+        """The chunks of a prompt, of a salt, or all, once they are on disk. If vLLM has just computed the
+        prompt, waits briefly until the coordinator hears of it."""
         await self.settle()
         begun = _now()
         while True:
@@ -110,7 +110,7 @@ class KvMover:
             await asyncio.sleep(self._site.flush_s / 4)
 
     async def settle(self) -> None:
-        """Waits until the node has written what it was given, and its coordinator has heard of it."""
+        """Waits until the node has written everything and the coordinator has heard of it."""
         instance, step_s = self._site.scope.instance_id, self._site.flush_s / 4
         deadline = _now() + _PATIENCE_S
         while True:
@@ -126,7 +126,7 @@ class KvMover:
             await asyncio.sleep(step_s)
 
     async def _held(self, token_ids: array[int] | None, salt: str | None) -> list[Chunk]:
-        """The chunks of a prompt; of a salt; of everything that is the model's."""
+        """The chunks of a prompt, of a salt, or all of the model."""
         if token_ids is not None:
             return await self.look(token_ids, salt)
         model = self._site.scope.model_name
@@ -140,7 +140,7 @@ class KvMover:
     async def _drop(
         self, chunks: Sequence[Chunk], tier: str, before: KvProgress
     ) -> AsyncGenerator[KvProgress, None]:
-        """Drops chunks from a tier, on top of what was done before."""
+        """Drops chunks from a tier; progress continues from `before`."""
         total = before.total + len(chunks) * self._blocks
         done, moved, left = before.done, before.bytes, dict(before.left)
         yield KvProgress(done, total, moved, dict(left))
@@ -156,7 +156,7 @@ class KvMover:
             yield KvProgress(done, total, moved, dict(left))
 
     async def _prefetch(self, token_ids: array[int], salt: str | None) -> int:
-        """Brings a prompt's chunks to L1; the number of objects that did not come.
+        """Loads a prompt's chunks to L1; returns the number of objects that did not arrive.
 
         Raises:
             EngineUnavailable: it takes too long.
@@ -165,7 +165,7 @@ class KvMover:
         deadline = _now() + _PATIENCE_S
         while job.status != "completed":
             if _now() > deadline:
-                raise EngineUnavailable(f"LMCache did not end a prefetch in {_PATIENCE_S:.0f} s")
+                raise EngineUnavailable(f"LMCache did not finish a prefetch within {_PATIENCE_S:.0f} s")
             await asyncio.sleep(_POLL_S)
             job = await self._node.prefetched(job.request_id)
         return job.total_keys - job.found_keys

@@ -1,4 +1,4 @@
-"""What LMCache's node (its multi-process server) and its coordinator answer: the fields kvpin reads."""
+"""Answers of LMCache's node (its multi-process server) and coordinator: the fields that kvpin reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Key(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where an object lies. `tier` is l1 or l2; `shared` backends are every node's."""
+    """One place of an object. `tier` is l1 or l2; `shared` backends belong to every node."""
 
     instance_id: str
     tier: str
@@ -25,7 +25,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class KeyPlacements(msgspec.Struct, frozen=True):
-    """One object and all places it lies in."""
+    """One object and all its places."""
 
     key: Key
     placements: list[Placement]
@@ -39,7 +39,7 @@ class Lookup(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Coordinator, `GET /directory/keys`: one page of what is known to lie anywhere."""
+    """Coordinator, `GET /directory/keys`: one page of all known objects."""
 
     total: int
     keys: list[KeyPlacements]
@@ -56,7 +56,7 @@ class DirectoryStats(msgspec.Struct, frozen=True):
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """A node that is registered with the coordinator."""
+    """A node registered with the coordinator."""
 
     instance_id: str
 
@@ -81,7 +81,7 @@ class Pins(msgspec.Struct, frozen=True):
 
 
 class Context(msgspec.Struct, frozen=True):
-    """An engine that is connected to a node."""
+    """An engine connected to a node."""
 
     model_name: str
     world_size: int
@@ -103,7 +103,7 @@ class Storing(msgspec.Struct, frozen=True):
 
 
 class Storage(msgspec.Struct, frozen=True):
-    """A node's tiers. One that has several memories counts each under a name of its own."""
+    """A node's tiers. A node with several memories counts each under its own name."""
 
     l1_managers: dict[str, L1] = {}
     store_controllers: dict[str, Storing] = {}
@@ -116,12 +116,12 @@ class Storage(msgspec.Struct, frozen=True):
 
     @property
     def is_storing(self) -> bool:
-        """Whether any of them is on its way to L2."""
+        """Whether any object is on its way to L2."""
         return any(s.pending_keys_count or s.in_flight_task_count for s in self.store_controllers.values())
 
 
 class Status(msgspec.Struct, frozen=True):
-    """Node, `GET /status`. Engines on GPUs and on CPUs are listed apart."""
+    """Node, `GET /status`. It lists engines on GPUs and on CPUs separately."""
 
     chunk_size: int
     storage_manager: Storage
@@ -130,13 +130,13 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True):
-    """The part of a node's configuration that is the server's."""
+    """The server's part of a node's configuration."""
 
     instance_id: str
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True):
-    """The part that is about its coordinator."""
+    """The coordinator's part of a node's configuration."""
 
     url: str | None = None
     event_reporting: bool = False
@@ -161,7 +161,7 @@ class Prefetch(msgspec.Struct, frozen=True):
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """Node, `DELETE /cache/objects`: `skipped` are in use by a request."""
+    """Node, `DELETE /cache/objects`: a request uses the `skipped` objects."""
 
     deleted: int
     skipped: int = 0

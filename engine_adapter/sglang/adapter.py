@@ -1,6 +1,6 @@
-"""Drives an SGLang server: its OpenAI routes, its own ones, and its KV events.
+"""The adapter of SGLang: its OpenAI routes, its own routes and its KV events.
 
-What SGLang does and does not was read in its 0.5.23; docs/engines/sglang.md lists the facts this rests on.
+It rests on the code of SGLang 0.5.23; docs/engines/sglang.md lists the facts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine_adapter.sglang.findings import find, why_events_do_not_fit
 from engine_adapter.sglang.loads import Loads
 from engine_adapter.sglang.options import SglangSpec
 from engine_adapter.sglang.requests import hold_request, kept_apart, tells_cached_tokens
-from engine_adapter.sglang.server_info import ServerInfo, read_adapters, read_server_info
+from engine_adapter.sglang.server_info import ServerInfo, read_loras, read_server_info
 from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
 from engine_adapter.types import (
     Capability,
@@ -38,24 +38,24 @@ from engine_adapter.types import (
 from engine_adapter.undeclared import Undeclared
 
 _INSTEAD = {
-    Capability.KV_EVENTS: "what it holds is learned from its answers; start it with --kv-events-config",
+    Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",
     Capability.CACHED_TOKENS: "start it with --enable-cache-report",
-    Capability.FLUSH: "it needs the server's --admin-api-key as api_key; a restart does it too",
+    Capability.FLUSH: "give the server's --admin-api-key to kvpin as api_key, or restart the server",
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
 }
-_FLUSH_ALL_ONLY = "it is flushed as a whole or not at all: flush the engine, without a prompt or a tenant"
+_FLUSH_ALL_ONLY = "SGLang can only flush everything: flush the engine, without a prompt or a tenant"
 _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND = 400, 401, 404
 _DP_RANK = "x-data-parallel-rank"
 
 
 class SglangAdapter(SelfPlaced, Undeclared):
-    """`EngineAdapter` of SGLang; with `dp_rank`, of one data-parallel rank of a server."""
+    """`EngineAdapter` of SGLang, or with `dp_rank` of one data-parallel rank of it."""
 
     instead = _INSTEAD
 
     def __init__(self, spec: SglangSpec) -> None:
-        """Raises EngineSpecError for an address that is none."""
+        """Raises EngineSpecError for an invalid address."""
         self.spec = spec
         self._control = ControlClient(spec)
         self._loads = Loads(self._control, spec.options.dp_rank)
@@ -69,14 +69,14 @@ class SglangAdapter(SelfPlaced, Undeclared):
         return self._describe(await self._look())
 
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`. LoRA adapters come and go while a server runs."""
+        """See `EngineAdapter.load`. LoRA adapters can be loaded and unloaded while the server runs."""
         await self._check_ready()
         load = await self._loads.read()
         info = self._info
         if info is None or not info.lora:
             return load
-        adapters = read_adapters(await self._control.get("/v1/models"))
-        return replace(load, outdated=adapters != info.adapters)
+        loras = read_loras(await self._control.get("/v1/models"))
+        return replace(load, outdated=loras != info.loras)
 
     def findings(self) -> tuple[Finding, ...]:
         """See `EngineAdapter.findings`."""
@@ -91,13 +91,13 @@ class SglangAdapter(SelfPlaced, Undeclared):
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`. Also without reuse, namespaces and adapters are kept apart."""
+        """See `EngineAdapter.prepare`. Namespaces and LoRA adapters are kept apart, also without reuse."""
         if isinstance(body, JsonBody) and self._info is not None:
             body = kept_apart(self._info, route_of(path), body)
         request = prepare_request(self.spec, method, path, headers, body)
         if self.spec.options.dp_rank is None:
             return request
-        # The one word for the rank that every route reads, and that stands above the body's.
+        # Every route reads this header, and it overrides the body's rank.
         kept = {name: value for name, value in request.headers.items() if name.lower() != _DP_RANK}
         return replace(request, headers={**kept, _DP_RANK: str(self.spec.options.dp_rank)})
 
@@ -116,9 +116,8 @@ class SglangAdapter(SelfPlaced, Undeclared):
                 yield event
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`: a flush of everything. With several data-parallel ranks it is of all
-        of them. What a HiCache storage backend keeps beyond the server stays. How many blocks went is not
-        told."""
+        """See `EngineAdapter.operate`. Flushes everything, on all data-parallel ranks. What a HiCache storage
+        backend keeps outside the server stays. SGLang does not report how many blocks it dropped."""
         if verb is not KvVerb.FLUSH:
             raise self.not_supported(Capability(verb.value))
         if target.token_ids is not None or target.cache_salt is not None:
@@ -156,7 +155,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
             yield Hold(body)
 
     async def _look(self) -> ServerInfo:
-        """Asks the server what it is."""
+        """Reads what the server reports, and the findings."""
         self._tells_ready = True
         await self._check_ready()
         answer, models = await self._server_info(), await self._control.get("/v1/models")
@@ -171,8 +170,8 @@ class SglangAdapter(SelfPlaced, Undeclared):
         return info
 
     async def _check_ready(self) -> None:
-        """Raises EngineUnavailable while the server starts, is paused or not well. `/health` is not asked: it
-        takes a second and has the model compute a token. Servers before 0.5.20 have no `/ready`."""
+        """Raises EngineUnavailable while the server starts, is paused or is not healthy. `/health` would take
+        a second and make the model compute a token. Servers before 0.5.20 have no `/ready`."""
         if not self._tells_ready:
             return
         try:
@@ -189,17 +188,17 @@ class SglangAdapter(SelfPlaced, Undeclared):
             if error.status == _NOT_FOUND:
                 return await self._control.get("/get_server_info")
             if error.status == _UNAUTHORIZED:
-                raise EngineUnavailable("it wants its --api-key: give it to kvpin as api_key") from error
+                raise EngineUnavailable("it needs its --api-key: give it to kvpin as api_key") from error
             raise
         return answer
 
     def _endpoints(self, info: ServerInfo) -> EventEndpoints:
-        """Where the rank's events are, as this machine reaches them."""
+        """Addresses of the rank's events, as this machine reaches them."""
         events, replay, topic = self.spec.options.events, self.spec.options.replay, ""
         if info.publisher is not None and events is None:
-            told, told_replay = info.publisher.endpoints(self.spec.options.dp_rank or 0)
-            events, topic = reachable_endpoint(told, self.spec.url), info.publisher.topic
-            replay = replay or (told_replay and reachable_endpoint(told_replay, self.spec.url))
+            own, own_replay = info.publisher.endpoints(self.spec.options.dp_rank or 0)
+            events, topic = reachable_endpoint(own, self.spec.url), info.publisher.topic
+            replay = replay or (own_replay and reachable_endpoint(own_replay, self.spec.url))
         if events is None:
             raise self.not_supported(Capability.KV_EVENTS)
         return EventEndpoints(events, replay, topic)
@@ -225,6 +224,6 @@ class SglangAdapter(SelfPlaced, Undeclared):
             gpu_blocks=blocks,
             host_blocks=int(blocks * info.host_ratio) or None if blocks is not None else None,
             version=f"SGLang {info.version}",
-            adapters=info.adapters,
+            adapters=info.loras,
             shares_prefill=True,
         )

@@ -1,7 +1,7 @@
-"""Cached tokens out of an answer whose usage does not tell them: SGLang's `sglext` does when it is asked.
+"""Reads cached tokens from SGLang's `sglext` field, for servers whose usage does not report them.
 
-It is told only of prompts that reused something, in a stream by a chunk of its own before the usage. Where
-the client did not ask for it, it is taken out again; usage is given what it says, as any engine's has it.
+SGLang sends the field on request, and only if the prompt reused something. In a stream it is a chunk of its
+own before the usage. If the client did not ask for it, it is removed. Its count is copied into the usage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from engine_adapter.http.openai_answer import OpenAIAnswer, split_events, tells_
 from engine_adapter.http.usage import UNREADABLE
 
 _DETAILS, _EXTENSION = "cached_tokens_details", b'"sglext"'
-# An answer that came to its end.
+# The answer is complete.
 _FINISHED = b'"finish_reason":"'
 _NULL, _NO_CHOICES = msgspec.Raw(b"null"), msgspec.Raw(b"[]")
 _Fields = dict[str, msgspec.Raw]
@@ -20,7 +20,7 @@ _decode_fields = msgspec.json.Decoder(_Fields).decode
 
 
 class _Tiers(msgspec.Struct):
-    """Cached tokens by where they lay."""
+    """Cached tokens by tier."""
 
     device: int = 0
     host: int = 0
@@ -28,7 +28,7 @@ class _Tiers(msgspec.Struct):
 
 
 class DetailsAnswer(OpenAIAnswer):
-    """`AnswerReader` of an answer that was asked for `cached_tokens_details`."""
+    """`AnswerReader` for a request with `cached_tokens_details`."""
 
     def __init__(self, *, streams: bool, hides_details: bool) -> None:
         """`hides_details`: the client did not ask for them."""
@@ -41,7 +41,7 @@ class DetailsAnswer(OpenAIAnswer):
         return super().feed(chunk) if self._streams else self._pass_object(chunk)
 
     def cached_tokens(self) -> int | None:
-        """See `AnswerReader.cached_tokens`. None for an answer that broke off."""
+        """See `AnswerReader.cached_tokens`. None if the answer broke off."""
         return self._cached or 0 if self._finished else None
 
     def _pass_events(self, events: bytes) -> bytes:
@@ -51,7 +51,7 @@ class DetailsAnswer(OpenAIAnswer):
         return b"".join(map(self._pass_object, split_events(events)))
 
     def _pass_object(self, content: bytes) -> bytes:
-        """A whole answer, or an event of a stream; what the client gets of it."""
+        """What the client gets of an answer or a stream event."""
         start, end = content.find(b"{"), content.rfind(b"}") + 1
         try:
             fields = _decode_fields(content[start:end])
@@ -60,13 +60,13 @@ class DetailsAnswer(OpenAIAnswer):
             if is_last and fields.get("usage", _NULL) != _NULL:
                 changed |= self._fill_usage(fields)
             elif self._streams and is_last and changed and "sglext" not in fields:
-                return b""  # it was sent for the details alone
+                return b""  # the chunk held nothing but the details
         except UNREADABLE:
             return content
         return content[:start] + msgspec.json.encode(fields) + content[end:] if changed else content
 
     def _read_details(self, fields: _Fields) -> bool:
-        """Reads the details; True when they were taken out."""
+        """Reads the details; True if they were removed."""
         extension = _decode_fields(fields["sglext"]) if fields.get("sglext", _NULL) != _NULL else {}
         if _DETAILS not in extension:
             return False
@@ -81,7 +81,7 @@ class DetailsAnswer(OpenAIAnswer):
         return True
 
     def _fill_usage(self, fields: _Fields) -> bool:
-        """Puts the cached tokens where usage has none; True when it had none."""
+        """Adds the cached tokens to a usage without them; True if it did."""
         self._finished = True
         usage = _decode_fields(fields["usage"])
         details = usage.get("prompt_tokens_details", _NULL)

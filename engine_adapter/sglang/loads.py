@@ -1,4 +1,4 @@
-"""How busy an SGLang server is, by `/v1/loads` or, on one before 0.5.10, `/get_load`."""
+"""The load of an SGLang server, from `/v1/loads` or, before 0.5.10, `/get_load`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Answer = TypeVar("_Answer")
 
 
 class _Rank(msgspec.Struct, frozen=True):
-    """One data-parallel rank; the last field counts since the process began."""
+    """One data-parallel rank. The last field counts since the process started."""
 
     dp_rank: int
     num_running_reqs: int
@@ -30,7 +30,7 @@ class _Loads(msgspec.Struct, frozen=True):
 
 
 class _OldRank(msgspec.Struct, frozen=True):
-    """The same of a server before 0.5.10, whose first count includes the second."""
+    """The same for servers before 0.5.10. The first count includes the second."""
 
     dp_rank: int
     num_reqs: int
@@ -38,10 +38,10 @@ class _OldRank(msgspec.Struct, frozen=True):
 
 
 class Loads:
-    """Reads the load of one rank, or of all together.
+    """Reads the load of one rank, or of all ranks together.
 
     Attributes:
-        cache_hit_rate: share of the last prompts' tokens that were reused, by the server's own count.
+        cache_hit_rate: share of recent prompt tokens that were reused, as the server reports it.
     """
 
     def __init__(self, control: ControlClient, dp_rank: int | None) -> None:
@@ -52,7 +52,7 @@ class Loads:
         self.cache_hit_rate: float | None = None
 
     async def read(self) -> EngineLoad:
-        """Raises EngineUnavailable when the rank is not there, or is another process than before."""
+        """Raises EngineUnavailable if the rank is missing or its process was replaced."""
         ranks = [rank for rank in await self._ranks() if self._dp_rank in (None, rank.dp_rank)]
         if not ranks:
             raise EngineUnavailable(
@@ -71,7 +71,7 @@ class Loads:
         )
 
     def forget(self) -> None:
-        """The process may be another now."""
+        """Forgets the process that was read so far."""
         self._is_old, self._prefilled = False, 0
 
     async def _ranks(self) -> list[_Rank]:
@@ -90,4 +90,4 @@ def _read(answer: object, kind: type[_Answer]) -> _Answer:
     try:
         return msgspec.convert(answer, kind)
     except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"it does not tell its load as SGLang does: {error}") from error
+        raise EngineUnavailable(f"it does not report its load as SGLang does: {error}") from error

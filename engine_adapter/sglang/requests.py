@@ -1,8 +1,8 @@
-"""A request as SGLang is to get it: its namespace, its adapter, its tokens.
+"""Turns a request into the one SGLang gets: its namespace, LoRA adapter and tokens.
 
-extra_key    → folded into cache_salt, which events tell and extra_key they do not
-LoRA name    → lora_path: SGLang takes an adapter's name as `model` for its base model
-exact tokens → input_ids of a chat, prompt of a completion: they are not computed twice
+extra_key    → merged into cache_salt, because events carry cache_salt but not extra_key
+LoRA name    → lora_path, because SGLang serves its base model for a LoRA name in `model`
+exact tokens → input_ids of a chat, prompt of a completion, so that SGLang need not tokenise again
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def hold_request(
         path: the request's route.
         body: its body.
         prompt: its tokens, None where they are not known.
-        jinja: chats are written by a Jinja template, so that nothing but the prompt comes of it.
+        jinja: the server renders chats with a Jinja template, which makes nothing but the prompt.
 
     Raises:
-        EngineRejected: the server would serve it under another tenant's KV, or without its adapter.
+        EngineRejected: the server would use another tenant's KV, or ignore the LoRA adapter.
     """
-    changes = _salted(path, body) | _adapted(info, path, body)
+    changes = _salted(path, body) | _with_lora(info, path, body)
     if prompt is not None and prompt.exact and prompt.token_ids is not None:
         changes |= _tokens(info, path, body, prompt.token_ids.tolist(), jinja=jinja)
     hold = _asked(info, path, body, changes)
@@ -51,19 +51,19 @@ def hold_request(
 
 
 def kept_apart(info: ServerInfo, path: str, body: JsonBody) -> JsonBody:
-    """A request in its namespace and with its adapter, also where nothing else of it is followed; what
-    `hold_request` made stays as it is. Raises EngineRejected as that does."""
-    changes = _salted(path, body) | _adapted(info, path, body)
+    """Sets namespace and LoRA adapter, also of requests that are not followed. Leaves what `hold_request`
+    set. Raises EngineRejected like that."""
+    changes = _salted(path, body) | _with_lora(info, path, body)
     return body.replace(**changes) if changes else body
 
 
 def tells_cached_tokens(info: ServerInfo) -> bool:
-    """Whether answers to chats and completions can be made to tell them."""
+    """Whether answers to chats and completions can report cached tokens."""
     return info.cache_report or info.release >= _DETAILS_SINCE
 
 
 def _salted(path: str, body: JsonBody) -> dict[str, object]:
-    """The changes that put a request's namespace where events tell it."""
+    """The changes that put a request's namespace into the field that events carry."""
     salt = body.get("cache_salt")
     if path == _MESSAGES and salt is not None:
         raise EngineRejected(
@@ -80,15 +80,15 @@ def _salted(path: str, body: JsonBody) -> dict[str, object]:
 
 
 def _folded(salt: str | None, key: str) -> str:
-    """One salt for both. It begins like the salt, by which tenants' KV is told."""
+    """One salt for both. It starts with the salt, which identifies the tenant's KV."""
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     return f"{salt or ''}-extra-{digest}" if key else salt or ""
 
 
-def _adapted(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
-    """The changes that bring the LoRA adapter that `model` names; none for the model itself."""
+def _with_lora(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
+    """The changes that select the LoRA adapter named in `model`; none for the base model."""
     name = body.get("model")
-    if not isinstance(name, str) or name not in info.adapters or body.get("lora_path") == name:
+    if not isinstance(name, str) or name not in info.loras or body.get("lora_path") == name:
         return {}
     if path in (CHAT, COMPLETIONS) and ":" not in name:
         return {"lora_path": name}
@@ -100,12 +100,12 @@ def _adapted(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
 def _tokens(
     info: ServerInfo, path: str, body: JsonBody, token_ids: list[int], *, jinja: bool
 ) -> dict[str, object]:
-    """The changes that put tokens in the place of what they were made of."""
+    """The changes that replace text by its tokens."""
     if path == CHAT:
-        # SGLang's chats have no add_generation_prompt: it would render what was asked of kvpin otherwise.
+        # SGLang's chats ignore add_generation_prompt, so it would render a different prompt.
         return {"input_ids": token_ids} if jinja and "add_generation_prompt" not in body else {}
-    # An echo of tokens is written otherwise than the text they were made of.
-    # Nor does it read add_special_tokens, which kvpin does.
+    # SGLang echoes tokens differently from text.
+    # It ignores add_special_tokens, which kvpin reads.
     is_text = isinstance(body.get("prompt"), str) and "add_special_tokens" not in body
     if path == COMPLETIONS and is_text and not body.get("echo"):
         return {} if info.completion_template else {"prompt": token_ids}
@@ -113,7 +113,7 @@ def _tokens(
 
 
 def _asked(info: ServerInfo, path: str, body: JsonBody, changes: dict[str, object]) -> Hold:
-    """The hold of a request whose answer is asked for cached tokens."""
+    """The hold of a request, changed so that its answer reports cached tokens."""
     details = info.radix_cache and not info.cache_report and tells_cached_tokens(info)
     if not details or path not in (CHAT, COMPLETIONS):
         return hold_openai(path, body, changes=changes, ask_usage=info.cache_report)
@@ -125,17 +125,17 @@ def _asked(info: ServerInfo, path: str, body: JsonBody, changes: dict[str, objec
 
 
 def _foreseen(info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget) -> int | None:
-    """What will be reported as cached where the index cannot tell; None where it can."""
-    if path == COMPLETIONS and _is_told_otherwise(info, body):
+    """The cached tokens it will report, where the index cannot know; else None."""
+    if path == COMPLETIONS and _is_another_prompt(info, body):
         return 0
     samples = body.get("n")
     if isinstance(samples, int) and samples > 1 and info.page_size and prompt.token_ids is not None:
-        # The prompt is computed once before any of its answers, each of which then finds it.
+        # SGLang computes the prompt once first, so every answer finds it in the cache.
         return max(len(prompt.token_ids) - 1, 0) // info.page_size * info.page_size
     return None
 
 
-def _is_told_otherwise(info: ServerInfo, body: JsonBody) -> bool:
-    """Whether a completion reuses nothing, or is of another prompt than kvpin knows."""
+def _is_another_prompt(info: ServerInfo, body: JsonBody) -> bool:
+    """Whether a completion reuses nothing, or has another prompt than kvpin thinks."""
     reads_prompt = bool(body.get("echo") and body.get("logprobs"))
     return reads_prompt or (info.completion_template and not isinstance(body.get("prompt"), list))

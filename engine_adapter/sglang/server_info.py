@@ -1,4 +1,4 @@
-"""What an SGLang server says of itself at `/server_info` and `/v1/models`."""
+"""Reads what an SGLang server reports at `/server_info` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 
 from engine_adapter.errors import EngineUnavailable
 
-# From here on events tell the cache salt of what they store.
-EVENTS_TELL_SALTS = (0, 5, 18)
-# From here on they tell the LoRA adapter: with "format": "dynamo" alone, and always.
-EVENTS_MAY_TELL_ADAPTERS, EVENTS_TELL_ADAPTERS = (0, 5, 22), (0, 5, 23)
-# With these an event's tokens are pairs of neighbours, and a hit asks for the token after it as well.
+# First version whose events carry the cache salt.
+EVENTS_CARRY_SALTS = (0, 5, 18)
+# First versions whose events carry the LoRA adapter: with "format": "dynamo", and always.
+EVENTS_MAY_CARRY_LORA, EVENTS_CARRY_LORA = (0, 5, 22), (0, 5, 23)
+# With these, an event's tokens are pairs of neighbours, and a hit also needs the next token.
 _PAIRED = ("EAGLE", "NEXTN", "FROZEN_KV_MTP")
 _Answer = TypeVar("_Answer")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
@@ -23,14 +23,14 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
 
 @dataclass(frozen=True, slots=True)
 class EventPublisher:
-    """The server's KV event sockets, one port per data-parallel rank from these on.
+    """The server's KV event sockets. Each data-parallel rank has the next port.
 
     Attributes:
         host: what they are bound to.
         port: of rank 0's events.
         replay_port: of rank 0's replay socket, None where there is none.
-        topic: that events are sent under.
-        binds: the sockets wait for subscribers; else the server connects to `host`, to a collector there.
+        topic: of its events.
+        binds: the sockets wait for subscribers; else the server connects to a collector at `host`.
     """
 
     host: str
@@ -40,20 +40,20 @@ class EventPublisher:
     binds: bool
 
     def endpoints(self, dp_rank: int) -> tuple[str, str | None]:
-        """ZMQ addresses of a rank's events and of its replay socket, as the server has them."""
+        """ZMQ addresses of a rank's events and replay socket, as the server reports them."""
         replay = None if self.replay_port is None else f"tcp://{self.host}:{self.replay_port + dp_rank}"
         return f"tcp://{self.host}:{self.port + dp_rank}", replay
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What kvpin goes by.
+    """The facts kvpin uses.
 
     Attributes:
         version: as the server gives it.
         instance: identity of the process.
         model: the served name.
-        adapters: LoRA adapters that are loaded.
+        loras: names of the loaded LoRA adapters.
         max_model_len: None where it does not say.
         tokenizer: directory or hub id.
         page_size: tokens of a page, which is what events call a block.
@@ -64,18 +64,18 @@ class ServerInfo:
         cache_report: usage tells cached tokens.
         radix_cache: prefixes are reused at all.
         hicache: there is a host tier.
-        host_ratio: its size in device pools, 0 where there is none or that is not told.
-        lora: adapters may be loaded.
+        host_ratio: its size as a multiple of the GPU pool, 0 where unknown.
+        lora: LoRA adapters may be loaded.
         speculative: the algorithm of speculative decoding.
-        completion_template: text completions are written into a template first.
-        disaggregation: "null" for a server that prefills and decodes.
+        completion_template: text completions are rendered by a template.
+        disaggregation: "null" for a server that both prefills and decodes.
         lacks_admin_key: management routes want a key that kvpin was not given.
     """
 
     version: str
     instance: str
     model: str
-    adapters: frozenset[str]
+    loras: frozenset[str]
     max_model_len: int | None
     tokenizer: str | None
     page_size: int | None
@@ -95,21 +95,21 @@ class ServerInfo:
 
     @property
     def release(self) -> tuple[int, ...]:
-        """The version as numbers; () for one that has none."""
+        """The version as numbers; () where it has none."""
         numbers = re.match(r"\d+(\.\d+)*", self.version)
         return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
     @property
-    def tells_salts(self) -> bool:
+    def events_carry_salts(self) -> bool:
         """Whether events name the cache salt."""
-        return self.release >= EVENTS_TELL_SALTS
+        return self.release >= EVENTS_CARRY_SALTS
 
     @property
-    def tells_adapters(self) -> bool:
+    def events_carry_lora(self) -> bool:
         """Whether events name the LoRA adapter."""
         if self.dynamo_events:
-            return self.release >= EVENTS_MAY_TELL_ADAPTERS
-        return self.release >= EVENTS_TELL_ADAPTERS
+            return self.release >= EVENTS_MAY_CARRY_LORA
+        return self.release >= EVENTS_CARRY_LORA
 
     @property
     def pairs_tokens(self) -> bool:
@@ -132,7 +132,7 @@ class _EventsConfig(msgspec.Struct, frozen=True):
 
 
 class _Raw(msgspec.Struct, frozen=True):
-    """The fields that are read; the server sends several hundred, its keys among them."""
+    """The fields kvpin reads. The server sends several hundred, its keys among them."""
 
     version: str
     max_total_num_tokens: int | None = None
@@ -171,19 +171,19 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
     """Reads `/server_info` and `/v1/models`; `api_key` is the key kvpin has.
 
     Raises:
-        EngineUnavailable: they are not an SGLang server's.
+        EngineUnavailable: the answers are not an SGLang server's.
     """
     raw, cards = _read(answer, _Raw), _read(models, _Cards).data
     base = next((card for card in cards if card.parent is None), None)
     if base is None:
         raise EngineUnavailable("/v1/models names no model")
     publisher, config = raw.kv_events, _events_config(raw.kv_events_config)
-    adapters = read_adapters(models)
+    loras = read_loras(models)
     return ServerInfo(
         version=raw.version,
         instance=_identity(raw),
         model=base.id,
-        adapters=adapters,
+        loras=loras,
         max_model_len=base.max_model_len,
         tokenizer=raw.tokenizer_path,
         page_size=_page_size(raw),
@@ -194,11 +194,11 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         cache_report=raw.enable_cache_report,
         radix_cache=not raw.disable_radix_cache,
         hicache=raw.enable_hierarchical_cache,
-        # A size in gigabytes stands in place of the ratio, and tells nothing of tokens.
+        # A size in gigabytes replaces the ratio, and does not say how many tokens fit.
         host_ratio=(raw.hicache_ratio or 0.0)
         if raw.enable_hierarchical_cache and not raw.hicache_size
         else 0,
-        lora=bool(raw.enable_lora or adapters),
+        lora=bool(raw.enable_lora or loras),
         speculative=raw.speculative_algorithm,
         completion_template=raw.completion_template is not None,
         disaggregation=raw.disaggregation_mode,
@@ -206,8 +206,8 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
     )
 
 
-def read_adapters(models: object) -> frozenset[str]:
-    """The LoRA adapters in a `/v1/models` answer; raises EngineUnavailable for one of another server."""
+def read_loras(models: object) -> frozenset[str]:
+    """The LoRA adapters in a `/v1/models` answer; raises EngineUnavailable if it is not SGLang's."""
     return frozenset(card.id for card in _read(models, _Cards).data if card.parent is not None)
 
 
@@ -219,7 +219,7 @@ def _read(answer: object, kind: type[_Answer]) -> _Answer:
 
 
 def _identity(raw: _Raw) -> str:
-    """Differs from start to start: the times its phases took, and the seed, which is drawn then."""
+    """Identity of the process: its start-up times and its random seed differ from start to start."""
     text = msgspec.json.encode([raw.version, raw.startup_time, raw.random_seed], order="sorted")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
@@ -241,7 +241,7 @@ def _publisher(raw: _Publisher, config: _EventsConfig) -> EventPublisher:
 
 
 def _events_config(text: str | None) -> _EventsConfig:
-    """What `--kv-events-config` was given."""
+    """The value of `--kv-events-config`."""
     try:
         return msgspec.json.decode(text or "{}", type=_EventsConfig)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""The tokens of a request by SGLang's `/tokenize`, which writes chats with the code that serves them."""
+"""Tokenises requests with SGLang's `/tokenize`, which renders chats with the code that serves them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine_adapter.sglang.requests import CHAT, COMPLETIONS
 from engine_adapter.sglang.server_info import ServerInfo
 from engine_adapter.types import TokenIds
 
-# What the chat route does not read, while /tokenize does.
+# Fields that /tokenize reads but the chat route does not.
 _NOT_OF_CHATS = ("add_generation_prompt", "add_special_tokens", "prompt")
 _CHAT = {"messages": [{"role": "user", "content": "."}]}
-# From here on /tokenize reads add_generation_prompt, and refuses it where no Jinja template would get it.
+# First version whose /tokenize reads add_generation_prompt; it refuses it without a Jinja template.
 _REFUSES_SINCE = (0, 5, 23)
 _BAD_REQUEST, _NOT_FOUND = 400, 404
 
@@ -31,7 +31,7 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         asked = body.replace(**dict.fromkeys(_NOT_OF_CHATS))
         return array("i", await _ask(control, asked.raw))
     if path != COMPLETIONS:
-        raise EngineRejected(f"SGLang does not tell the tokens of {path}", status=_NOT_FOUND)
+        raise EngineRejected(f"SGLang cannot tokenise {path}", status=_NOT_FOUND)
     prompt = body.get("prompt")
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], str):
@@ -41,13 +41,13 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
 
 
 async def tokenizes_chats(control: ControlClient) -> bool:
-    """Whether it has tokens for chats: not on old servers, nor on those started without a tokenizer."""
+    """Whether it can tokenise chats. Old servers cannot, nor servers without a tokenizer."""
     return await _takes(control, _CHAT)
 
 
 async def uses_jinja(control: ControlClient, info: ServerInfo) -> bool:
-    """Whether chats are known to be written by a Jinja template. The templates that SGLang brings itself also
-    add stop words, which it takes from the messages and not from tokens."""
+    """Whether chats are known to be rendered by a Jinja template. SGLang's own templates also add stop words,
+    which it takes from the messages and not from tokens."""
     return info.release >= _REFUSES_SINCE and await _takes(control, {**_CHAT, "add_generation_prompt": True})
 
 

@@ -1,1 +1,7 @@
-"""TensorRT-LLM as an engine."""
+"""TensorRT-LLM as an engine.
+
+adapter.py   the adapter                       discovery.py  what the server is and which routes it has
+fields.py    request fields the server takes   stats.py      load and cache figures
+poller.py    asks for KV events                wire.py       the JSON of these events
+events.py    these events as kvpin's           stored.py     blocks of a stored event as kvpin's runs
+"""

@@ -1,7 +1,7 @@
-"""Drives trtllm-serve over its HTTP routes.
+"""The adapter of trtllm-serve, over HTTP alone.
 
-connect → what the server is (discovery.py)          load  → its health, seldom its figures (stats.py)
-hold    → only fields it takes go to it (fields.py)  events → asked for again and again (poller.py, events.py)
+connect → what the server is (discovery.py)         load   → health, and now and then load figures (stats.py)
+hold    → only fields that it takes (fields.py)     events → polled (poller.py, events.py)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine_adapter.http.control import ControlClient, prepare_request, route_of
 from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.tensorrt_llm.discovery import (
-    BLOCK_SIZE_UNTOLD,
+    BLOCK_SIZE_UNKNOWN,
     DEFAULT_TOKENS_PER_BLOCK,
     EVENTS,
     Discovered,
@@ -47,34 +47,34 @@ from engine_adapter.types import (
 )
 from engine_adapter.undeclared import Undeclared
 
-# Its figures are for people; reading them may take them away from others.
+# The figures are for people, and reading them may take them away from another reader.
 STATS_EVERY_S = 15.0
 _INSTEAD = {
     Capability.TOKENIZE: "start it with TRTLLM_ENABLE_RENDER_ENDPOINTS=1, or set the engine's tokenizer",
     Capability.RENDER: "prompts with images are followed up to the first message with one",
-    Capability.EXTRA_IDS: "its HTTP routes take no prompt tables: text alone can be warmed",
-    Capability.OFFLOAD: "it offloads by itself what it evicts, with host_cache_size in its kv_cache_config",
-    Capability.RESTORE: "it brings KV back from host memory by itself when a request needs it; "
+    Capability.EXTRA_IDS: "its HTTP routes take no prompt tables: only text prompts can be warmed",
+    Capability.OFFLOAD: "it offloads evicted KV by itself, with host_cache_size in its kv_cache_config",
+    Capability.RESTORE: "it restores KV from host memory by itself when a request needs it; "
     'warm computes a prefix that is gone; "fallback": "warm" does so',
     Capability.PIN: "its HTTP routes take no priorities: warm the prefix again when it is needed",
 }
-_FLUSHES_ALL = "it forgets everything or nothing: flush the whole engine, or leave unused KV to eviction"
+_FLUSHES_ALL = "it can only flush everything: flush the whole engine, or leave unused KV to eviction"
 _USUAL_FIELDS = RequestFields()
 NO_HOST_TIER = Finding(
-    "it has no host memory for KV: what it evicts is gone", CONFIG + "{host_cache_size: BYTES}"
+    "it has no host memory for KV: evicted KV is lost", CONFIG + "{host_cache_size: BYTES}"
 )
 EVENTS_LOST = Finding(
     "KV events were lost: predictions are lower bounds until its cache is reset",
     "let nobody else read /kv_cache_events, and raise event_buffer_max_size in its kv_cache_config",
 )
 SEVERAL_WINDOWS = Finding(
-    "it has several attention windows: predictions follow the largest, and may be too high where KV of a "
-    "smaller one is gone"
+    "it has several attention windows: predictions follow the largest, and are too high if KV of a smaller "
+    "one was evicted"
 )
 
 
 class _Rendered(msgspec.Struct, frozen=True):
-    """A prompt by a render route."""
+    """A prompt in the answer of a render route."""
 
     token_ids: list[int]
     tokens_trusted: bool = True
@@ -86,7 +86,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
     instead = _INSTEAD
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Raises EngineSpecError for an address that is none."""
+        """Raises EngineSpecError for an invalid address."""
         self.spec = spec
         self._control = ControlClient(spec)
         self._instance = uuid.uuid4().hex
@@ -129,7 +129,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         reader = self._poller.reader
         found = list(self._server.findings) if self._server is not None else []
         if reader.is_measured:
-            found = [finding for finding in found if finding is not BLOCK_SIZE_UNTOLD]
+            found = [finding for finding in found if finding is not BLOCK_SIZE_UNKNOWN]
         if self._poller.doubt is not None:
             found.append(self._poller.doubt)
         if reader.gaps:
@@ -185,7 +185,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         await self._able(Capability.TOKENIZE)
         if path not in (CHAT, COMPLETIONS):
             raise EngineRejected(f"{path} is not rendered", status=404)
-        # Tokens have no salt, and the render route of completions would refuse it.
+        # Tokens do not depend on the salt, and the render route of completions refuses it.
         left_out = dict.fromkeys((SALT, *self._fields.droppable(path, body)))
         sent = body.replace(**left_out, **self._named(path, body))
         return _rendered(await self._control.call("POST", f"{path}/render", content=sent.raw))
@@ -221,7 +221,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         return self._server
 
     def _named(self, path: str, body: JsonBody) -> dict[str, str]:
-        """The model, where a body has to name it and does not: with one model, kvpin's clients need not."""
+        """The model name, for a body that must have one: clients of a single model may leave it out."""
         if self._server is None or path not in (CHAT, COMPLETIONS) or body.get("model") is not None:
             return {}
         return {"model": self._server.model}
@@ -232,7 +232,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
 
     @property
     def _tokens_per_block(self) -> int:
-        """What its events have shown, else what it told."""
+        """The block size that events showed, else the reported one."""
         reader = self._poller.reader
         if reader.is_measured:
             self._measured = reader.tokens_per_block
@@ -242,7 +242,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
 
     @asynccontextmanager
     async def _counted(self, hold: Hold, body: JsonBody, prompt: KvTarget | None) -> AsyncIterator[Hold]:
-        """Takes note of a request that runs a prompt; when it ends there may be events."""
+        """Counts a request that runs a prompt. When it ends there may be events."""
         traffic = self._poller.traffic
         traffic.salted |= body.get(SALT) is not None
         traffic.lora |= body.get("lora_request") is not None
@@ -264,16 +264,16 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
 
 
 def _rendered(answer: object) -> TokenIds[int]:
-    """Token ids of a render route's answer: an object for a chat, one for each prompt of a completion.
+    """Token ids in a render route's answer: one object for a chat, one per prompt for a completion.
 
     Raises:
-        EngineRejected: several prompts, or ids that need not be those it would run.
-        EngineUnavailable: it is neither.
+        EngineRejected: several prompts, or ids that may differ from those it would run.
+        EngineUnavailable: the answer has another form.
     """
     try:
         prompts = msgspec.convert(answer if isinstance(answer, list) else [answer], list[_Rendered])
     except msgspec.ValidationError as error:
         raise EngineUnavailable(f"its render route does not answer as TensorRT-LLM does: {error}") from error
     if len(prompts) != 1 or not prompts[0].tokens_trusted:
-        raise EngineRejected("the engine does not tell the one prompt of this request", status=422)
+        raise EngineRejected("the engine cannot tokenise this request", status=422)
     return array("i", prompts[0].token_ids)

@@ -1,7 +1,7 @@
-"""What a server is, by the routes it has and what they say. Nothing here changes it or takes its events.
+"""Finds out what a server is from its routes. Nothing here changes it or takes its events.
 
-A route that only takes POST answers 405 to a GET, and 404 where it is not there: so it is looked for without
-being used. trtllm-serve describes its routes at `/openapi.json`; where it does not, the known ones are tried.
+trtllm-serve lists its routes at `/openapi.json`. Where it does not, the known routes are tried with GET: a
+POST route answers 405, a missing one 404, so nothing is run.
 """
 
 from __future__ import annotations
@@ -22,53 +22,54 @@ from engine_adapter.types import Capability, Finding
 DEFAULT_TOKENS_PER_BLOCK = 32
 EVENTS, ITERATIONS, PROMETHEUS = "/kv_cache_events", "/metrics", "/prometheus/metrics"
 _RENDER = "/render"
-# The name differs from version to version.
+# The name depends on the version.
 _RESETS = re.compile(r"/(?:.*/)?reset_(?:prefix|kv)_cache|/(?:.*/)?(?:kv|prefix)_cache/reset")
 _KNOWN_RESETS = ("/reset_prefix_cache", "/_control/kv_cache/reset")
 
 NO_EVENTS = Finding(
-    "it has no /kv_cache_events: what it holds is learned from its answers", "use trtllm-serve 1.2 or newer"
+    "it has no /kv_cache_events: kvpin learns what it holds from its answers", "use trtllm-serve 1.2 or newer"
 )
 NO_REUSE = Finding("it reuses no KV", CONFIG + "{enable_block_reuse: true}")
-BLOCK_SIZE_UNTOLD = Finding(
-    f"it does not tell its block size: {DEFAULT_TOKENS_PER_BLOCK} tokens are taken until events show another",
+BLOCK_SIZE_UNKNOWN = Finding(
+    f"its block size is unknown: kvpin assumes {DEFAULT_TOKENS_PER_BLOCK} tokens until its events show it",
     "set return_perf_metrics: true in its --config file",
 )
 PARTIAL_REUSE = Finding(
-    "it reuses parts of blocks as well, which its KV events do not tell: predictions are lower bounds",
+    "it also reuses parts of blocks, which its KV events do not show: predictions are lower bounds",
     CONFIG + "{enable_partial_reuse: false}",
 )
 PARTIAL_REUSE_UNTOLD = Finding(
-    "it does not tell whether it reuses parts of blocks: predictions are taken for lower bounds",
+    "it does not report whether it reuses parts of blocks: predictions count as lower bounds",
     "set return_perf_metrics: true in its --config file, and kv_cache_config: {enable_partial_reuse: false}",
 )
 NO_SALT = Finding(
-    "it takes no cache_salt: tenants share its KV", "use trtllm-serve 1.2 or newer, or an engine a tenant"
+    "it takes no cache_salt: tenants would share its KV",
+    "use trtllm-serve 1.2 or newer, or one engine per tenant",
 )
 NO_TOKENIZE = Finding(
-    "it tokenises nothing for others: prompts are tokenised here, unchecked",
-    "start it with TRTLLM_ENABLE_RENDER_ENDPOINTS=1 in its environment where its version has that",
+    "it has no route to tokenise: kvpin cannot check its own tokens",
+    "set TRTLLM_ENABLE_RENDER_ENDPOINTS=1 in its environment, if its version knows that",
 )
 NO_RESET = Finding(
-    "its cache cannot be reset: once events were lost, what it holds is known only as it is computed anew"
+    "its cache cannot be reset: after lost events, kvpin knows only blocks that are computed again"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Discovered:
-    """A server, as it was found.
+    """What a server is.
 
     Attributes:
         model: the name it serves under.
         version: free text.
-        tokens_per_block: its block size, the usual one where it is not told.
-        whole_blocks_only: it is known to reuse no parts of blocks.
+        tokens_per_block: its block size, the default where it does not say.
+        whole_blocks_only: it is known not to reuse parts of blocks.
         max_model_len, gpu_blocks: None where unknown.
         tokenizer: directory or hub id, None where unknown.
         capabilities: what it can do.
         reset_path: the route that empties its cache, None where there is none.
         fields: the request fields it takes.
-        findings: what keeps it from being used fully.
+        findings: what keeps kvpin from using it fully.
     """
 
     model: str
@@ -88,8 +89,8 @@ async def discover(control: ControlClient) -> Discovered:
     """Asks a server what it is.
 
     Raises:
-        EngineUnavailable: it is not well, or not there.
-        EngineRejected: it refuses what any server of this kind answers.
+        EngineUnavailable: it is not healthy, or not reachable.
+        EngineRejected: it refuses a route that every server of this kind has.
     """
     await control.fetch("GET", "/health")
     models = await control.get("/v1/models")
@@ -126,7 +127,7 @@ async def discover(control: ControlClient) -> Discovered:
 
 
 async def read_stats(control: ControlClient) -> Stats:
-    """What a server tells of its load and cache now. Raises EngineUnavailable."""
+    """What a server reports of its load and cache now. Raises EngineUnavailable."""
     with suppress(EngineRejected):
         return read_prometheus(await control.fetch("GET", PROMETHEUS))
     with suppress(EngineRejected):
@@ -140,7 +141,7 @@ def _findings(capabilities: frozenset[Capability], stats: Stats, *, is_size_told
     if Capability.KV_EVENTS not in capabilities:
         yield NO_EVENTS
     elif not is_size_told:
-        yield BLOCK_SIZE_UNTOLD
+        yield BLOCK_SIZE_UNKNOWN
     if stats.block_reuse is not False and stats.partial_reuse is not False:
         yield PARTIAL_REUSE if stats.partial_reuse else PARTIAL_REUSE_UNTOLD
     for capability, finding in (
@@ -158,7 +159,7 @@ def _block_size(server: dict[str, Any]) -> int | None:
 
 
 async def _optional(control: ControlClient, path: str) -> dict[str, Any]:
-    """The JSON object at `path`, {} where there is none. Raises EngineUnavailable."""
+    """The JSON object at `path`, {} if it is missing. Raises EngineUnavailable."""
     try:
         answer = await control.get(path)
     except EngineRejected:
@@ -167,7 +168,7 @@ async def _optional(control: ControlClient, path: str) -> dict[str, Any]:
 
 
 class _Routes:
-    """The routes of a server that take POST."""
+    """The POST routes of a server."""
 
     def __init__(self, control: ControlClient, openapi: dict[str, Any]) -> None:
         self._control = control
@@ -177,15 +178,15 @@ class _Routes:
 
     @classmethod
     async def of(cls, control: ControlClient) -> _Routes:
-        """Its own description of them, where it gives one. Raises EngineUnavailable."""
+        """Its own description of its routes, if it gives one. Raises EngineUnavailable."""
         try:
             openapi = await _optional(control, "/openapi.json")
-        except EngineUnavailable:  # some versions fail at describing themselves
+        except EngineUnavailable:  # some versions fail to describe their routes
             openapi = {}
         return cls(control, openapi)
 
     async def has(self, path: str) -> bool:
-        """Whether there is such a route. Raises EngineUnavailable."""
+        """Whether the route exists. Raises EngineUnavailable."""
         if self._paths:
             return "post" in (self._paths.get(path) or ())
         try:
@@ -195,7 +196,7 @@ class _Routes:
         return True
 
     async def reset(self) -> str | None:
-        """The route that empties the cache, None where there is none. Raises EngineUnavailable."""
+        """The route that resets the cache, if it has one. Raises EngineUnavailable."""
         named = [path for path in self._paths if _RESETS.fullmatch(path)]
         for path in named or _KNOWN_RESETS:
             if await self.has(path):

@@ -1,12 +1,12 @@
-"""KV events of TensorRT-LLM → kvpin's. Pure: fed with answers of `POST /kv_cache_events`, in order.
+"""Turns KV events of TensorRT-LLM into kvpin's. Pure: it reads answers of `POST /kv_cache_events`, in order.
 
-    event_id    one more than the last · more: events were lost · less, or `created` again: another process
-    stored      full blocks, by tokens, extra ids, salt, images; the last may be partial, and is not followed
-    removed     from the level the block lay on, which only what was read before tells
-    updated     the level changed: stored there by its name alone, removed here
+    event_id    last + 1: next · higher: events were lost · lower, or `created` again: another process
+    stored      full blocks with tokens, extra ids, salt, images; a partial last block is not followed
+    removed     from the block's level, which earlier events have shown
+    updated     the level changed: stored there by name, removed here
 
-Events of other attention windows than the largest, and of other layer groups than the first of that window,
-tell of the same tokens again: they are passed over.
+It follows the largest attention window and that window's first layer group. Events of other windows and
+groups report the same tokens again and are skipped.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ _MIN_BLOCK = 2
 
 
 class EventReader:
-    """Reads the events of one server, from whenever it is attached on.
+    """Reads the events of one server.
 
     Attributes:
-        tokens_per_block: the block size, as it was told until blocks came that are of another.
-        is_measured: blocks came that tell it.
-        heard: any event came so far.
-        skipped: events that could not be read.
+        tokens_per_block: the block size: the reported one until blocks show it.
+        is_measured: blocks have shown it.
+        heard: an event came.
+        skipped: unreadable events.
         gaps: times events were lost.
         restarts: times another process answered.
         windows: attention windows whose events came.
         ranks: data-parallel ranks whose events came.
-        blocks_per_level: capacity of each cache level, () where that was not told.
-        salt_untold: blocks came of which it is not told whether they have a salt.
-        lora_untold: likewise, a LoRA adapter.
+        blocks_per_level: capacity of each cache level, () where unknown.
+        lacks_salt: blocks came without saying whether they have a salt.
+        lacks_lora: blocks came without saying whether they have a LoRA adapter.
     """
 
     def __init__(self, tokens_per_block: int, *, exact: bool) -> None:
-        """`exact`: the server reuses nothing but whole blocks, so that its events tell all it will report."""
+        """`exact`: the server reuses only whole blocks, so its events show everything it will report."""
         self.tokens_per_block = tokens_per_block
         self._exact = exact
         self._last: int | None = None
         self._from_start = False
         self._current = False
-        self._in_use = False  # something other than `created` came since the process began
+        self._in_use = False  # an event other than `created` came since the process started
         self._window: int | None = None
         self._group: int | None = None
         self._tiers: dict[BlockName, Tier] = {}  # of the blocks of this view
@@ -74,14 +74,14 @@ class EventReader:
         self.windows: set[int] = set()
         self.ranks: set[int] = set()
         self.blocks_per_level: tuple[int, ...] = ()
-        self.salt_untold = self.lora_untold = False
+        self.lacks_salt = self.lacks_lora = False
 
     def read(self, content: bytes) -> list[KvEvent]:
-        """The events of one answer. The first answer ends with ViewCurrent, and so does any with a ViewLost,
-        which voids all before it.
+        """The events of one answer. The first answer ends with ViewCurrent. So does any answer with a
+        ViewLost, which voids everything before it.
 
         Raises:
-            MalformedEvents: the answer is no list of events.
+            MalformedEvents: the answer is not a list of events.
         """
         events: list[KvEvent] = []
         for raw in decode_answer(content):
@@ -92,10 +92,10 @@ class EventReader:
         return events
 
     def pass_over(self, content: bytes) -> None:
-        """Takes note of an answer whose events are void: the cache was reset after them.
+        """Skips an answer: the cache was reset after its events.
 
         Raises:
-            MalformedEvents: the answer is no list of events.
+            MalformedEvents: the answer is not a list of events.
         """
         for raw in decode_answer(content):
             with suppress(MalformedEvents):
@@ -106,7 +106,7 @@ class EventReader:
         self._tiers.clear()
 
     def forget(self) -> None:
-        """The view was given up: the next events begin another."""
+        """Gives up the view: the next events begin a new one."""
         self._current = self._from_start = False
         self._tiers.clear()
 
@@ -115,7 +115,7 @@ class EventReader:
         return Counter(self._tiers.values())
 
     def current(self, *, complete: bool | None = None) -> ViewCurrent:
-        """The end of what brings a view up to date; `complete` where the caller knows."""
+        """The event that ends a view's start; `complete` if the caller knows it."""
         return ViewCurrent((self._from_start if complete is None else complete) and self._exact)
 
     def _event(self, raw: msgspec.Raw) -> list[KvEvent]:
@@ -138,12 +138,12 @@ class EventReader:
         return lost + self._apply(frame, data)
 
     def _unreadable(self, data: msgspec.Raw) -> list[KvEvent]:
-        """A removal that cannot be read would leave blocks in the view that are gone."""
+        """An unreadable removal leaves removed blocks in the view."""
         self.skipped += 1
         return self._lose("a removal could not be read") if kind_of(data) == "removed" else []
 
     def _follow(self, event_id: int, *, is_created: bool) -> list[KvEvent]:
-        """Moves on to this event; what its number means for all before it."""
+        """Moves on to this event. Its number may show that events before it are lost or void."""
         last, self._last = self._last, event_id
         if last is None:
             self._from_start = event_id == 0
@@ -167,7 +167,7 @@ class EventReader:
         return [ViewLost(reason)]
 
     def _choose(self, frame: Frame, data: Event) -> list[KvEvent]:
-        """Takes up the window of this event where it is the largest so far."""
+        """Follows the window of this event if it is the largest so far."""
         window = frame.window_size or 0
         self.windows.add(window)
         in_use, self._in_use = self._in_use, self._in_use or not isinstance(data, Created)
@@ -194,8 +194,8 @@ class EventReader:
 
     def _stored(self, data: Stored) -> list[KvEvent]:
         for block in data.blocks:
-            self.salt_untold |= block.cache_salt is UNSET
-            self.lora_untold |= block.lora_id is UNSET
+            self.lacks_salt |= block.cache_salt is UNSET
+            self.lacks_lora |= block.lora_id is UNSET
         lost = self._measure(data.blocks)
         whole = list(takewhile(lambda block: len(block.tokens) == self.tokens_per_block, data.blocks))
         try:
@@ -207,7 +207,8 @@ class EventReader:
         return [*lost, *runs]
 
     def _measure(self, blocks: Sequence[Block]) -> list[KvEvent]:
-        """Takes the block size from the blocks: a power of two. Only the last of a run may hold less."""
+        """Reads the block size, a power of two, from the blocks. Only the last of a run may hold fewer
+        tokens."""
         taken = self.tokens_per_block
         size = len(blocks[0].tokens) if blocks else taken
         if (len(blocks) < 2 and size <= taken) or size < _MIN_BLOCK or size & (size - 1):  # noqa: PLR2004
@@ -236,6 +237,6 @@ class EventReader:
             del self._tiers[data.block_hash]
             return [BlocksRemoved(old, names)]
         self._tiers[data.block_hash] = new
-        # Stored before removed: in between, the block would not be known any more.
+        # Stored before removed, or the block would be unknown in between.
         stored = BlocksStored(new, None, names, array("i"), self.tokens_per_block)
         return [stored, BlocksRemoved(old, names)]

@@ -1,8 +1,8 @@
-"""Which fields of a request its server takes, and what becomes of the others.
+"""Decides which request fields go to the server.
 
-trtllm-serve refuses a request with any field it does not know. So what clients add for other engines, and
-cannot change an answer, is left out before; what can change one stays, for the server to refuse. A cache salt
-is never left out of a request that runs a prompt: another tenant's KV would be within its reach.
+trtllm-serve refuses a request with an unknown field. So kvpin removes unknown fields that cannot change the
+answer. Fields that can change it stay, and the server refuses them. A cache salt is never removed from a
+request that runs a prompt, because the request could then reuse another tenant's KV.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 MESSAGES = "/v1/messages"
 PROMPT_ROUTES = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
 SALT = "cache_salt"
-# Of other engines, gateways and OpenAI itself: where to run it, how soon, whom it is of, what to remember.
+# Fields of other engines, gateways and OpenAI that cannot change an answer: routing, priority, user,
+# metadata.
 HINTS = frozenset(
     {
         "cache_namespace",
@@ -38,20 +39,20 @@ HINTS = frozenset(
         "user",
     }
 )
-# Those of them, and what else kvpin sends, that versions 1.2 to 1.4 take, where a server does not say.
+# What versions 1.2 to 1.4 take of these and of kvpin's own fields, for servers that do not list their fields.
 KNOWN: Mapping[str, frozenset[str]] = {
     CHAT: frozenset({"conversation_params", "priority", "user", SALT, "prompt_token_ids"}),
     COMPLETIONS: frozenset({"conversation_params", "priority", "user"}),
 }
-# With these, the tokens are not the whole of what the server makes of a text.
+# With these, the server does more with a text than tokenise it.
 _MORE_THAN_TOKENS = ("prompt_token_ids", "echo", "truncate_prompt_tokens", "documents", "mm_processor_kwargs")
 
 
 class RequestFields:
-    """The fields that each route of one server takes."""
+    """The request fields that each route of a server takes."""
 
     def __init__(self, openapi: object = None) -> None:
-        """`openapi` is the server's own description of its routes, where it gives one."""
+        """`openapi` is the server's description of its routes, if it gives one."""
         told = {path: accepted_fields(openapi, path) for path in PROMPT_ROUTES}
         self._accepted = {**KNOWN, **{path: names for path, names in told.items() if names is not None}}
 
@@ -60,15 +61,15 @@ class RequestFields:
         return name in self._accepted.get(path, ())
 
     def droppable(self, path: str, body: JsonBody) -> list[str]:
-        """Fields of a body to leave out, in order of their names; none where the route is not known."""
+        """Fields of a body to remove, sorted; none for an unknown route."""
         accepted = self._accepted.get(path)
         unknown = [] if accepted is None else [n for n in sorted(HINTS) if n in body and n not in accepted]
         if SALT in body and (body.get(SALT) is None or path not in PROMPT_ROUTES):
-            unknown.append(SALT)  # salts nothing, or nothing that stays
+            unknown.append(SALT)  # it salts nothing that stays in the cache
         return unknown
 
     def check_salt(self, path: str, body: JsonBody) -> None:
-        """Raises EngineRejected (400) for a salted prompt on a route that would run it unsalted."""
+        """Raises EngineRejected (400) if the route would run a salted prompt unsalted."""
         salted = path in PROMPT_ROUTES and body.get(SALT) is not None
         if salted and not self.accepts(path, SALT):
             raise EngineRejected(
@@ -79,7 +80,7 @@ class RequestFields:
             )
 
     def as_token_ids(self, path: str, body: JsonBody, prompt: KvTarget | None) -> dict[str, Any]:
-        """What to set so that the server need not tokenise the prompt again; {} where it has to."""
+        """The changes that give the server token ids instead of text; {} where it must tokenise itself."""
         if prompt is None or not prompt.exact or not prompt.token_ids or prompt.extra_ids is not None:
             return {}
         if any(body.get(name) for name in _MORE_THAN_TOKENS):
@@ -92,7 +93,7 @@ class RequestFields:
 
 
 def accepted_fields(openapi: object, path: str) -> frozenset[str] | None:
-    """Fields of the JSON body of `POST path`; None where that is not told, or any are taken."""
+    """Fields of the JSON body of `POST path`; None if unknown, or if any field is accepted."""
     schema = _at(openapi, "paths", path, "post", "requestBody", "content", "application/json", "schema")
     reference = _at(schema, "$ref")
     if isinstance(reference, str):

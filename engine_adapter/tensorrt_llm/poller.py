@@ -1,11 +1,11 @@
-"""Follows a server's KV events by asking for them: often while there is traffic, seldom when there is none.
+"""Polls a server's KV events: often under traffic, rarely without.
 
-Reading them takes them away: what one reader got, no other gets, and none of it comes again. So only one
-kvpin may read them of one server, and what was on its way when a view ended is lost with it.
+Reading events removes them from the server. So only one kvpin may read a server's events, and events on their
+way when a view ends are lost.
 
-    start   ViewLost → the buffer, from the beginning of the process if nobody has read it → ViewCurrent
-    reset   between two readings: what was buffered before it is thrown away, then CacheCleared
-    doubt   events that cannot tell what was asked of the server → ViewLost, and answers teach in their place
+    start   ViewLost → the buffer, which goes back to the start of the process if nobody read it → ViewCurrent
+    reset   between two readings: events buffered before it are dropped, then CacheCleared
+    doubt   the events do not show what the server did → ViewLost; kvpin learns from answers instead
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from engine_adapter.types import CacheCleared, Finding, KvEvent, TokenIds, ViewL
 
 BUSY_S = 0.05
 IDLE_S = 1.0
-# Different prompts served without one event before it is believed that none will come.
+# After this many different prompts without an event, kvpin concludes that none will come.
 SILENT_PROMPTS = 8
 CONFIG = "start trtllm-serve with --config FILE, and in it kv_cache_config: "
 SILENT = Finding(
-    "no KV event came though prompts were served: what it holds is learned from its answers",
+    "prompts were served, but no KV event came: kvpin learns what it holds from its answers",
     CONFIG + "{enable_block_reuse: true, event_buffer_max_size: 16384}",
 )
-SALT_UNTOLD = Finding(
-    "its KV events do not tell the cache salt of a block: since a request had one, "
-    "what it holds is learned from its answers",
+NO_SALT_IN_EVENTS = Finding(
+    "its KV events do not carry cache salts, and a request had one: "
+    "kvpin learns what it holds from its answers",
     "use a version whose events have cache_salt",
 )
-LORA_UNTOLD = Finding(
-    "its KV events do not tell the LoRA adapter of a block: since a request had one, "
-    "what it holds is learned from its answers",
+NO_LORA_IN_EVENTS = Finding(
+    "its KV events do not carry LoRA adapters, and a request had one: "
+    "kvpin learns what it holds from its answers",
     "serve LoRA requests from an engine of their own",
 )
 SEVERAL_RANKS = Finding(
-    "it places requests on data-parallel ranks of its own choice, each with a cache of its own: "
-    "what it holds is learned from its answers",
-    "start a server for each rank in place of enable_attention_dp",
+    "it chooses among data-parallel ranks itself, each with its own cache: "
+    "kvpin learns what it holds from its answers",
+    "start one server per rank instead of enable_attention_dp",
 )
 
 
 @dataclass(slots=True)
 class Traffic:
-    """The requests that went to the server.
+    """The requests sent to the server.
 
     Attributes:
-        in_flight: now.
+        in_flight: running now.
         salted: one of them had a cache salt.
         lora: one of them had a LoRA adapter.
         prompts: hashes of different prompts that were answered, at most `SILENT_PROMPTS`.
@@ -63,22 +63,22 @@ class Traffic:
     prompts: set[int] = field(default_factory=set)
 
     def served(self, prompt: TokenIds[int] | None, tokens_per_block: int) -> None:
-        """A prompt was answered; one that fills no block stores nothing."""
+        """Notes an answered prompt. A prompt shorter than a block stores nothing."""
         if prompt is not None and len(prompt) > tokens_per_block and len(self.prompts) < SILENT_PROMPTS:
             self.prompts.add(hash(prompt.tobytes()))
 
 
 class EventPoller:
-    """One server's events as `EngineAdapter.events` promises them.
+    """One server's events, as `EngineAdapter.events` describes them.
 
     Attributes:
-        traffic: what the adapter notes of its requests.
-        reader: of the view that is followed now.
-        doubt: why nothing is followed, None while something is.
+        traffic: the requests, as the adapter counts them.
+        reader: reads the current view.
+        doubt: why the events are not followed; None while they are.
     """
 
     def __init__(self, drain: Callable[[], Awaitable[bytes]], new_reader: Callable[[], EventReader]) -> None:
-        """`drain` asks the server for its events; `new_reader` makes the reader of a view."""
+        """`drain` asks the server for its events; `new_reader` makes a reader for a view."""
         self._drain = drain
         self._new_reader = new_reader
         self._wake = asyncio.Event()
@@ -89,7 +89,7 @@ class EventPoller:
         self.doubt: Finding | None = None
 
     def wake(self) -> None:
-        """A request has ended, so that there may be events: they are asked for at once."""
+        """A request has ended: ask for events at once."""
         self._wake.set()
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
@@ -100,7 +100,7 @@ class EventPoller:
         """
         levels = self.reader.blocks_per_level
         self.reader, self.doubt, self._outbox = self._new_reader(), None, []
-        self.reader.blocks_per_level = levels  # told once, when a process begins
+        self.reader.blocks_per_level = levels  # sent once, when a process starts
         self.traffic.prompts.clear()
         yield ViewLost("connected")
         wait_s = BUSY_S
@@ -119,8 +119,7 @@ class EventPoller:
             await self._pause(wait_s)
 
     async def reset(self, act: Callable[[], Awaitable[object]]) -> int:
-        """Has the cache reset by `act`; nothing of before will be told after it. Returns the blocks that were
-        known.
+        """Resets the cache with `act`; events from before the reset are dropped. Returns the known blocks.
 
         Raises:
             EngineUnavailable: as `events`, and what `act` raises.
@@ -129,7 +128,7 @@ class EventPoller:
             alone = self.traffic.in_flight == 0
             blocks = self.reader.blocks().total()
             await act()
-            # What running requests did before the reset may be told one step of the server later.
+            # Events of running requests from before the reset may come one server step later.
             for pause_s in (0, BUSY_S):
                 await asyncio.sleep(pause_s)
                 with _readable():
@@ -140,36 +139,36 @@ class EventPoller:
         return blocks
 
     async def _read(self) -> list[KvEvent]:
-        """What resets have left, and the server's next events."""
+        """Events that resets left, and the server's next events."""
         async with self._one_at_a_time:
-            # Before what is read now, which was stored after the reset.
+            # Before the events read now, which were stored after the reset.
             events, self._outbox = self._outbox, []
             with _readable():
                 return events + self.reader.read(await self._drain())
 
     async def _pause(self, seconds: float) -> None:
         try:
-            async with asyncio.timeout(seconds):  # wait_for would lose a cancellation that comes with a wake
+            async with asyncio.timeout(seconds):  # wait_for can lose a cancellation
                 await self._wake.wait()
         except TimeoutError:
             return
         self._wake.clear()
 
     def _doubt(self) -> Finding | None:
-        """Why the events do not tell what the server holds; None where they do."""
+        """Why the events do not show what the server holds; None if they do."""
         reader, traffic = self.reader, self.traffic
         if len(reader.ranks) > 1:
             return SEVERAL_RANKS
-        if traffic.salted and reader.salt_untold:
-            return SALT_UNTOLD
-        if traffic.lora and reader.lora_untold:
-            return LORA_UNTOLD
+        if traffic.salted and reader.lacks_salt:
+            return NO_SALT_IN_EVENTS
+        if traffic.lora and reader.lacks_lora:
+            return NO_LORA_IN_EVENTS
         if not reader.heard and len(traffic.prompts) >= SILENT_PROMPTS:
             return SILENT
         return None
 
     async def _out_of_doubt(self) -> list[KvEvent]:
-        """Waits until there are events after all, which begin a view. Other doubts last for good."""
+        """Waits until events come after all, which begin a view. Other doubts never end."""
         if self.doubt is not SILENT:
             await asyncio.Event().wait()
         while True:

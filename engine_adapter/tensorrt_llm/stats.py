@@ -1,8 +1,8 @@
-"""What a server tells of its load and its cache, from either of two pages.
+"""Reads a server's load and cache figures from one of two pages.
 
-`/prometheus/metrics`, there with `return_perf_metrics: true`, can be read by anyone at any time. `/metrics`
-is a list of what each step did (with `enable_iter_perf_stats: true`), and reading it takes it away: for other
-readers too, so it is asked for seldom, and only where the first is not there.
+`/prometheus/metrics` (with `return_perf_metrics: true`) can be read at any time. `/metrics` (with
+`enable_iter_perf_stats: true`) lists what each step did, and reading removes the list, also for other
+readers. So kvpin reads it rarely, and only if the first page is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES = (_RUNNING, _WAITING, _MAX_BLOCKS, _USED_BLOCKS, _BLOCK_SIZE, _MODEL, _C
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """None for what is not told.
+    """The figures; None where unknown.
 
     Attributes:
         running, waiting: requests.
@@ -61,7 +61,7 @@ class _Iteration(msgspec.Struct, rename="camel"):
 
 
 def read_prometheus(page: bytes) -> Stats:
-    """What `/prometheus/metrics` says. Raises EngineUnavailable when it is in another format."""
+    """Reads `/prometheus/metrics`. Raises EngineUnavailable if it has another format."""
     samples = read_samples(page, _NAMES)
     model, cache = samples.labels(_MODEL), samples.labels(_CACHE)
     blocks, used = _most(samples, _MAX_BLOCKS), _most(samples, _USED_BLOCKS)
@@ -80,10 +80,10 @@ def read_prometheus(page: bytes) -> Stats:
 
 
 def read_iterations(steps: Any) -> Stats:  # noqa: ANN401 - JSON
-    """What the last step in a `/metrics` answer says; nothing runs where there was none.
+    """Reads the last step of a `/metrics` answer. Without a step, nothing runs.
 
     Raises:
-        EngineUnavailable: it is no list of steps.
+        EngineUnavailable: the answer is not a list of steps.
     """
     try:
         iterations = msgspec.convert(steps, list[_Iteration])
@@ -103,7 +103,7 @@ def read_iterations(steps: Any) -> Stats:  # noqa: ANN401 - JSON
 
 
 def _most(samples: Samples, name: str) -> int | None:
-    """Processes of one server tell the same value each."""
+    """The value, which each process of the server repeats."""
     values = (sample.value for sample in samples.all(name))
     return max((int(value) for value in values if math.isfinite(value)), default=None)
 

@@ -1,4 +1,4 @@
-"""Blocks that were stored → kvpin's runs: their tokens, extra ids, salt, and the tier they lie on."""
+"""Turns the blocks of a stored event into kvpin's runs: tokens, extra ids, salt and tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def runs_of(data: Stored, blocks: Sequence[Block], size: int) -> Iterator[Blocks
     """The blocks as runs on one tier each.
 
     Raises:
-        MalformedEvents: what they hold cannot be told.
+        MalformedEvents: a block's content is unknown.
     """
     parent = data.parent_hash
     if len({(block.cache_salt, block.lora_id) for block in blocks}) > 1:
@@ -37,7 +37,7 @@ def runs_of(data: Stored, blocks: Sequence[Block], size: int) -> Iterator[Blocks
             tokens_per_block=size,
             extra_ids=_extra_ids(run, size),
             salt=salt if is_root and isinstance(salt, str) else None,
-            # The number is all that is told; requests name no adapter that is called so.
+            # Events carry only the LoRA adapter's number; no request names an adapter like this.
             adapter=f"lora_id {lora}" if is_root and isinstance(lora, int) else None,
         )
         parent = run[-1].block_hash
@@ -51,8 +51,8 @@ def _token_ids(run: Sequence[Block]) -> TokenIds[int]:
 
 
 def _extra_ids(run: Sequence[Block], size: int) -> ExtraIds[int] | None:
-    """The ids beside the tokens, and a marker for each image, audio or video that begins in the run. Where in
-    its block one begins is not told: its marker stands on the block's first token."""
+    """Extra ids, with a marker for each image, audio or video that begins in the run. Events do not say where
+    in its block an item begins, so the marker stands on the block's first token."""
     try:
         ids = array("Q", [token.token_extra_id for block in run for token in block.tokens])
     except OverflowError as error:
@@ -73,10 +73,10 @@ def _extra_ids(run: Sequence[Block], size: int) -> ExtraIds[int] | None:
 
 
 def tier_of(level: int) -> Tier | None:
-    """The tier of a cache level, None for a level that is not known."""
+    """The tier of a cache level, None for an unknown level."""
     return TIERS[level] if 0 <= level < len(TIERS) else None
 
 
 def name_of(name: BlockName) -> int | bytes:
-    """A block's name as kvpin has it."""
+    """A block's name in kvpin."""
     return name.encode() if isinstance(name, str) else name

@@ -1,7 +1,7 @@
-"""The JSON of `POST /kv_cache_events`, typed. A field of a wrong type is an error; one not named is not.
+"""The JSON of `POST /kv_cache_events`, typed. A field of the wrong type is an error, an unknown field is not.
 
-`{"event_id": 7, "window_size": 4096, "attention_dp_rank": 0, "data": {"type": "stored", …}}`: the frame of
-an event is read apart from its data, so that an event that cannot be understood still counts as seen.
+`{"event_id": 7, "window_size": 4096, "attention_dp_rank": 0, "data": {"type": "stored", …}}`: an event's
+frame is read before its data, so that an unreadable event still counts as seen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BlockName = int | str
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """What stands around the data of an event."""
+    """The frame around an event's data."""
 
     event_id: int
     data: msgspec.Raw
@@ -23,13 +23,13 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag_field="type"):
-    """What the data of all events share."""
+    """Fields that all events' data share."""
 
     layer_group_id: int | None = None
 
 
 class Created(Data, frozen=True, tag="created"):
-    """The cache of one attention window was made. `[gpu, host]` blocks; the host level may be left out."""
+    """The cache of one attention window was created: `[gpu, host]` blocks; the host level may be missing."""
 
     num_blocks_per_cache_level: list[int] = msgspec.field(default_factory=list)
 
@@ -42,8 +42,8 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class MmKey(msgspec.Struct, frozen=True):
-    """An image, audio or video in a block: what it is told by (its hash, or the client's uuid), and which
-    of its own tokens the block's first one of it is."""
+    """An image, audio or video in a block: its identity (a hash or the client's uuid), and which of the
+    item's tokens is the first one in the block."""
 
     hash: str
     start_offset: int
@@ -52,7 +52,8 @@ class MmKey(msgspec.Struct, frozen=True):
 class Block(msgspec.Struct, frozen=True):
     """A block; the last of a prompt may hold fewer tokens than a block has room for.
 
-    What older servers do not tell is UNSET. Its priority says when it may leave, not that it did.
+    Fields that older servers leave out are UNSET. The priority says when a block may be evicted, not that it
+    was.
     """
 
     block_hash: BlockName
@@ -65,14 +66,14 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class Stored(Data, frozen=True, tag="stored", kw_only=True):
-    """Blocks that can be reused now, each the child of the one before it."""
+    """Blocks that can be reused now. Each is the child of the one before it."""
 
     blocks: list[Block]
     parent_hash: BlockName | None = None
 
 
 class Removed(Data, frozen=True, tag="removed", kw_only=True):
-    """Blocks that are gone, from whichever level they lay on."""
+    """Blocks that were removed, from any level."""
 
     block_hashes: list[BlockName]
 
@@ -107,7 +108,7 @@ class _Kind(msgspec.Struct, frozen=True):
 
 
 class MalformedEvents(ValueError):
-    """JSON that is not what the server sends; says what is wrong."""
+    """The JSON is not what the server sends; the text says what is wrong."""
 
 
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -118,7 +119,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_answer(content: bytes) -> list[msgspec.Raw]:
-    """The events of an answer, unread. Raises MalformedEvents when it is no list."""
+    """The raw events of an answer. Raises MalformedEvents if it is not a list."""
     try:
         return _decode_list(content)
     except _UNREADABLE as error:
@@ -143,7 +144,7 @@ def decode_data(raw: msgspec.Raw) -> Event:
 
 
 def kind_of(raw: msgspec.Raw) -> str | None:
-    """The type of data that could not be read, None where it has none."""
+    """The type of unreadable data, None if it has none."""
     try:
         return _decode_kind(raw).type
     except _UNREADABLE:

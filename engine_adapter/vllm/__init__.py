@@ -1,8 +1,10 @@
 """vLLM as an engine.
 
-adapter.py     the adapter                                   discovery.py  asks the server what it is
-findings.py    what keeps it from being used fully           trials.py     what only requests tell of it
-metrics.py     its /metrics page                             ranks.py      data-parallel ranks
-prompts.py     a request → its token ids, by the server      requests.py   what goes along with a request
-event_watch.py what the adapter itself learns of events      flush.py      forgetting everything
+adapter.py     the adapter                            options.py   settings of this kind
+discovery.py   asks the server what it is             trials.py    learns by requests what it does not say
+findings.py    what is missing, and which flag adds it  metrics.py   reads its /metrics page
+prompts.py     tokenises a request on the server      requests.py  changes to requests
+event_watch.py what the adapter learns from events    copies.py    counts blocks stored more than once
+tiered.py      vLLM with LMCache below it             flush.py     drops the whole cache
+ranks.py       data-parallel ranks
 """

@@ -1,4 +1,4 @@
-"""Drives a vLLM server over its HTTP routes and its event sockets."""
+"""The adapter of vLLM: its HTTP routes and its event sockets."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from engine_adapter.vllm.ranks import sent_to_rank
 from engine_adapter.vllm.requests import RequestShaper
 
 _INSTEAD = {
-    Capability.KV_EVENTS: "start it with --kv-events-config; what it holds is learned from its answers",
+    Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",
     Capability.CACHED_TOKENS: "start it with --enable-prompt-tokens-details",
-    Capability.RENDER: "start it with --enable-scale-out; now chats are followed up to their first image",
+    Capability.RENDER: "chats are followed up to their first image; start it with --enable-scale-out",
     Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own, or upgrade it",
     Capability.FLUSH: "start it with VLLM_SERVER_DEV_MODE=1, or let eviction take the KV",
     Capability.OFFLOAD: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
@@ -50,7 +50,7 @@ _INSTEAD = {
     '"fallback": "warm" computes a prefix again by a one-token prefill',
     Capability.PIN: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
 }  # fmt: skip
-_FLUSHES_ALL = "it forgets everything or nothing: flush the whole engine, or leave unused KV to eviction"
+_FLUSHES_ALL = "vLLM can only flush everything: flush the whole engine, or leave unused KV to eviction"
 
 
 class VllmAdapter(SelfPlaced, Undeclared):
@@ -59,7 +59,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
     instead = _INSTEAD
 
     def __init__(self, spec: VllmSpec) -> None:
-        """Raises EngineSpecError for an address that is none."""
+        """Raises EngineSpecError for an invalid address."""
         self.spec = spec
         self._rank = spec.options.dp_rank
         self._control = ControlClient(spec)
@@ -90,7 +90,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             tokenizer=self.spec.tokenizer or facts.tokenizer,
             gpu_blocks=metrics.blocks,
             version=f"vLLM {facts.version}".rstrip(),
-            adapters=facts.adapters,
+            adapters=facts.loras,
             shares_prefill=True,
         )
 
@@ -165,13 +165,13 @@ class VllmAdapter(SelfPlaced, Undeclared):
         self._subscriber = KvEventSubscriber(endpoints, read_keys=read_vllm_keys)
         with watch.follower():
             async with aclosing(self._subscriber.events()) as events:
-                async for told in events:
-                    for event in copies.count(told):
+                async for sent in events:
+                    for event in copies.count(sent):
                         yield event
                         watch.note(event)
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`. A flush is of everything the server holds, on all its ranks."""
+        """See `EngineAdapter.operate`. It can only flush everything, on all ranks."""
         facts = await self._able(Capability(verb.value))
         if target.token_ids is not None or target.cache_salt is not None or target.adapter is not None:
             raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
@@ -192,8 +192,8 @@ class VllmAdapter(SelfPlaced, Undeclared):
         return self._facts
 
     def _is_another(self, identity: str | None, queries: int) -> bool:
-        """Whether a look at the server shows another process than the one connected to; where pages have no
-        identity, a counter that fell tells."""
+        """Whether the server's process was replaced since `connect`. Where `/metrics` has no identity, a
+        counter that fell shows it."""
         return queries < self._queries if identity is None else identity != self._instance
 
 
@@ -210,6 +210,6 @@ def _capabilities(facts: Facts, spec: VllmSpec) -> frozenset[Capability]:
 
 
 def _served_name(facts: Facts, body: JsonBody) -> str:
-    """The adapter a request names; the base model else, which kvpin's clients may know by another name."""
+    """The LoRA adapter that a request names, else the base model; clients may know that by another name."""
     name = body.get("model")
-    return name if name in facts.adapters else facts.model
+    return name if name in facts.loras else facts.model

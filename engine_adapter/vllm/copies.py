@@ -1,9 +1,9 @@
-"""Blocks that vLLM holds more than once: gone are they when the last copy is.
+"""Counts blocks that vLLM holds more than once: a block leaves the view when its last copy is removed.
 
-vLLM does not merge equal blocks. What two requests compute at once is stored twice, and so is a prompt's last
-block where nothing but it has to be computed; every copy is told of when it is stored and when it is evicted.
-Reuse is told of in the same words (`kv_cache_report_mode`): a run of held blocks from the start of a prompt.
-Such a run is not counted, so that at worst too little is believed to be held.
+vLLM does not merge equal blocks. If two requests compute the same block at once, it is stored twice. A
+prompt's last block is stored again if only that block had to be computed. Every copy has its own stored and
+removed events. With `kv_cache_report_mode`, reuse is also reported as a stored event: a run of held blocks
+from the start of a prompt. Such a run is not counted, so at worst kvpin believes too little is held.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _MAX_DOUBTED = 100_000
 
 
 class Copies:
-    """Takes removals out of an engine's events while there are more copies."""
+    """Drops removals from an engine's events while other copies remain."""
 
     def __init__(self) -> None:
         self._copies: dict[int | bytes, int] = {}
-        # Of these there may be more copies than counted.
+        # There may be more copies of these than counted.
         self._doubted: set[int | bytes] = set()
-        # Removals taken out since the view began; None once it is known whether it began with an empty cache.
+        # Removals dropped since the view began; None once kvpin knows whether the cache was empty then.
         self._kept: set[int | bytes] | None = None
         self._is_complete = False
 
     def count(self, event: KvEvent) -> Iterator[KvEvent]:
-        """The event as it is to be passed on, and before it what follows from it."""
+        """The event as it is to be passed on, after any removals it causes."""
         match event:
             case BlocksStored(tier=Tier.GPU):
                 self._store(event)
@@ -56,11 +56,11 @@ class Copies:
         self._copies.clear()
         self._doubted.clear()
         self._kept = kept
-        self._is_complete = True  # until told otherwise
+        self._is_complete = True  # until ViewCurrent says
 
     def _store(self, event: BlocksStored) -> None:
         copies, names = self._copies, event.hashes
-        if event.parent is not None or self._is_first_told(names):
+        if event.parent is not None or self._is_new(names):
             for name in names:
                 copies[name] = copies.get(name, 0) + 1
             return
@@ -72,8 +72,8 @@ class Copies:
                 self._doubted.clear()
                 self._is_complete = False
 
-    def _is_first_told(self, names: tuple[int | bytes, ...]) -> bool:
-        """Whether one of them was not held: then it is no reuse."""
+    def _is_new(self, names: tuple[int | bytes, ...]) -> bool:
+        """Whether a block of the run was not held: then the run was stored, not reused."""
         return self._is_complete and not all(name in self._copies or name in self._doubted for name in names)
 
     def _is_last(self, name: int | bytes) -> bool:
@@ -86,7 +86,8 @@ class Copies:
         return False
 
     def _settle(self, *, is_complete: bool) -> Iterator[KvEvent]:
-        """The view is up to date. Where it did not begin with an empty cache, copies were taken on trust."""
+        """The view is up to date. If the cache was not empty at its start, the counts are guesses: each
+        becomes 1."""
         self._is_complete = is_complete
         kept, self._kept = self._kept or (), None
         if is_complete:

@@ -1,4 +1,4 @@
-"""Asks a vLLM server what it is and what it was started with."""
+"""Asks a vLLM server what it is and how it was started."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EventSource(msgspec.Struct, frozen=True):
 
     @property
     def publishes(self) -> bool:
-        """Whether anything is sent there."""
+        """Whether events are sent there."""
         return self.enable_kv_cache_events and self.publisher in (None, "zmq")
 
 
@@ -50,23 +50,23 @@ class _Models(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a server is, and what it was started with.
+    """What a server is, and how it was started.
 
     Attributes:
         model: the name it serves its base model under.
-        adapters: names of its LoRA adapters.
+        loras: names of its LoRA adapters.
         tokenizer: directory or hub id of its model.
         max_model_len: longest prompt + output in tokens.
         version: e.g. `0.32.0`; "" where it does not say.
         metrics: as of the connection.
-        source: where its events are; None where it does not say.
-        names_sources: it has the route that says so.
+        source: address of its events; None where it does not say.
+        names_sources: it has the route that says it.
         tokenizes, renders, resets: it has these routes.
-        trials: what only requests tell.
+        trials: what only requests show.
     """
 
     model: str
-    adapters: frozenset[str]
+    loras: frozenset[str]
     tokenizer: str | None
     max_model_len: int | None
     version: str
@@ -80,11 +80,10 @@ class Facts:
 
 
 async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) -> Facts:
-    """Asks everything. `known` is what was found of the engine before: what can only be found by trying is
-    not tried again on the same process.
+    """Asks everything. `known` holds the facts of the last time: the same process is not tried out again.
 
     Raises:
-        EngineUnavailable: it is not there, not vLLM, or has no such rank.
+        EngineUnavailable: it is not reachable, not vLLM, has no such rank, or is too busy to be tried out.
     """
     rank = spec.options.dp_rank
     models, version, sources, metrics, tokenizes, renders, resets = await asyncio.gather(
@@ -98,12 +97,12 @@ async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) 
     )
     if rank is not None and metrics.ranks and rank not in metrics.ranks:
         raise EngineUnavailable(f"it has no data-parallel rank {rank}: it has {list(metrics.ranks)}")
-    base, adapters = _models(models, spec)
+    base, loras = _models(models, spec)
     same = known is not None and known.metrics.identity == metrics.identity is not None
     tried = known.trials if known is not None and same else Trials()
     return Facts(
         model=base.id,
-        adapters=adapters,
+        loras=loras,
         tokenizer=base.root,
         max_model_len=base.max_model_len,
         version=_version(version),
@@ -118,8 +117,8 @@ async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) 
 
 
 def event_endpoints(facts: Facts, spec: VllmSpec) -> EventEndpoints | None:
-    """Where the engine's events can be had from here; None where they cannot. The operator's word counts
-    for more than the engine's."""
+    """Addresses of the engine's events as this machine reaches them; None where it does not. The operator's
+    options override the engine's own."""
     if not facts.metrics.tells_blocks or is_several(facts, spec):
         return None
     source = facts.source if facts.source is not None and facts.source.publishes else None
@@ -136,12 +135,12 @@ def event_endpoints(facts: Facts, spec: VllmSpec) -> EventEndpoints | None:
 
 
 def is_several(facts: Facts, spec: VllmSpec) -> bool:
-    """Whether requests go to ranks that cannot be told apart."""
+    """Whether requests go to several ranks that kvpin cannot tell apart."""
     return spec.options.dp_rank is None and len(facts.metrics.ranks) > 1
 
 
 def _models(answer: object, spec: VllmSpec) -> tuple[_Model, frozenset[str]]:
-    """The base model, by the name the operator gave where it has several, and the names of its adapters."""
+    """The base model (the operator's choice where there are several) and the names of its LoRA adapters."""
     try:
         models = msgspec.convert(answer, _Models).data
     except msgspec.ValidationError as error:
@@ -162,7 +161,7 @@ def _version(answer: object) -> str:
 
 
 def _source(sources: object, rank: int | None) -> EventSource | None:
-    """Of the rank, or the only one there is."""
+    """The event source of the rank, or the only one."""
     if not isinstance(sources, dict):
         return None
     raw = sources.get(str(rank)) if rank is not None else next(iter(sources.values()), None)
@@ -175,7 +174,7 @@ def _source(sources: object, rank: int | None) -> EventSource | None:
 
 
 async def _get(control: ControlClient, path: str) -> Any:  # noqa: ANN401 - JSON
-    """The JSON at a path, None where an older server has no such route."""
+    """The JSON at a path, None where the server has no such route."""
     try:
         return await control.get(path)
     except EngineRejected as error:
@@ -185,7 +184,7 @@ async def _get(control: ControlClient, path: str) -> Any:  # noqa: ANN401 - JSON
 
 
 async def _renders(control: ControlClient) -> bool:
-    """Whether it renders prompts; without --enable-scale-out the routes are there and refuse everybody."""
+    """Whether it renders prompts. Without --enable-scale-out the routes exist but refuse everybody."""
     try:
         await control.call("POST", "/v1/chat/completions/render", json={})
     except EngineRejected as error:
@@ -194,7 +193,7 @@ async def _renders(control: ControlClient) -> bool:
 
 
 async def _exists(control: ControlClient, path: str) -> bool:
-    """Whether the server has a route that takes only POST; nothing is done on it."""
+    """Whether the server has a POST route; asked by GET, so nothing happens."""
     try:
         await control.fetch("GET", path)
     except EngineRejected as error:

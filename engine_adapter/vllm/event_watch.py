@@ -1,4 +1,4 @@
-"""What the adapter itself needs to know of the events that pass through it."""
+"""What the adapter itself learns from the events that pass through it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from engine_adapter.types import (
 
 
 class EventWatch:
-    """Which blocks are known to lie on the GPU, and when the cache was cleared.
+    """The blocks known to lie on the GPU, and how often the cache was cleared.
 
-    vLLM tells of a block when it is stored, and again on reuse only where a request asks for it. While the
-    view is incomplete, requests do: what is reused becomes known. That ends once the cache was cleared, or
-    once as many blocks became known as it holds.
+    vLLM reports a block when it is stored, and again on reuse if the request asks for that. While the view is
+    incomplete, kvpin's requests ask, so reused blocks become known. That ends when the cache was cleared, or
+    when as many blocks are known as the cache holds.
     """
 
     def __init__(self, capacity: int | None) -> None:
         """`capacity` is in the engine's blocks; None where unknown."""
         self._capacity = capacity
         self._known: set[int | bytes] = set()
-        self._told: int | None = None  # since the view began, while it is incomplete
+        self._learned: int | None = None  # newly known blocks while the view is incomplete, else None
         self._followers = 0
         self._clearings = 0
         self._cleared = asyncio.Event()
@@ -41,12 +41,12 @@ class EventWatch:
 
     @property
     def wants_reuse_told(self) -> bool:
-        """Whether requests should have reused blocks announced again."""
-        return self._told is not None
+        """Whether requests should ask vLLM to report reused blocks."""
+        return self._learned is not None
 
     @property
     def is_followed(self) -> bool:
-        """Whether anyone reads events now."""
+        """Whether somebody reads the events now."""
         return self._followers > 0
 
     @property
@@ -56,7 +56,7 @@ class EventWatch:
 
     @contextmanager
     def follower(self) -> Iterator[None]:
-        """Someone reads events until the block ends."""
+        """Somebody reads the events until the block ends."""
         self._followers += 1
         try:
             yield
@@ -64,14 +64,14 @@ class EventWatch:
             self._followers -= 1
 
     def note(self, event: KvEvent) -> None:
-        """An event was taken in by its reader."""
+        """Notes an event that its reader has processed."""
         match event:
             case BlocksStored(tier=Tier.GPU, hashes=hashes):
                 self._store(hashes)
             case BlocksRemoved(tier=Tier.GPU, hashes=hashes):
                 self._known.difference_update(hashes)
             case ViewCurrent(complete=complete):
-                self._told = None if complete else 0
+                self._learned = None if complete else 0
             case ViewLost():
                 self._forget()
             case CacheCleared():
@@ -82,17 +82,17 @@ class EventWatch:
     def _store(self, hashes: tuple[int | bytes, ...]) -> None:
         before = len(self._known)
         self._known.update(hashes)
-        if self._told is not None:
-            self._told += len(self._known) - before
-            if self._capacity is not None and self._told >= self._capacity:
-                self._told = None
+        if self._learned is not None:
+            self._learned += len(self._known) - before
+            if self._capacity is not None and self._learned >= self._capacity:
+                self._learned = None
 
     def _forget(self) -> None:
         self._known.clear()
-        self._told = None
+        self._learned = None
 
     async def wait_for_clearing(self, after: int, timeout_s: float) -> bool:
-        """Waits until the cache was cleared more than `after` times; False when that took too long."""
+        """Waits until the cache was cleared more than `after` times; False after the time-out."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._clearings <= after:

@@ -1,4 +1,4 @@
-"""What keeps a vLLM server from being used fully, and the flag that mends it."""
+"""Findings about a vLLM server, with the flags that fix them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _FLAG = (
     """start it with --kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","""
     """"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}'"""
 )
-_NO_EVENTS = Finding("it sends no KV events: what it holds is learned from its answers", _FLAG)
+_NO_EVENTS = Finding("it sends no KV events: kvpin learns what it holds from its answers", _FLAG)
 _NO_SOURCES = Finding(
-    "it does not tell where its KV events are: what it holds is learned from its answers",
+    "it does not say where its KV events are: kvpin learns what it holds from its answers",
     f"{_FLAG} and name both addresses: events=tcp://HOST:5557,replay=tcp://HOST:5657",
 )
 _NO_REPLAY = Finding(
-    "events that were missed cannot be asked for again: what it held before kvpin came, or while events "
-    "were lost, is not known",
+    "missed events cannot be replayed: kvpin does not know what it held before kvpin connected, or while "
+    "events were lost",
     'give --kv-events-config a "replay_endpoint" that this machine reaches',
 )
 _SILENT = Finding(
-    "nothing answers where missed events are asked for: what it held before kvpin came is not known",
+    "its replay socket does not answer: kvpin does not know what it held before kvpin connected",
     'let kvpin\'s machine reach the "replay_endpoint" of --kv-events-config, or name it: replay=tcp://HOST:PORT',
 )
 _LMCACHE = Finding(
-    "it runs over an LMCache that kvpin was not told of: its hits are not predicted, and the KV of one LoRA "
-    "adapter, or of one prompt embedding, is taken for that of another",
+    "it uses an LMCache that kvpin does not know: its hits are not predicted, and LMCache mixes up the KV of "
+    "LoRA adapters and of prompt embeddings",
     "name its server: lmcache=http://HOST:PORT",
 )
 
@@ -36,7 +36,7 @@ _OLDEST = (0, 24)
 
 
 def findings_of(facts: Facts, spec: VllmSpec, *, replay_is_silent: bool = False) -> tuple[Finding, ...]:
-    """All that was found, what matters most first. `replay_is_silent`: it was asked, and did not answer."""
+    """All findings, the most important first. `replay_is_silent`: the replay socket did not answer."""
     found = [*_cache_findings(facts), *_event_findings(facts, spec)]
     if facts.metrics.lmcache and spec.options.lmcache is None:
         found.insert(0, _LMCACHE)
@@ -52,19 +52,19 @@ def _cache_findings(facts: Facts) -> Iterator[Finding]:
         )
     if facts.metrics.block_size is None:
         yield Finding(
-            "/metrics does not tell its block size, so that its cache is not followed",
+            "/metrics does not report its block size: kvpin cannot follow its cache",
             "start it without --disable-log-stats",
         )
 
 
 def _event_findings(facts: Facts, spec: VllmSpec) -> tuple[Finding, ...]:
     if not facts.metrics.tells_blocks:
-        return ()  # the cache's own findings say why
+        return ()  # _cache_findings says why
     ranks, source = facts.metrics.ranks, facts.source
     if is_several(facts, spec):
         return (
             Finding(
-                f"it has {len(ranks)} data-parallel ranks, each with a cache of its own",
+                f"it has {len(ranks)} data-parallel ranks, each with its own cache",
                 f"add it {len(ranks)} times, once for each rank, with dp_rank={ranks[0]} to {ranks[-1]}",
             ),
         )
@@ -74,7 +74,7 @@ def _event_findings(facts: Facts, spec: VllmSpec) -> tuple[Finding, ...]:
     if source is not None and source.publishes:
         return (
             Finding(
-                f"its events at {source.endpoint} can be had on its own machine alone",
+                f"its events at {source.endpoint} can be reached only from its own machine",
                 'give --kv-events-config an "endpoint" such as tcp://*:5557, or name the address that '
                 "reaches it: events=tcp://HOST:PORT",
             ),
@@ -85,26 +85,26 @@ def _event_findings(facts: Facts, spec: VllmSpec) -> tuple[Finding, ...]:
 def _route_findings(facts: Facts, spec: VllmSpec) -> Iterator[Finding]:
     if facts.trials.reports_cached is False:
         yield Finding(
-            "its answers do not tell how many tokens were reused: predictions cannot be checked",
+            "its answers do not report reused tokens: predictions cannot be checked",
             "start it with --enable-prompt-tokens-details",
         )
     if facts.trials.takes_salt is False:
-        yield Finding("it does not keep the KV of salts apart on every route", "upgrade vLLM")
+        yield Finding("it ignores cache salts on some routes", "upgrade vLLM")
     if not facts.renders:
         yield Finding(
-            "prompts of /v1/responses and of chats with images are not followed",
+            "kvpin cannot follow prompts of /v1/responses and of chats with images",
             "start it with --enable-scale-out",
         )
     if not facts.resets:
         yield Finding("its cache cannot be flushed", "start it with VLLM_SERVER_DEV_MODE=1")
     if spec.api_key:
         yield Finding(
-            "its --api-key guards /v1 alone: whoever reaches its port can tokenise, read its metrics and, in "
-            "dev mode, reset its cache",
-            "let nobody but kvpin reach that port",
+            "its --api-key protects only /v1: whoever reaches its port can tokenise, read metrics and, in "
+            "dev mode, reset the cache",
+            "let only kvpin reach that port",
         )
     if (version := _release(facts.version)) and version < _OLDEST:
-        yield Finding(f"kvpin was never tried on vLLM {facts.version}", "upgrade it to 0.24 or later")
+        yield Finding(f"kvpin is not tested with vLLM {facts.version}", "upgrade it to 0.24 or later")
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Forgetting everything an engine holds.
+"""Drops everything that a vLLM holds.
 
-vLLM resets its whole cache or nothing, refuses while requests run, and publishes that it did only with the
-next request: so one of a single token is sent after it, and the event waited for.
+vLLM can only reset its whole cache, refuses while requests run, and publishes the reset with the next
+request. So kvpin sends a request of one token after the reset and waits for the event.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ async def flush(
 ) -> KvProgress:
     """Resets the cache of a server, on all its `ranks`; `model` is the name it serves under.
 
-    Returns the blocks dropped, as far as they were known; or, where requests run, those left.
+    Returns the known blocks dropped, or those left because requests run.
 
     Raises:
-        EngineUnavailable: it is gone, or did not say in time that its cache was cleared.
+        EngineUnavailable: it is not reachable, or no event reported the reset within 2 s.
     """
     blocks, clearings = watch.blocks, watch.clearings
     answer = await control.call("POST", "/reset_prefix_cache")

@@ -1,4 +1,4 @@
-"""What vLLM's `/metrics` page says: which process it is, how busy, and how its cache is cut."""
+"""Reads vLLM's `/metrics` page: process identity, load, and the size of its cache."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _NAMES = (_STARTED, _CREATED, _RUNNING, _WAITING, _USAGE, _CONFIG, _QUERIES, _HI
 
 @dataclass(frozen=True, slots=True)
 class VllmMetrics:
-    """One look at an engine, or at all ranks of a server together.
+    """One reading of an engine, or of all ranks of a server together.
 
     Attributes:
-        ranks: the data-parallel ranks the page tells of.
-        identity: of the process, None where the page does not tell (several API servers share one page).
+        ranks: the data-parallel ranks on the page.
+        identity: of the process; None where several API servers share one page.
         running, waiting: requests.
         usage: share of its blocks that running requests hold, 0–1.
         block_size: in tokens.
-        blocks: KV can lie in; vLLM keeps one of its blocks empty.
-        caching: whether it keeps prefixes; None where the page does not tell.
+        blocks: usable for KV; vLLM keeps one block empty.
+        caching: whether prefix caching is on; None where unknown.
         queries, hits: prompt tokens looked up and found so far.
-        lmcache: it runs over LMCache.
+        lmcache: it uses LMCache.
     """
 
     ranks: tuple[int, ...] = ()
@@ -46,12 +46,12 @@ class VllmMetrics:
 
     @property
     def tells_blocks(self) -> bool:
-        """Whether there are blocks whose events can be understood."""
+        """Whether its block events can be followed."""
         return self.block_size is not None and self.caching is not False
 
 
 async def look(control: ControlClient, rank: int | None) -> VllmMetrics:
-    """Reads the page. With `rank`, what it says of that rank alone."""
+    """Reads the page; with `rank`, only that rank's values."""
     return read_metrics(await control.fetch("GET", "/metrics"), rank)
 
 
@@ -59,7 +59,7 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
     """See `look`.
 
     Raises:
-        EngineUnavailable: it is not such a page.
+        EngineUnavailable: the page is not vLLM's.
     """
     samples = read_samples(page, _NAMES)
     one = {} if rank is None else {"engine": str(rank)}
@@ -81,13 +81,13 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
 
 
 def _ranks(samples: Samples) -> tuple[int, ...]:
-    # Counts of requests are missing where nothing has run yet and API servers share the page.
+    # Request counts are missing if nothing has run yet and API servers share the page.
     names = {sample.labels.get("engine", "") for sample in samples.all(_CONFIG)}
     return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
 
 def _blocks(config: Mapping[str, str], ranks: tuple[int, ...], rank: int | None) -> int | None:
-    """The page tells each rank the blocks of all of them together; one of each stays empty."""
+    """The page reports the blocks of all ranks together; one block of each rank stays empty."""
     total, parts = _number(config, "num_gpu_blocks"), len(ranks) or 1
     if not total:
         return None
@@ -95,7 +95,7 @@ def _blocks(config: Mapping[str, str], ranks: tuple[int, ...], rank: int | None)
 
 
 def _identity(samples: Samples, one: Mapping[str, str]) -> str | None:
-    """When the process started and, to the microsecond, when it made its counters."""
+    """When the process started and when it created its counters, in microseconds."""
     created = [sample.value for sample in samples.all(_CREATED, **one)]
     started = samples.sum(_STARTED)
     times = [*([started] if started is not None else []), *([min(created)] if created else [])]

@@ -1,7 +1,7 @@
-"""A request → its token ids, by the server that would serve it.
+"""Tokenises a request on the server that would serve it.
 
-`/render` takes the request itself and is right whatever is in it. Without it there is `/tokenize`, which
-knows the fields below; a request with others that shape its prompt is refused rather than misread.
+`/render` takes the request itself and is always right. Without it there is `/tokenize`, which knows only the
+fields below. A request whose prompt depends on other fields is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOKENIZED = {
         "mm_processor_kwargs",
     ),
 }
-# What `/tokenize` leaves out of a prompt.
+# Fields that shape the prompt and that `/tokenize` ignores.
 _BEYOND = ("documents", "reasoning_effort", "truncate_prompt_tokens", "prompt_embeds", "suffix")
 _BAD_REQUEST, _NOT_FOUND = 400, 404
 
@@ -41,14 +41,14 @@ class _Range(msgspec.Struct, frozen=True):
 
 
 class _Features(msgspec.Struct, frozen=True):
-    """Per modality, one entry an item."""
+    """Per modality, one entry per item."""
 
     mm_hashes: dict[str, list[str]]
     mm_placeholders: dict[str, list[_Range]]
 
 
 class _Rendered(msgspec.Struct, frozen=True):
-    """A prompt as `/render` answers it."""
+    """A prompt in the answer of `/render`."""
 
     token_ids: list[int]
     features: _Features | None = None
@@ -64,15 +64,15 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody, model: str
     """Token ids of a chat or completion by `/tokenize`; `model` is the name the server knows.
 
     Raises:
-        EngineRejected: the server refuses it, or the route does not tell the prompt of such a request.
+        EngineRejected: the server refuses it, or `/tokenize` cannot render such a request.
     """
     names = _TOKENIZED.get(path)
     if names is None:
-        raise EngineRejected(f"vLLM tells the prompt of {path} with --enable-scale-out", status=_NOT_FOUND)
+        raise EngineRejected(f"vLLM renders {path} only with --enable-scale-out", status=_NOT_FOUND)
     for name in _BEYOND:
         if body.get(name) is not None:
             raise EngineRejected(
-                f"vLLM tells the prompt of a request with {name} with --enable-scale-out",
+                f"vLLM renders requests with {name} only with --enable-scale-out",
                 status=_BAD_REQUEST,
                 param=name,
             )
@@ -87,33 +87,33 @@ async def render(control: ControlClient, path: str, body: JsonBody, model: str) 
     """A request's prompt by `/render`; `model` is the name the server knows.
 
     Raises:
-        EngineRejected: the server refuses it, or it is a request for several prompts.
+        EngineRejected: the server refuses it, or the request has several prompts.
     """
     if path not in RENDERED_ROUTES:
-        raise EngineRejected(f"{path} is not one of vLLM's prompts", status=_NOT_FOUND)
+        raise EngineRejected(f"vLLM renders no prompts of {path}", status=_NOT_FOUND)
     wanted = body.replace(model=model, mm_payload="none")
     answer = await control.call("POST", f"{path}/render", content=wanted.raw)
     prompts = answer if isinstance(answer, list) else [answer]
     if len(prompts) != 1:
-        raise EngineRejected("a request for several prompts", status=_BAD_REQUEST, param="prompt")
+        raise EngineRejected("the request has several prompts", status=_BAD_REQUEST, param="prompt")
     rendered = _read(prompts[0], _Rendered)
     media = _media(rendered.features) if rendered.features is not None else ()
     return RenderedPrompt(token_array(rendered.token_ids), media)
 
 
 def _media(features: _Features) -> tuple[MediaSpan, ...]:
-    """Its items, in the order they stand in the prompt."""
+    """The items, in the order of the prompt."""
     spans: list[MediaSpan] = []
     for modality, identities in features.mm_hashes.items():
         places = features.mm_placeholders.get(modality, [])
         if len(places) != len(identities):
-            raise EngineUnavailable("it does not answer as vLLM does: items of a prompt without a place")
+            raise EngineUnavailable("it does not answer as vLLM does: a prompt's items have no position")
         spans += map(MediaSpan, identities, (p.offset for p in places), (p.length for p in places))
     return tuple(sorted(spans, key=lambda span: span.offset))
 
 
 def _plain_ids(prompt: object) -> TokenIds[int]:
-    """A prompt that is token ids already."""
+    """A prompt given as token ids."""
     try:
         return token_array(msgspec.convert(prompt, list[int]))
     except (msgspec.ValidationError, OverflowError) as error:

@@ -13,7 +13,7 @@ def rank_headers(rank: int | None) -> dict[str, str]:
 
 
 def sent_to_rank(headers: Mapping[str, str], rank: int | None) -> Mapping[str, str]:
-    """A request's headers, with the rank in place of what its client may have named."""
+    """A request's headers with this rank, in place of any rank the client named."""
     if rank is None:
         return headers
     return {name: value for name, value in headers.items() if name.lower() != _HEADER} | rank_headers(rank)

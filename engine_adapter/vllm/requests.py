@@ -1,4 +1,4 @@
-"""What goes along with a client's request: token ids in place of text, and questions it does not see."""
+"""Changes to a client's request: token ids for text, and questions whose answers the client does not see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine_adapter.types import KvTarget
 from engine_adapter.vllm.prompts import RENDERED_ROUTES
 
 _COMPLETIONS = "/v1/completions"
-# With these, vLLM makes more of a text than its tokens, or answers with it.
+# With these fields, vLLM does more with a text than tokenise it, or returns it.
 _TEXT_STAYS = (
     "add_special_tokens",
     "echo",
@@ -19,7 +19,7 @@ _TEXT_STAYS = (
     "truncate_prompt_tokens",
     "truncation_side",
 )
-# Prompts that are tokenised by vLLM are compared with ours: the first of a connection, then one in so many.
+# vLLM's own tokens are compared with ours for the first prompts of a connection, then for one in a hundred.
 _FIRST, _EVERY = 16, 100
 
 
@@ -27,7 +27,7 @@ class RequestShaper:
     """Shapes the requests of one connection.
 
     Args:
-        asks_usage: streams are asked for the tokens they reused.
+        asks_usage: ask streams for their reused tokens.
     """
 
     def __init__(self, *, asks_usage: bool) -> None:
@@ -35,7 +35,7 @@ class RequestShaper:
         self._seen = 0
 
     def hold(self, path: str, body: JsonBody, prompt: KvTarget | None, *, tell_reuse: bool) -> Hold:
-        """See `EngineAdapter.hold`. `tell_reuse`: the engine is to announce reused blocks again."""
+        """See `EngineAdapter.hold`. `tell_reuse`: ask the engine to report reused blocks."""
         if path not in RENDERED_ROUTES:
             return Hold(body)
         changes: dict[str, object] = {}
@@ -55,7 +55,7 @@ class RequestShaper:
 
 
 def _ids_for_text(path: str, body: JsonBody, prompt: KvTarget) -> dict[str, object]:
-    """The prompt in token ids: the engine need not tokenise what was tokenised here."""
+    """The prompt as token ids, so that the engine need not tokenise it again."""
     fits = path == _COMPLETIONS and prompt.exact and prompt.token_ids and prompt.extra_ids is None
     if not fits or any(name in body for name in _TEXT_STAYS) or not isinstance(body.get("prompt"), str):
         return {}
@@ -65,12 +65,12 @@ def _ids_for_text(path: str, body: JsonBody, prompt: KvTarget) -> dict[str, obje
 def _with_reuse_told(body: JsonBody) -> dict[str, object]:
     given = body.get("vllm_xargs")
     if given is not None and not isinstance(given, dict):
-        return {}  # the engine will refuse it
+        return {}  # the engine refuses it
     return {"vllm_xargs": {"kv_cache_report_mode": "full", **(given or {})}}
 
 
 def _computes_all(path: str, body: JsonBody) -> bool:
-    """Whether vLLM computes the whole prompt, whatever it holds: who asks for its logprobs makes it."""
+    """Whether vLLM computes the whole prompt, whatever it holds: prompt logprobs need that."""
     if body.get("prompt_logprobs") is not None:
         return True
     return path == _COMPLETIONS and bool(body.get("echo")) and body.get("logprobs") is not None

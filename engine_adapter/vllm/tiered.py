@@ -1,4 +1,4 @@
-"""vLLM with an LMCache below it: what vLLM's adapter does, and what lies below the GPU."""
+"""The adapter of a vLLM with an LMCache below it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine_adapter.hold import RequestBody
 from engine_adapter.http.control import route_of
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.lmcache import LmCache
-from engine_adapter.lmcache.salts import embeddings_of, salt_for, without_adapter
+from engine_adapter.lmcache.salts import embeddings_of, salt_for, without_lora
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,
@@ -37,13 +37,13 @@ from engine_adapter.vllm.prompts import RENDERED_ROUTES
 _MOVES = frozenset({Capability.OFFLOAD, Capability.RESTORE, Capability.PIN})
 _GENERATES = RENDERED_ROUTES | {"/v1/chat/completions/batch", "/inference/v1/generate"}
 _MIXED = Finding(
-    "it takes no cache_salt: LMCache would answer requests with a LoRA adapter from the KV of others",
+    "it takes no cache_salt: LMCache would answer requests with one LoRA adapter from the KV of another",
     "upgrade vLLM, or serve LoRA adapters from engines without LMCache",
 )
 
 
 def make_vllm(spec: VllmSpec) -> VllmAdapter:
-    """The adapter of a vLLM server; raises EngineSpecError for an address that is none."""
+    """The adapter of a vLLM server; raises EngineSpecError for an invalid address."""
     if spec.options.lmcache is not None:
         return TieredVllmAdapter(spec, LmCache(spec))
     return VllmAdapter(spec)
@@ -55,7 +55,7 @@ class TieredVllmAdapter(VllmAdapter):
     def __init__(self, spec: VllmSpec, lower: LmCache) -> None:
         super().__init__(spec)
         self._lower = lower
-        self._adapters: frozenset[str] = frozenset()
+        self._loras: frozenset[str] = frozenset()
         self._salts = False
 
     # --- what it is -----------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class TieredVllmAdapter(VllmAdapter):
         info = await super().connect()
         path = self._facts.tokenizer if self._facts is not None else None
         await self._lower.connect(path or info.model, info.tokens_per_block)
-        self._adapters = info.adapters
+        self._loras = info.adapters
         self._salts = Capability.CACHE_SALT in info.capabilities
         return replace(
             info,
@@ -81,7 +81,7 @@ class TieredVllmAdapter(VllmAdapter):
 
     def findings(self) -> tuple[Finding, ...]:
         """See `EngineAdapter.findings`."""
-        mixed = (_MIXED,) if self._adapters and not self._salts else ()
+        mixed = (_MIXED,) if self._loras and not self._salts else ()
         return (*super().findings(), *self._lower.findings, *mixed)
 
     def not_supported(self, capability: Capability) -> NotSupported:
@@ -104,12 +104,12 @@ class TieredVllmAdapter(VllmAdapter):
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`. Also without reuse, KV that LMCache would mix is kept apart."""
+        """See `EngineAdapter.prepare`. A salt keeps KV apart that LMCache would mix, also without reuse."""
         if isinstance(body, JsonBody) and self._salts and route_of(path) in _GENERATES:
             salt, model = body.get("cache_salt"), body.get("model")
-            adapter = model if model in self._adapters else None
+            lora = model if model in self._loras else None
             if salt is None or isinstance(salt, str):
-                sent = salt_for(salt, adapter, embeddings_of(body))
+                sent = salt_for(salt, lora, embeddings_of(body))
                 body = body if sent == salt else body.replace(cache_salt=sent)
         return super().prepare(method, path, headers, body)
 
@@ -120,16 +120,16 @@ class TieredVllmAdapter(VllmAdapter):
     # --- KV -------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
-        """See `EngineAdapter.events`. What LMCache tells of the tiers below, through vLLM, names no salt and
-        no adapter: it could be anybody's, and is left out."""
+        """See `EngineAdapter.events`. LMCache's events of lower tiers, which come through vLLM, have neither
+        salt nor LoRA adapter. They could be anybody's, so they are left out."""
         async with aclosing(super().events()) as events:
             async for event in events:
-                heard = _heard(event)
-                if heard is not None:
-                    yield heard
+                kept = _of_gpu(event)
+                if kept is not None:
+                    yield kept
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`. A flush is of vLLM and of what LMCache holds of its model."""
+        """See `EngineAdapter.operate`. A flush drops vLLM's cache and what LMCache holds of its model."""
         if verb is not KvVerb.FLUSH:
             await self._require(Capability(verb.value))
             async with aclosing(self._lower.operate(verb, target)) as steps:
@@ -140,7 +140,7 @@ class TieredVllmAdapter(VllmAdapter):
         if self._lower.tokens_per_chunk is None:
             flushes = [super().operate(verb, target)]
         else:
-            # LMCache last: what vLLM held may have been on its way there.
+            # LMCache last: blocks of vLLM may have been on their way there.
             flushes = [super().operate(verb, target), self._lower.operate(verb, target)]
         for flush in flushes:
             async with aclosing(flush) as steps:
@@ -171,11 +171,11 @@ class TieredVllmAdapter(VllmAdapter):
             raise self.not_supported(capability)
 
 
-def _heard(event: KvEvent) -> KvEvent | None:
-    """An event of vLLM's as it is meant; None for one of a tier below."""
+def _of_gpu(event: KvEvent) -> KvEvent | None:
+    """An event of vLLM's GPU with the client's own salt; None for one of a lower tier."""
     match event:
-        case BlocksStored(tier=Tier.GPU, salt=salt, adapter=adapter):
-            return replace(event, salt=without_adapter(salt, adapter))
+        case BlocksStored(tier=Tier.GPU, salt=salt, adapter=lora):
+            return replace(event, salt=without_lora(salt, lora))
         case BlocksStored() | BlocksRemoved() if event.tier is not Tier.GPU:
             return None
         case _:

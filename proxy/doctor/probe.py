@@ -1,4 +1,5 @@
-"""One engine on kvpin's own read and write path: do its events arrive, does it reuse what kvpin predicts?"""
+"""Runs one engine through kvpin's read and write path: do its events arrive, and does it reuse as
+predicted?"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
 
-# Time limits for the first view of a cache and for a request's blocks to enter it; the poll interval.
+# Seconds to wait for the first view, and for a request's blocks to appear in it; seconds between looks.
 VIEW_S, SETTLE_S, LOOK_S = 10.0, 5.0, 0.02
-# A probe's prompt: this many blocks of the engine and one token; its ids exist in every vocabulary.
+# A probe's prompt: this many of the engine's blocks and one token, of ids that every vocabulary has.
 PROBE_BLOCKS = 3
 _IDS = range(10, 250)
 _PATH = "/v1/completions"
@@ -36,14 +37,14 @@ _PATH = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What an engine's KV events tell.
+    """What an engine's KV events show.
 
     Attributes:
-        state: `current`; `late`: none arrived in time; `unfit`: kvpin cannot use them; `none`: the engine
-            sends none; `unasked`: reading them would take them from another reader.
+        state: `current`; `late` if they do not arrive; `unfit` if their block size does not fit; `none` if it
+            sends none; `unasked` if reading would take them from another reader.
+        blocks: engine blocks in the first view.
+        complete: False if the engine may hold more.
         detail: one sentence.
-        blocks: blocks of the engine in the first view.
-        complete: False when the engine may hold more blocks than it announced.
     """
 
     state: Literal["current", "late", "unfit", "none", "unasked"]
@@ -54,13 +55,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The second of two equal requests.
-
-    Attributes:
-        n_tokens: tokens of its prompt.
-        predicted, reported: cached tokens that kvpin predicted and that the engine reported.
-        error: why there is no such request.
-    """
+    """The second of two equal requests: prompt tokens, predicted and reported reuse. `error` says why the
+    request failed."""
 
     n_tokens: int
     predicted: int = 0
@@ -69,10 +65,10 @@ class Probe:
 
 
 class ProbedEngine:
-    """One engine on kvpin's own read and write path, without a server."""
+    """One engine behind kvpin's own read and write path, without a server."""
 
     def __init__(self, adapter: EngineAdapter, info: EngineInfo, builder: PromptBuilder) -> None:
-        """`info` is what the adapter's `connect` returned."""
+        """`info` is the result of the adapter's `connect`."""
         self._tasks = Supervisor()
         self._transport = AiohttpTransport()
         fleet = Fleet()
@@ -101,34 +97,36 @@ class ProbedEngine:
         await self._transport.aclose()
 
     async def first_view(self, *, takes_events: bool) -> View:
-        """Follows the engine's events until they say what it holds; `takes_events` allows to read events that
-        only one reader gets."""
+        """Follows the engine's events until they show what it holds."""
         engine = self._engine
         if not engine.can(Capability.KV_EVENTS):
-            return View("none", "the engine sends none: kvpin learns what it holds from its answers")
+            return View("none", "it sends none: kvpin learns what it holds from its answers")
         if not has_exact_events(engine, self._pool):
-            return View("unfit", f"its blocks have {engine.info and engine.info.tokens_per_block} tokens")
+            return View(
+                "unfit", f"they are in blocks of {engine.info and engine.info.tokens_per_block} tokens"
+            )
         if engine.info is not None and engine.info.events_read_once and not takes_events:
             return View(
-                "unasked", "only one reader gets them: use --probe while no kvpin follows this engine"
+                "unasked",
+                "reading takes them from other readers: use --probe if no kvpin follows it",
             )
         self._ingest.follow(engine, self._pool)
         if not await _until(lambda: engine.audit.trust is Trust.PRECISE, VIEW_S) or engine.view is None:
             return View("late", f"no view within {VIEW_S:.0f} s: {engine.audit.why}")
         engine.state = EngineState.READY
         view = engine.view
-        more = "" if view.complete else "; older blocks are unknown"
-        detail = f"the view is current, with {view.counts.stored} blocks{more}"
-        return View("current", detail, view.counts.stored, view.complete)
+        more = "" if view.complete else "; it may hold more from before"
+        told = f"the view is current, with {view.counts.stored} blocks{more}"
+        return View("current", told, view.counts.stored, view.complete)
 
     async def probe(self) -> Probe:
-        """Sends a new prompt twice."""
+        """Sends the engine a new prompt twice."""
         info, pool = self._engine.info, self._pool
         block = max((info and info.tokens_per_block) or TOKENS_PER_BLOCK, pool.tokens_per_block)
         n_tokens = PROBE_BLOCKS * block + 1
         if info is not None and info.max_model_len is not None:
             n_tokens = max(min(n_tokens, info.max_model_len - 1), 1)
-        ids = random.choices(_IDS, k=n_tokens)  # noqa: S311 - no secret
+        ids = random.choices(_IDS, k=n_tokens)  # noqa: S311 - only to be new
         first = await self._ask(ids)
         if first.error is not None:
             return Probe(n_tokens, error=first.error)
@@ -142,19 +140,19 @@ class ProbedEngine:
         body = JsonBody(msgspec.json.encode(fields))
         call = Call("doctor", "POST", _PATH, {"content-type": "application/json"}, body)
         self._engine.state = EngineState.READY
-        with suppress(EngineError, ProxyError):  # the record has the error
+        with suppress(EngineError, ProxyError):  # the record says what went wrong
             await self._flow.serve(call, Reply(_discard))
         return list(self._records)[-1]
 
     def _holds(self, record: RequestRecord) -> bool:
-        """Whether the view has every full block of a request's prompt."""
+        """Whether the view holds every full block of a request's prompt."""
         chain = self._pool.chain(record.prompt)
         match = self._pool.index.match(chain.hashes).get(self._engine.id) if chain is not None else None
         return chain is None or match is None or match.blocks - match.pending == len(chain.hashes)
 
 
 async def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Waits for a condition; returns whether it came true in time."""
+    """Waits for a condition; False after the time-out."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 - what is waited for has no event
@@ -163,4 +161,4 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 async def _discard(_message: Message) -> None:
-    """Drops a message of the answer."""
+    """Drops an answer, which nobody waits for."""

@@ -1,4 +1,4 @@
-"""The adapters under contract, each in front of a real engine."""
+"""Every kind of adapter, each in front of an engine on real sockets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.fake_engines.vllm import FakeVllm, running_vllm
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """The server that vLLM's adapter is tested on.
+    """The server for the tests of vLLM's adapter.
 
     Attributes:
-        fake: None where it is a real one.
+        fake: None if it is a real one.
     """
 
     url: str
@@ -30,7 +30,7 @@ class VllmServer:
 
     @contextmanager
     def decoding_for_long(self) -> Iterator[None]:
-        """A request for many tokens runs until the block ends; on a real server it takes its time."""
+        """Requests for many tokens run until the block ends; a real server takes its own time."""
         cores = self.fake.cores if self.fake is not None else []
         for core in cores:
             core.hold(after=1)
@@ -43,7 +43,7 @@ class VllmServer:
 
 @pytest.fixture(scope="session")
 def vllm_server() -> Iterator[VllmServer]:
-    """The fake one, or a real one whose address is in KVPIN_TEST_VLLM: idle, of 100 blocks of 32 tokens."""
+    """A fake one, or a real one at KVPIN_TEST_VLLM: idle, with 100 blocks of 32 tokens."""
     if address := os.environ.get("KVPIN_TEST_VLLM"):
         yield VllmServer(address, None)
         return
@@ -78,7 +78,7 @@ def nim() -> Iterator[str]:
 async def adapter(
     request, embedded_engine, llama, vllm_server, sglang_server, trtllm_server, nim
 ) -> AsyncIterator[EngineAdapter]:
-    """Each kind of adapter, in front of a shared engine of its kind."""
+    """Each kind of adapter, with a shared engine of its kind."""
     is_llama = request.param == "llama_server"
     urls = {
         "llama_server": llama.url,

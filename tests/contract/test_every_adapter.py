@@ -1,4 +1,4 @@
-"""What `EngineAdapter` promises, held against every adapter on a real engine."""
+"""Tests every adapter against the contract `EngineAdapter`."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ async def test_tokens_are_those_of_the_route(adapter):
     info = await adapter.connect()
     if Capability.TOKENIZE in info.capabilities:
         assert len(await adapter.tokenize("/v1/chat/completions", body())) > 0
-        with pytest.raises(EngineRejected):  # whatever else its body holds
+        with pytest.raises(EngineRejected):  # with any body
             await adapter.tokenize("/v1/embeddings", body(input="Hello"))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_held_request_is_answered_and_its_reuse_is_what_was_said(adapter, transport, streamed):
-    """Twice the same: what the hold says of the second is what the engine reports."""
+    """Sends a request twice: the hold's prediction for the second equals the engine's report."""
     info = await adapter.connect()
     path, sent = "/v1/completions", list(range(300, 340))
     fields = {"model": info.model, "prompt": sent, "max_tokens": 2, "temperature": 0}

@@ -1,4 +1,4 @@
-"""What vLLM's adapter says of a server, held against what the server does: the fake one, or a real one."""
+"""Compares what vLLM's adapter says with what the server does, fake or real."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_S = 20.0
 
 
 class Follower:
-    """An index kept by the adapter's events, and what it says a prompt would reuse."""
+    """An index fed by the adapter's events."""
 
     def __init__(self, adapter, tokens_per_block):
         self.index, self.events = PrefixIndex(), []
@@ -52,7 +52,7 @@ class Follower:
                 self._changed.set()
 
     def held(self, tokens, salt=None):
-        """Tokens of a prompt whose KV the index has."""
+        """Tokens of a prompt that the index predicts as reused."""
         hashes = chain(self._root(salt, None), array("i", tokens), None, PAGE).hashes
         match = self.index.match(hashes).get("e")
         return 0 if match is None else match.gpu * PAGE // self._size * self._size
@@ -100,13 +100,13 @@ def body(**fields):
 
 
 def tokens_of(seed, count):
-    """A prompt of its own."""
+    """A new prompt."""
     source = random.Random(f"{seed}")  # noqa: S311 - no secret
     return [source.randrange(100, 4000) for _ in range(count)]
 
 
 async def complete(control, tokens, **fields):
-    """Tokens that were reused."""
+    """Reused tokens, as reported."""
     request = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0} | fields
     answer = await control.call("POST", "/v1/completions", json=request)
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -170,7 +170,7 @@ async def test_a_refused_request_names_its_field(vllm):
 
 
 async def test_events_tell_what_requests_reuse(vllm, control):
-    """Prompts that share prefixes, salts, and more of both than the cache holds: every prediction holds."""
+    """Prompts share prefixes and salts and exceed the cache: every prediction is exact."""
     async with following(vllm) as follower:
         await operated(vllm, KvVerb.FLUSH, KvTarget())
         source = random.Random(7)  # noqa: S311 - no secret
@@ -225,7 +225,7 @@ async def test_a_flush_forgets_everything_and_says_so(vllm, control):
 )
 async def test_a_part_cannot_be_flushed(vllm, target):
     await vllm.connect()
-    with pytest.raises(NotSupported, match="everything or nothing") as caught:
+    with pytest.raises(NotSupported, match="can only flush everything") as caught:
         await operated(vllm, KvVerb.FLUSH, target)
     assert caught.value.capability == "flush"
 
@@ -245,7 +245,7 @@ async def test_while_requests_run_nothing_is_flushed(vllm, vllm_server, transpor
 
 
 async def test_without_replay_reused_blocks_become_known(adapter_of, vllm, control):
-    """Who comes late and cannot ask what was before has requests tell of what they reuse."""
+    """If it connects late without a replay, requests report the blocks they reuse."""
     tokens = tokens_of("late", 100)
     await complete(control, tokens)
     sources = await control.get("/kv_event_sources")
@@ -255,7 +255,7 @@ async def test_without_replay_reused_blocks_become_known(adapter_of, vllm, contr
         assert not follower.view.complete
         assert follower.held(tokens) == 0
         request = body(prompt=tokens, max_tokens=1, temperature=0)
-        # Subscriptions take their time: until one stands, events pass by.
+        # Events sent before the subscription is ready are missed.
         while follower.held(tokens) != 96:
             async with late.hold("/v1/completions", request, KvTarget(array("i", tokens))) as hold:
                 assert hold.body.get("vllm_xargs") == {"kv_cache_report_mode": "full"}

@@ -85,7 +85,7 @@ async def test_the_key_goes_along(engine):
 
 async def test_one_that_wants_a_key(engine):
     engine.routes = {"/v1/models": 401}
-    with pytest.raises(EngineRejected, match=r"wants another key \(no key\)") as caught:
+    with pytest.raises(EngineRejected, match=r"refused the key \(no key\)") as caught:
         await kind_of(engine.url)
     assert caught.value.status == 401
 
@@ -107,5 +107,5 @@ async def test_what_is_no_engine(engine):
 
 
 async def test_what_is_no_address():
-    with pytest.raises(EngineSpecError, match="no http"):
+    with pytest.raises(EngineSpecError, match="not an http"):
         await kind_of("localhost:8000")

@@ -1,8 +1,20 @@
 import pytest
 
-from engine_adapter import ENGINE_KINDS, EngineSpec, EngineSpecError, check_kind, make_adapter
+from engine_adapter import (
+    ENGINE_KINDS,
+    EngineOptions,
+    EngineSpec,
+    EngineSpecError,
+    OptionError,
+    check_kind,
+    make_adapter,
+    make_options,
+)
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from engine_adapter.sglang.options import SglangOptions
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
+from engine_adapter.vllm.options import VllmOptions
+from tests.engines import engine_spec
 
 
 def spec(kind):
@@ -40,3 +52,21 @@ def test_an_unknown_kind_is_refused_with_those_there_are():
 def test_a_misspelt_kind_is_refused_with_the_nearest(wrong, right):
     with pytest.raises(EngineSpecError, match=f"unknown engine kind '{wrong}': did you mean '{right}'"):
         check_kind(wrong)
+
+
+def test_options_are_those_of_the_kind():
+    assert make_options("vllm", {"dp_rank": "1"}) == VllmOptions(dp_rank=1)
+    with pytest.raises(OptionError, match="embedded engines have no option 'dp_rank'"):
+        make_options("embedded", {"dp_rank": "1"})
+    with pytest.raises(EngineSpecError, match="did you mean 'vllm'"):
+        make_options("vlm", {})
+
+
+async def test_a_nim_hands_on_the_options_that_the_engine_inside_has():
+    nim = make_adapter(engine_spec("nim", "http://127.0.0.1:1", dp_rank=1, lmcache="http://h:2"))
+    inside = {kind: nim._as_kind(nim.spec, kind) for kind in ("vllm", "sglang", "tensorrt_llm")}
+    assert inside["vllm"].spec.options == VllmOptions(dp_rank=1, lmcache="http://h:2")
+    assert inside["sglang"].spec.options == SglangOptions(dp_rank=1)
+    assert inside["tensorrt_llm"].spec.options == EngineOptions()
+    for adapter in (nim, *inside.values()):
+        await adapter.aclose()

@@ -15,13 +15,12 @@ from tests.fake_engines.text import decode
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request, read.
+    """A parsed request.
 
     Attributes:
         chat: a chat rather than a text completion.
-        read: False for one that must not reuse anything.
-        dress: changes each JSON object of the answer before it is sent (a whole answer, or a chunk of a
-            stream), as this engine's answers differ from others'.
+        read: False if it must not reuse anything.
+        dress: adapts each JSON object (a whole answer, or a chunk) to this engine's form.
         usage: prompt, completion and cached tokens → the answer's `usage`.
     """
 
@@ -43,13 +42,13 @@ class Work:
         return "text_completion"
 
     def envelope(self, choices: list[dict], **fields: object) -> dict:
-        """One JSON object of the answer, dressed."""
+        """One JSON object of the answer, in this engine's form."""
         head = {"id": "cmpl-1", "object": self.object, "created": 1, "model": self.model}
         return self.dress({**head, "choices": choices, **fields})
 
 
 async def answer(core: EngineCore, work: Work) -> Response:
-    """The answer of a request that is fit to be served."""
+    """The answer to a valid request."""
     if work.stream:
         return event_stream(_chunks(core, work))
     async with core.generate(work.prompt, work.max_tokens, read=work.read) as generation:

@@ -1,9 +1,10 @@
-"""A prefix cache of pages, as vLLM, SGLang and TensorRT-LLM have one; what fakes of them share.
+"""A prefix cache of pages, as in vLLM, SGLang and TensorRT-LLM. Their fakes share it.
 
-A page holds `page_size` tokens and is known by the hash of the page before it, its tokens, what stands
-beside them, and, the first of a prompt, its namespace. A request matches full pages up to its last token but
-one, `floor((n - 1) / page) * page` tokens; full pages of its prompt are stored at once, those that decoding
-fills as it goes on. Pages that no request uses leave when room is needed, the longest unused leaf first.
+A page holds `page_size` tokens. Its identity is a hash of the page before it, its tokens, the keys beside
+them,
+and for a prompt's first page the namespace. A request reuses full pages, but never its last token: `floor((n
+- 1) / page) * page` tokens. Full pages of a prompt are stored at once, pages filled by decoding as they fill.
+When room is needed, the least recently used leaf that no request uses is evicted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image, audio or video in a prompt: its placeholder tokens are `length` from `offset` on."""
+    """An image, audio or video in a prompt, with `length` placeholder tokens from `offset`."""
 
     identity: str
     offset: int
@@ -33,14 +34,14 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class CachePrompt:
-    """A prompt as the cache tells it from others."""
+    """A prompt with everything its KV depends on."""
 
     tokens: tuple[int, ...]
     namespace: Namespace = Namespace()
     media: tuple[Media, ...] = ()
 
     def media_of(self, start: int, end: int) -> tuple[tuple[str, int], ...]:
-        """What lies in tokens `start` to `end`: identity, and its offset from `start`, which may be < 0."""
+        """The items in tokens `start` to `end`: identity, and offset from `start`, which may be negative."""
         return tuple(
             (item.identity, item.offset - start)
             for item in self.media
@@ -50,14 +51,14 @@ class CachePrompt:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Pages that were stored, each the child of the one before it.
+    """Stored pages; each is the child of the one before it.
 
     Attributes:
         parent: hash of the page before the first, None at the start of a prompt.
-        hashes: one a page, uint64.
-        tokens: of all of them.
-        media: one entry a page, as `CachePrompt.media_of` gives it.
-        namespace: that of the prompt.
+        hashes: one per page, uint64.
+        tokens: of all pages.
+        media: one entry per page, from `CachePrompt.media_of`.
+        namespace: the prompt's.
     """
 
     parent: int | None
@@ -68,7 +69,7 @@ class StoredRun:
 
 
 class CacheListener(Protocol):
-    """Told of every change, in order."""
+    """Hears of every change, in order."""
 
     def stored(self, run: StoredRun) -> None: ...
 
@@ -99,8 +100,8 @@ class PageCache:
     """All pages of one engine.
 
     Attributes:
-        queries: prompt tokens asked for so far.
-        hits: those of them that were found.
+        queries: prompt tokens looked up so far.
+        hits: those that were found.
     """
 
     def __init__(self, page_size: int, capacity: int, listener: CacheListener | None = None) -> None:
@@ -109,22 +110,22 @@ class PageCache:
         self.capacity = capacity
         self.listener: CacheListener = listener or Silent()
         self.queries = self.hits = 0
-        self._pages: dict[int, _Page] = {}  # the longest unused first
+        self._pages: dict[int, _Page] = {}  # least recently used first
 
     def __len__(self) -> int:
         return len(self._pages)
 
     @property
     def used(self) -> int:
-        """Pages that running requests hold."""
+        """Pages that running requests use."""
         return sum(page.users > 0 for page in self._pages.values())
 
     def match(self, prompt: CachePrompt) -> int:
-        """Tokens of the prompt that a request would reuse now; changes nothing."""
+        """Tokens that a request would reuse now; changes nothing."""
         return len(self._matched(prompt)) * self.page_size
 
     def begin(self, prompt: CachePrompt, *, read: bool = True) -> RunningPrompt:
-        """A request starts: takes what is there, unless not `read`; stores the rest of its full pages."""
+        """Starts a request: reuses held pages if `read`, and stores the rest of its full pages."""
         matched = self._matched(prompt) if read else []
         self.queries += len(prompt.tokens)
         self.hits += len(matched) * self.page_size
@@ -135,7 +136,7 @@ class PageCache:
         return running
 
     def run_of(self, prompt: CachePrompt, first: int, last: int, hashes: Sequence[int]) -> StoredRun:
-        """Pages `first` to `last` of a prompt whose page hashes are `hashes`, as an event tells them."""
+        """Pages `first` to `last` of a prompt with these page hashes, as an event reports them."""
         size = self.page_size
         return StoredRun(
             hashes[first - 1] if first else None,
@@ -146,7 +147,7 @@ class PageCache:
         )
 
     def reset(self) -> bool:
-        """Forgets everything; False, and nothing done, while requests run."""
+        """Drops everything; False, without effect, while requests run."""
         if self.used:
             return False
         self._pages.clear()
@@ -165,7 +166,7 @@ class PageCache:
         return self._pages.get(name)
 
     def put(self, name: int, parent: _Page | None) -> _Page | None:
-        """A new page; None when there is no room."""
+        """A new page; None if there is no room."""
         if len(self._pages) >= self.capacity and not self._evict_one():
             return None
         page = self._pages[name] = _Page(name, parent)
@@ -174,7 +175,7 @@ class PageCache:
         return page
 
     def touch(self, page: _Page) -> None:
-        """It was used just now."""
+        """Marks it as just used."""
         self._pages[page.hash] = self._pages.pop(page.hash)
 
     def _matched(self, prompt: CachePrompt) -> list[_Page]:
@@ -199,11 +200,11 @@ class PageCache:
 
 @dataclass(slots=True, eq=False)
 class RunningPrompt:
-    """A request's hold on its pages.
+    """A running request and its pages.
 
     Attributes:
-        cached_tokens: prompt tokens it did not have to compute.
-        tokens: its prompt and what was decoded so far.
+        cached_tokens: reused prompt tokens.
+        tokens: the prompt and the decoded tokens.
     """
 
     cache: PageCache
@@ -214,16 +215,16 @@ class RunningPrompt:
 
     @property
     def hashes(self) -> list[int]:
-        """Of its pages, from the first on."""
+        """Hashes of its pages, from the first on."""
         return [page.hash for page in self._pages]
 
     def append(self, token: int) -> None:
-        """One token was decoded: the KV of the one before it is there now."""
+        """Adds a decoded token. The KV of the token before it exists now."""
         self.tokens.append(token)
         self.store(len(self.tokens) - 1)
 
     def store(self, computed: int) -> None:
-        """Stores the full pages among the first `computed` tokens that are not held yet."""
+        """Stores the full pages of the first `computed` tokens that are not stored yet."""
         cache, first = self.cache, len(self._pages)
         last = computed // cache.page_size
         if first >= last:
@@ -238,18 +239,18 @@ class RunningPrompt:
                 page = cache.put(name, parent)
                 new_from = at if new_from is None else new_from
             if page is None:
-                break  # no room: the rest is computed and not kept
+                break  # no room: the rest is computed but not stored
             self.hold(page)
         if new_from is not None and len(self._pages) > new_from:
             cache.listener.stored(cache.run_of(whole, new_from, len(self._pages), self.hashes))
 
     def hold(self, page: _Page) -> None:
-        """Keeps a page from being evicted until `close`."""
+        """Protects a page from eviction until `close`."""
         page.users += 1
         self._pages.append(page)
 
     def close(self) -> None:
-        """The request is over. Its first page counts as the one used last: leaves go first."""
+        """Ends the request. Its first page becomes the most recently used, so leaves are evicted first."""
         for page in reversed(self._pages):
             page.users -= 1
             self.cache.touch(page)

@@ -1,4 +1,4 @@
-"""What runs inside a fake engine: requests over a page cache, with answers that depend on the prompt."""
+"""The inside of a fake engine: requests over a page cache. Answers depend on the prompt."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.fake_engines.text import words
 
 
 def output_token(prompt: CachePrompt, at: int) -> int:
-    """Token `at` of the answer: a function of all that the prompt's KV depends on but its salt."""
+    """Token `at` of the answer, a function of everything the prompt's KV depends on except its salt."""
     key = repr((prompt.tokens, prompt.namespace.adapter, prompt.media, at))
     return words()[zlib.crc32(key.encode()) % len(words())]
 
 
 @dataclass(slots=True)
 class Generation:
-    """A request that runs: what it reused, and its output as it comes."""
+    """A running request: its reuse, and its output token by token."""
 
     cached_tokens: int
     prompt_tokens: int
@@ -30,11 +30,11 @@ class Generation:
 
 
 class EngineCore:
-    """Requests over a cache. Belongs to the server's event loop; `hold` and `release` to anyone.
+    """Runs requests over a cache, on the server's event loop. Any thread may call `hold` and `release`.
 
     Attributes:
         running, waiting: requests now.
-        end_of_step: called after each step that may have changed the cache, as engines send events then.
+        end_of_step: called after each step that may have changed the cache; engines send events then.
     """
 
     def __init__(
@@ -49,28 +49,28 @@ class EngineCore:
         self._gate.set()
 
     def hold(self, *, after: int = 0) -> None:
-        """Requests stand still once they have `after` tokens, until `release`."""
+        """Stops requests after `after` tokens until `release`."""
         self._held_after = after
         self._gate.clear()
 
     def release(self) -> None:
-        """Ends `hold`; at the end of a test, too, as a held request has a thread waiting."""
+        """Ends `hold`. Call it before a test ends, because a held request keeps a thread waiting."""
         self._gate.set()
 
     async def turn(self, at: int = 0) -> None:
-        """Waits while `hold` lasts; `at` tokens were made so far."""
+        """Waits while held; the request has made `at` tokens."""
         if at >= self._held_after and not self._gate.is_set():
             await asyncio.to_thread(self._gate.wait)
 
     def reset(self) -> bool:
-        """Forgets all KV; False while requests run."""
+        """Drops all KV; False while requests run."""
         return self.running == 0 and self.cache.reset()
 
     @asynccontextmanager
     async def generate(
         self, prompt: CachePrompt, max_tokens: int, *, read: bool = True
     ) -> AsyncIterator[Generation]:
-        """Runs a request; its pages are held until the block ends. `read` False: it reuses nothing."""
+        """Runs a request and holds its pages until the block ends. With `read` False it reuses nothing."""
         self.waiting += 1
         try:
             await self._turns.acquire()

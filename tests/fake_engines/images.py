@@ -1,7 +1,7 @@
-"""Images in chats, as vLLM takes them: a run of placeholder tokens each, and a cache of what was prepared.
+"""Images in chats, as in vLLM: each is a run of placeholder tokens, and processed images are cached.
 
-An image is told apart by its bytes or by the client's uuid. As in the real one, the first image that came
-under a uuid is the one that it means from then on, and a uuid alone brings it back.
+An image is identified by its bytes or by the client's uuid. As in the real server, a uuid stands for the
+first image sent with it, and a uuid alone brings that image back.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 
 from tests.fake_engines.cache import Media
 
-# Stands for an image in a chat's text, and is the token that its placeholders are.
+# Stands for an image in a chat's text; also the word of its placeholder token.
 _WORD, _TOKEN = "<|endoftext|>", 0
 
 
 class MissingImageError(Exception):
-    """A uuid under which no image came before."""
+    """No image was sent with this uuid before."""
 
 
 @dataclass(slots=True)
 class Images:
-    """The images a server has prepared, by identity."""
+    """A server's processed images, by identity."""
 
     held: dict[str, bytes] = field(default_factory=dict)
 
     def take(self, messages: Sequence[Any]) -> tuple[list[Any], list[str]]:
-        """Messages with a word in the place of each image, and the images' identities.
+        """Messages with each image replaced by a word, and the images' identities.
 
         Raises:
-            MissingImageError: one that only its uuid tells of is not held.
+            MissingImageError: only a uuid was sent, and no image has it.
         """
         found: list[str] = []
         return [self._message(message, found) for message in messages], found
@@ -41,7 +41,7 @@ class Images:
     def lay_out(
         self, tokens: Sequence[int], identities: Sequence[str]
     ) -> tuple[list[int], tuple[Media, ...]]:
-        """The prompt with each word's token drawn out to the image's length, and where images lie."""
+        """The prompt with each such token repeated to the image's length, and the images' positions."""
         if not identities:
             return list(tokens), ()
         laid: list[int] = []
@@ -81,6 +81,6 @@ class Images:
 
 
 def _bytes(address: str) -> bytes:
-    """A picture's bytes; of one that lies elsewhere its address, which here is never fetched."""
+    """An image's bytes; for a URL the URL itself, which the fake never fetches."""
     head, _, data = address.partition(",")
     return base64.b64decode(data) if head.startswith("data:") else address.encode()

@@ -1,7 +1,7 @@
-"""An LMCache node and its coordinator: their HTTP routes as 0.5.6 has them, over sets in memory.
+"""An LMCache node and its coordinator: the HTTP routes of 0.5.6, over sets in memory.
 
-What they answer was recorded from the real ones, which the live tests run: what is listed, what is refused,
-that a prefetch is told of once when it is over, that the coordinator hears of things later.
+The answers follow recordings of the real ones, which the live tests run: listings, refusals, a finished
+prefetch that is reported once, a coordinator that hears of changes later.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CHUNK_BYTES = 131_072
 
 @dataclass(frozen=True, slots=True)
 class LmCacheOptions:
-    """What both are started with.
+    """How both are started.
 
     Attributes:
         coordinator_chunk: the coordinator's `--chunk-size`.
-        connected: an engine of `model` registered with the node.
+        connected: an engine of `model` is registered with the node.
         flush_s: `--coordinator-event-flush-interval`.
     """
 
@@ -53,7 +53,7 @@ class LmCacheOptions:
 
 @dataclass(slots=True)
 class Entry:
-    """One chunk: where it lies, and with which LoRA adapter it was computed."""
+    """One chunk: its tiers, and the LoRA adapter it was computed with."""
 
     l1: bool = True
     l2: bool = False
@@ -67,17 +67,17 @@ class FakeLmCache:
     """A node and its coordinator.
 
     Attributes:
-        entries: what lies there, by (hash of the prompt up to the end of the chunk, salt).
-        told: what of it the coordinator knows; `tell` brings it up to date.
-        tells_at_once: that happens by itself.
-        writes_through: what is stored goes to L2 at once.
-        pins: how often each is pinned.
-        lost: hashes of chunks that will not come back from L2.
-        polls: answers of `pending` that a prefetch takes.
-        asked, statuses: look-ups, and looks at the node's state, so far.
-        tells_in: the coordinator is told when it was asked for its counts so often; 0: never.
-        node_error, coordinator_error: the status that they answer everything with.
-        mixed: tokens that were reused under another LoRA adapter than they were computed with.
+        entries: the chunks, by (hash of the prompt up to the chunk's end, salt).
+        told: what the coordinator knows; `tell` updates it.
+        tells_at_once: the coordinator is updated at once.
+        writes_through: stored chunks go to L2 at once.
+        pins: number of pins per chunk.
+        lost: hashes of chunks that cannot be loaded from L2.
+        polls: number of `pending` answers before a prefetch ends.
+        asked, statuses: look-ups and status requests so far.
+        tells_in: update the coordinator after this many requests for its counts; 0: never.
+        node_error, coordinator_error: status of every answer.
+        mixed: tokens reused with another LoRA adapter than they were computed with.
     """
 
     options: LmCacheOptions
@@ -101,7 +101,7 @@ class FakeLmCache:
     _ids: Iterator[int] = field(default_factory=lambda: count(1))
 
     def reset(self) -> None:
-        """As it was at first, at the same addresses."""
+        """Resets it to its initial state, at the same addresses."""
         new = FakeLmCache(LmCacheOptions(), self.url, self.coordinator_url)
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
@@ -109,7 +109,7 @@ class FakeLmCache:
     # --- what an engine does --------------------------------------------------------------------------
 
     def store(self, tokens: Sequence[int], salt: str = "", adapter: str | None = None) -> None:
-        """An engine computed this prompt; what is there stays as it is."""
+        """Stores a prompt that an engine computed; existing chunks stay."""
         for name in self.names(tokens, salt):
             entry = self.entries.setdefault(name, Entry(adapter=adapter))
             entry.l2 = entry.l2 or self.writes_through
@@ -117,7 +117,7 @@ class FakeLmCache:
         self._changed()
 
     def take(self, tokens: Sequence[int], salt: str = "", adapter: str | None = None) -> int:
-        """Tokens of the prompt an engine gets from here."""
+        """Tokens of the prompt that an engine gets from here."""
         found = 0
         for name in self.names(tokens, salt):
             entry = self.entries.get(name)
@@ -128,20 +128,20 @@ class FakeLmCache:
         return min(found, len(tokens) - 1)
 
     def evict(self, tokens: Sequence[int], tier: str = "l1", salt: str = "") -> None:
-        """A tier runs full."""
+        """Evicts a prompt from a tier."""
         for name in self.names(tokens, salt):
             self._drop(name, tier)
         self._changed()
 
     def write_through(self) -> None:
-        """All that lies in L1 now lies on L2."""
+        """Writes everything in L1 to L2."""
         for entry in self.entries.values():
             entry.l2 = entry.l2 or entry.l1
         self.writes_through = True
         self._changed()
 
     def tiers(self, tokens: Sequence[int], salt: str = "") -> list[str]:
-        """Where each chunk of a prompt lies."""
+        """The tiers of each chunk of a prompt."""
         entries = [self.entries.get(name, Entry(l1=False)) for name in self.names(tokens, salt)]
         return ["+".join(tier for tier in ("l1", "l2") if getattr(entry, tier)) for entry in entries]
 
@@ -155,7 +155,7 @@ class FakeLmCache:
         return found
 
     def tell(self) -> None:
-        """The coordinator hears of everything."""
+        """Updates the coordinator."""
         self.told = {name: Entry(e.l1, e.l2) for name, e in self.entries.items() if e.l1 or e.l2}
 
     def _changed(self) -> None:
@@ -358,7 +358,7 @@ class FakeLmCache:
 
 
 class TieredFakeVllm(FakeVllm):
-    """A vLLM over an LMCache: what it computes is stored there, what lies there is reused."""
+    """A vLLM over an LMCache: it stores there what it computes, and reuses what lies there."""
 
     def __init__(self, options: VllmOptions, lmcache: FakeLmCache) -> None:
         self.lmcache = lmcache
@@ -390,7 +390,7 @@ def _refused(status: int, why: str) -> Response:
 
 @contextmanager
 def running_lmcache(**options) -> Iterator[FakeLmCache]:
-    """Both with these `LmCacheOptions`, on free ports."""
+    """Node and coordinator with these `LmCacheOptions`, on free ports."""
     fake = FakeLmCache(LmCacheOptions(**options))
     with ExitStack() as stack:
         fake.url = stack.enter_context(served(fake.node()))

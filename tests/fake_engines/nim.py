@@ -1,6 +1,6 @@
-"""A NIM around one of the other fakes: its management routes, and all that the engine inside has.
+"""A NIM around another fake: management routes, and the routes of the engine inside.
 
-As NVIDIA's documents for NIM LLM 2.0 have it; nothing of it was seen on a real NIM.
+It follows NVIDIA's documents for NIM LLM 2.0; no real NIM was available.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class FakeNim:
 
     Attributes:
         ready: its model is loaded.
-        inside: the routes of the engine.
-        shut: those of them that it does not pass on.
-        manages: it has the routes of a NIM.
+        inside: the engine's routes.
+        shut: engine routes that it does not pass on.
+        manages: it has the management routes of a NIM.
     """
 
     inside: tuple[BaseRoute, ...] = ()

@@ -1,4 +1,4 @@
-"""vLLM's event sockets, with what can go wrong there. HTTP servers of fakes: `tests.engines.served`."""
+"""vLLM's event sockets, and their failures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ END_OF_REPLAY = b"\xff" * 8
 
 
 class Publisher:
-    """A PUB socket and, unless `replay` is False, a ROUTER that sends the last batches again.
+    """A PUB socket and, unless `replay` is False, a ROUTER that replays the last batches.
 
-    Frames are `[topic, seq, payload]`, of a replay `[b"", topic, seq, payload]`, as vLLM has them.
+    Frames are `[topic, seq, payload]`, in a replay `[b"", topic, seq, payload]`, as in vLLM.
 
     Attributes:
-        endpoint, replay_endpoint: their addresses; the second None without replay.
-        dropping: batches that are still to be lost on their way; a replay has them.
+        endpoint, replay_endpoint: addresses; the second is None without replay.
+        dropping: number of batches to lose; a replay still has them.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Publisher:
         rank: int = 0,
         ports: tuple[int, int] = (0, 0),
     ) -> None:
-        """`topic_in_replay` False: replies are `[b"", seq, payload]`, as vLLM before 0.26 has them. `ports`
-        are those of events and replay, 0 for any that is free."""
+        """With `topic_in_replay` False, replies are `[b"", seq, payload]`, as before vLLM 0.26. `ports` are
+        those of events and replay, 0 for any free one."""
         self.topic = topic
         self.dropping = 0
         self._rank = rank
@@ -53,7 +53,7 @@ class Publisher:
         return self._next
 
     def publish(self, events: list[object]) -> None:
-        """One batch; nothing when there are no events."""
+        """Publishes one batch; nothing without events."""
         if not events:
             return
         payload = msgspec.msgpack.encode([time.time(), events, self._rank])
@@ -66,12 +66,12 @@ class Publisher:
             self._pub.send_multipart(self._frames(sequence.to_bytes(8, "big"), payload))
 
     def forget(self) -> None:
-        """Nothing published so far can be replayed any more."""
+        """Empties the replay buffer."""
         with self._lock:
             self._buffer.clear()
 
     def restart(self) -> None:
-        """As another process behind the same addresses: connections end, numbers begin at 0 again."""
+        """Acts like a new process at the same addresses: connections end, numbers start at 0."""
         self.close()
         self._buffer.clear()
         self._next = 0
@@ -97,7 +97,7 @@ class Publisher:
             if router is not None and self.replay_endpoint is not None:
                 router.setsockopt(zmq.SNDHWM, 0)
                 self.replay_endpoint = _bind(router, self.replay_endpoint)
-        except zmq.ZMQError:  # the port is taken
+        except zmq.ZMQError:  # the port is in use
             self._context.destroy(linger=0)
             raise
         if router is not None:

@@ -1,7 +1,7 @@
-"""An SGLang server without a model: its routes, its errors and its event sockets, as 0.5.23 has them.
+"""An SGLang server without a model: the routes, errors and event sockets of 0.5.23.
 
-It runs no model: an answer is a function of the prompt's tokens and adapter. What a request reuses, what is
-announced and when, what is read of a request and what is refused is as in SGLang's sources.
+An answer is a function of the prompt's tokens and LoRA adapter. Reuse, events and their timing, request
+fields and refusals follow SGLang's source.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _starts = count(1)
 
 @dataclass(frozen=True, slots=True)
 class SglangOptions:
-    """What a server is started with; the flags' names where there is one.
+    """How the server is started. Fields with a flag have its name.
 
     Attributes:
         capacity: pages of each rank's pool.
-        routes: how old a server is: without `/ready`, `/v1/loads` or `/server_info` where they are not named.
-        jinja: chats are written by a Jinja template.
-        server_info: fields of `/server_info` that stand above what follows from the others.
+        routes: which of `/ready`, `/v1/loads` and `/server_info` it has; older servers lack them.
+        jinja: chats are rendered by a Jinja template.
+        server_info: fields of `/server_info` that override those computed from the options.
     """
 
     model: str = "tiny"
@@ -61,7 +61,7 @@ class SglangOptions:
 
 
 class _Events:
-    """The events of one rank, gathered until the scheduler's next turn.
+    """The events of one rank, collected until the scheduler's next step.
 
     Attributes:
         told: pages stored and removed since the start.
@@ -84,7 +84,7 @@ class _Events:
             "lora_id": None,
             "medium": "GPU",
         }
-        # Of an extra key nothing is told.
+        # Events do not carry an extra key.
         told = {"cache_salt": run.namespace.salt, "lora_name": _adapter_of(run.namespace)}
         self._batch.append(event | {name: value for name, value in told.items() if value is not None})
 
@@ -105,7 +105,7 @@ class _Events:
 
 
 class _Core(EngineCore):
-    """The pages that decoding fills are stored when a request is over, and told after its answer."""
+    """Stores pages filled by decoding when the request ends, and reports them after its answer."""
 
     @asynccontextmanager
     async def generate(
@@ -122,7 +122,7 @@ class _Core(EngineCore):
             self.end_of_step()
 
     async def _output(self, prompt: CachePrompt, max_tokens: int, running: Any) -> AsyncIterator[int]:
-        # Salt and extra key change nothing but what is shared.
+        # Salt and extra key only change what is shared.
         shown = CachePrompt(prompt.tokens, Namespace(adapter=_adapter_of(prompt.namespace)))
         for at in range(max_tokens):
             await self.turn()
@@ -132,11 +132,11 @@ class _Core(EngineCore):
 
 
 class FakeSglang:
-    """One server. `cores` and `publishers` are one for each data-parallel rank.
+    """One server. `cores` and `publishers` have one entry per data-parallel rank.
 
     Attributes:
-        seen: bodies of the chats and completions it served, each with the rank it went to.
-        paused: it takes no requests for now.
+        seen: bodies of the served chats and completions, with their rank.
+        paused: it takes no requests now.
     """
 
     def __init__(self, options: SglangOptions) -> None:
@@ -144,12 +144,12 @@ class FakeSglang:
         self.publishers = _publishers(options) if options.kv_events else []
         self.seen: list[tuple[int, dict]] = []
         self.paused = False
-        words()  # loads the tokenizer, which takes seconds: not while a client waits
+        words()  # loads the tokenizer now, which takes seconds, so that no client waits
         self._begin()
         self.app = Starlette(routes=list(self._routes()))
 
     def restart(self) -> None:
-        """As another process at the same addresses: an empty cache, and events from 0 on."""
+        """Acts like a new process at the same addresses: empty cache, events from 0."""
         for publisher in self.publishers:
             publisher.restart()
         self._begin()
@@ -171,7 +171,7 @@ class FakeSglang:
         if not self.publishers or options.disable_radix_cache:
             return _Core(PageCache(options.page_size, capacity))
         events = _Events(self.publishers[rank], options.page_size)
-        events.cleared()  # the first thing it says
+        events.cleared()  # its first event
         events.publish()
         return _Core(PageCache(options.page_size, capacity, events), end_of_step=events.publish)
 
@@ -194,7 +194,7 @@ class FakeSglang:
             yield Route(path, self._guarded(self._serve(path)), methods=["POST"])
 
     def _guarded(self, handler: Callable, *, admin: bool = False) -> Callable:
-        """Errors in SGLang's flat shape; the key where the route wants it."""
+        """Errors in SGLang's flat form; checks the key where the route needs it."""
         options = self.options
         key = (options.admin_api_key or options.api_key) if admin else options.api_key
 
@@ -367,7 +367,7 @@ class FakeSglang:
         options = dict(body.get("chat_template_kwargs") or {})
         last = messages[-1]
         if last["role"] == "assistant" and isinstance(last["content"], str) and add_generation_prompt is None:
-            # What is not to be continued is taken for the user's.
+            # Without continue_final_message, the last message counts as the user's.
             messages = (
                 messages[:-1]
                 if body.get("continue_final_message")
@@ -393,8 +393,8 @@ class FakeSglang:
         return encode(prompt) if isinstance(prompt, str) else prompt
 
     def _namespace(self, path: str, body: dict) -> Namespace:
-        """`Namespace.adapter` holds the extra key and the LoRA adapter: one string in SGLang, whose end is
-        the adapter's number."""
+        """`Namespace.adapter` holds extra key and LoRA adapter. SGLang joins them into one string that ends
+        with the LoRA adapter's number."""
         if path == "/v1/messages":
             return Namespace()
         for name in ("extra_key", "cache_salt"):
@@ -452,7 +452,7 @@ class _Answer:
             yield self._chunk([], usage=self._usage(cached))
 
     async def _generations(self) -> AsyncIterator[tuple[int, Generation]]:
-        """One after the other. Before several, the prompt is computed once for all of them."""
+        """One after the other. With several, the prompt is computed once before them."""
         samples = self.body.get("n") or 1
         reads_prompt = not self._is_chat and self.body.get("echo") and self.body.get("logprobs")
         if samples > 1:
@@ -518,7 +518,7 @@ class _Answer:
         }
 
     def _extension(self, cached: int | None) -> dict | None:
-        """Told of prompts alone that reused something."""
+        """Sent only if the prompt reused something."""
         if not self.body.get("return_cached_tokens_details") or not cached:
             return None
         return {"cached_tokens_details": {"device": cached, "host": 0}}
@@ -569,7 +569,7 @@ def _publishers(options: SglangOptions) -> list[Publisher]:
             for rank in range(1, options.ranks):
                 ports = (_port(first[0]) + rank, _port(first[1]) + rank if first[1] else 0)
                 made.append(Publisher(topic="", replay=replay, rank=rank, ports=ports))
-        except zmq.ZMQError:  # a port is taken: others
+        except zmq.ZMQError:  # a port is in use: try others
             for publisher in made:
                 publisher.close()
         else:

@@ -1,7 +1,7 @@
-"""A trtllm-serve without a model: its routes, its events and its refusals, as sources of 1.2–1.4 have them.
+"""A trtllm-serve without a model: routes, events and refusals of 1.2 to 1.4.
 
-Nothing of it was seen on a real server: it does what the sources and the documents say. Its cache moves what
-it evicts to host memory while there is room, and brings it back when a prompt needs it.
+It follows the source and the documents; no real server was available. Its cache offloads evicted blocks to
+host memory while there is room, and restores them when a prompt needs them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FIELDS = {
     CHAT: frozenset((_COMMON + _OF_CHATS).split()),
     COMPLETIONS: frozenset(_COMMON.split()) | {"prompt", "suffix", "prompt_ignore_length"},
 }
-"""What each route takes; anything else is refused."""
+"""The fields that each route takes; others are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class TrtllmOptions:
 
     Attributes:
         host_blocks: blocks of host memory, 0 for none.
-        event_buffer_max_size: events kept for a reader, the oldest go first; 0 for none at all.
+        event_buffer_max_size: events kept for a reader; the oldest are dropped first; 0 for no events.
         enable_partial_reuse: the last block of a prompt is reused in part.
         prometheus: `return_perf_metrics: true`.
         describes_itself: it has `/openapi.json`.
-        tells_block_size: `/server_info` has it.
+        tells_block_size: `/server_info` has the block size.
         renders: `TRTLLM_ENABLE_RENDER_ENDPOINTS=1`.
-        reset_path: of the route that empties the cache, None where there is none.
-        tells_salt, tells_lora: blocks in events have those fields.
-        tells_partial: the block a prompt ends in is announced as well, though it is not full.
+        reset_path: route that resets the cache, None if there is none.
+        tells_salt, tells_lora: blocks in events have these fields.
+        tells_partial: a prompt's last block is reported even if it is not full.
     """
 
     model: str = "tiny"
@@ -77,7 +77,7 @@ class TrtllmOptions:
 
 
 class EventBuffer:
-    """The events of one server, gathered until the end of a step, then kept until they are read."""
+    """The events of one server, collected until the end of a step and kept until they are read."""
 
     def __init__(self, options: TrtllmOptions) -> None:
         self._options = options
@@ -110,7 +110,7 @@ class EventBuffer:
         return events
 
     def lose(self, count: int) -> None:
-        """As if another reader had taken the next ones."""
+        """Loses the next events, as if another reader had taken them."""
         for _ in range(count):
             self._kept.popleft()
 

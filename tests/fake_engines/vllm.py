@@ -31,16 +31,16 @@ _created = count(1)
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What a server is started with; the flags' names where there is one.
+    """How the server is started. Fields with a flag have its name.
 
     Attributes:
-        num_gpu_blocks: one of them is always kept empty.
+        num_gpu_blocks: one of them always stays empty.
         names_sources: it has `/kv_event_sources` (0.26 and later).
-        log_stats: `/metrics` tells of the engine.
+        log_stats: `/metrics` has the engine's figures.
         knows_salts: it refuses an empty cache salt.
         saltless: routes that ignore it.
-        tells_zero: usage has the reused tokens also when there are none.
-        identity: its page tells when its counters were made.
+        tells_zero: usage reports reused tokens also if there are none.
+        identity: `/metrics` says when its counters were created.
     """
 
     model: str = "tiny"
@@ -67,7 +67,7 @@ class VllmOptions:
 
 @dataclass(slots=True)
 class _Events:
-    """The events of one rank, gathered until the end of a step."""
+    """The events of one rank, collected until the end of a step."""
 
     publisher: Publisher
     block_size: int
@@ -103,7 +103,7 @@ class _Events:
         self.publisher.publish(batch)
 
     def _keys(self, run: StoredRun, at: int) -> Iterator[object]:
-        """Untagged: adapter, items, salt on the first block of a prompt."""
+        """Keys without names: LoRA adapter, items, and the salt on a prompt's first block."""
         if run.namespace.adapter is not None:
             yield run.namespace.adapter
         yield from run.media[at]
@@ -112,12 +112,12 @@ class _Events:
 
 
 class FakeVllm:
-    """One server. `cores` and `publishers` are one for each data-parallel rank.
+    """One server. `cores` and `publishers` have one entry per data-parallel rank.
 
     Attributes:
-        seen: bodies of the chats and completions it served, each with the rank it went to.
+        seen: bodies of the served chats and completions, with their rank.
         rendered: bodies it rendered.
-        images: those it was sent.
+        images: images it was sent.
     """
 
     def __init__(self, options: VllmOptions) -> None:
@@ -129,12 +129,12 @@ class FakeVllm:
         self.seen: list[tuple[int, dict]] = []
         self.rendered: list[dict] = []
         self.images = Images()
-        words()  # loads the tokenizer, which takes seconds: not while a client waits
+        words()  # loads the tokenizer now, which takes seconds, so that no client waits
         self._begin()
         self.app = Starlette(routes=list(self._routes()))
 
     def restart(self) -> None:
-        """As another process at the same addresses: an empty cache, events from 0 on, counters made anew."""
+        """Acts like a new process at the same addresses: empty cache, events from 0, new counters."""
         self._begin()
         for publisher in self.publishers:
             publisher.restart()
@@ -183,7 +183,7 @@ class FakeVllm:
             yield Route(f"{path}/render", render, methods=["POST"])
 
     def _guarded(self, handler: Callable) -> Callable:
-        """Errors in vLLM's shape; the key where the route wants it."""
+        """Errors in vLLM's form; checks the key where the route needs it."""
 
         async def guarded(request: Request) -> Response:
             key = self.options.api_key
@@ -343,7 +343,7 @@ class FakeVllm:
     # --- metrics --------------------------------------------------------------------------------------
 
     def metrics(self) -> str:
-        """The page, with some of what else stands there."""
+        """The page, with some other metrics."""
         lines = ["# TYPE python_gc_objects_collected_total counter", "python_gc_objects_collected_total 3.0"]
         if self.options.identity:
             lines.append(f"process_start_time_seconds {int(self._started)}")
@@ -388,7 +388,7 @@ async def _disabled(_: Request) -> Response:
 
 
 def _announce_reused(core: EngineCore, prompt: CachePrompt) -> None:
-    """With `kv_cache_report_mode: full`, what a request reuses is told again."""
+    """With `kv_cache_report_mode: full`, reports the blocks a request reuses."""
     cache, hashes = core.cache, []
     for at in range(cache.match(prompt) // cache.page_size):
         hashes.append(cache.hash_of(prompt, at, hashes[-1] if hashes else None))

@@ -14,7 +14,7 @@ import pytest
 from engine_adapter import AiohttpTransport
 from proxy.app import Proxy, build_app
 from proxy.core.audit import Trust
-from proxy.fleet import fleet
+from proxy.fleet import pool
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.vllm import running_vllm
 from tests.fakes import serving
@@ -28,7 +28,7 @@ PAGE = 16
 @pytest.fixture(autouse=True)
 def nothing_lingers(monkeypatch):
     """What a request is about to leave behind counts until it ends, and here no longer."""
-    monkeypatch.setattr(fleet, "PENDING_LINGER_S", 0.0)
+    monkeypatch.setattr(pool, "PENDING_LINGER_S", 0.0)
 
 
 class World:

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from proxy.core.audit import Trust
-from proxy.fleet import fleet
+from proxy.fleet import pool
+from proxy.fleet.engine import TOKENS_PER_BLOCK
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.text import words
 from tests.fakes import is_openai_error
@@ -23,7 +24,7 @@ TEXTS = [
 @pytest.fixture(autouse=True)
 def nothing_lingers(monkeypatch):
     """What a request is about to leave behind counts until it ends, and here no longer."""
-    monkeypatch.setattr(fleet, "PENDING_LINGER_S", 0.0)
+    monkeypatch.setattr(pool, "PENDING_LINGER_S", 0.0)
 
 
 def predicted(answer) -> int:
@@ -94,7 +95,7 @@ async def test_what_is_predicted_is_reported(page_size, cache_report):
             counts = engine.audit.view()
             assert (engine.audit.trust, engine.view.counts.orphaned) == (Trust.PRECISE, 0)
     # Pages smaller than kvpin's blocks may be reused up to a block further.
-    within = fleet.TOKENS_PER_BLOCK if page_size == 1 else 1
+    within = TOKENS_PER_BLOCK if page_size == 1 else 1
     assert [(said, was) for said, was, _ in outcomes if not 0 <= was - said < within] == []
     assert counts.exact == counts.checked == len(outcomes)
     assert all(firm for *_, firm in outcomes)

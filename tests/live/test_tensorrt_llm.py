@@ -9,7 +9,7 @@ import pytest
 
 from engine_adapter.tensorrt_llm import poller
 from proxy.core.audit import Trust
-from proxy.fleet import fleet
+from proxy.fleet import pool
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.tensorrt_llm import CHAT, RunningTrtllm, running_trtllm
 from tests.fake_engines.text import words
@@ -25,7 +25,7 @@ HINTS = {"prompt_cache_key": "k", "session_id": "s", "safety_identifier": "i", "
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """What a request is about to leave behind counts until it ends, and here no longer."""
-    monkeypatch.setattr(fleet, "PENDING_LINGER_S", 0.0)
+    monkeypatch.setattr(pool, "PENDING_LINGER_S", 0.0)
     monkeypatch.setattr(poller, "BUSY_S", 0.01)
     monkeypatch.setattr(poller, "IDLE_S", 0.05)
 

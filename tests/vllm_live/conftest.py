@@ -1,4 +1,5 @@
-"""What live tests on vLLM share. Run by `scripts/test-vllm`, never by default: they take minutes."""
+"""Shared by the live tests on vLLM. `scripts/test-vllm` runs them; they take minutes and are off by
+default."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ _FIGURES = pytest.StashKey[list[str]]()
 
 @pytest.fixture
 def tell(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Puts lines into the summary at the end of the run."""
+    """Adds lines to the summary at the end of the run."""
 
     def tell(*lines: str) -> None:
         request.config.stash.setdefault(_FIGURES, []).extend((f"{request.node.name}:", *lines, ""))

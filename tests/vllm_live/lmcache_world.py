@@ -1,4 +1,4 @@
-"""A real LMCache below real vLLMs: one node, which they share, and its coordinator.
+"""A real LMCache below real vLLMs: one shared node and its coordinator.
 
 lmcache_world(tmp_path)  →  clients → kvpin → vLLMs → LMCache's node, in memory and in files
 """
@@ -39,7 +39,7 @@ _HEALTH = {"node": "healthcheck", "coordinator": "healthz"}
 
 @functools.cache
 def overlay() -> str:
-    """What `PYTHONPATH` must have for LMCache; installed on first use."""
+    """The `PYTHONPATH` for LMCache, which is installed on first use."""
     if given := os.environ.get("LMCACHE"):
         return given
     command = [ROOT / "scripts" / "vllm", "lmcache"]
@@ -89,14 +89,14 @@ class LmCacheWorld:
             self.kill(what)
 
     def log(self, what: str) -> str:
-        """What it wrote."""
+        """Its log."""
         path = self.tmp_path / f"{what}.log"
         return path.read_text(errors="replace")[-4000:] if path.exists() else ""
 
     def tiers(
         self, token_ids: Sequence[int], salt: str = "", client: httpx.Client | None = None
     ) -> list[str]:
-        """Where the coordinator says each chunk of a prompt lies."""
+        """The places of a prompt's chunks, as the coordinator reports them."""
         post = client.post if client is not None else functools.partial(httpx.post, trust_env=False)
         body = {"token_ids": list(token_ids), "model_name": str(checkpoint_path("model")), "world_size": 1}
         answer = post(f"{self.coordinator_url}/directory/lookup", json=body | {"cache_salt": salt})
@@ -104,12 +104,12 @@ class LmCacheWorld:
         return ["+".join(sorted(place["tier"] for place in places)) for places in placements]
 
     def until_tiers(self, token_ids: Sequence[int], expected: str, salt: str = "") -> None:
-        """Waits until every whole chunk of a prompt is said to lie there."""
+        """Waits until the coordinator reports every whole chunk of a prompt there."""
         whole = [expected] * (len(token_ids) // CHUNK)
         until(lambda: self.tiers(token_ids, salt) == whole, f"it does not lie on {expected!r}")
 
     def reset_vllms(self) -> None:
-        """vLLM's own caches are emptied behind kvpin's back; it hears of it with the next request."""
+        """Empties vLLM's own caches behind kvpin's back. kvpin hears of it with the next request."""
         for number, server in enumerate(self.vllms.servers):
             answer = httpx.post(f"{server.url}/reset_prefix_cache", trust_env=False)
             assert answer.raise_for_status().json() == {"success": True}
@@ -137,7 +137,7 @@ class LmCacheWorld:
 
 @contextmanager
 def lmcache_world(tmp_path: Path, *, servers: int = 1, blocks: int = 100) -> Iterator[LmCacheWorld]:
-    """Starts all of it and ends it. `blocks` are those of each vLLM's own cache."""
+    """Starts everything and ends it. `blocks` is the size of each vLLM's own cache."""
     with ExitStack() as stack:
         ports = {name: free_port(PORTS) for name in ("coordinator", "http")}
         ports["zmq"] = ports["http"] + 1
@@ -169,7 +169,7 @@ def lmcache_world(tmp_path: Path, *, servers: int = 1, blocks: int = 100) -> Ite
 
 
 def _environment() -> dict[str, str]:
-    """Of everything that imports LMCache."""
+    """The environment of processes that import LMCache."""
     return {"PYTHONPATH": overlay(), "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false"}
 
 

@@ -1,8 +1,8 @@
-"""A mixed load through the openai SDK, each prediction held against what the engine then reported.
+"""A mixed load through the openai SDK. Each prediction is compared with what the engine reports.
 
-Talks of two tenants, some with a salt of their own, some on a LoRA adapter, grow turn by turn in any order:
-chats and completions, streamed and not, with and without usage, over caches too small for all of them. One
-flush and one `kill -9` of an engine fall into the middle.
+Conversations of two tenants grow turn by turn in random order, some with their own salt, some with a LoRA
+adapter: chats and completions, streamed or not, with usage or without, over caches too small for all. In the
+middle there are one flush and one `kill -9` of an engine.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.vllm_live.vllm_world import LORA, MODEL, WAIT_S, VllmOptions, VllmWor
 OPTIONS = VllmOptions(blocks=160, context=1024)
 KEYS = {"red": "key-of-red", "blue": "key-of-blue"}
 KVPIN_FLAGS = tuple(f"--api-key={key}" for key in KEYS.values())
-"""Flags of `kvpin serve`: each key is a tenant of its own."""
+"""Flags of `kvpin serve`: each key is its own tenant."""
 
 TALKS = 8  # at a time
-LONGEST = 700  # prompt tokens after which a talk gives way to a new one
+LONGEST = 700  # a conversation with more prompt tokens is replaced by a new one
 ANSWER = 16  # tokens
 SYSTEMS = (
     "You are a harbour pilot. " + "Answer briefly, and name the light you steer by. " * 6,
@@ -78,14 +78,14 @@ class Seen:
 
     Attributes:
         number: of the request, from 0.
-        stage: which part of the run it was in.
-        kind: what was asked, in words.
-        engine: that served it.
-        at_once: requests sent together with it, itself included.
-        predicted: as the answer's header says.
-        reported: by the engine, in the usage where the client asked for one, else as kvpin read it.
-        why: what kvpin makes of it.
-        broken: what broke it off; then nothing is reported.
+        stage: part of the run.
+        kind: kind of request, in words.
+        engine: the engine that served it.
+        at_once: requests sent together, itself included.
+        predicted: from the answer's header.
+        reported: by the engine, from the usage if the client asked for it, else as kvpin read it.
+        why: kvpin's explanation.
+        broken: why it broke off; then nothing is reported.
     """
 
     number: int
@@ -101,7 +101,7 @@ class Seen:
 
     @property
     def exact(self) -> bool:
-        """Whether the prediction held."""
+        """Whether the prediction was exact."""
         return self.predicted == self.reported
 
     def __str__(self) -> str:
@@ -113,21 +113,21 @@ class Seen:
 
 @dataclass(slots=True)
 class Report:
-    """What the run came to: each request, and the blocks that were evicted meanwhile."""
+    """The result of the run: each request, and the number of evicted blocks."""
 
     seen: list[Seen] = field(default_factory=list)
     evicted: int = 0
 
     def answered(self, *, alone: bool | None = None) -> list[Seen]:
-        """Requests that were answered; only those sent `alone`, or only the others."""
+        """Answered requests; with `alone`, only those sent alone or only the others."""
         return [s for s in self.seen if not s.broken and alone in (None, s.at_once == 1)]
 
     def misses(self, *, alone: bool | None = None) -> list[Seen]:
-        """Those whose prediction did not hold."""
+        """Requests with a wrong prediction."""
         return [seen for seen in self.answered(alone=alone) if not seen.exact]
 
     def imagined(self) -> list[Seen]:
-        """Those of whose predicted hits some did not happen."""
+        """Requests that reused less than predicted."""
         return [seen for seen in self.answered() if seen.predicted > seen.reported]
 
     def lines(self) -> Iterator[str]:
@@ -148,14 +148,14 @@ class Report:
 
 
 class Mix:
-    """Draws whose turn it is and how it is asked."""
+    """Draws the next conversation and the form of its request."""
 
     def __init__(self, seed: int, talks: int) -> None:
         self._dice = random.Random(seed)  # noqa: S311 - not for secrets
         self._talks = [self._new_talk() for _ in range(talks)]
 
     def turns(self, count: int) -> list[Talk]:
-        """`count` different talks, each with its next question put."""
+        """`count` different conversations, each with its next question."""
         for at, talk in enumerate(self._talks):
             if talk.prompt_tokens > LONGEST:
                 self._talks[at] = self._new_talk()
@@ -184,7 +184,7 @@ class Mix:
 
     def _ask(self, talk: Talk) -> None:
         if talk.chat and talk.messages[-1]["role"] == "user":
-            return  # its last question was not answered
+            return  # its last question has no answer
         question = " ".join(self._dice.choices(WORDS, k=self._dice.randint(12, 40)))
         if talk.chat:
             talk.messages.append({"role": "user", "content": question})
@@ -202,7 +202,7 @@ class MixedRun:
         self._clients: dict[str, AsyncOpenAI] = {}
 
     async def play(self, requests: int) -> Report:
-        """Sends that many requests; about two thirds one at a time, the others four at a time."""
+        """Sends this many requests, about two thirds one at a time, the others four at a time."""
 
         def share(part: float) -> int:
             return round(requests * part)
@@ -236,7 +236,7 @@ class MixedRun:
             await asyncio.gather(*(client.close() for client in self._clients.values()))
 
     async def _count_evictions(self, event_port: int) -> None:
-        """By the engine's own events, whichever process is behind the port."""
+        """Counts evictions by the engine's own events, across restarts."""
         endpoints = EventEndpoints(f"tcp://127.0.0.1:{event_port}", None)
         while True:
             with suppress(EngineUnavailable):

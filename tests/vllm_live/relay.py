@@ -1,6 +1,6 @@
-"""Stands between an engine's event sockets and kvpin: passes on, loses, holds back, or is gone.
+"""A relay between an engine's event sockets and kvpin that can pass, lose, delay or cut.
 
-Events go through a ZMQ relay, so that single batches can be lost, replays through a TCP one.
+Events pass a ZMQ relay, so that single batches can be lost; replays pass a TCP relay.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _POLL_MS = 10
 
 class Mode(Enum):
     PASS = "pass"
-    LOSE = "lose"  # as a publisher does whose subscriber is slow: nobody is told
-    HOLD = "hold"  # passed on later, all of it
-    CUT = "cut"  # connections drop, new ones are refused, what comes meanwhile is lost
+    LOSE = "lose"  # like a publisher with a slow subscriber: silently
+    HOLD = "hold"  # delivered later
+    CUT = "cut"  # connections drop, new ones are refused, messages are lost
 
 
 class EventRelay:
-    """Publishes what is published at `source` again.
+    """Republishes what `source` publishes.
 
     Attributes:
-        endpoint: where.
-        mode: what it does from now on.
+        endpoint: its address.
+        mode: what it does now.
     """
 
     def __init__(self, source: str, port: int) -> None:
@@ -68,7 +68,7 @@ class EventRelay:
 
     @contextmanager
     def _published(self, context: zmq.Context) -> Iterator[zmq.Socket]:
-        """A socket bound to the endpoint, as soon as the one before it has let go of it."""
+        """A socket bound to the endpoint, once the previous one has released it."""
         with context.socket(zmq.PUB) as pub:
             pub.setsockopt(zmq.LINGER, 0)
             pub.setsockopt(zmq.SNDHWM, 0)
@@ -83,8 +83,8 @@ class TcpRelay:
     """Forwards connections to a port of this machine; knows the modes PASS, HOLD and CUT.
 
     Attributes:
-        port: where it listens.
-        mode: what it does from now on.
+        port: its port.
+        mode: what it does now.
     """
 
     def __init__(self, source_port: int, port: int) -> None:
@@ -145,14 +145,14 @@ class TcpRelay:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """kvpin's way to the event sockets of an engine."""
+    """kvpin's path to an engine's event sockets."""
 
     events: EventRelay
     replay: TcpRelay
 
     @property
     def options(self) -> str:
-        """What an `--engine` needs to take that way."""
+        """The `--engine` options for this path."""
         return f"events={self.events.endpoint},replay=tcp://127.0.0.1:{self.replay.port}"
 
     def set(self, events: Mode, replay: Mode) -> None:
@@ -161,7 +161,7 @@ class Link:
 
 @contextmanager
 def running_link(server: RunningVllm) -> Iterator[Link]:
-    """A way to the engine that passes everything on until told otherwise; ended with the block."""
+    """A path that passes everything at first; it ends with the block."""
     port = free_port(EVENT_PORTS)
     events = EventRelay(f"tcp://127.0.0.1:{server.event_port}", port)
     replay = TcpRelay(server.event_port + 1, port + 1)

@@ -1,4 +1,4 @@
-"""The suite that holds every adapter to the contract, with a real vLLM in the place of the fake one."""
+"""Runs the contract suite with a real vLLM instead of the fake one."""
 
 from __future__ import annotations
 

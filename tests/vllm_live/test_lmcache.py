@@ -1,4 +1,4 @@
-"""vLLM's host tier on the real thing: two vLLMs over one LMCache, driven through kvpin alone."""
+"""LMCache as host tier: two real vLLMs over one LMCache, used only through kvpin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LmCacheWorld]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request through kvpin: counts in tokens, time in seconds."""
+    """One request through kvpin; counts in tokens, time in seconds."""
 
     engine: str
     token_ids: list[int]
@@ -39,7 +39,7 @@ class Answer:
 
 @pytest.fixture
 def ask(world: LmCacheWorld):
-    """Asks kvpin for a completion of token ids; every prediction has to hold."""
+    """Asks kvpin for a completion of token ids; the prediction must be exact."""
 
     def ask(
         token_ids: list[int],
@@ -73,7 +73,7 @@ _seeds = iter(range(1, 1000))
 
 @pytest.fixture
 def prompt() -> list[int]:
-    """Token ids that nobody asked for before."""
+    """New token ids."""
     dice = random.Random(next(_seeds))  # noqa: S311 - not for secrets
     return [dice.randrange(100, 4000) for _ in range(N_TOKENS)]
 
@@ -96,7 +96,7 @@ def test_offload_reset_restore_and_the_same_answer(world: LmCacheWorld, ask, pro
     again = ask(prompt, salt="mine")
     assert again.reported == WHOLE
     assert again.token_ids == cold.token_ids
-    # Nobody else gets any of it.
+    # No other request reuses any of it.
     assert ask(prompt, salt="yours").reported == 0
     assert ask(prompt).reported == 0
     tell(f"cold {cold.reported} of {N_TOKENS} cached; after offload, reset and restore {again.reported}")
@@ -148,7 +148,7 @@ def test_computed_on_one_engine_is_a_hit_on_the_other(world: LmCacheWorld, ask, 
 
 
 def test_predictions_hold_while_gpus_evict(world: LmCacheWorld, ask, tell):
-    """More prompts than the GPUs have room for, some with a common beginning, one after the other."""
+    """Sends more prompts than the GPUs can hold, some with a common prefix, one at a time."""
     dice = random.Random(5)  # noqa: S311 - not for secrets
     shared = [dice.randrange(100, 4000) for _ in range(330)]
     own = [[dice.randrange(100, 4000) for _ in range(dice.randrange(200, 600))] for _ in range(14)]
@@ -166,7 +166,7 @@ def test_predictions_hold_while_gpus_evict(world: LmCacheWorld, ask, tell):
 
 
 def test_lora_adapters_are_kept_apart(world: LmCacheWorld, ask, prompt):
-    """LMCache itself takes the KV of one for that of the other."""
+    """LMCache itself mixes up their KV."""
     cold = {model: ask(prompt, model=model) for model in (MODEL, LORA)}
     assert [answer.reported for answer in cold.values()] == [0, 0]
     assert cold[MODEL].token_ids != cold[LORA].token_ids

@@ -1,4 +1,4 @@
-"""Chats that hold images, on a real vision model: predicted is reported, and a uuid stands for one image."""
+"""Chats with images on a real vision model: predictions are exact, and a uuid stands for one image."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def ask(world):
 
 
 def answer_of(response):
-    """The answer's text, and the tokens that were predicted and reported to be reused."""
+    """The answer's text, and the predicted and the reported reused tokens."""
     answer = response.json()
     usage = answer.get("usage", {})
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
@@ -91,7 +91,7 @@ def answer_of(response):
 
 
 def refusal(world, messages, **fields):
-    """The error that a chat is answered with."""
+    """The error in the answer to a chat."""
     body = {"model": MODEL, "max_tokens": 4, "messages": messages, **fields}
     url = f"{world.kvpin.base_url}/chat/completions"
     response = httpx.post(url, json=body, timeout=WAIT_S, trust_env=False)
@@ -99,7 +99,7 @@ def refusal(world, messages, **fields):
 
 
 def test_what_is_shared_is_foreseen(ask):
-    """Requests in their order: what is special of each, what it holds, and how many tokens it reuses."""
+    """Requests in order: what is special, the content, and the tokens it reuses."""
     question = text("What is there?")
     seen = text("see " * 9)
     before = 3 * BLOCK  # the system message and these words
@@ -192,7 +192,7 @@ class TestUuids:
         assert (status, error["param"]) == (400, "messages[1].content[1].uuid")
 
     def test_a_salts_uuid_is_its_own(self, world, ask):
-        """A bare vLLM shows the first salt's picture to all others."""
+        """vLLM alone shows the first salt's picture to all others."""
         ask(chat(text("see"), image(CAT, uuid="own")), cache_salt="one")
         dog, _, _ = ask(chat(text("see"), image(DOG)), cache_salt="two")
         assert ask(chat(text("see"), image(DOG, uuid="own")), cache_salt="two")[0] == dog
@@ -231,7 +231,7 @@ def test_without_render_the_text_before_an_image_is_followed(tmp_path, model):
 
 @contextmanager
 def serving(content, fetched):
-    """An address where a picture is; `fetched` gets an entry each time."""
+    """The address of a picture; `fetched` counts each request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

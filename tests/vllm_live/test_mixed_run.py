@@ -1,4 +1,4 @@
-"""Predictions hold over real vLLMs: a mixed load, evictions, a flush and a killed engine in the middle."""
+"""Predictions on real vLLMs under a mixed load with evictions, a flush and a killed engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def test_predicted_is_reported(tmp_path, tell):
     assert len(alone) > 70
     assert len(together) > 35
     assert report.misses(alone=True) == []
-    # Four at a time: what one needs another may just have evicted.
+    # Four at a time: one request may have just evicted what another needs.
     assert len(report.misses(alone=False)) <= 1
     assert report.evicted > 100
     assert sum(seen.reported for seen in report.answered()) > 0

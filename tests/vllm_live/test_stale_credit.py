@@ -1,6 +1,6 @@
-"""Whatever kvpin loses sight of, it predicts no hit that does not happen: at worst it predicts too little.
+"""After lost events kvpin never predicts a hit that does not happen; at worst it predicts too little.
 
-One real vLLM that keeps 50 event batches for those who missed them, its events through a relay.
+One real vLLM with a replay buffer of 50 batches; its events pass through a relay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.live
 
 BUFFER = 50
 BLOCKS = 100
-# How long predictions may be wrong once events stopped coming.
+# How long predictions may be wrong after events stop.
 SETTLED_S = 5.0
 
 
@@ -45,7 +45,7 @@ def world(tmp_path_factory, links):
 
 @pytest.fixture
 def link(world, links):
-    """kvpin's way to the events. Each test starts with one that is open, and a view that is whole."""
+    """kvpin's path to the events. Each test starts with an open path and a complete view."""
     links[0].set(Mode.PASS, Mode.PASS)
     world.until_exact()
     world.admin("flush", {"all": True})
@@ -92,7 +92,7 @@ def clock(world):
 
 
 def behind_its_back(world, numbers, blocks=6):
-    """Requests that kvpin does not see."""
+    """Sends requests past kvpin."""
     for number in numbers:
         body = {"model": MODEL, "prompt": prompt(number, blocks), "max_tokens": 1, "temperature": 0}
         url = f"{world.servers[0].url}/v1/completions"
@@ -104,7 +104,7 @@ def words(asked):
 
 
 def imagined(asked):
-    """Those that were promised hits that did not happen."""
+    """Requests that reused less than predicted."""
     return [each for each in asked if each.predicted > each.reported]
 
 
@@ -129,7 +129,7 @@ def test_an_engine_killed_under_traffic(world, link, clock, tell):
 
 @contextmanager
 def traffic(clock, numbers):
-    """Asks for the prompts in turn, one at a time, whatever becomes of single requests."""
+    """Requests the prompts in turn, one at a time; single failures are ignored."""
     answered: list[Asked] = []
     end = threading.Event()
 

@@ -1,4 +1,5 @@
-"""Salts, LoRA adapters and token ids over a real vLLM: what must not be shared is not, and no id differs."""
+"""Salts, LoRA adapters and token ids on a real vLLM: nothing is shared that must not be, and all ids
+match."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def path_of(fields):
 
 
 def ask(world, fields, tenant=RED):
-    """An answer's prediction, its reused tokens, its text."""
+    """An answer's predicted tokens, reused tokens and text."""
     answer = world.post(path_of(fields), {"max_tokens": 16, **fields}, headers=tenant)
     content = answer.json()
     choice = content["choices"][0]
@@ -133,7 +134,7 @@ def test_an_adapter_shares_nothing_with_its_base(world, tell):
 
 
 def test_reuse_changes_no_answer(world):
-    """Through kvpin cold and cached, and from the engine itself under no salt."""
+    """Answers through kvpin, cold and cached, and from the engine itself without a salt."""
     for fields in (long_chat("tides"), {"prompt": "The log of a lighthouse: " * 40}):
         cold, cached = ask(world, fields), ask(world, fields)
         assert cached[1] > cold[1] == 0
@@ -152,7 +153,7 @@ def test_token_ids_are_the_engines(world, fields):
 
 
 def test_the_audit_of_token_ids_finds_no_difference(world, tell):
-    """After a start the first prompts are compared with the engine's ids, which their clients do not see."""
+    """After a start the first prompts are compared with the engine's ids; clients do not see that."""
     world.restart_kvpin()
     for fields in PROMPTS.values():
         content = world.post(path_of(fields), {**fields, "max_tokens": 1}, headers=RED).json()
@@ -169,7 +170,7 @@ def is_text(fields):
 
 
 def prompt_ids(content):
-    """The prompt as the engine tokenised it, where an answer tells."""
+    """The prompt as the engine tokenised it, if the answer has it."""
     return content.get("prompt_token_ids") or content["choices"][0].get("prompt_token_ids")
 
 

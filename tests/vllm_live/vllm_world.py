@@ -32,14 +32,15 @@ START_S = 300.0
 STOP_S = 60.0
 WAIT_S = 120.0
 POLL_S = 0.02
-# Below the ports that systems hand out by themselves: none is taken while an engine starts, or starts again.
+# Below the ephemeral ports, so that none is taken while an engine starts or restarts.
 HTTP_PORTS = range(8200, 8300)
 EVENT_PORTS = range(5800, 5998, 2)
 
 
 @functools.cache
 def vllm() -> str:
-    """Path of the command; installed on first use, which takes minutes. A failure fails the test."""
+    """Path of the command, which is installed on first use (minutes). A failed installation fails the
+    test."""
     install = subprocess.run([ROOT / "scripts" / "vllm"], capture_output=True, text=True, check=False)
     if install.returncode:
         pytest.fail(f"scripts/vllm ended with {install.returncode}:\n{install.stderr}", pytrace=False)
@@ -51,12 +52,12 @@ class VllmOptions:
     """How a vLLM is started.
 
     Attributes:
-        blocks: of its cache, 32 tokens each, one of which vLLM keeps for itself.
+        blocks: cache size in blocks of 32 tokens; vLLM keeps one of them.
         context: `--max-model-len`, in tokens; a request of that length must fit into the blocks.
-        buffer_steps: event batches it keeps for those who missed them.
-        model: directory of another model than the tiny one, without a LoRA adapter.
-        flags: further ones, which win over those this gives.
-        environment: further variables of its environment.
+        buffer_steps: event batches in its replay buffer.
+        model: directory of another model, without a LoRA adapter.
+        flags: more flags, which override the others.
+        environment: more environment variables.
     """
 
     blocks: int = 100
@@ -69,10 +70,10 @@ class VllmOptions:
 
 @dataclass(slots=True)
 class RunningVllm:
-    """A vLLM that was started; `wait` until it answers at `url`.
+    """A started vLLM; `wait` until it answers at `url`.
 
     Attributes:
-        event_port: its events' port; the next one is that of replays.
+        event_port: port of its events; the next one is for replays.
     """
 
     port: int
@@ -96,7 +97,7 @@ class RunningVllm:
         self._fail("vLLM did not start")
 
     def kill(self) -> None:
-        """Ends it and its workers at once, as `kill -9` of the whole machine would."""
+        """Kills it and its workers at once."""
         _kill_group(self.process)
 
     def _fail(self, what: str) -> None:
@@ -129,8 +130,8 @@ def running_vllm(
         _kill_group(process)
 
 
-# Runs a command with a watcher in its process group that ends both when standard input does: vLLM's workers
-# live on when it is killed, and so would all of it when the tests are.
+# Runs a command with a watcher in its process group, which ends both when standard input closes. vLLM's
+# workers survive its death otherwise, and vLLM survives that of the tests.
 _UNTIL_STDIN_ENDS = 'exec 3<&0; { cat <&3; kill -KILL 0; } & exec "$@" 3<&- </dev/null'
 
 _ENVIRONMENT = {
@@ -174,7 +175,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port(ports: Sequence[int]) -> int:
-    """One whose number and the next one nobody listens on."""
+    """A port that is free, as is the next one."""
     for port in random.sample(ports, len(ports)):
         try:
             with socket.create_server(("", port)), socket.create_server(("", port + 1)):
@@ -207,23 +208,23 @@ class VllmWorld:
     _stop_kvpin: Callable[[], None] = field(repr=False)
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
-        """A data-plane request that was answered with 200, e.g. to `chat/completions`."""
+        """Sends a data-plane request, e.g. to `chat/completions`, and expects 200."""
         url = f"{self.kvpin.base_url}/{path}"
         body = {"model": MODEL, "max_tokens": 8, "temperature": 0, **body}
         return httpx.post(url, json=body, timeout=WAIT_S, trust_env=False, **options).raise_for_status()
 
     def admin(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
-        """An operation of the admin API that is done, e.g. `admin("flush", {"all": True})`."""
+        """Runs an admin operation to its end, e.g. `admin("flush", {"all": True})`."""
         operation = self.kvpin.admin("POST", verb, json=body).raise_for_status().json()
         assert operation["state"] == "done", operation
         return operation
 
     def engine(self, number: int = 0) -> dict[str, Any]:
-        """What kvpin tells of an engine."""
+        """What kvpin reports of an engine."""
         return self.kvpin.engines().get(f"vllm-{number}", {"state": "unconnected", "trust": None})
 
     def record(self, request_id: str) -> dict[str, Any]:
-        """What kvpin wrote down of a request, once it is over."""
+        """kvpin's record of a finished request."""
 
         def finished() -> dict[str, Any] | None:
             answer = self.kvpin.admin("GET", f"requests/{request_id}")
@@ -232,7 +233,7 @@ class VllmWorld:
         return self.until(finished, f"the record of {request_id}")
 
     def until(self, holds: Callable[[], Any], what: str) -> Any:
-        """Polls until `holds` is true of the world, and returns what it then returned."""
+        """Polls until `holds` returns something true, and returns that."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             if result := holds():
@@ -241,7 +242,7 @@ class VllmWorld:
         raise AssertionError(f"{what} did not come to be:\n{self.kvpin.log.read_text()}")
 
     def until_exact(self, number: int = 0) -> None:
-        """Waits until an engine is ready and its events have brought kvpin's view of it up to date."""
+        """Waits until an engine is ready and kvpin's view of it is up to date."""
 
         def is_exact() -> bool:
             engine = self.engine(number)
@@ -250,14 +251,14 @@ class VllmWorld:
         self.until(is_exact, f"an exact view of engine {number}")
 
     def restart(self, number: int = 0) -> None:
-        """Ends a vLLM as a crash would and starts another on the same ports. Kvpin finds out by itself."""
+        """Kills a vLLM and starts another on the same ports, without telling kvpin."""
         old = self.servers[number]
         old.kill()
         self.servers[number] = self._start_server(old.port, old.event_port)
         self.servers[number].wait()
 
     def restart_kvpin(self) -> None:
-        """Stops kvpin as an operator would, and starts another with the same options."""
+        """Stops kvpin cleanly and starts another with the same options."""
         self._stop_kvpin()
         self.kvpin = self._start_kvpin()
         for number in range(len(self.servers)):
@@ -273,7 +274,7 @@ def vllm_world(
     options_of: Callable[[RunningVllm], str] | None = None,
     kvpin_flags: tuple[str, ...] = (),
 ) -> Iterator[VllmWorld]:
-    """Starts vLLMs and a kvpin with reuse that knows them; ends all of them, kvpin with a clean exit.
+    """Starts vLLMs and a kvpin with reuse in front of them; ends all of them, kvpin cleanly.
 
     Args:
         tmp_path: for logs.

@@ -74,19 +74,19 @@ class TestVllm:
 
     def test_the_lora_name_is_no_hash_of_an_image(self):
         keys = read_vllm_keys(run(["ada"], ["ada"], lora_name="ada", lora_id=1))
-        assert keys == BlockKeys(adapter="ada")
+        assert keys == BlockKeys(lora="ada")
 
     def test_a_lora_run_that_follows_a_parent(self):
-        assert read_vllm_keys(run(["ada"], parent=7, lora_name="ada")) == BlockKeys(adapter="ada")
+        assert read_vllm_keys(run(["ada"], parent=7, lora_name="ada")) == BlockKeys(lora="ada")
 
     def test_the_same_string_as_adapter_and_as_salt(self):
         adapter = read_vllm_keys(run(["x"], ["x"], lora_name="x"))
         salt = read_vllm_keys(run(["x"], None))
         both = read_vllm_keys(run(["x", "x"], ["x"], lora_name="x"))
         assert (adapter, salt, both) == (
-            BlockKeys(adapter="x"),
+            BlockKeys(lora="x"),
             BlockKeys(salt="x"),
-            BlockKeys(salt="x", adapter="x"),
+            BlockKeys(salt="x", lora="x"),
         )
 
     @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ class TestVllm:
     @pytest.mark.parametrize("medium", ["CPU", "cpu", "STORAGE"])
     def test_offloaded_blocks_without_keys_are_names_and_no_text(self, medium):
         fields = run(medium=medium)
-        assert read_vllm_keys(fields) == BlockKeys(told=False)
+        assert read_vllm_keys(fields) == BlockKeys(complete=False)
         batch = decode_batch(msgspec.msgpack.encode([0, [fields], 0]), read_vllm_keys)
         assert batch.events == (BlocksStored(Tier.HOST, None, (1,), token_array([]), SIZE),) or (
             batch.events == (BlocksStored(Tier.DISK, None, (1,), token_array([]), SIZE),)
@@ -182,7 +182,7 @@ class TestVllm:
                 keys = {"adapter": "x", "image": ["x", 0], "salt": "x", "embeds": b"x"}
                 fields = run([keys[kind] for kind in kinds], lora_name="x" if "adapter" in kinds else None)
                 found = read_vllm_keys(fields)
-                seen.add((found.adapter, found.salt, tuple(found.extra_ids or ())))
+                seen.add((found.lora, found.salt, tuple(found.extra_ids or ())))
         assert len(seen) == 16
 
     @given(st.lists(st.lists(st.text() | st.binary() | st.tuples(st.text(), st.integers(-9, 3)), max_size=4)))
@@ -206,7 +206,7 @@ class TestSglang:
 
     def test_salt_and_adapter_are_fields_on_every_run(self):
         keys = read_sglang_keys(self.sglang(cache_salt="s", lora_name="ada", parent_block_hash=7))
-        assert keys == BlockKeys(salt="s", adapter="ada", token_ids=token_array(range(8)))
+        assert keys == BlockKeys(salt="s", lora="ada", token_ids=token_array(range(8)))
 
     def test_the_array_form_with_metadata_where_vllm_has_the_adapter(self):
         event = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", {"cache_salt": "s"}]

@@ -110,7 +110,7 @@ def test_the_engines_own_headers_take_the_place_of_the_clients():
     ("headers", "message"),
     [
         ({"Content-Length": "hush"}, "kvpin sets 'Content-Length' itself: leave it out"),
-        ({"a b": "hush"}, "'a b' is no header name"),
+        ({"a b": "hush"}, "'a b' is not a header name"),
         ({"a": "hush\r\nb: c"}, "'a' has a value that is not printable ASCII"),
         ({"a": ""}, "'a' has a value that is not printable ASCII"),
     ],

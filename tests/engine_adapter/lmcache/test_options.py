@@ -7,7 +7,7 @@ from engine_adapter.options import OptionError, read_options
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lmcache": "h:2"}, "lmcache: 'h:2' is no http:// or https:// address"),
+        ({"lmcache": "h:2"}, "lmcache: 'h:2' is not an http:// or https:// address"),
         ({"lmcache_coordinator": "http://h:3"}, "lmcache_coordinator goes with lmcache=http://HOST:PORT"),
     ],
 )

@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 
 from engine_adapter.body import JsonBody
-from engine_adapter.lmcache.salts import embeddings_of, is_under, salt_for, without_adapter
+from engine_adapter.lmcache.salts import embeddings_of, is_under, salt_for, without_lora
 
 TENANT = "kvpin-" + "0" * 32 + "-" + "1" * 32  # kvpin's own are as long as this
 
@@ -37,10 +37,10 @@ def test_every_salt_is_one_that_lmcache_takes():
 
 @pytest.mark.parametrize("salt", [None, "s", TENANT])
 def test_what_vllm_tells_of_is_the_requests_own(salt):
-    assert without_adapter(salt_for(salt, "ada"), "ada") == salt
-    assert without_adapter(salt, None) == salt
-    assert without_adapter(salt, "ada") == salt
-    assert without_adapter(salt_for(salt, "lin"), "ada") == salt_for(salt, "lin")
+    assert without_lora(salt_for(salt, "ada"), "ada") == salt
+    assert without_lora(salt, None) == salt
+    assert without_lora(salt, "ada") == salt
+    assert without_lora(salt_for(salt, "lin"), "ada") == salt_for(salt, "lin")
 
 
 def test_a_salt_is_found_with_all_its_adapters():

@@ -48,7 +48,7 @@ async def test_a_model_spread_over_ranks_has_more_to_its_name(start_lmcache):
         ({"connected": False}, "no vLLM of", '"kv_connector":"LMCacheMPConnector"'),
         ({"model": "/other"}, "only: /other", "--kv-transfer-config"),
         ({"l2": False}, "has no L2", "--l2-adapter"),
-        ({"reporting": False}, "tells no coordinator", "--coordinator-event-reporting"),
+        ({"reporting": False}, "reports to no coordinator", "--coordinator-event-reporting"),
         ({"registered": False}, "does not know the server", "--coordinator-url"),
         ({"coordinator_chunk": 256}, "chunks of another size", "--chunk-size 64"),
         ({"coordinator_chunk": 32}, "chunks of another size", "--chunk-size 64"),
@@ -65,13 +65,13 @@ async def test_what_is_missing_is_named_with_the_flag_that_mends_it(start_lmcach
 async def test_without_pins_the_rest_can_be_used(start_lmcache):
     async with surveyed(spec_of(start_lmcache(pins=False))) as (site, (finding,)):
         assert site.capabilities == MOVES
-        assert "takes no pins" in finding
+        assert "cannot pin" in finding
 
 
 async def test_either_may_not_be_there(lmcache):
     nobody = "http://127.0.0.1:1"
     async with surveyed(spec_of(lmcache, lmcache=nobody)) as (site, (finding,)):
-        assert (site, "is not there" in finding) == (None, True)
+        assert (site, "is not reachable" in finding) == (None, True)
         assert nobody in finding
     async with surveyed(spec_of(lmcache, lmcache_coordinator=nobody)) as (site, (finding,)):
-        assert (site, "coordinator http://127.0.0.1:1 is not there" in finding) == (None, True)
+        assert (site, "coordinator http://127.0.0.1:1 is not reachable" in finding) == (None, True)

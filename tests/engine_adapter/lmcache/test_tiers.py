@@ -50,7 +50,7 @@ class TestWhatItIs:
         assert (lower.capabilities, lower.tokens_per_chunk) == (frozenset(), None)
         (finding,) = lower.findings
         assert await lower.stats() == {"error": str(finding)}
-        with pytest.raises(EngineUnavailable, match="is not there"):
+        with pytest.raises(EngineUnavailable, match="is not reachable"):
             await lower.pin(TARGET, 1.0)
         await lower.aclose()
 

@@ -140,7 +140,7 @@ class TestRestore:
         lmcache.store(PROMPT)
         lmcache.evict(PROMPT)
         lmcache.polls = 1_000_000
-        with pytest.raises(EngineUnavailable, match="did not end a prefetch"):
+        with pytest.raises(EngineUnavailable, match="did not finish a prefetch"):
             await last(mover.restore(PROMPT, None))
 
 

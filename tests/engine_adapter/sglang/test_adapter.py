@@ -85,7 +85,7 @@ class TestConnect:
         adapter = adapter_of(running)
         info = await adapter.connect()
         assert info.capabilities == {Capability.TOKENIZE, Capability.CACHE_SALT, Capability.FLUSH}
-        assert any("do not tell cache salts" in finding.problem for finding in adapter.findings())
+        assert any("do not carry cache salts" in finding.problem for finding in adapter.findings())
         assert (await adapter.load()).running == 0
 
     async def test_the_host_tier_and_the_operators_tokenizer(self, start, adapter_of):
@@ -97,7 +97,7 @@ class TestConnect:
 
     async def test_a_key_that_is_wanted(self, start, adapter_of):
         running = start(api_key="secret")
-        with pytest.raises(EngineUnavailable, match="wants its --api-key"):
+        with pytest.raises(EngineUnavailable, match="needs its --api-key"):
             await adapter_of(running).connect()
         await adapter_of(running, api_key="secret").connect()
 

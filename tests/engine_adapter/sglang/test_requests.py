@@ -86,20 +86,20 @@ class TestAdapters:
     def test_are_named_where_sglang_looks_for_them(self):
         for path in (CHAT, COMPLETIONS):
             fields = {"model": "calm", "prompt": "x"}
-            assert held(path, fields, adapters=self.NAMES)[1] == fields | {"lora_path": "calm"}
-        _, body = held(CHAT, {"model": "org:loud"}, adapters=self.NAMES)
+            assert held(path, fields, loras=self.NAMES)[1] == fields | {"lora_path": "calm"}
+        _, body = held(CHAT, {"model": "org:loud"}, loras=self.NAMES)
         assert body == {"model": "m:org:loud"}
-        _, body = held("/v1/messages", {"model": "calm"}, adapters=self.NAMES)
+        _, body = held("/v1/messages", {"model": "calm"}, loras=self.NAMES)
         assert body == {"model": "m:calm"}
 
     def test_are_not_silently_left_out(self):
         with pytest.raises(EngineRejected, match="no LoRA adapters on /v1/responses") as caught:
-            held("/v1/responses", {"model": "calm"}, adapters=self.NAMES)
+            held("/v1/responses", {"model": "calm"}, loras=self.NAMES)
         assert (caught.value.status, caught.value.param) == (400, "model")
 
     @pytest.mark.parametrize("model", ["m", None, 7])
     def test_the_model_itself(self, model):
-        assert held(CHAT, {"model": model}, adapters=self.NAMES)[1] == {"model": model}
+        assert held(CHAT, {"model": model}, loras=self.NAMES)[1] == {"model": model}
 
 
 class TestCachedTokens:

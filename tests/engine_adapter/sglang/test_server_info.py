@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.sglang.server_info import read_adapters, read_server_info
+from engine_adapter.sglang.server_info import read_loras, read_server_info
 
 PUBLISHER = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "block_size": 64}
 MODELS = {"data": [{"id": "m", "parent": None, "max_model_len": 4096}, {"id": "ad", "parent": "m"}]}
@@ -24,7 +24,7 @@ def read(*, api_key=None, **fields):
 
 def test_what_a_server_says():
     info = read()
-    assert (info.model, info.adapters, info.max_model_len) == ("m", {"ad"}, 4096)
+    assert (info.model, info.loras, info.max_model_len) == ("m", {"ad"}, 4096)
     assert (info.page_size, info.capacity_tokens, info.tokenizer) == (64, 6400, "hub/tokenizer")
     assert (info.release, info.dp_ranks, info.radix_cache, info.lora) == ((0, 5, 23), 1, True, True)
     assert not info.cache_report
@@ -109,7 +109,7 @@ def test_the_host_pool(fields, ratio):
 )
 def test_what_events_of_a_version_tell(version, form, salts, adapters):
     info = read(version=version, kv_events_config=f'{{"format": "{form}"}}')
-    assert (info.tells_salts, info.tells_adapters) == (salts, adapters)
+    assert (info.events_carry_salts, info.events_carry_lora) == (salts, adapters)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,6 @@ def test_another_server(server, models):
 
 
 def test_adapters():
-    assert read_adapters(MODELS) == {"ad"}
+    assert read_loras(MODELS) == {"ad"}
     with pytest.raises(EngineUnavailable, match="does not answer as SGLang"):
-        read_adapters({"data": None})
+        read_loras({"data": None})

@@ -16,7 +16,7 @@ from engine_adapter.tensorrt_llm import adapter as module
 from engine_adapter.tensorrt_llm import discovery
 from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER, TensorRTLLMAdapter
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS
-from engine_adapter.tensorrt_llm.poller import LORA_UNTOLD
+from engine_adapter.tensorrt_llm.poller import NO_LORA_IN_EVENTS
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
@@ -294,7 +294,7 @@ class TestEvents:
         "target", [KvTarget(array("i", [1])), KvTarget(cache_salt="s"), KvTarget(adapter="l")]
     )
     async def test_a_part_cannot_be_flushed(self, adapter, target):
-        with pytest.raises(NotSupported, match="everything or nothing"):
+        with pytest.raises(NotSupported, match="can only flush everything"):
             await anext(adapter.operate(KvVerb.FLUSH, target))
 
     async def test_what_it_moves_by_itself_cannot_be_moved(self, adapter):
@@ -341,7 +341,7 @@ class TestEvents:
         with running_trtllm(**options) as server:
             adapter = adapter_of(server.url)
             assert (await adapter.connect()).tokens_per_block == 32
-            assert discovery.BLOCK_SIZE_UNTOLD in adapter.findings()
+            assert discovery.BLOCK_SIZE_UNKNOWN in adapter.findings()
             async with following(adapter) as event:
                 await event()
                 await event()
@@ -350,7 +350,7 @@ class TestEvents:
                 assert (await event()).tokens_per_block == 64
             assert (await adapter.load()).outdated
             assert (await adapter.connect()).tokens_per_block == 64
-            assert discovery.BLOCK_SIZE_UNTOLD not in adapter.findings()
+            assert discovery.BLOCK_SIZE_UNKNOWN not in adapter.findings()
             async with following(adapter) as event:  # another view knows it from the start
                 await event()
                 assert not (await adapter.load()).outdated
@@ -368,8 +368,8 @@ class TestEvents:
             await event()
             await ask(adapter, prompt=list(range(100)), lora_request=LORA)
             await event()
-            assert await event() == ViewLost(LORA_UNTOLD.problem)
-        assert LORA_UNTOLD in adapter.findings()
+            assert await event() == ViewLost(NO_LORA_IN_EVENTS.problem)
+        assert NO_LORA_IN_EVENTS in adapter.findings()
         assert (await adapter.load()).outdated
 
     async def test_adapters_it_does_tell_of_are_kept_apart(self, adapter_of):
@@ -397,5 +397,5 @@ class TestEvents:
 
 def test_what_there_is_instead_is_said_for_all(adapter_of):
     adapter = TensorRTLLMAdapter(EngineSpec("tensorrt_llm", "http://127.0.0.1:1", "t"))
-    for capability in set(Capability) - {Capability.CACHED_TOKENS}:
-        assert adapter.not_supported(capability).instead == module._INSTEAD[capability]
+    assert adapter.not_supported(Capability.PIN).instead == adapter.instead[Capability.PIN]
+    assert all(adapter.not_supported(capability).instead for capability in Capability)

@@ -69,7 +69,7 @@ async def test_an_older_server(describes_itself):
     assert (server.tokens_per_block, server.max_model_len, server.tokenizer) == (32, None, None)
     assert not server.whole_blocks_only
     assert server.findings == (
-        found.BLOCK_SIZE_UNTOLD,
+        found.BLOCK_SIZE_UNKNOWN,
         found.PARTIAL_REUSE_UNTOLD,
         found.NO_TOKENIZE,
         found.NO_RESET,
@@ -130,7 +130,7 @@ async def test_a_server_without_events_or_salts():
         server = await discovered(url)
     assert server.capabilities == {Capability.CACHED_TOKENS}
     assert {found.NO_EVENTS, found.NO_SALT} <= set(server.findings)
-    assert found.BLOCK_SIZE_UNTOLD not in server.findings
+    assert found.BLOCK_SIZE_UNKNOWN not in server.findings
 
 
 async def test_a_server_that_is_not_well_or_not_there():

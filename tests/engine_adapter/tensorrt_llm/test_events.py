@@ -130,12 +130,12 @@ class TestBlocks:
         ]
 
     def test_what_is_not_told_is_noted(self, reader):
-        assert (reader.salt_untold, reader.lora_untold) == (False, False)
+        assert (reader.lacks_salt, reader.lacks_lora) == (False, False)
         reader.read(answer(stored(ONE), first=1))
-        assert (reader.salt_untold, reader.lora_untold) == (False, True)
+        assert (reader.lacks_salt, reader.lacks_lora) == (False, True)
         older = {key: value for key, value in TWO.items() if key != "cache_salt"}
         reader.read(answer(stored(older | {"lora_id": 3}), first=2))
-        assert reader.salt_untold
+        assert reader.lacks_salt
 
 
 class TestProcesses:

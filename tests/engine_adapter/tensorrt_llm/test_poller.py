@@ -11,8 +11,8 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.tensorrt_llm import poller as module
 from engine_adapter.tensorrt_llm.events import EventReader
 from engine_adapter.tensorrt_llm.poller import (
-    LORA_UNTOLD,
-    SALT_UNTOLD,
+    NO_LORA_IN_EVENTS,
+    NO_SALT_IN_EVENTS,
     SEVERAL_RANKS,
     SILENT,
     SILENT_PROMPTS,
@@ -213,11 +213,11 @@ class TestDoubt:
         [
             (Traffic(salted=True), answer(created(), stored(ONE)), None),
             (Traffic(lora=True), answer(created(), stored(ONE | {"lora_id": None})), None),
-            (Traffic(lora=True), answer(created(), stored(ONE)), LORA_UNTOLD),
+            (Traffic(lora=True), answer(created(), stored(ONE)), NO_LORA_IN_EVENTS),
             (
                 Traffic(salted=True),
                 answer(created(), stored({n: v for n, v in ONE.items() if n != "cache_salt"})),
-                SALT_UNTOLD,
+                NO_SALT_IN_EVENTS,
             ),
             (
                 Traffic(),

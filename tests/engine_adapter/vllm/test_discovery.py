@@ -27,7 +27,7 @@ async def test_what_a_server_is():
     with running_vllm(adapters=("ada", "bo"), max_model_len=512) as server:
         async with connected(server.url) as (control, spec):
             facts = await discover(control, spec, None)
-    assert (facts.model, facts.adapters) == ("tiny", {"ada", "bo"})
+    assert (facts.model, facts.loras) == ("tiny", {"ada", "bo"})
     assert (facts.tokenizer, facts.max_model_len, facts.version) == (str(MODEL_DIR), 512, "0.32.0")
     assert facts.tokenizes
     assert facts.renders
@@ -111,7 +111,7 @@ async def test_the_name_the_operator_gave_and_a_server_that_says_little():
             facts = await discover(control, spec, None)
         async with connected(url, model="alias") as (control, spec):
             assert (await discover(control, spec, None)).model == "a"
-    assert (facts.model, facts.max_model_len, facts.adapters) == ("b", 9, {"l"})
+    assert (facts.model, facts.max_model_len, facts.loras) == ("b", 9, {"l"})
     assert (facts.version, facts.source, facts.names_sources) == ("", None, True)
     assert not facts.tokenizes
     assert not facts.renders

@@ -54,7 +54,7 @@ async def test_nothing_to_find():
 async def test_a_key_does_not_guard_everything():
     async with discovered({"api_key": "secret"}, api_key="secret") as (facts, spec, _):
         (finding,) = findings_of(facts, spec)
-        assert "nobody but kvpin" in finding.remedy
+        assert "only kvpin" in finding.remedy
         assert "secret" not in str(finding)
 
 
@@ -70,7 +70,7 @@ async def test_events_that_stay_on_the_engines_machine():
         there, remote = replace(facts, source=bound), replace(spec, url="http://gpu7:8000")
         assert event_endpoints(there, remote) is None
         (finding,) = findings_of(there, remote)
-        assert "tcp://127.0.0.1:5557 can be had on its own machine alone" in finding.problem
+        assert "tcp://127.0.0.1:5557 can be reached only from its own machine" in finding.problem
         told = engine_spec("vllm", remote.url, events="tcp://gpu7:6000")
         assert event_endpoints(there, told) == EventEndpoints("tcp://gpu7:6000", None, "kv@tiny")
 

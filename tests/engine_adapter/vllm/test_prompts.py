@@ -69,7 +69,7 @@ async def test_what_tokenize_would_misread_is_refused(control, fields):
 async def test_routes_whose_prompts_are_not_told(control):
     with pytest.raises(EngineRejected, match="--enable-scale-out"):
         await tokenize(control, "/v1/responses", body(input="Hi"), "tiny")
-    with pytest.raises(EngineRejected, match="not one of"):
+    with pytest.raises(EngineRejected, match="renders no prompts"):
         await render(control, "/v1/embeddings", body(input="Hi"), "tiny")
     with pytest.raises(EngineRejected, match="empty conversation"):
         await render(control, CHAT, body(messages=[]), "tiny")

@@ -80,7 +80,7 @@ def test_which_adapter_is_made():
     assert type(tiered) is TieredVllmAdapter
     with pytest.raises(EngineSpecError, match="lmcache_coordinator goes with lmcache="):
         make_adapter(engine_spec("vllm", "http://h:1", "v", lmcache_coordinator="http://h:3"))
-    with pytest.raises(EngineSpecError, match="is no http:// or https:// address"):
+    with pytest.raises(EngineSpecError, match="is not an http:// or https:// address"):
         make_adapter(engine_spec("vllm", "http://h:1", "v", lmcache="h:2"))
 
 
@@ -110,7 +110,7 @@ class TestWhatItIs:
             adapter.pin(TARGET, 1),
             adapter.unpin(""),
         ):
-            with pytest.raises(NotSupported, match="is not there"):
+            with pytest.raises(NotSupported, match="is not reachable"):
                 await work
         await result(adapter.operate(KvVerb.FLUSH, KvTarget()))
         lmcache.node_error = None
@@ -225,10 +225,10 @@ class TestEvents:
 
     def test_what_is_told_of_tiers_below_could_be_anybodys(self):
         stored = BlocksStored(Tier.HOST, None, (b"1",), PROMPT[:64], 64)
-        assert tiered._heard(stored) is None
-        assert tiered._heard(BlocksRemoved(Tier.HOST, (b"1",))) is None
+        assert tiered._of_gpu(stored) is None
+        assert tiered._of_gpu(BlocksRemoved(Tier.HOST, (b"1",))) is None
         for event in (replace(stored, tier=Tier.GPU), BlocksRemoved(Tier.GPU, (1,)), CacheCleared()):
-            assert tiered._heard(event) == event
+            assert tiered._of_gpu(event) == event
 
 
 class TestOperations:
