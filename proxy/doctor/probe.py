@@ -69,7 +69,7 @@ class Probe:
 
 
 class ProbedEngine:
-    """One engine on kvpin's own read and write path, without a server."""
+    """One engine behind kvpin's own read and write path, without a server."""
 
     def __init__(self, adapter: EngineAdapter, info: EngineInfo, builder: PromptBuilder) -> None:
         """`info` is the result of the adapter's `connect`."""
@@ -107,7 +107,9 @@ class ProbedEngine:
         if not engine.can(Capability.KV_EVENTS):
             return View("none", "it sends none: kvpin learns what it holds from its answers")
         if not has_exact_events(engine, self._pool):
-            return View("unfit", f"its blocks have {engine.info and engine.info.tokens_per_block} tokens")
+            return View(
+                "unfit", f"they are in blocks of {engine.info and engine.info.tokens_per_block} tokens"
+            )
         if engine.info is not None and engine.info.events_read_once and not takes_events:
             return View(
                 "unasked",
@@ -118,9 +120,9 @@ class ProbedEngine:
             return View("late", f"no view within {VIEW_S:.0f} s: {engine.audit.why}")
         engine.state = EngineState.READY
         view = engine.view
-        more = "" if view.complete else "; older blocks are unknown"
-        detail = f"the view is current, with {view.counts.stored} blocks{more}"
-        return View("current", detail, view.counts.stored, view.complete)
+        more = "" if view.complete else "; it may hold more from before"
+        told = f"the view is current, with {view.counts.stored} blocks{more}"
+        return View("current", told, view.counts.stored, view.complete)
 
     async def probe(self) -> Probe:
         """Sends the engine a new prompt twice."""
@@ -129,7 +131,7 @@ class ProbedEngine:
         n_tokens = PROBE_BLOCKS * block + 1
         if info is not None and info.max_model_len is not None:
             n_tokens = max(min(n_tokens, info.max_model_len - 1), 1)
-        ids = random.choices(_IDS, k=n_tokens)  # noqa: S311 - no secret
+        ids = random.choices(_IDS, k=n_tokens)  # noqa: S311 - only to be new
         first = await self._ask(ids)
         if first.error is not None:
             return Probe(n_tokens, error=first.error)
@@ -143,7 +145,7 @@ class ProbedEngine:
         body = JsonBody(msgspec.json.encode(fields))
         call = Call("doctor", "POST", _PATH, {"content-type": "application/json"}, body)
         self._engine.state = EngineState.READY
-        with suppress(EngineError, ProxyError):  # the record has the error
+        with suppress(EngineError, ProxyError):  # the record says what went wrong
             await self._flow.serve(call, Reply(_discard))
         return list(self._records)[-1]
 

@@ -10,6 +10,8 @@ from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 
 POLL_S = 0.1
+# All other states are named with their reason.
+_USABLE = (EngineState.CONNECTING, EngineState.READY, EngineState.SUSPECT, EngineState.DRAINING)
 
 
 class Banner:
@@ -51,9 +53,9 @@ class Banner:
         named: set[str] = set()
         while True:
             for engine in self._fleet.engines.values():
-                if engine.state is EngineState.DOWN and engine.id not in named:
+                if engine.state not in _USABLE and engine.id not in named:
                     named.add(engine.id)
-                    _print(_why_down(engine))
+                    _print(_why_not(engine))
             if self._fleet.is_ready():
                 break
             await asyncio.sleep(POLL_S)
@@ -73,10 +75,12 @@ class Banner:
         _print(f"    -d '{json.dumps(body)}'")
 
 
-def _why_down(engine: Engine) -> str:
+def _why_not(engine: Engine) -> str:
     process = engine.process
     if process is not None and process.error is not None:
         return f"not running: {engine.id}: {process.error}".replace("\n", "\n  ")
+    if engine.state is not EngineState.DOWN:
+        return f"{engine.state.value}: {engine.id}: {engine.last_error}"
     url = engine.adapter.spec.url
     return f"not reachable: {engine.id} at {url}: {engine.last_error}; kvpin keeps trying"
 
