@@ -65,7 +65,7 @@ class _AddEngine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: Name | None = None
     tokenizer: Name | None = None
     api_key: Name | None = None
-    headers: dict[str, str] | None = None
+    headers: dict[str, str] | Name | None = None
     ca: Name | None = None
     cert: Name | None = None
     key: Name | None = None
