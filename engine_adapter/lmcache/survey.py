@@ -77,9 +77,9 @@ async def _survey(
         problem = f"the LMCache server {spec.options.lmcache} is not reachable ({error})"
         raise _Unusable(problem, "start it, or leave lmcache= out") from None
     context = _context(spec, model, status)
-    told = config.coordinator or wire.CoordinatorConfig()
-    url = spec.options.lmcache_coordinator or told.url
-    if url is None or not told.event_reporting:
+    reporting = config.coordinator or wire.CoordinatorConfig()
+    url = spec.options.lmcache_coordinator or reporting.url
+    if url is None or not reporting.event_reporting:
         problem = f"the LMCache server {spec.options.lmcache} reports to no coordinator"
         raise _Unusable(problem, f"start `lmcache coordinator`, and the server with {_REPORTING}")
     scope = Scope(context.model_name, context.world_size, config.mp.instance_id)
@@ -90,7 +90,7 @@ async def _survey(
         problem = f"the LMCache coordinator {url} is not reachable ({error})"
         raise _Unusable(problem, "start it, or name another: lmcache_coordinator=http://HOST:PORT") from None
     moves = frozenset({Capability.OFFLOAD, Capability.RESTORE})
-    site = Site(coordinator, scope, status.chunk_size, told.event_flush_interval, moves)
+    site = Site(coordinator, scope, status.chunk_size, reporting.event_flush_interval, moves)
     try:
         await coordinator.pins()
     except EngineError as error:

@@ -120,8 +120,8 @@ class KvMover:
             await asyncio.sleep(step_s)
         deadline = _now() + 2 * self._site.flush_s
         while _now() < deadline:
-            told = (await self._site.coordinator.stats()).l1_keys_by_instance.get(instance, 0)
-            if told == storage.l1_objects:
+            known = (await self._site.coordinator.stats()).l1_keys_by_instance.get(instance, 0)
+            if known == storage.l1_objects:
                 return
             await asyncio.sleep(step_s)
 

@@ -92,14 +92,14 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         self._instance = uuid.uuid4().hex
         self._server: Discovered | None = None
         self._measured: int | None = None
-        self._told: tuple[int, tuple[Finding, ...]] | None = None
+        self._seen: tuple[int, tuple[Finding, ...]] | None = None
         self._stats, self._next_stats = Stats(), 0.0
         self._poller = EventPoller(self._drain, self._new_reader)
 
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`. A process has no identity here: its events tell of a restart."""
+        """See `EngineAdapter.connect`. The process has no identity; its events show a restart."""
         server = self._server = await discover(self._control)
-        self._told = self._tokens_per_block, self.findings()
+        self._seen = self._tokens_per_block, self.findings()
         levels = self._poller.reader.blocks_per_level
         return EngineInfo(
             model=self.spec.model or server.model,
@@ -120,7 +120,8 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         if time.monotonic() >= self._next_stats:
             self._next_stats = time.monotonic() + STATS_EVERY_S
             self._stats = await read_stats(self._control)
-        stats, outdated = self._stats, self._told not in (None, (self._tokens_per_block, self.findings()))
+        stats, seen_now = self._stats, (self._tokens_per_block, self.findings())
+        outdated = self._seen not in (None, seen_now)
         counted = stats.running is not None
         return EngineLoad(stats.running or 0, stats.waiting or 0, stats.gpu_usage, outdated, counted)
 

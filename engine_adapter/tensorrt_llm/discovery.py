@@ -99,7 +99,7 @@ async def discover(control: ControlClient) -> Discovered:
     routes = await _Routes.of(control)
     stats = await read_stats(control)
     fields = RequestFields(routes.openapi)
-    told = _block_size(server) or stats.tokens_per_block
+    reported = _block_size(server) or stats.tokens_per_block
     capabilities = {Capability.CACHED_TOKENS}
     if await routes.has(EVENTS):
         capabilities.add(Capability.KV_EVENTS)
@@ -114,7 +114,7 @@ async def discover(control: ControlClient) -> Discovered:
     return Discovered(
         model=name,
         version=str(version.get("version", "")),
-        tokens_per_block=told or DEFAULT_TOKENS_PER_BLOCK,
+        tokens_per_block=reported or DEFAULT_TOKENS_PER_BLOCK,
         whole_blocks_only=stats.partial_reuse is False,
         max_model_len=stats.max_model_len or max_model_len(models),
         gpu_blocks=stats.gpu_blocks,
@@ -122,7 +122,7 @@ async def discover(control: ControlClient) -> Discovered:
         capabilities=frozenset(capabilities),
         reset_path=reset_path,
         fields=fields,
-        findings=tuple(_findings(frozenset(capabilities), stats, is_size_told=told is not None)),
+        findings=tuple(_findings(frozenset(capabilities), stats, knows_size=reported is not None)),
     )
 
 
@@ -135,12 +135,12 @@ async def read_stats(control: ControlClient) -> Stats:
     return Stats()
 
 
-def _findings(capabilities: frozenset[Capability], stats: Stats, *, is_size_told: bool) -> Iterable[Finding]:
+def _findings(capabilities: frozenset[Capability], stats: Stats, *, knows_size: bool) -> Iterable[Finding]:
     if stats.block_reuse is False:
         yield NO_REUSE
     if Capability.KV_EVENTS not in capabilities:
         yield NO_EVENTS
-    elif not is_size_told:
+    elif not knows_size:
         yield BLOCK_SIZE_UNKNOWN
     if stats.block_reuse is not False and stats.partial_reuse is not False:
         yield PARTIAL_REUSE if stats.partial_reuse else PARTIAL_REUSE_UNTOLD

@@ -53,8 +53,8 @@ class RequestFields:
 
     def __init__(self, openapi: object = None) -> None:
         """`openapi` is the server's description of its routes, if it gives one."""
-        told = {path: accepted_fields(openapi, path) for path in PROMPT_ROUTES}
-        self._accepted = {**KNOWN, **{path: names for path, names in told.items() if names is not None}}
+        described = {path: accepted_fields(openapi, path) for path in PROMPT_ROUTES}
+        self._accepted = {**KNOWN, **{path: names for path, names in described.items() if names is not None}}
 
     def accepts(self, path: str, name: str) -> bool:
         """Whether the route is known to take the field."""

@@ -1,4 +1,4 @@
-"""Learns by requests what a vLLM server does not say: whether it heeds cache salts and reports reused tokens.
+"""Learns by requests whether a vLLM server respects cache salts and reports reused tokens.
 
 Each trial request has one token or is refused, so it leaves nothing in the cache. Only an older server, which
 leaves out a count of 0, gets a prompt of one block.
@@ -21,7 +21,7 @@ _NO_SUCH_ROUTE = 404
 _PATIENCE_S = 3.0
 _TOKEN = 1
 _CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-# One request for each route that takes a salt. A server that heeds salts refuses an empty one.
+# One request for each route that takes a salt. A server that respects salts refuses an empty one.
 _SALTED: Mapping[str, Mapping[str, object]] = {
     "/v1/completions": {"prompt": [_TOKEN], "max_tokens": 1},
     "/v1/chat/completions": _CHAT,
@@ -35,7 +35,7 @@ class Trials:
     """What the trials found; None for what could not be tried yet.
 
     Attributes:
-        takes_salt: every route the server has heeds salts. Always known after `try_out`.
+        takes_salt: every route of the server respects salts. Always known after `try_out`.
         reports_cached: its answers report the reused tokens.
     """
 
@@ -64,7 +64,7 @@ async def try_out(
         _known(known.reports_cached, lambda: _answered(_reports_cached(control, model, metrics, headers))),
     )
     if takes_salt is None:
-        raise EngineUnavailable("it is too busy to show whether it heeds cache salts")
+        raise EngineUnavailable("it is too busy to show whether it respects cache salts")
     return Trials(takes_salt, reports_cached)
 
 
@@ -74,9 +74,9 @@ async def _known(before: bool | None, find_out: Callable[[], Awaitable[bool | No
 
 async def _takes_salt(control: ControlClient, model: str) -> bool | None:
     """None when no route answers. A salt is refused before anything is queued: while one route answers, a
-    silent one does not heed it."""
-    heeded = await asyncio.gather(*(_answered(_heeds_salt(control, path, model)) for path in _SALTED))
-    return None if all(answer is None for answer in heeded) else all(heeded)
+    silent one ignores it."""
+    respected = await asyncio.gather(*(_answered(_respects_salt(control, path, model)) for path in _SALTED))
+    return None if all(answer is None for answer in respected) else all(respected)
 
 
 async def _answered(trial: Awaitable[_T]) -> _T | None:
@@ -88,7 +88,7 @@ async def _answered(trial: Awaitable[_T]) -> _T | None:
         return None
 
 
-async def _heeds_salt(control: ControlClient, path: str, model: str) -> bool:
+async def _respects_salt(control: ControlClient, path: str, model: str) -> bool:
     body = {**_SALTED[path], "model": model, "cache_salt": ""}
     try:
         await control.call("POST", path, json=body)

@@ -121,8 +121,8 @@ class ProbedEngine:
         engine.state = EngineState.READY
         view = engine.view
         more = "" if view.complete else "; it may hold more from before"
-        told = f"the view is current, with {view.counts.stored} blocks{more}"
-        return View("current", told, view.counts.stored, view.complete)
+        detail = f"the view is current, with {view.counts.stored} blocks{more}"
+        return View("current", detail, view.counts.stored, view.complete)
 
     async def probe(self) -> Probe:
         """Sends the engine a new prompt twice."""

@@ -59,7 +59,7 @@ async def test_what_is_missing_is_named_with_the_flag_that_mends_it(start_lmcach
         assert site is None
         assert problem in finding
         assert remedy in finding
-        assert "not predicted" in finding
+        assert "kvpin does not use it" in finding
 
 
 async def test_without_pins_the_rest_can_be_used(start_lmcache):

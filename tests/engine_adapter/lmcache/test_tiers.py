@@ -16,6 +16,12 @@ TARGET = KvTarget(PROMPT)
 NOTHING = BelowGpu(0, 0, 0)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine may answer a look-up late; that is not tested here."""
+    monkeypatch.setattr(tiers, "_LOOKUP_S", 10.0)
+
+
 @pytest.fixture
 async def lower(lmcache):
     lower = LmCache(spec_of(lmcache))

@@ -52,6 +52,6 @@ async def test_a_server_that_answers_no_trial_is_not_ready(monkeypatch):
     monkeypatch.setattr("engine_adapter.vllm.trials._PATIENCE_S", 0.2)
     with running_vllm(knows_salts=False) as server:
         server.core.hold()
-        with pytest.raises(EngineUnavailable, match="too busy to show whether it heeds cache salts"):
+        with pytest.raises(EngineUnavailable, match="too busy to show whether it respects cache salts"):
             await tried(server)
         server.core.release()

@@ -53,7 +53,7 @@ async def test_ids_are_taken_once_and_kinds_are_known(client, pair):
 
 async def test_an_engines_key_is_not_shown(world, client):
     body = {"kind": "vllm", "url": "http://127.0.0.1:1", "id": "v", "api_key": "secret-key"}
-    answer = await client.post("/engines", json=body | {"headers": {"X-Team": "secret-team"}})
+    answer = await client.post("/engines", json=body | {"headers": "X-Team: secret-team"})
     assert "secret-" not in answer.text + (await client.get("/engines")).text
     spec = world.fleet.engine("v").adapter.spec
     assert (spec.api_key, spec.headers) == ("secret-key", {"X-Team": "secret-team"})
