@@ -83,6 +83,7 @@ def _read(answer: bytes, source: str) -> ChatTokenizer:
 
 def main() -> None:
     """Loads the tokenizer that the command line names and writes its description to standard output."""
+    os.nice(10)  # requests come first
     output, source = os.dup(1), sys.argv[1]
     os.dup2(2, 1)  # what libraries print is not an answer
     sys.modules["torch"] = None  # type: ignore[assignment]  # no tokenizer needs it: 200 MB and seconds less
