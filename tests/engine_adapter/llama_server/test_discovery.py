@@ -83,7 +83,7 @@ async def test_the_flags_of_a_plain_start(found):
 async def test_a_unified_pool_is_found_whatever_the_number_of_slots(found, save_dir, flag, slots):
     facts = await found(flag, slots=slots, ctx=512, save_dir=save_dir)
     assert facts.is_unified is facts.looks_unified is (flag == "-kvu")
-    assert [finding for finding in facts.findings if "slots share one pool" in finding.problem] == (
+    assert [finding for finding in facts.findings if "slots share one KV pool" in finding.problem] == (
         list(facts.findings) if facts.is_unified else []
     )
     assert len(facts.findings) == facts.is_unified

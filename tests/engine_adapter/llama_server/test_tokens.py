@@ -201,7 +201,7 @@ async def test_ready_ids_need_no_server(control_of):
     ],
 )
 async def test_what_ids_do_not_tell(control, path, fields, param):
-    with pytest.raises(EngineRejected, match="followed") as caught:
+    with pytest.raises(EngineRejected, match="follow") as caught:
         await tokenize(control, path, body_of(**fields))
     assert caught.value.status == 400
     assert caught.value.param.startswith(param)
