@@ -39,7 +39,7 @@ SOURCES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "proxy").r
 
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings; `[]` marks a list."""
+    """The dotted names of all settings; `[]` marks a list."""
     for name, field in model.model_fields.items():
         types = (field.annotation, *get_args(field.annotation))
         part = next((t for t in types if isinstance(t, type) and issubclass(t, BaseModel)), None)
