@@ -1,4 +1,4 @@
-"""What importing loads, and which test file belongs to which source file. The layers are the linter's."""
+"""Checks what an import loads, and that each source file has its test file. The linter checks layers."""
 
 import subprocess
 import sys

@@ -83,7 +83,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def kvpin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvpin]:
-    """One proxy with two engines for the whole session. Tests share its caches: use prompts of your own."""
+    """One proxy with two engines for the whole session. Tests share its caches: use unique prompts."""
     log = tmp_path_factory.mktemp("kvpin") / "log"
     with running_kvpin(log, "--managed", ENGINE, "--managed", ENGINE) as proxy:
         yield proxy

@@ -1,4 +1,4 @@
-"""Every example runs, and shows what it says it shows."""
+"""Every example runs and shows what its docstring says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_example_is_run_here():
 
 
 def failed(name, url):
-    """What an example says that cannot do its work."""
+    """What an example writes to standard error when it fails."""
     at = AT.get(name, "--base-url")
     command = [sys.executable, str(EXAMPLES / name), at, url if at == "--url" else f"{url}/v1"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
@@ -126,6 +126,6 @@ def test_many_talks(tmp_path):
     assert len(counts) == 2 * talks
     for cached, total in counts[:talks]:
         assert cached < 100 < total
-    # A prompt of the second round is one of the first, its answer and a few words more.
+    # A prompt of the second round is the first round's prompt, its answer, and a few words.
     for (_, before), (cached, _) in zip(counts[:talks], counts[talks:], strict=True):
         assert cached >= before - 1

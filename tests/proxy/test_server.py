@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 
@@ -162,6 +163,19 @@ async def test_a_hang_up_is_logged_and_changes_nothing(tmp_path):
         assert not stream.done()
         assert process.returncode is None
         process.kill()
+
+
+async def test_a_signal_during_the_start_is_not_lost(monkeypatch):
+    start = server.Proxy.start
+
+    def start_and_be_told_to_stop(proxy):
+        start(proxy)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(server.Proxy, "start", start_and_be_told_to_stop)
+    with listen("127.0.0.1", 0) as listener:
+        async with asyncio.timeout(60):
+            assert await server._run(Settings(engines=(ELSEWHERE,)), listener) == 0
 
 
 async def test_a_third_interrupt_ends_it_at_once(monkeypatch):

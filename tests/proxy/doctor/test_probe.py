@@ -25,7 +25,7 @@ class TestFirstView:
         ("current", "said"),
         [
             (ViewCurrent(), "the view is current, with 2 blocks"),
-            (ViewCurrent(complete=False), "the view is current, with 2 blocks; older blocks are unknown"),
+            (ViewCurrent(complete=False), "the view is current, with 2 blocks; it may hold more from before"),
         ],
     )
     async def test_comes_with_what_the_engine_holds(self, current, said):
