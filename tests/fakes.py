@@ -295,6 +295,11 @@ def prompts_of(info: EngineInfo, *, tables: PromptTables | None = None, **engine
     return PromptBuilder(info, tables=tables or PromptTables(), tokenizer=tokenizer, **engines)
 
 
+def is_tokenised(proxy) -> bool:
+    """Whether the tokenizers of a proxy's pools were loaded and checked."""
+    return not any(name.startswith("tokenizer ") for name in proxy.tasks._tasks)
+
+
 def add_ready(fleet: Fleet, engine_id: str, *, model=None, **info) -> Engine:
     """An engine of the fleet that takes requests, with changes of INFO."""
     adapter = FakeAdapter(engine_id, model=model)

@@ -25,12 +25,6 @@ from engine_adapter.prompt.described import DescribedTokenizer, Description, des
 HUB_S = 3.0
 """How long the model hub may take to answer."""
 _FILES = ("tokenizer.json", "tokenizer_config.json")
-# One line of ours is enough.
-_QUIET = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_VERBOSITY": "critical",
-    "TRANSFORMERS_VERBOSITY": "critical",
-}
 
 
 class _Failure(msgspec.Struct, frozen=True, tag=True):
@@ -40,9 +34,9 @@ class _Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 async def load_tokenizer(source: str) -> ChatTokenizer:
-    """The tokenizer of a directory, of a GGUF file or, by its id, of the model hub.
+    """Loads the tokenizer of a directory, of a GGUF file or, by its id, of the model hub.
 
-    Takes seconds, in which the event loop is free. Ended early when cancelled.
+    Takes seconds, but does not block the event loop. Cancelling it ends the second process.
 
     Raises:
         EngineSpecError: nothing usable is there, or the hub did not answer within 3 s.
@@ -50,10 +44,9 @@ async def load_tokenizer(source: str) -> ChatTokenizer:
     check_source(source)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", __name__, source,
-        env={**os.environ, **_QUIET},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,  # retries and warnings of libraries; the reason comes as an answer
     )  # fmt: skip
     try:
         answer, _ = await process.communicate()

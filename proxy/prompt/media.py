@@ -41,10 +41,11 @@ _KINDS = {
     "file_data": "file",
     "prompt_embeds": "embeddings",
 }
-# Request fields that hold parts, and the fields within them that do.
+# A part with several of these fields is the first one's.
 _RANK = {key: rank for rank, key in enumerate(_KINDS)}
 MOST_MEDIA = 4096
-"""Images, audio, video and embeddings of one request."""
+"""The most images, audio, video and embeddings of one request."""
+# Request fields that hold parts, and the fields within them that do.
 _FIELDS = ("messages", "input", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
 _WITHIN = ("content", "output")
 # Decoding and hashing this many bytes takes about 1 ms; more is done in a thread.

@@ -97,14 +97,14 @@ class CompletionInput:
 
 @dataclass(frozen=True, slots=True)
 class ResponseInput:
-    """What only an engine makes a prompt of, each in its own way."""
+    """A response's prompt, which only the engine can make."""
 
     param: ClassVar[str] = "input"
     is_text: bool = True
 
 
 PromptInput = ChatInput | CompletionInput | ResponseInput
-"""What makes a prompt. `param` is the field that an error about its length names."""
+"""The fields that make a prompt. `param` is the field that an error about its length names."""
 
 
 def is_special(source: ChatInput, body: JsonBody) -> bool:

@@ -44,8 +44,9 @@ class Kvpin:
 
 
 @contextmanager
-def running_kvpin(log: Path, *flags: str, reuse: bool = True) -> Iterator[Kvpin]:
-    """Starts `kvpin serve`, yields it once it is ready, ends it with SIGTERM and expects a clean exit."""
+def running_kvpin(log: Path, *flags: str, reuse: bool = True, tokenised: bool = True) -> Iterator[Kvpin]:
+    """Starts `kvpin serve`, yields it once it is ready, ends it with SIGTERM and expects a clean exit.
+    `tokenised` False: its tokenizers are not waited for."""
     port = free_port()
     command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port), *flags]
     environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse))}
@@ -54,6 +55,8 @@ def running_kvpin(log: Path, *flags: str, reuse: bool = True) -> Iterator[Kvpin]
     proxy = Kvpin(f"http://127.0.0.1:{port}", process, log)
     try:
         wait_until_ready(proxy)
+        if tokenised:
+            wait_until_tokenised(proxy)
         yield proxy
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_S) == 0, log.read_text()
@@ -74,6 +77,18 @@ def wait_until_ready(proxy: Kvpin) -> None:
             pass
         time.sleep(0.1)
     pytest.fail(f"kvpin was not ready:\n{proxy.log.read_text()}")
+
+
+def wait_until_tokenised(proxy: Kvpin) -> None:
+    """Returns once every tokenizer is loaded and checked; at once where stats need a key."""
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        stats = proxy.admin("GET", "stats")
+        details = [pool["tokenisation"]["detail"] for pool in stats.json().get("pools", ())]
+        if not any("being loaded" in detail or "not checked" in detail for detail in details):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"tokenizers were not loaded:\n{proxy.log.read_text()}")
 
 
 def free_port() -> int:

@@ -16,10 +16,10 @@ from proxy.fleet.engine import Engine, EngineState
 from proxy.request.records import RequestRecord
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.sglang import RunningSglang
-from tests.fakes import serving
+from tests.fakes import is_tokenised, serving
 
 KEYS = {"one": "key-of-one", "two": "key-of-two"}
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SglangWorld:
     def _is_settled(self, name: str) -> bool:
         running, rank = self.fakes[name]
         engine = self.engine(name)
-        if engine.state is not EngineState.READY or engine.ledger.in_flight:
+        if engine.state is not EngineState.READY or engine.ledger.in_flight or not is_tokenised(self.proxy):
             return False
         if not engine.can(Capability.KV_EVENTS):
             return True

@@ -16,10 +16,10 @@ from proxy.request.records import RequestRecord
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.tensorrt_llm import FakeTrtllm, RunningTrtllm
 from tests.fake_engines.text import MODEL_DIR
-from tests.fakes import serving
+from tests.fakes import is_tokenised, serving
 
 KEYS = {"one": "key-of-one", "two": "key-of-two"}
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TrtllmWorld:
     def is_settled(self) -> bool:
         """Whether all that the engine has told was read, and is what it holds."""
         engine, cache = self.engine, self.fake.cache
-        if engine.state is not EngineState.READY or engine.ledger.in_flight:
+        if engine.state is not EngineState.READY or engine.ledger.in_flight or not is_tokenised(self.proxy):
             return False
         reader = getattr(engine.adapter, "_inner", engine.adapter)._poller.reader  # a NIM's, or its own
         known, held = reader.blocks(), [cache.on_gpu, len(cache.on_host)]

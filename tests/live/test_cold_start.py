@@ -19,7 +19,7 @@ def test_all_engines_take_requests_while_the_tokenizer_is_looked_for(tmp_path, m
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         fakes = [stack.enter_context(running_vllm(root="acme/none")) for _ in range(4)]
         flags = [word for fake in fakes for word in ("--engine", f"vllm={fake.url}")]
-        kvpin = stack.enter_context(running_kvpin(tmp_path / "log", *flags))
+        kvpin = stack.enter_context(running_kvpin(tmp_path / "log", *flags, tokenised=False))
         assert {engine["state"] for engine in kvpin.engines().values()} == {"ready"}
         # What is new everywhere is spread, and what is known goes where it is.
         served = [ask(kvpin, number) for number in range(8)]

@@ -17,7 +17,7 @@ from proxy.core.audit import Trust
 from proxy.fleet import pool
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.vllm import running_vllm
-from tests.fakes import serving
+from tests.fakes import is_tokenised, serving
 
 KEYS = {"red": "key-of-red", "blue": "key-of-blue"}
 SYSTEM = {"role": "system", "content": "You look at pictures and tell what is in them. " * 6}
@@ -59,7 +59,7 @@ class World:
 
     async def _is_settled(self):
         engine = self.proxy.fleet.engines["v"]
-        if engine.state != "ready" or engine.audit.trust is not Trust.PRECISE:
+        if engine.state != "ready" or engine.audit.trust is not Trust.PRECISE or not is_tokenised(self.proxy):
             return False
         seen = (await engine.adapter.stats())["events"]["batches"]
         return engine.ledger.in_flight == 0 and seen == self.vllm.publisher.published
