@@ -40,7 +40,7 @@ class SlotOwners:
         self._instance = instance or ""
         self._owners: list[str | None] = [UNKNOWN_OWNER] * slots
         if directory is not None and instance is not None:
-            self._path = directory / f"kvpin-slots-{xxhash.xxh3_64_hexdigest(url.encode())}.json"
+            self._path = directory / f"kvpin-slots-{xxhash.xxh3_64_hexdigest(url.encode())}.owners"
             self._read(self._path)
 
     def __getitem__(self, slot_id: int) -> str | None:
