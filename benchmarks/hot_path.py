@@ -245,7 +245,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def drive(port: int, bodies: Iterator[bytes], clients: int) -> float:
-    """Sends every body from so many clients; returns microseconds of wall time per request and client."""
+    """Sends every body from `clients` clients; returns microseconds of wall time per request and client."""
     taken: list[float] = []
 
     async def client() -> None:

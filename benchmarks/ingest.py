@@ -61,7 +61,7 @@ SHAPES = (
 
 
 def stored(shape: Shape, seed: random.Random, blocks: int) -> Iterator[dict[str, object]]:
-    """Chains of 2,048 tokens, in vLLM's form, told in events of the shape."""
+    """Chains of 2,048 tokens, in vLLM's form, as events of the shape."""
     chained = max(2048 // shape.block, shape.per_event)
     parent: int | None = None
     for at in range(0, blocks, shape.per_event):
@@ -85,7 +85,7 @@ def stored(shape: Shape, seed: random.Random, blocks: int) -> Iterator[dict[str,
 
 
 def payloads(events: Iterable[dict[str, object]], per_batch: int) -> list[bytes]:
-    """Batches of so many events."""
+    """Batches of that many events."""
     batch: list[dict[str, object]] = []
     packed = []
     for event in events:
@@ -259,7 +259,7 @@ class Beside:
 
 
 async def measure_beside(shape: Shape, rate: int, seconds: float) -> Beside:
-    """Follows a process that publishes so many blocks a second, beside a ticker; rate 0: the ticker alone."""
+    """Follows a process that publishes `rate` blocks a second, beside a ticker; rate 0: the ticker alone."""
     lateness: list[tuple[float, float]] = []
     ticking = asyncio.create_task(_tick(lateness))
     cpu, begun = time.process_time(), time.monotonic()

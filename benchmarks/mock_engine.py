@@ -134,7 +134,7 @@ class TimedCore(EngineCore):
             self.running -= 1
 
     async def _compute(self, tokens: int, arrived: float) -> None:
-        """The time for so many tokens, from when the prompt before was done; late timers do not add up."""
+        """Takes the time for the tokens, from the end of the prompt before; late timers do not add up."""
         seconds = tokens / self._clock.prefill_rate
         self._free_at = max(self._free_at, arrived) + seconds
         self.record.requests += 1

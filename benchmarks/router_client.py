@@ -65,7 +65,7 @@ async def play(urls: Sequence[str], work: Sequence[Question], session_header: st
     Args:
         urls: one of a router, or those of engines.
         work: by arrival.
-        session_header: where the session is told; None to keep it back.
+        session_header: the header for the session; None to send none.
     """
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(

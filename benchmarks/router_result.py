@@ -180,5 +180,5 @@ def _mean(group: Sequence[Result], name: str) -> float:
 
 
 def _exactness(answers: Sequence[Answer]) -> float | None:
-    told = [answer for answer in answers if answer.predicted is not None]
-    return sum(answer.predicted == answer.cached_tokens for answer in told) / len(told) if told else None
+    checked = [answer for answer in answers if answer.predicted is not None]
+    return sum(a.predicted == a.cached_tokens for a in checked) / len(checked) if checked else None

@@ -29,7 +29,7 @@ TURNS = 5
 # Nobody answers sooner than this: seconds between two turns of a chat.
 THINKING_S = 4.0
 WARM_UPS = 12
-# An answer follows from so many of the prompt's last tokens: its last message is among them.
+# An answer depends on this many of the last prompt tokens, which include the last message.
 _TAIL = 48
 
 _Message = dict[str, str]

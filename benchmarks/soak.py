@@ -265,14 +265,14 @@ async def _gap(client: httpx.AsyncClient, path: str, body: dict[str, Any], at: i
 
 def report(soak: Soak, verdicts: Counter[str], corrupt: list[str]) -> None:
     """Prints the summary."""
-    told = [a for a in soak.answers if a.predicted is not None and a.cached is not None]
-    exact = sum(a.predicted == a.cached for a in told)
+    checked = [a for a in soak.answers if a.predicted is not None and a.cached is not None]
+    exact = sum(a.predicted == a.cached for a in checked)
     kinds = Counter(answer.ask.kind for answer in soak.answers)
     print(f"answers             {len(soak.answers)}: {dict(kinds.most_common())}")
     print(f"operations          {dict(sorted(soak.operations.items()))}")
     print(f"verdicts            {dict(verdicts.most_common())}")
-    print(f"predictions exact   {exact} of {len(told)} = {100 * exact / max(len(told), 1):.1f}%")
-    cached, predicted = sum(a.cached or 0 for a in told), sum(a.predicted or 0 for a in told)
+    print(f"predictions exact   {exact} of {len(checked)} = {100 * exact / max(len(checked), 1):.1f}%")
+    cached, predicted = sum(a.cached or 0 for a in checked), sum(a.predicted or 0 for a in checked)
     print(f"cached tokens       {cached}, predicted {predicted}")
     problems = Counter(answer.problem for answer in soak.answers if answer.problem)
     for problem, count in problems.most_common(10):

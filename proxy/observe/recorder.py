@@ -190,19 +190,19 @@ class Recorder:
 
 def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Prompt) -> RecordedLine:
     """The line of a request that arrived `arrived_s` seconds after the recording began."""
-    told, session = record.output_tokens, record.session
+    reported, session = record.output_tokens, record.session
     first_byte_s = record.first_byte_s if record.stream else None
     return RecordedLine(
         timestamp=round(arrived_s * 1000, 1),
         input_length=len(prompt.token_ids),
-        output_length=told if told is not None else record.events,
+        output_length=reported if reported is not None else record.events,
         hash_ids=hasher.block_ids(record.served_as, prompt),
         session_id=hasher.session_id(session) if session is not None else None,
         block_tokens=BLOCK_TOKENS,
         model=record.served_as,
         engine=record.placement.engine if record.placement is not None else None,
         status=record.status,
-        counted=told is None and record.events > 0,
+        counted=reported is None and record.events > 0,
         cached_tokens=record.reported_tokens,
         ttft_ms=round(first_byte_s * 1000, 1) if first_byte_s is not None else None,
     )

@@ -57,7 +57,7 @@ class Plan:
         ]
 
     def seeded(self, trace: Trace, policy: str, engines: int) -> list[Run]:
-        """One policy on so many engines, with every seed."""
+        """One policy on a number of engines, with every seed."""
         speedup = self._speedup(trace, engines)
         return [Run(policy, engines, self.model, speedup, seed) for seed in self.seeds]
 

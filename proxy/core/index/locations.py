@@ -198,12 +198,12 @@ class Locations:
             if gone:
                 lost.append((mask, stop - begin))
                 if gone == mask:
-                    self._bury(segment, begin, stop)
+                    self._remove(segment, begin, stop)
                 else:
                     segments.change(segment, begin, stop, off=bits)
         return lost
 
-    def _bury(self, segment: Segment, start: int, end: int) -> None:
+    def _remove(self, segment: Segment, start: int, end: int) -> None:
         """Takes blocks out of the segment and the index. Blocks behind them move to a new segment."""
         parts, first, last = self._parts, segment.first, segment.ends[-1]
         for block in segment.hashes[start:end]:

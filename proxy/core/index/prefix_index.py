@@ -51,7 +51,7 @@ class Match:
 
     @property
     def blocks(self) -> int:
-        """Blocks in all."""
+        """All of them."""
         return self.gpu + self.host + self.disk + self.pending
 
 
@@ -204,8 +204,8 @@ class PrefixIndex:
         # Each digit is an engine, each column what it has of the chain from stretch to stretch.
         digits = [f"{mask:0{len(self._slots)}x}"[::-1] for mask in masks]
         columns = tuple(zip(*digits, strict=True))
-        told = {column: _match_of(column, ends) for column in set(columns) if column[0] != "0"}
-        found = zip(self._slots, map(told.get, columns), strict=bool(digits))
+        matches = {column: _match_of(column, ends) for column in set(columns) if column[0] != "0"}
+        found = zip(self._slots, map(matches.get, columns), strict=bool(digits))
         return {engine: match for engine, match in found if match is not None}
 
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:

@@ -188,7 +188,7 @@ class EngineView:
             hashes += self._ended(run, at, event.tier)
             if run.held_at(at) == bit:
                 del here[name]
-                self._bury(name, run, at)
+                self._remember(name, run, at)
             run.release(at, bit)
             self.counts.removed += 1
         self._index.remove(self._engine, event.tier, hashes)
@@ -222,7 +222,7 @@ class EngineView:
                 ended.append(block)
         return ended
 
-    def _bury(self, name: Name, run: Run, at: int) -> None:
+    def _remember(self, name: Name, run: Run, at: int) -> None:
         if self._recalled is None or not run.is_whole:
             return
         self._recalled[name] = run.hashes_of(at)

@@ -62,7 +62,7 @@ class Demand:
         if not hashes:
             return
         blocks = computed // chain.tokens_per_block
-        for last in goes_on_from(self._asked, hashes):
+        for last in continued(self._asked, hashes):
             then, before = self._asked.pop(last)
             self._came_back[_age(now - then)] += before
             blocks += before
@@ -114,7 +114,7 @@ class Demand:
             self._returns[age] = later / (later + never)
 
 
-def goes_on_from(prompts: Mapping[BlockHash, object], hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
+def continued(prompts: Mapping[BlockHash, object], hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
     """The prompts that a prompt continues, by their last blocks."""
     return prompts.keys() & hashes
 

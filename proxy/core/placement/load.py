@@ -100,7 +100,7 @@ class _Prefill:
 
 
 @dataclass(slots=True)
-class _Spell:
+class _BusyPeriod:
     """Prefills that ended one after the other, without a gap, since the engine began the first of them."""
 
     since: float
@@ -138,7 +138,7 @@ class EngineLedger:
         self._expected_s = 0.0  # of all of them
         self._decoding = set[int]()
         self._turn = 0.0  # when the engine began the first of the prefills
-        self._spell: _Spell | None = None  # None while a prefill is queued whose end is not seen
+        self._busy: _BusyPeriod | None = None  # None while a prefill is queued whose end is not seen
         self._whole: dict[int, _Begun] = {}  # requests whose answers do not stream
         self._computed = 0  # prompt tokens computed so far
         self._unknown = 0  # prompts whose computed tokens are not known
@@ -160,10 +160,10 @@ class EngineLedger:
             seen: its first token will be seen, because the answer is a stream.
         """
         if self._settle(now) is None:
-            self._turn, self._spell = now, _Spell(now)
+            self._turn, self._busy = now, _BusyPeriod(now)
         self.served += 1
         if not seen:
-            self._spell = None
+            self._busy = None
             self._whole[self.served] = _Begun(now, self._computed, self._unknown)
         self._prefills[self.served] = _Prefill(work, expected_s, now, seen)
         self._expected_s += expected_s
@@ -191,17 +191,17 @@ class EngineLedger:
         prefill = self._take(ticket, computed=True)
         if prefill is None:
             return None
-        self._turn, spell, decoding = now, self._spell, len(self._decoding)
+        self._turn, busy, decoding = now, self._busy, len(self._decoding)
         self._decoding.add(ticket)
-        if spell is None or prefill.work is None:
+        if busy is None or prefill.work is None:
             all_seen = all(prefill.seen for prefill in self._prefills.values())
-            self._spell = _Spell(now) if all_seen else None
+            self._busy = _BusyPeriod(now) if all_seen else None
             return None
-        spell.add(prefill.work, decoding, self._others(now))
-        if self._prefills and spell.prompts < MANY:
+        busy.add(prefill.work, decoding, self._others(now))
+        if self._prefills and busy.prompts < MANY:
             return None
-        self._spell = _Spell(now)
-        return spell.sample(now)
+        self._busy = _BusyPeriod(now)
+        return busy.sample(now)
 
     def answered(self, now: float, ticket: int) -> Spent | None:
         """Its answer came whole: the engine is done with it, and has computed the prompts placed before it.
@@ -288,7 +288,7 @@ class EngineLedger:
         """Drops a request. When the engine ended its prefill is not known."""
         self._decoding.discard(ticket)
         if self._take(ticket, computed=computed) is not None:
-            self._spell = None
+            self._busy = None
 
     def _take(self, ticket: int, *, computed: bool) -> _Prefill | None:
         """Takes a prefill out of the queue. It counts as computed, or as unknown."""

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from proxy.core.index.blocks import BlockHash
-from proxy.core.placement.demand import goes_on_from
+from proxy.core.placement.demand import continued
 
 # More prompts than an engine holds.
 MAX_PROMPTS = 20_000
@@ -35,7 +35,7 @@ class Residents:
         if not hashes:
             return
         prompts, blocks = self._prompts, new
-        for last in goes_on_from(prompts, hashes):
+        for last in continued(prompts, hashes):
             blocks += prompts.pop(last)[1]
         prompts[hashes[-1]] = (now, min(blocks, len(hashes)))
         if len(prompts) > MAX_PROMPTS:

@@ -12,7 +12,7 @@ from proxy.core.placement.demand import (
     PRIOR,
     REFRESH,
     Demand,
-    goes_on_from,
+    continued,
 )
 from proxy.core.placement.recent import WINDOW_S
 
@@ -32,7 +32,7 @@ def ask(demand, now, name, blocks=100, computed=100):
 
 
 def test_a_prompt_goes_on_from_those_whose_last_block_it_holds():
-    assert set(goes_on_from({5: "a", 9: "b", 3: "c"}, (1, 3, 5, 7))) == {3, 5}
+    assert set(continued({5: "a", 9: "b", 3: "c"}, (1, 3, 5, 7))) == {3, 5}
 
 
 class TestReturns:
