@@ -101,8 +101,8 @@ def a_view() -> tuple[EngineView, PrefixIndex]:
     index = PrefixIndex()
     index.add_engine("e")
 
-    def root_of(salt: str | None, adapter: str | None) -> int:
-        return namespace_root("m", adapter=adapter, salt=salt)
+    def root_of(salt: str | None, lora: str | None) -> int:
+        return namespace_root("m", lora=lora, salt=salt)
 
     return EngineView("e", index, root_of, POOL), index
 

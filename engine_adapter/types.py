@@ -128,7 +128,7 @@ class EngineInfo:
     gpu_blocks: int | None = None
     host_blocks: int | None = None
     version: str = ""
-    adapters: frozenset[str] = frozenset()
+    loras: frozenset[str] = frozenset()
     tokens_per_chunk: int | None = None
     shares_prefill: bool = False
     events_read_once: bool = False
@@ -197,7 +197,7 @@ class BlocksStored:
     tokens_per_block: int
     extra_ids: ExtraIds[int] | None = None
     salt: str | None = None
-    adapter: str | None = None
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class KvTarget:
     token_ids: TokenIds[int] | None = None
     extra_ids: ExtraIds[int] | None = None
     cache_salt: str | None = None
-    adapter: str | None = None
+    lora: str | None = None
     exact: bool = False
     retention: Retention | None = field(default=None, compare=False)
 

@@ -63,7 +63,7 @@ class Ready:
         call: the request, its media checked.
         pool: the engines that serve its model.
         salt: the cache salt its KV lies under.
-        adapter: the LoRA adapter it runs with.
+        lora: the LoRA adapter it runs with.
         prompt: its prompt as the engine will see it; None when reuse is off or the prompt cannot be known.
         chain: the prompt's blocks; None without a prompt.
         session: the conversation it belongs to; None when reuse is off.
@@ -72,7 +72,7 @@ class Ready:
     call: Call
     pool: Pool
     salt: str | None
-    adapter: str | None
+    lora: str | None
     prompt: Prompt | None
     chain: Chain | None
     session: Session | None = None
@@ -129,7 +129,7 @@ class Flow:
                     _note_failure(engine, error)
                     if not self._may_retry(call, failed.values()):
                         break
-            raise _final(list(failed.values())) if failed else no_engine_for(ready.adapter)
+            raise _final(list(failed.values())) if failed else no_engine_for(ready.lora)
         except (ProxyError, EngineError) as error:
             record.status, record.error = status_of(error), str(error)
             raise
@@ -154,17 +154,17 @@ class Flow:
             body = await self.media.admit(call.body, salt)
             call = call if body is call.body else replace(call, body=body)
         pool = self.fleet.pool(call.model)
-        adapter = pool.adapter_of(call.model)
+        lora = pool.lora_of(call.model)
         prompt = None
         if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
-            prompt = await pool.prompts.build(call.route, call.body, salt=salt, adapter=adapter)
+            prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora)
         session = session_of(call.tenant, call.headers, call.body) if self.ingest is not None else None
-        return Ready(call, pool, salt, adapter, prompt, pool.chain(prompt), session)
+        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
         return ready.pool.candidates(
-            ready.chain, ready.prompt, adapter=ready.adapter, session=ready.session, without=without
+            ready.chain, ready.prompt, lora=ready.lora, session=ready.session, without=without
         )
 
     async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:

@@ -50,10 +50,10 @@ class KvFake(FakeAdapter):
     `gate` holds operations up between their slices while it is unset; `failure` is raised by the next one.
     """
 
-    def __init__(self, engine_id="a", capabilities=ALL, adapters=(), **options):
+    def __init__(self, engine_id="a", capabilities=ALL, loras=(), **options):
         # No events unless a test feeds them, so that its view is learned.
         alike = Capability.EXTRA_IDS in capabilities
-        info = replace(INFO, capabilities=capabilities, adapters=frozenset(adapters), renders_alike=alike)
+        info = replace(INFO, capabilities=capabilities, loras=frozenset(loras), renders_alike=alike)
         super().__init__(engine_id, info=info, **options)
         self.tiers: dict[tuple, str] = {}
         self.pins: dict[str, list] = {}
@@ -66,12 +66,12 @@ class KvFake(FakeAdapter):
         self.closed = False
 
     def keep(self, prompt: Prompt, tier="gpu"):
-        for block in blocks_of(prompt.token_ids, namespace_of(prompt.salt, prompt.adapter)):
+        for block in blocks_of(prompt.token_ids, namespace_of(prompt.salt, prompt.lora)):
             self.tiers[block] = tier
 
     def found(self, target):
         if target.token_ids is not None:
-            namespace = namespace_of(target.cache_salt, target.adapter)
+            namespace = namespace_of(target.cache_salt, target.lora)
             return [b for b in blocks_of(target.token_ids, namespace) if b in self.tiers]
         return [b for b in self.tiers if target.cache_salt in (None, b[0])]
 
@@ -182,23 +182,23 @@ class KvWorld:
     def pool(self):
         return self.fleet.pool(None)
 
-    def served(self, fake: KvFake, ids, salt=None, adapter=None) -> Prompt:
+    def served(self, fake: KvFake, ids, salt=None, lora=None) -> Prompt:
         """The engine has served a prompt: it holds its blocks, and the proxy knows."""
-        prompt = Prompt(array("i", ids), None, salt, adapter)
+        prompt = Prompt(array("i", ids), None, salt, lora)
         fake.keep(prompt)
         self.pool.learn(self.engines[fake.spec.id], self.pool.chain(prompt).hashes)
         return prompt
 
-    def matched(self, ids, salt=None, adapter=None):
+    def matched(self, ids, salt=None, lora=None):
         """Engine → blocks of the prompt that the index believes it holds."""
-        prompt = Prompt(array("i", ids), None, salt, adapter)
+        prompt = Prompt(array("i", ids), None, salt, lora)
         matches = self.pool.index.match(self.pool.chain(prompt).hashes)
         return {engine: match.blocks for engine, match in matches.items()}
 
     def record(self, request_id, ids, **fields) -> RequestRecord:
         """A finished request in the log."""
-        salt, adapter = fields.pop("salt", None), fields.pop("adapter", None)
-        prompt = Prompt(array("i", ids), None, salt, adapter) if ids is not None else None
+        salt, lora = fields.pop("salt", None), fields.pop("lora", None)
+        prompt = Prompt(array("i", ids), None, salt, lora) if ids is not None else None
         given = {"started": len(list(self.flow.requests)) + 1.0, "route": "/v1/completions", "model": "m"}
         given |= {"tenant": None, "stream": False, "prompt": prompt, "status": 200}
         record = RequestRecord(request_id, **(given | fields))

@@ -84,7 +84,7 @@ class Reference:
         if event["parent_block_hash"] is None:
             salts = [key for key in keys[0] if isinstance(key, str)]
             frame = framed(b"model", MODEL.encode())
-            frame += framed(b"adapter", lora.encode()) if lora else b""
+            frame += framed(b"lora", lora.encode()) if lora else b""
             frame += framed(b"salt", salts[0].encode()) if salts else b""
             parent = xxh3_64_intdigest(frame)
         else:
@@ -118,9 +118,7 @@ class Reference:
 def a_view():
     index = PrefixIndex()
     index.add_engine("e")
-    view = EngineView(
-        "e", index, lambda salt, adapter: namespace_root(MODEL, adapter=adapter, salt=salt), POOL
-    )
+    view = EngineView("e", index, lambda salt, lora: namespace_root(MODEL, lora=lora, salt=salt), POOL)
     return view, index
 
 
@@ -139,9 +137,9 @@ def replay(payloads, *, form=lambda event: event):
     return view, index
 
 
-def match(index, token_ids, *, extra_ids=None, salt=None, adapter=None):
+def match(index, token_ids, *, extra_ids=None, salt=None, lora=None):
     """Tokens of a prompt that the engine holds."""
-    root = namespace_root(MODEL, adapter=adapter, salt=salt)
+    root = namespace_root(MODEL, lora=lora, salt=salt)
     found = index.match(chain(root, token_array(token_ids), extra_ids, POOL).hashes)
     return found["e"].gpu * POOL if "e" in found else 0
 
@@ -193,10 +191,10 @@ def test_adapter_and_salt_are_worlds_of_their_own():
     payloads = recorded("b")[:5]  # before the reset
     tokens = payloads[1][1][0]["token_ids"]
     _, index = replay(payloads)
-    assert match(index, tokens, adapter="ada") == 96
-    assert match(index, tokens, adapter="ada", salt="tenant-Ü") == 96
+    assert match(index, tokens, lora="ada") == 96
+    assert match(index, tokens, lora="ada", salt="tenant-Ü") == 96
     assert match(index, tokens, salt="ada") == match(index, tokens, salt="tenant-Ü") == 0
-    assert match(index, tokens, adapter="tenant-Ü") == 0
+    assert match(index, tokens, lora="tenant-Ü") == 0
 
 
 def test_prompt_embeddings_are_no_text():

@@ -209,4 +209,4 @@ def _remedies(findings: tuple[Finding, ...]) -> list[str]:
 
 def _salt(target: KvTarget) -> str | None:
     """The salt sent with the target's requests."""
-    return salt_for(target.cache_salt, target.adapter)
+    return salt_for(target.cache_salt, target.lora)

@@ -224,6 +224,6 @@ class SglangAdapter(SelfPlaced, Undeclared):
             gpu_blocks=blocks,
             host_blocks=int(blocks * info.host_ratio) or None if blocks is not None else None,
             version=f"SGLang {info.version}",
-            adapters=info.loras,
+            loras=info.loras,
             shares_prefill=True,
         )

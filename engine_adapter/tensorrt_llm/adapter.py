@@ -203,7 +203,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`. A flush is of everything the server holds."""
         server = await self._able(Capability(verb.value))
-        if target.token_ids is not None or target.cache_salt is not None or target.adapter is not None:
+        if target.token_ids is not None or target.cache_salt is not None or target.lora is not None:
             raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
         blocks = await self._poller.reset(lambda: self._control.fetch("POST", server.reset_path or ""))
         yield KvProgress(blocks, blocks)

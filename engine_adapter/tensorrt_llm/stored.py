@@ -38,7 +38,7 @@ def runs_of(data: Stored, blocks: Sequence[Block], size: int) -> Iterator[Blocks
             extra_ids=_extra_ids(run, size),
             salt=salt if is_root and isinstance(salt, str) else None,
             # Events carry only the LoRA adapter's number; no request names an adapter like this.
-            adapter=f"lora_id {lora}" if is_root and isinstance(lora, int) else None,
+            lora=f"lora_id {lora}" if is_root and isinstance(lora, int) else None,
         )
         parent = run[-1].block_hash
 

@@ -90,7 +90,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             tokenizer=self.spec.tokenizer or facts.tokenizer,
             gpu_blocks=metrics.blocks,
             version=f"vLLM {facts.version}".rstrip(),
-            adapters=facts.loras,
+            loras=facts.loras,
             shares_prefill=True,
         )
 
@@ -173,7 +173,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`. It can only flush everything, on all ranks."""
         facts = await self._able(Capability(verb.value))
-        if target.token_ids is not None or target.cache_salt is not None or target.adapter is not None:
+        if target.token_ids is not None or target.cache_salt is not None or target.lora is not None:
             raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
         ranks = (None,) if self._rank is None else facts.metrics.ranks or (self._rank,)
         yield await flush(self._control, facts.model, ranks, self._watch)

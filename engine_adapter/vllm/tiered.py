@@ -65,7 +65,7 @@ class TieredVllmAdapter(VllmAdapter):
         info = await super().connect()
         path = self._facts.tokenizer if self._facts is not None else None
         await self._lower.connect(path or info.model, info.tokens_per_block)
-        self._loras = info.adapters
+        self._loras = info.loras
         self._salts = Capability.CACHE_SALT in info.capabilities
         return replace(
             info,
@@ -174,7 +174,7 @@ class TieredVllmAdapter(VllmAdapter):
 def _of_gpu(event: KvEvent) -> KvEvent | None:
     """An event of vLLM's GPU with the client's own salt; None for one of a lower tier."""
     match event:
-        case BlocksStored(tier=Tier.GPU, salt=salt, adapter=lora):
+        case BlocksStored(tier=Tier.GPU, salt=salt, lora=lora):
             return replace(event, salt=without_lora(salt, lora))
         case BlocksStored() | BlocksRemoved() if event.tier is not Tier.GPU:
             return None

@@ -147,7 +147,7 @@ def show_examination(found: dict[str, Any]) -> None:
 
 def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "engine", f"{found['kind']} {found['version']}".rstrip() + ", detected" * found["detected"]
-    yield "model", found["model"] + "".join(f", LoRA {name}" for name in found["adapters"])
+    yield "model", found["model"] + "".join(f", LoRA {name}" for name in found["loras"])
     yield "context", f"{found['max_model_len'] or 'unknown'} tokens"
     block = found["tokens_per_block"]
     counts = [

@@ -35,7 +35,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     model: str | None
     version: str
     capabilities: list[str]
-    adapters: list[str]
+    loras: list[str]
     tokens_per_block: int | None
     max_model_len: int | None
     trust: Trust
@@ -129,7 +129,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         model=pool.model if pool is not None else spec.model,
         version=info.version if info is not None else "",
         capabilities=sorted(info.capabilities) if info is not None else [],
-        adapters=sorted(engine.adapters),
+        loras=sorted(engine.loras),
         tokens_per_block=info.tokens_per_block if info is not None else None,
         max_model_len=info.max_model_len if info is not None else None,
         trust=audit.trust,

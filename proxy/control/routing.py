@@ -54,12 +54,12 @@ class Decision(msgspec.Struct, kw_only=True):
 class RouteAnswer(Decision, kw_only=True):
     """Where a request would go, and why.
 
-    `n_tokens` and `blocks` are null when the prompt is not known here, `adapter` when the request names no
+    `n_tokens` and `blocks` are null when the prompt is not known here, `lora` when the request names no
     LoRA adapter.
     """
 
     model: str
-    adapter: str | None
+    lora: str | None
     path: str
     n_tokens: int | None
     blocks: int | None
@@ -86,12 +86,12 @@ async def route(flow: Flow, body: JsonBody) -> RouteAnswer:
     pool, chain = ready.pool, ready.chain
     candidates = flow.candidates(ready)
     if not candidates:
-        raise no_engine_for(ready.adapter)
+        raise no_engine_for(ready.lora)
     placement = pool.place(candidates, chain)
     by_engine = {candidate.engine: candidate for candidate in candidates}
     return RouteAnswer(
         model=pool.model,
-        adapter=ready.adapter,
+        lora=ready.lora,
         path=path,
         n_tokens=chain.n_tokens if chain is not None else None,
         blocks=len(chain.hashes) if chain is not None else None,

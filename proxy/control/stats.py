@@ -50,7 +50,7 @@ class PoolStats(msgspec.Struct, kw_only=True):
     """Engines that serve one model and its LoRA adapters, and the number of blocks in their index."""
 
     model: str
-    adapters: list[str]
+    loras: list[str]
     tokens_per_block: int
     index_entries: int
     tokenisation: Tokenisation | None
@@ -110,7 +110,7 @@ async def _ask(engine: Engine, own: dict[str, dict[str, Any]]) -> None:
 def _pool(pool: Pool, own: dict[str, dict[str, Any]]) -> PoolStats:
     return PoolStats(
         model=pool.model,
-        adapters=sorted(pool.adapters),
+        loras=sorted(pool.loras),
         tokens_per_block=pool.tokens_per_block,
         index_entries=len(pool.index),
         tokenisation=_tokenisation(pool.prompts) if pool.prompts is not None else None,

@@ -91,11 +91,11 @@ class Targets:
             return self._last_prefix(target)
         salt = self._salt_of(target)
         pool = self._pool_of(target, target.model)
-        adapter = pool.adapter_of(target.model)
-        path, body = request_of(target, adapter or pool.model)
+        lora = pool.lora_of(target.model)
+        path, body = request_of(target, lora or pool.model)
         if pool.prompts is None:
             raise NoEngine("prompts cannot be tokenised yet; try again shortly")
-        prompt = await pool.prompts.build(path, body, salt=salt, adapter=adapter)
+        prompt = await pool.prompts.build(path, body, salt=salt, lora=lora)
         if prompt is None:
             raise BadRequest(
                 "kvpin cannot tokenise this prefix: no tokenizer is known for the model, or the prefix is "
@@ -128,11 +128,11 @@ class Targets:
 
     def _holders(self, prefix: Prefix, target: Target, capability: Capability) -> list[Engine]:
         """Engines that hold any of the prefix, or may hold it unseen. A named engine counts in any case."""
-        adapter = prefix.prompt.adapter
+        lora = prefix.prompt.lora
         engines = {
             name: engine
             for name, engine in prefix.pool.engines.items()
-            if adapter is None or adapter in engine.adapters
+            if lora is None or lora in engine.loras
         }
         if target.engine is not None:
             return [engines[target.engine]]
@@ -196,7 +196,7 @@ class Targets:
         pool = self._fleet.pool_of(self._fleet.engine(target.engine))
         if pool is None:
             raise NoEngine(f"engine {target.engine!r} is not connected")
-        names = (pool.model, *sorted(pool.engines[target.engine].adapters))
+        names = (pool.model, *sorted(pool.engines[target.engine].loras))
         if model not in (None, *names):
             served = ", ".join(map(repr, names))
             raise BadRequest(f"engine {target.engine!r} serves {served}", param="model")
@@ -207,7 +207,7 @@ class Targets:
         if target.engine is None and target.model is None:
             return list(self._fleet.pools.values())
         pool = self._pool_of(target, target.model)
-        if pool.adapter_of(target.model) is not None:
+        if pool.lora_of(target.model) is not None:
             raise BadRequest(
                 f"{target.model!r} is a LoRA adapter: its KV can be told from other KV of {pool.model!r} "
                 "only by a prefix; name a prefix, or the model",

@@ -80,7 +80,7 @@ class Warming:
         if not candidates and engine_id is not None:
             raise NoEngine(f"engine {engine_id!r} takes no requests now")
         if not candidates:
-            raise no_engine_for(prefix.prompt.adapter)
+            raise no_engine_for(prefix.prompt.lora)
         if everywhere:
             return [pool.engines[each.engine] for each in candidates]
         return [pool.engines[pool.place(candidates, prefix.chain).engine]]
@@ -90,7 +90,7 @@ def _request(prefix: Prefix) -> Ready:
     """The one-token completion that leaves the prefix in an engine's cache."""
     pool, prompt = prefix.pool, prefix.prompt
     fields = {
-        "model": prompt.adapter or pool.model,
+        "model": prompt.lora or pool.model,
         "prompt": prompt.token_ids.tolist(),
         "max_tokens": 1,
         "temperature": 0,
@@ -99,7 +99,7 @@ def _request(prefix: Prefix) -> Ready:
         fields["extra_ids"] = prompt.extra_ids.tolist()
     body = JsonBody(msgspec.json.encode(fields))
     call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, {"content-type": "application/json"}, body)
-    return Ready(call, pool, prompt.salt, prompt.adapter, prompt, prefix.chain)
+    return Ready(call, pool, prompt.salt, prompt.lora, prompt, prefix.chain)
 
 
 async def _discard(_message: Message) -> None:

@@ -66,7 +66,7 @@ class Examination:
             "detected": self.detected,
             "version": info.version,
             "model": info.model,
-            "adapters": sorted(info.adapters),
+            "loras": sorted(info.loras),
             "max_model_len": info.max_model_len,
             "tokens_per_block": info.tokens_per_block,
             "gpu_blocks": info.gpu_blocks,

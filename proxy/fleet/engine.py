@@ -113,9 +113,9 @@ class Engine:
         return self.info is not None and capability in self.info.capabilities
 
     @property
-    def adapters(self) -> frozenset[str]:
+    def loras(self) -> frozenset[str]:
         """Names of the LoRA adapters it serves."""
-        return self.info.adapters if self.info is not None else frozenset()
+        return self.info.loras if self.info is not None else frozenset()
 
     @property
     def removals(self) -> int:

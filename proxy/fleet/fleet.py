@@ -88,7 +88,7 @@ class Fleet:
             pool.wipe(engine)
             pool.placer.remove(engine.id)
             del pool.engines[engine.id]
-            pool.away[engine.id] = engine.adapters
+            pool.away[engine.id] = engine.loras
 
     def _not_away(self, engine_id: str) -> None:
         """A lost engine came back or was removed. Ends pools without engines, present or lost."""
@@ -99,11 +99,11 @@ class Fleet:
 
     def _warn_of_names(self) -> None:
         for pool in self.pools.values():
-            for name in sorted((pool.adapters & self.pools.keys()) - self._warned):
+            for name in sorted((pool.loras & self.pools.keys()) - self._warned):
                 self._warned.add(name)
                 log.warning(
                     "a LoRA adapter is not served: a model has the same name",
-                    adapter=name,
+                    lora=name,
                     parent=pool.model,
                 )
 
@@ -124,7 +124,7 @@ class Fleet:
         """Names that clients may send as `model` → the model of the pool. If a model and a LoRA adapter of
         another model have the same name, the model gets it."""
         pools = self.pools.values()
-        adapters = {name: pool.model for pool in pools for name in sorted(pool.adapters)}
+        adapters = {name: pool.model for pool in pools for name in sorted(pool.loras)}
         return {pool.model: pool.model for pool in pools} | {
             name: model for name, model in adapters.items() if name not in self.pools
         }
@@ -139,7 +139,7 @@ class Fleet:
         if model is not None and model in self.pools:
             return self.pools[model]
         for pool in self.pools.values():
-            if pool.adapter_of(model) is not None:
+            if pool.lora_of(model) is not None:
                 return pool
         if not self.pools:
             raise NoEngine("no engine is connected yet; try again shortly")

@@ -78,10 +78,10 @@ class Ingest:
     async def _apply_all(self, engine: Engine, pool: Pool) -> None:
         """Follows one subscription: begins with an empty view, ends with the stream."""
 
-        def root_of(salt: str | None, adapter: str | None) -> BlockHash:
+        def root_of(salt: str | None, lora: str | None) -> BlockHash:
             if salt is not None:
                 engine.salts.note(self._owner_of(salt), salt)
-            return pool.root_of(salt, adapter)
+            return pool.root_of(salt, lora)
 
         view = engine.view = EngineView(engine.id, pool.index, root_of, pool.tokens_per_block)
         turn_ends = 0.0

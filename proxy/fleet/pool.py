@@ -44,24 +44,24 @@ class Pool:
         """The blocks its engines hold."""
         return self.placer.index
 
-    def root_of(self, salt: str | None, adapter: str | None = None) -> BlockHash:
+    def root_of(self, salt: str | None, lora: str | None = None) -> BlockHash:
         """The namespace root of the model, a salt and a LoRA adapter."""
-        return namespace_root(self.model, adapter=adapter, salt=salt)
+        return namespace_root(self.model, lora=lora, salt=salt)
 
     @property
-    def adapters(self) -> frozenset[str]:
+    def loras(self) -> frozenset[str]:
         """Names of its LoRA adapters, as clients send them as `model`."""
-        return frozenset().union(*(engine.adapters for engine in self.engines.values()), *self.away.values())
+        return frozenset().union(*(engine.loras for engine in self.engines.values()), *self.away.values())
 
-    def adapter_of(self, model: str | None) -> str | None:
+    def lora_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request's `model` names; None for the model itself."""
-        return model if model is not None and model != self.model and model in self.adapters else None
+        return model if model is not None and model != self.model and model in self.loras else None
 
     def chain(self, prompt: Prompt | None) -> Chain | None:
         """The block chain of a prompt; None for an unknown prompt."""
         if prompt is None:
             return None
-        root = self.root_of(prompt.salt, prompt.adapter)
+        root = self.root_of(prompt.salt, prompt.lora)
         return chain(root, prompt.token_ids, prompt.extra_ids, self.tokens_per_block)
 
     def ready(self) -> list[Engine]:
@@ -87,19 +87,19 @@ class Pool:
         chain: Chain | None,
         prompt: Prompt | None = None,
         *,
-        adapter: str | None = None,
+        lora: str | None = None,
         session: Session | None = None,
         without: Container[str] = (),
     ) -> list[Candidate]:
         """The engines a request may go to: what each holds of its chain or forecasts, and its load.
 
-        With a LoRA `adapter`, or a prompt that uses one, only engines that serve it.
+        With `lora`, or a prompt that uses one, only engines that serve it.
         """
         last = self.placer.last_engine(session)
-        adapter = prompt.adapter if prompt is not None else adapter
+        lora = prompt.lora if prompt is not None else lora
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
-        for engine in self._able(adapter, without):
+        for engine in self._able(lora, without):
             match = matches.get(engine.id)
             forecast = engine.adapter.forecast(target) if target is not None else None
             if forecast is not None and not whole:
@@ -118,13 +118,13 @@ class Pool:
             )
         return candidates
 
-    def _able(self, adapter: str | None, without: Container[str]) -> list[Engine]:
+    def _able(self, lora: str | None, without: Container[str]) -> list[Engine]:
         """The ready engines that serve the LoRA adapter; if there is none, the suspect ones. One broken
         connection must not empty a small pool."""
         able = [
             engine
             for engine in self.engines.values()
-            if engine.id not in without and (adapter is None or adapter in engine.adapters)
+            if engine.id not in without and (lora is None or lora in engine.loras)
         ]
         ready = [engine for engine in able if engine.state is EngineState.READY]
         return ready or [engine for engine in able if engine.state is EngineState.SUSPECT]
@@ -183,7 +183,7 @@ class Pool:
         self.placer.wipe(engine.id)
 
 
-def no_engine_for(adapter: str | None) -> NoEngine:
+def no_engine_for(lora: str | None) -> NoEngine:
     """The error of a request that no engine can take now."""
-    what = "this model" if adapter is None else f"the LoRA adapter {adapter!r}"
+    what = "this model" if lora is None else f"the LoRA adapter {lora!r}"
     return NoEngine(f"no engine is ready for {what}; try again shortly")

@@ -74,7 +74,7 @@ class Hasher:
     def block_ids(self, model: str | None, prompt: Prompt) -> list[int]:
         """One 64-bit id for each full block of the prompt. It covers all tokens before it and the
         namespace."""
-        hashed = self._keyed(msgspec.msgpack.encode(("blocks", model, prompt.adapter, prompt.salt)))
+        hashed = self._keyed(msgspec.msgpack.encode(("blocks", model, prompt.lora, prompt.salt)))
         tokens, extra_ids, ids = prompt.token_ids.tobytes(), prompt.extra_ids, []
         extras = extra_ids.tobytes() if extra_ids is not None else None
         for at in range(0, len(tokens) - _BLOCK_BYTES + 1, _BLOCK_BYTES):

@@ -49,7 +49,7 @@ class Prompt:
         token_ids: int32, fake ids included.
         extra_ids: uint64 per token, None when all of it is text.
         salt: the cache salt it runs under, None for none.
-        adapter: the LoRA adapter it runs with, None for none.
+        lora: the LoRA adapter it runs with, None for none.
         exact: the token ids are known to be the engine's own.
         source: who made the token ids.
         media: some ids stand for images, audio or video, which ids alone do not identify.
@@ -59,7 +59,7 @@ class Prompt:
     token_ids: TokenIds[int] = field(repr=False)
     extra_ids: ExtraIds[int] | None = field(default=None, repr=False)
     salt: str | None = None
-    adapter: str | None = None
+    lora: str | None = None
     exact: bool = field(default=False, compare=False)
     source: Source = field(default="client", compare=False)
     media: bool = field(default=False, compare=False)
@@ -68,7 +68,7 @@ class Prompt:
     @property
     def kv(self) -> KvTarget:
         """The prompt in the form that adapters take."""
-        return KvTarget(self.token_ids, self.extra_ids, self.salt, self.adapter, self.exact)
+        return KvTarget(self.token_ids, self.extra_ids, self.salt, self.lora, self.exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class PromptBuilder:
         return is_new
 
     async def build(
-        self, path: str, body: JsonBody, *, salt: str | None, adapter: str | None = None
+        self, path: str, body: JsonBody, *, salt: str | None, lora: str | None = None
     ) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, and the request is forwarded as it is.
 
@@ -206,7 +206,7 @@ class PromptBuilder:
             path: the request's route, e.g. `/v1/chat/completions`.
             body: its body.
             salt: the cache salt it will run under.
-            adapter: the LoRA adapter it will run with.
+            lora: the LoRA adapter it will run with.
 
         Raises:
             BadRequest: a field that no engine can take, or a prompt beyond the model's context.
@@ -224,7 +224,7 @@ class PromptBuilder:
             made.token_ids,
             made.extra_ids,
             salt,
-            adapter,
+            lora,
             tokens.exact,
             tokens.source,
             tokens.media,

@@ -41,8 +41,8 @@ class Follower:
         self.view = EngineView("e", self.index, self._root, PAGE)
 
     @staticmethod
-    def _root(salt, adapter):
-        return namespace_root("m", adapter=adapter, salt=salt)
+    def _root(salt, lora):
+        return namespace_root("m", lora=lora, salt=salt)
 
     async def run(self):
         async with aclosing(self._adapter.events()) as events:
@@ -84,8 +84,8 @@ async def following(adapter):
 
 
 @pytest.fixture
-def vllm(adapter_of, vllm_server):
-    return adapter_of("vllm", vllm_server.url)
+def vllm(lora_of, vllm_server):
+    return lora_of("vllm", vllm_server.url)
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ async def test_a_flush_forgets_everything_and_says_so(vllm, control):
 
 
 @pytest.mark.parametrize(
-    "target", [KvTarget(array("i", [1] * 64)), KvTarget(cache_salt="s"), KvTarget(adapter="ada")]
+    "target", [KvTarget(array("i", [1] * 64)), KvTarget(cache_salt="s"), KvTarget(lora="ada")]
 )
 async def test_a_part_cannot_be_flushed(vllm, target):
     await vllm.connect()
@@ -244,13 +244,13 @@ async def test_while_requests_run_nothing_is_flushed(vllm, vllm_server, transpor
         assert not isinstance(follower.events[-1], CacheCleared)
 
 
-async def test_without_replay_reused_blocks_become_known(adapter_of, vllm, control):
+async def test_without_replay_reused_blocks_become_known(lora_of, vllm, control):
     """If it connects late without a replay, requests report the blocks they reuse."""
     tokens = tokens_of("late", 100)
     await complete(control, tokens)
     sources = await control.get("/kv_event_sources")
     address = sources["0"]["endpoint"].replace("*", "127.0.0.1")
-    late = adapter_of("vllm", vllm.spec.url, events=address)
+    late = lora_of("vllm", vllm.spec.url, events=address)
     async with following(late) as follower:
         assert not follower.view.complete
         assert follower.held(tokens) == 0

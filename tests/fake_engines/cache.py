@@ -20,7 +20,7 @@ class Namespace:
     """Prompts of different namespaces share nothing."""
 
     salt: str | None = None
-    adapter: str | None = None
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tests.fake_engines.text import words
 
 def output_token(prompt: CachePrompt, at: int) -> int:
     """Token `at` of the answer, a function of everything the prompt's KV depends on except its salt."""
-    key = repr((prompt.tokens, prompt.namespace.adapter, prompt.media, at))
+    key = repr((prompt.tokens, prompt.namespace.lora, prompt.media, at))
     return words()[zlib.crc32(key.encode()) % len(words())]
 
 

@@ -59,7 +59,7 @@ class Entry:
     l2: bool = False
     in_use: bool = False
     dropped: bool = False
-    adapter: str | None = None
+    lora: str | None = None
 
 
 @dataclass(slots=True)
@@ -108,22 +108,22 @@ class FakeLmCache:
 
     # --- what an engine does --------------------------------------------------------------------------
 
-    def store(self, tokens: Sequence[int], salt: str = "", adapter: str | None = None) -> None:
+    def store(self, tokens: Sequence[int], salt: str = "", lora: str | None = None) -> None:
         """Stores a prompt that an engine computed; existing chunks stay."""
         for name in self.names(tokens, salt):
-            entry = self.entries.setdefault(name, Entry(adapter=adapter))
+            entry = self.entries.setdefault(name, Entry(lora=lora))
             entry.l2 = entry.l2 or self.writes_through
             entry.l1 = True
         self._changed()
 
-    def take(self, tokens: Sequence[int], salt: str = "", adapter: str | None = None) -> int:
+    def take(self, tokens: Sequence[int], salt: str = "", lora: str | None = None) -> int:
         """Tokens of the prompt that an engine gets from here."""
         found = 0
         for name in self.names(tokens, salt):
             entry = self.entries.get(name)
             if entry is None or not (entry.l1 or entry.l2):
                 break
-            self.mixed += self.options.chunk_size * (entry.adapter != adapter)
+            self.mixed += self.options.chunk_size * (entry.lora != lora)
             found += self.options.chunk_size
         return min(found, len(tokens) - 1)
 
@@ -374,7 +374,7 @@ class TieredFakeVllm(FakeVllm):
 
         def tiered(prompt: CachePrompt, *, read: bool = True) -> RunningPrompt:
             running = begin(prompt, read=read)
-            salt, adapter = prompt.namespace.salt or "", prompt.namespace.adapter
+            salt, adapter = prompt.namespace.salt or "", prompt.namespace.lora
             below = self.lmcache.take(prompt.tokens, salt, adapter) if read else 0
             running.cached_tokens = max(running.cached_tokens, below)
             self.lmcache.store(prompt.tokens, salt, adapter)

@@ -43,7 +43,7 @@ class SglangOptions:
     """
 
     model: str = "tiny"
-    adapters: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
     page_size: int = 1
     capacity: int = 2048
     max_model_len: int = 1024
@@ -123,7 +123,7 @@ class _Core(EngineCore):
 
     async def _output(self, prompt: CachePrompt, max_tokens: int, running: Any) -> AsyncIterator[int]:
         # Salt and extra key only change what is shared.
-        shown = CachePrompt(prompt.tokens, Namespace(adapter=_adapter_of(prompt.namespace)))
+        shown = CachePrompt(prompt.tokens, Namespace(lora=_adapter_of(prompt.namespace)))
         for at in range(max_tokens):
             await self.turn()
             token = output_token(shown, at)
@@ -227,7 +227,7 @@ class FakeSglang:
             "enable_hierarchical_cache": False,
             "hicache_ratio": None,
             "hicache_size": 0,
-            "enable_lora": bool(options.adapters) or None,
+            "enable_lora": bool(options.loras) or None,
             "speculative_algorithm": None,
             "completion_template": None,
             "disaggregation_mode": "null",
@@ -266,7 +266,7 @@ class FakeSglang:
         card = {"object": "model", "created": 1, "owned_by": "sglang"}
         base = {"id": options.model, "root": options.model, "parent": None}
         data = [card | base | {"max_model_len": options.max_model_len}]
-        for name in options.adapters:
+        for name in options.loras:
             adapter = {"id": name, "root": f"/{name}", "parent": options.model, "max_model_len": None}
             data.append(card | adapter)
         return JSONResponse({"object": "list", "data": data})
@@ -393,7 +393,7 @@ class FakeSglang:
         return encode(prompt) if isinstance(prompt, str) else prompt
 
     def _namespace(self, path: str, body: dict) -> Namespace:
-        """`Namespace.adapter` holds extra key and LoRA adapter. SGLang joins them into one string that ends
+        """`Namespace.lora` holds extra key and LoRA adapter. SGLang joins them into one string that ends
         with the LoRA adapter's number."""
         if path == "/v1/messages":
             return Namespace()
@@ -410,7 +410,7 @@ class FakeSglang:
         if ":" in model and model != self.options.model:
             own = model.startswith(f"{self.options.model}:")
             name = model[len(self.options.model) + 1 :] if own else model.split(":", 1)[1]
-        if name is not None and name not in self.options.adapters:
+        if name is not None and name not in self.options.loras:
             raise _RefusedError(f"The following requested LoRA adapters are not loaded: {name}")
         return name
 
@@ -578,7 +578,7 @@ def _publishers(options: SglangOptions) -> list[Publisher]:
 
 def _adapter_of(namespace: Namespace) -> str | None:
     """The LoRA adapter of a namespace as `FakeSglang` makes them."""
-    return namespace.adapter[1] if namespace.adapter is not None else None
+    return namespace.lora[1] if namespace.lora is not None else None
 
 
 def _port(endpoint: str) -> int:

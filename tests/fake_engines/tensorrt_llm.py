@@ -160,7 +160,7 @@ class EventBuffer:
         if self._options.tells_salt:
             block["cache_salt"] = namespace.salt
         if self._options.tells_lora:
-            block["lora_id"] = int(namespace.adapter) if namespace.adapter is not None else None
+            block["lora_id"] = int(namespace.lora) if namespace.lora is not None else None
         return block
 
 

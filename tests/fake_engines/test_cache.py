@@ -30,8 +30,8 @@ class Listener:
         self.held.clear()
 
 
-def prompt(tokens, salt=None, adapter=None, media=()):
-    return CachePrompt(tuple(tokens), Namespace(salt, adapter), media)
+def prompt(tokens, salt=None, lora=None, media=()):
+    return CachePrompt(tuple(tokens), Namespace(salt, lora), media)
 
 
 def cache_of(capacity=100):
@@ -65,7 +65,7 @@ def test_namespaces_and_media_share_nothing():
     cache, _ = cache_of()
     run(cache, prompt(range(20)))
     image = (Media("cat", 5, 6),)
-    others = [prompt(range(20), salt="s"), prompt(range(20), adapter="s"), prompt(range(20), media=image)]
+    others = [prompt(range(20), salt="s"), prompt(range(20), lora="s"), prompt(range(20), media=image)]
     assert [cache.match(other) for other in others] == [0, 0, 4]
     run(cache, others[2])
     assert cache.match(prompt(range(20), media=(Media("dog", 5, 6),))) == 4

@@ -46,7 +46,7 @@ class VllmOptions:
 
     model: str = "tiny"
     root: str = str(MODEL_DIR)
-    adapters: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
     block_size: int = 16
     num_gpu_blocks: int = 129
     max_model_len: int = 1024
@@ -76,7 +76,7 @@ class _Events:
     batch: list[dict] = field(default_factory=list)
 
     def stored(self, run: StoredRun) -> None:
-        adapter = run.namespace.adapter
+        adapter = run.namespace.lora
         keys = [list(self._keys(run, at)) or None for at in range(len(run.hashes))]
         event = {
             "type": "BlockStored",
@@ -106,8 +106,8 @@ class _Events:
 
     def _keys(self, run: StoredRun, at: int) -> Iterator[object]:
         """Keys without names: LoRA adapter, items, and the salt on a prompt's first block."""
-        if run.namespace.adapter is not None:
-            yield run.namespace.adapter
+        if run.namespace.lora is not None:
+            yield run.namespace.lora
         yield from run.media[at]
         if run.namespace.salt is not None and run.parent is None and at == 0:
             yield run.namespace.salt
@@ -205,7 +205,7 @@ class FakeVllm:
         options = self.options
         base = {"id": options.model, "root": options.root, "parent": None}
         data = [base | {"max_model_len": options.max_model_len}]
-        data += [{"id": name, "root": f"/{name}", "parent": options.model} for name in options.adapters]
+        data += [{"id": name, "root": f"/{name}", "parent": options.model} for name in options.loras]
         return JSONResponse({"object": "list", "data": data})
 
     async def _tokenize(self, request: Request) -> Response:
@@ -299,7 +299,7 @@ class FakeVllm:
         except ValueError as error:
             raise _RefusedError(f"JSON decode error: {error}") from error
         model = body.get("model")
-        if model not in (None, self.options.model, *self.options.adapters):
+        if model not in (None, self.options.model, *self.options.loras):
             raise _RefusedError(f"The model `{model}` does not exist.", param="model", status=404)
         return body
 
@@ -339,7 +339,7 @@ class FakeVllm:
         return self._prompt(body, prompt)
 
     def _prompt(self, body: dict, tokens: list[int]) -> CachePrompt:
-        adapter = body.get("model") if body.get("model") in self.options.adapters else None
+        adapter = body.get("model") if body.get("model") in self.options.loras else None
         return CachePrompt(tuple(tokens), Namespace(body.get("cache_salt"), adapter))
 
     # --- metrics --------------------------------------------------------------------------------------

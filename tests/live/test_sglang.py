@@ -79,7 +79,7 @@ class Talks:
 async def test_what_is_predicted_is_reported(page_size, cache_report):
     """Over evictions, a flush and a restart."""
     options = {"page_size": page_size, "capacity": 3200 // page_size, "enable_cache_report": cache_report}
-    with running_sglang(adapters=("calm",), **options) as running:
+    with running_sglang(loras=("calm",), **options) as running:
         async with kvpin_over((running, None), tenants=("one", "two")) as world:
             talks = Talks(world, page_size)
             outcomes = await talks.some(80)

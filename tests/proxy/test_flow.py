@@ -514,7 +514,7 @@ class TestAdapters:
     async def proxy(self, engine, other):
         adapters = frozenset({"ada"})
         async with proxy_over(
-            engine, HoldingAdapter(other, info=replace(INFO, adapters=adapters)), reuse=True
+            engine, HoldingAdapter(other, info=replace(INFO, loras=adapters)), reuse=True
         ) as proxy:
             for fake in (engine, other):
                 fake.script = TestReuse.report(0)
@@ -540,11 +540,11 @@ class TestAdapters:
         assert await ask(client, 0, model="ada", cache_salt="s") == ("b", 32)
         assert await ask(client, 0, cache_salt="ada") != ("b", 32)
         target = proxy.fleet.engines["b"].adapter.asked[1][1]
-        assert (target.adapter, target.cache_salt) == ("ada", None)
+        assert (target.lora, target.cache_salt) == ("ada", None)
 
     async def test_records_and_metrics_name_it(self, proxy, client):
         await TestReuse.ask(client, 0, model="ada", prompt_cache_key="k")
-        assert (proxy.last.model, proxy.last.prompt.adapter) == ("ada", "ada")
+        assert (proxy.last.model, proxy.last.prompt.lora) == ("ada", "ada")
         assert proxy.requests.last_prompt("k", None) == ("ada", proxy.last.prompt)
         assert (
             'kvpin_requests_total{engine="b",model="ada",status="200"} 1.0' in proxy.metrics.render().decode()
@@ -563,7 +563,7 @@ class TestAdapters:
         assert not engine.seen
 
     async def test_it_keeps_its_name_where_the_model_has_an_alias(self, other):
-        info = replace(INFO, adapters=frozenset({"ada"}))
+        info = replace(INFO, loras=frozenset({"ada"}))
         async with (
             proxy_over(HoldingAdapter(other, info=info, model="alias"), reuse=True) as proxy,
             client_of(proxy) as client,

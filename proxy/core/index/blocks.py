@@ -33,10 +33,10 @@ class Chain:
     tokens_per_block: int
 
 
-def namespace_root(model: str, *, adapter: str | None = None, salt: str | None = None) -> BlockHash:
+def namespace_root(model: str, *, lora: str | None = None, salt: str | None = None) -> BlockHash:
     """The root of all chains of a model, adapter (LoRA name and version) and tenant salt."""
     frame = bytearray()
-    for kind, value in (("model", model), ("adapter", adapter), ("salt", salt)):
+    for kind, value in (("model", model), ("lora", lora), ("salt", salt)):
         if value is not None:
             for part in (kind.encode(), value.encode()):
                 frame += len(part).to_bytes(8, "little") + part

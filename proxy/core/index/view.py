@@ -131,7 +131,7 @@ class EngineView:
         if size < 1:
             return None
         if event.parent is None:
-            return Run(Point(self._root_of(event.salt, event.adapter)), size, self._tokens_per_block)
+            return Run(Point(self._root_of(event.salt, event.lora)), size, self._tokens_per_block)
         run = self._runs[place(event.parent)].get(event.parent)
         if run is None:
             return None

@@ -424,7 +424,7 @@ async def test_fifteen_thousand_lost_batches_leave_nothing_stale():
     """More than the 10,000 that replay has: what is left of them is learned afresh, the rest forgotten."""
     index = PrefixIndex()
     index.add_engine("e")
-    view = EngineView("e", index, lambda salt, adapter: namespace_root("m", adapter=adapter, salt=salt), 2)
+    view = EngineView("e", index, lambda salt, lora: namespace_root("m", lora=lora, salt=salt), 2)
 
     def block(number: int) -> BlocksStored:
         return BlocksStored(Tier.GPU, None, (number,), token_array([number, number + 1]), 2)

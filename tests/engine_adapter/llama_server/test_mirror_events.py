@@ -299,5 +299,5 @@ def _indexed(events):
     return {tier: {block for block, at in where.items() if at & bits[tier]} for tier in Tier}
 
 
-def _root_of(salt, adapter=None):
-    return namespace_root("m", adapter=adapter, salt=salt)
+def _root_of(salt, lora=None):
+    return namespace_root("m", lora=lora, salt=salt)

@@ -118,9 +118,9 @@ class TestLookup:
     async def test_under_another_salt_or_adapter_it_lies_nowhere(self, lmcache, lower):
         lmcache.store(PROMPT)
         assert await lower.lookup(replace(TARGET, cache_salt="s")) == NOTHING
-        assert await lower.lookup(replace(TARGET, adapter="ada")) == NOTHING
+        assert await lower.lookup(replace(TARGET, lora="ada")) == NOTHING
         lmcache.store(PROMPT, salt_for("s", "ada"), "ada")
-        assert (await lower.lookup(replace(TARGET, cache_salt="s", adapter="ada"))).cached == WHOLE
+        assert (await lower.lookup(replace(TARGET, cache_salt="s", lora="ada"))).cached == WHOLE
 
     async def test_no_more_than_the_text_before_an_image(self, lmcache, lower):
         lmcache.store(PROMPT)
@@ -163,7 +163,7 @@ class TestOperations:
     async def test_of_an_adapter(self, lmcache, lower):
         lmcache.store(PROMPT)
         lmcache.store(PROMPT, salt_for(None, "ada"), "ada")
-        await result(lower.operate(KvVerb.OFFLOAD, replace(TARGET, adapter="ada")))
+        await result(lower.operate(KvVerb.OFFLOAD, replace(TARGET, lora="ada")))
         assert lmcache.tiers(PROMPT) == ["l1+l2"] * 6
         assert lmcache.tiers(PROMPT, salt_for(None, "ada")) == ["l2"] * 6
 

@@ -24,7 +24,7 @@ async def connected(url, **fields):
 
 
 async def test_what_a_server_is():
-    with running_vllm(adapters=("ada", "bo"), max_model_len=512) as server:
+    with running_vllm(loras=("ada", "bo"), max_model_len=512) as server:
         async with connected(server.url) as (control, spec):
             facts = await discover(control, spec, None)
     assert (facts.model, facts.loras) == ("tiny", {"ada", "bo"})

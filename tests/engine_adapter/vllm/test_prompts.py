@@ -21,7 +21,7 @@ HI = [{"role": "user", "content": "Hi there"}]
 
 @pytest.fixture(scope="module")
 def server():
-    with running_vllm(adapters=("ada",)) as server:
+    with running_vllm(loras=("ada",)) as server:
         yield server
 
 

@@ -47,7 +47,7 @@ def start_vllm(lmcache):
 @pytest.fixture
 def vllm(start_vllm):
     """Its address and the fake: two blocks in a chunk, and a LoRA adapter."""
-    return start_vllm(block_size=32, adapters=("ada",))
+    return start_vllm(block_size=32, loras=("ada",))
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ class TestWhatItIs:
         assert "error" in (await adapter.stats())["lmcache"]
 
     async def test_adapters_that_cannot_be_kept_apart_are_a_finding(self, lmcache, start_vllm):
-        url, _ = start_vllm(adapters=("ada",), knows_salts=False)
+        url, _ = start_vllm(loras=("ada",), knows_salts=False)
         adapter = make_adapter(engine_spec("vllm", url, "v", lmcache=lmcache.url))
         await adapter.connect()
         assert "takes no cache_salt" in adapter.findings()[-1].problem
@@ -219,7 +219,7 @@ class TestEvents:
                 await ask(adapter, **each)
                 async for event in events:
                     if isinstance(event, BlocksStored):
-                        stored.append((event.salt, event.adapter))
+                        stored.append((event.salt, event.lora))
                         break
         assert stored == [(None, "ada"), ("s", "ada"), ("s", None)]
 

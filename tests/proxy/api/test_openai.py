@@ -353,7 +353,7 @@ class TestModels:
         assert not engine.seen
 
     async def test_lora_adapters_are_listed_with_their_model(self, engine, proxy, client):
-        proxy.add(FakeAdapter("b"), adapters=frozenset({"ada", "m2"}))
+        proxy.add(FakeAdapter("b"), loras=frozenset({"ada", "m2"}))
         proxy.add(FakeAdapter("c", model="m2"))
         cards = (await client.get("/v1/models")).json()["data"]
         assert [(card["id"], card.get("parent")) for card in cards] == [

@@ -19,7 +19,7 @@ def test_an_engine_that_is_well(kvpin, embedded_engine):
 
 
 def test_findings_come_with_what_mends_them(kvpin):
-    with running_vllm(replay_endpoint=False, adapters=("ada",)) as engine:
+    with running_vllm(replay_endpoint=False, loras=("ada",)) as engine:
         result = kvpin("doctor", f"vllm={engine.url},id=v")
     assert result.exit_code == 1, result.output
     assert "LoRA ada" in result.output

@@ -167,7 +167,7 @@ async def test_a_prompt_that_is_known_in_part(world, pair):
 
 
 async def test_the_text_of_an_adapters_request_is_shown_and_of_no_models_is_not(world, pair):
-    world.add(KvFake("c", adapters=("ada",)))
+    world.add(KvFake("c", loras=("ada",)))
     world.add(KvFake("n", model="n"))
     world.record("r0", tokens(40), model="ada")
     other = [*tokens(20), *tokens(20, start=9)]

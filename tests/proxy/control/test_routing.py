@@ -130,13 +130,13 @@ async def test_what_is_wrong(world, pair):
 
 
 async def test_an_adapters_request_goes_where_the_adapter_is_served(world, pair):
-    ada = KvFake("c", adapters=("ada",))
+    ada = KvFake("c", loras=("ada",))
     world.add(ada)
     world.served(pair[0], IDS)
     answer = await routed(world, body(prompt=IDS, model="ada"))
-    assert (answer["engine"], answer["model"], answer["adapter"]) == ("c", "m", "ada")
+    assert (answer["engine"], answer["model"], answer["lora"]) == ("c", "m", "ada")
     assert (answer["predicted_tokens"], len(answer["candidates"])) == (0, 1)
-    world.served(ada, IDS, adapter="ada")
+    world.served(ada, IDS, lora="ada")
     assert (await routed(world, body(prompt=IDS, model="ada")))["predicted_tokens"] == 48
     assert (await routed(world, body(prompt=IDS, model="m")))["engine"] == "a"
     world.engines["c"].state = EngineState.DRAINING

@@ -45,10 +45,10 @@ async def test_how_prompts_become_tokens(world, pair):
 
 
 async def test_lora_adapters_are_shown(world, pair):
-    world.add(KvFake("c", adapters=("ada",)))
+    world.add(KvFake("c", loras=("ada",)))
     (pool,) = (await shown_by(world))["pools"]
-    assert pool["adapters"] == ["ada"]
-    assert [engine["adapters"] for engine in pool["engines"]] == [[], [], ["ada"]]
+    assert pool["loras"] == ["ada"]
+    assert [engine["loras"] for engine in pool["engines"]] == [[], [], ["ada"]]
 
 
 async def test_an_engine_that_does_not_answer_is_shown_all_the_same(world, pair):

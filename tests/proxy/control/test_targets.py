@@ -189,7 +189,7 @@ class TestAdapters:
 
     @pytest.fixture
     def ada(self, world, pair):
-        ada = KvFake("c", adapters=("ada", "lin"))
+        ada = KvFake("c", loras=("ada", "lin"))
         world.add(ada)
         return ada
 
@@ -199,7 +199,7 @@ class TestAdapters:
     async def test_a_prefix_is_the_adapters_that_model_names(self, world, ada, fields):
         plain = await world.targets.prefix_of(Target(**fields))
         own = await world.targets.prefix_of(Target(**fields, model="ada"))
-        assert (own.kv.adapter, plain.kv.adapter) == ("ada", None)
+        assert (own.kv.lora, plain.kv.lora) == ("ada", None)
         assert own.kv.token_ids == plain.kv.token_ids
         assert own.chain.hashes[0] != plain.chain.hashes[0]
 
@@ -211,20 +211,20 @@ class TestAdapters:
 
     async def test_the_salt_goes_with_it(self, world, ada):
         kv = (await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", cache_salt="s"))).kv
-        assert (kv.adapter, kv.cache_salt) == ("ada", "s")
+        assert (kv.lora, kv.cache_salt) == ("ada", "s")
 
     async def test_one_engines_adapters_are_named(self, world, ada):
         prefix = await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", engine="c"))
-        assert prefix.kv.adapter == "ada"
+        assert prefix.kv.lora == "ada"
         with pytest.raises(BadRequest, match=r"engine 'a' serves 'm'$"):
             await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", engine="a"))
         with pytest.raises(BadRequest, match=r"engine 'c' serves 'm', 'ada', 'lin'$"):
             await world.targets.prefix_of(Target(token_ids=self.IDS, model="bob", engine="c"))
 
     async def test_the_last_prompt_of_a_cache_key_keeps_it(self, world, ada):
-        record = world.record("r", self.IDS, model="ada", adapter="ada", prompt_cache_key="k")
+        record = world.record("r", self.IDS, model="ada", lora="ada", prompt_cache_key="k")
         prefix = await world.targets.prefix_of(Target(prompt_cache_key="k"))
-        assert (prefix.prompt, prefix.kv.adapter) == (record.prompt, "ada")
+        assert (prefix.prompt, prefix.kv.lora) == (record.prompt, "ada")
 
     @pytest.mark.parametrize("fields", [{"all": True}, {"engine": "c"}])
     async def test_all_of_an_adapters_kv_cannot_be_told_from_the_rest(self, world, ada, fields):

@@ -132,12 +132,12 @@ async def test_an_engine_that_leaves_in_between_fails_it(world, servers):
 
 async def test_an_adapters_prefix_is_warmed_with_it(world, servers):
     async with FakeEngine("c") as server:
-        world.add(KvFake("c", NO_EVENTS, adapters=("ada",), url=server.url))
+        world.add(KvFake("c", NO_EVENTS, loras=("ada",), url=server.url))
         operation = await world.warming.warm(Target(token_ids=tokens(48), model="ada"), everywhere=True)
         await finished(operation)
         assert [part.engine for part in operation.parts] == ["c"]
         assert server.seen[0].json["model"] == "ada"
-    assert world.matched(tokens(48), adapter="ada") == {"c": 3}
+    assert world.matched(tokens(48), lora="ada") == {"c": 3}
     assert world.matched(tokens(48)) == {}
     with pytest.raises(BadRequest):
         await world.warming.warm(Target(token_ids=tokens(48), model="ada", engine="a"))

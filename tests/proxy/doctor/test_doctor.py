@@ -54,9 +54,9 @@ class TestTheLargeEngines:
         ids=["vllm", "sglang"],
     )
     async def test_one_that_is_set_up_well(self, running, kind):
-        with running(adapters=("ada",)) as engine:
+        with running(loras=("ada",)) as engine:
             found = await of(engine.url)
-        assert (found.spec.kind, found.info.adapters) == (kind, {"ada"})
+        assert (found.spec.kind, found.info.loras) == (kind, {"ada"})
         assert (found.view.state, found.probe.reported) == ("current", 48)
         assert found.probe.predicted == 48
 

@@ -25,14 +25,14 @@ class TestAdapters:
     @pytest.fixture
     def engines(self, fleet):
         return (
-            add_ready(fleet, "a", adapters=frozenset({"ada"})),
+            add_ready(fleet, "a", loras=frozenset({"ada"})),
             add_ready(fleet, "b"),
             add_ready(fleet, "n", model="n"),
         )
 
     def test_one_is_found_in_the_pool_of_its_model(self, fleet, engines):
         pool = fleet.pool("ada")
-        assert (pool.model, pool.adapter_of("ada"), pool.adapter_of("m")) == ("m", "ada", None)
+        assert (pool.model, pool.lora_of("ada"), pool.lora_of("m")) == ("m", "ada", None)
         assert fleet.served() == {"m": "m", "n": "n", "ada": "m"}
         with pytest.raises(NotFound, match="'lin' does not exist; served: ada, m, n") as caught:
             fleet.pool("lin")
@@ -40,25 +40,25 @@ class TestAdapters:
 
     def test_only_engines_that_serve_it_are_candidates(self, fleet, engines):
         pool = fleet.pool("ada")
-        prompt = replace(PROMPT, adapter="ada")
+        prompt = replace(PROMPT, lora="ada")
         chain = pool.chain(prompt)
         pool.index.store("b", Tier.GPU, chain.hashes)  # a hash is a hash; nobody could have put it there
-        for candidates in (pool.candidates(chain, prompt), pool.candidates(None, adapter="ada")):
+        for candidates in (pool.candidates(chain, prompt), pool.candidates(None, lora="ada")):
             assert [candidate.engine for candidate in candidates] == ["a"]
         assert len(pool.candidates(None)) == 2
 
     def test_its_chain_is_its_own_under_each_salt(self, fleet, engines):
         pool = fleet.pool("m")
         prompts = [
-            replace(PROMPT, adapter=a, salt=s) for a in (None, "ada", "lin") for s in (None, "ada", "s")
+            replace(PROMPT, lora=a, salt=s) for a in (None, "ada", "lin") for s in (None, "ada", "s")
         ]
         assert len({pool.chain(prompt).hashes for prompt in prompts}) == len(prompts)
 
     def test_it_is_waited_for_while_its_engine_is_lost_and_forgotten_with_it(self, fleet, engines):
         engine = engines[0]
         fleet.leave(engine)
-        assert fleet.pool("ada").candidates(None, adapter="ada") == []
-        fleet.join(engine, replace(INFO, adapters=frozenset({"lin"})))
+        assert fleet.pool("ada").candidates(None, lora="ada") == []
+        fleet.join(engine, replace(INFO, loras=frozenset({"lin"})))
         assert sorted(fleet.served()) == ["lin", "m", "n"]
         fleet.leave(engine)
         fleet.remove("a")
@@ -69,12 +69,12 @@ class TestAdapters:
         with structlog.testing.capture_logs() as logs:
             if not adapter_first:
                 add_ready(fleet, "n", model="x")
-            add_ready(fleet, "a", adapters=frozenset({"x"}))
+            add_ready(fleet, "a", loras=frozenset({"x"}))
             if adapter_first:
                 add_ready(fleet, "n", model="x")
-            add_ready(fleet, "b", adapters=frozenset({"x"}))
+            add_ready(fleet, "b", loras=frozenset({"x"}))
         assert [(log["adapter"], log["parent"]) for log in logs] == [("x", "m")]
-        assert (fleet.pool("x").model, fleet.pool("x").adapter_of("x")) == ("x", None)
+        assert (fleet.pool("x").model, fleet.pool("x").lora_of("x")) == ("x", None)
         assert fleet.served() == {"m": "m", "x": "x"}
 
 

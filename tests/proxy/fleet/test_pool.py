@@ -91,7 +91,7 @@ class TestCandidates:
         pool = fleet.pools["m"]
         assert [each.engine for each in pool.candidates(None)] == ["b"]
         assert [each.engine for each in pool.candidates(None, without={"b"})] == ["a"]
-        assert pool.candidates(None, adapter="nobody's") == []
+        assert pool.candidates(None, lora="nobody's") == []
         ready.state = EngineState.DRAINING
         assert [each.engine for each in pool.candidates(None)] == ["a"]
 

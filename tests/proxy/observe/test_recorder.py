@@ -26,9 +26,9 @@ from proxy.settings import SettingsError
 ROOM = 1 << 20
 
 
-def prompt_of(ids, extra_ids=None, salt=None, adapter=None):
+def prompt_of(ids, extra_ids=None, salt=None, lora=None):
     extras = array("Q", extra_ids) if extra_ids is not None else None
-    return Prompt(array("i", ids), extras, salt, adapter)
+    return Prompt(array("i", ids), extras, salt, lora)
 
 
 def record(ids=range(200), **fields):
@@ -73,7 +73,7 @@ class TestHasher:
         assert not set(a[shared:]) & set(b[shared:])
         assert all(0 <= each < 1 << 64 for each in a)
 
-    @pytest.mark.parametrize("fields", [{"salt": "s"}, {"adapter": "s"}, {"salt": "s", "adapter": "t"}])
+    @pytest.mark.parametrize("fields", [{"salt": "s"}, {"lora": "s"}, {"salt": "s", "lora": "t"}])
     def test_nothing_is_shared_over_namespaces(self, fields):
         hasher, ids = Hasher(), range(300)
         alike = hasher.block_ids("m", prompt_of(ids))

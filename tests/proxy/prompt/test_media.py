@@ -274,7 +274,7 @@ def builder_of(engine_info, engine):
 
 
 async def build(builder, body, path=CHAT):
-    return await builder.build(path, body, salt="s", adapter="ada")
+    return await builder.build(path, body, salt="s", lora="ada")
 
 
 class TestRendering:
@@ -282,7 +282,7 @@ class TestRendering:
         prompt = await build(builder_of(RenderingEngine()), chat(image(uuid="cat"), image(DOG, uuid="dog")))
         assert prompt.token_ids == array("i", [5, 6, 7, 9, 9, 5, 6, 9, 9, 5, 6])
         assert prompt.extra_ids == mark_media(11, [MediaSpan("cat", 3, 2), MediaSpan("dog", 7, 2)])
-        assert (prompt.salt, prompt.adapter, prompt.source) == ("s", "ada", "engine")
+        assert (prompt.salt, prompt.lora, prompt.source) == ("s", "ada", "engine")
         # Not exact: its ids, sent in place of the chat, would leave the images out.
         assert (prompt.exact, prompt.media, prompt.whole, prompt.kv.exact) == (False, True, True, False)
 

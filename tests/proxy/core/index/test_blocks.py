@@ -21,14 +21,14 @@ def extras(values):
 
 class TestNamespaceRoot:
     def test_is_the_same_for_the_same_parts(self):
-        assert namespace_root("m", adapter="a", salt="s") == namespace_root("m", adapter="a", salt="s")
+        assert namespace_root("m", lora="a", salt="s") == namespace_root("m", lora="a", salt="s")
 
     def test_kinds_never_collide_by_being_the_same_string(self):
         parts = [None, "", "x", "model", "salt"]
         roots = [
-            namespace_root(model, adapter=adapter, salt=salt)
+            namespace_root(model, lora=lora, salt=salt)
             for model in ("", "x", "model", "salt")
-            for adapter in parts
+            for lora in parts
             for salt in parts
         ]
         assert len(set(roots)) == len(roots)

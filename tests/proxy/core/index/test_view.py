@@ -15,8 +15,8 @@ from proxy.core.index.view import EngineView
 SIZE = 4  # tokens per block of the pool
 
 
-def root_of(salt, adapter=None):
-    return namespace_root("m", adapter=adapter, salt=salt)
+def root_of(salt, lora=None):
+    return namespace_root("m", lora=lora, salt=salt)
 
 
 def hashes_of(tokens, extra=None, salt=None):
