@@ -84,7 +84,7 @@ class Kvpin:
         for engine in range(world.engines):
             self.placer.add(str(engine), gpu_blocks=world.engine_tokens // TOKENS_PER_BLOCK)
         self._fill()
-        self.engines = list(self.placer.seats)
+        self.engines = list(self.placer.books)
         for at in range(IN_FLIGHT * world.engines):
             self._begin(world.request(at))
 
@@ -94,7 +94,7 @@ class Kvpin:
             self.now += 1.0
             held = chain(ROOT, tokens, None, TOKENS_PER_BLOCK)
             placer.index.store(str(engine), Tier.GPU, held.hashes)
-            placer.seats[str(engine)].residents.use(self.now, held.hashes, len(held.hashes))
+            placer.books[str(engine)].residents.use(self.now, held.hashes, len(held.hashes))
             for block in held.hashes:
                 self.masks[block] = self.masks.get(block, 0) | 1 << engine
 
@@ -126,9 +126,9 @@ class Kvpin:
             candidates = [placer.candidate(now, engine, matches.get(engine)) for engine in self.engines]
             placement = placer.place(now, candidates, prompt)
             placed = time.perf_counter()
-            ticket = placer.begin(now, placement, prompt)
-            placer.end(now, ticket, None)
-            placer.settled(ticket)
+            placed = placer.begin(now, placement, prompt)
+            placer.end(now, placed, None)
+            placer.settled(placed)
             ended = time.perf_counter()
             note(times, begun, chained, matched, placed, ended)
         for tokens in prompts:

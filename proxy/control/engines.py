@@ -119,7 +119,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
     """An engine, and its pool where it is in one, as the admin API tells it."""
     spec, info, audit = engine.adapter.spec, engine.info, engine.audit.view()
     load = engine.ledger.view(monotonic())
-    rates = pool.placer.seats[engine.id].rates if pool is not None else None
+    rates = pool.placer.books[engine.id].rates if pool is not None else None
     return EngineAnswer(
         id=engine.id,
         kind=spec.kind,

@@ -15,7 +15,7 @@ from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import NOTHING, Placement, predict
 from proxy.core.placement.gather import leader, patience_s
 from proxy.core.placement.load import Work
-from proxy.core.placement.placer import Placer, Ticket
+from proxy.core.placement.placer import PlacedRequest, Placer
 
 if TYPE_CHECKING:
     from proxy.fleet.engine import Engine  # an engine keeps its leases
@@ -42,7 +42,7 @@ class Lease:
     engine: Engine
     placement: Placement
     placer: Placer
-    ticket: Ticket
+    placed: PlacedRequest
     started: float
     removals: int
     first_byte_s: float | None = None
@@ -74,19 +74,19 @@ class Lease:
 
         If that request fails or takes too long, this one computes the prefix, and later ones may wait for it.
         """
-        chain, info = self.ticket.chain, self.engine.info
+        chain, info = self.placed.chain, self.engine.info
         if chain is None or (info is not None and info.shares_prefill):
             return
         self.found = self.placement.predicted_tokens // chain.tokens_per_block
         shared = self.placement.chosen.pending_tokens
-        if shared and not await self._is_shared(self.ticket.seat.rates.prefill_s(shared)):
+        if shared and not await self._is_shared(self.placed.book.rates.prefill_s(shared)):
             self._compute(chain)
 
     def _compute(self, chain: Chain) -> None:
         """This request computes all that the engine does not hold, also what others have pending."""
-        seat, placement = self.ticket.seat, self.placement
-        match = self.placer.match(chain).get(seat.engine, NOTHING)
-        predicted = predict(chain, replace(match, pending=0), seat.tokens_per_block)
+        book, placement = self.placed.book, self.placement
+        match = self.placer.match(chain).get(book.engine, NOTHING)
+        predicted = predict(chain, replace(match, pending=0), book.tokens_per_block)
         self.found = predicted // chain.tokens_per_block
         gpu_tokens = min(placement.gpu_tokens, predicted)
         self.placement = replace(placement, predicted_tokens=predicted, gpu_tokens=gpu_tokens)
@@ -97,9 +97,9 @@ class Lease:
 
         `shared_s`: seconds that computing the shared part alone would take.
         """
-        ledger, has_failed = self.ticket.seat.ledger, False
+        ledger, has_failed = self.placed.book.ledger, False
         while other := leader(self.engine.unanswered, self.hashes, self.found):
-            remaining = ledger.remaining(time.monotonic(), other.ticket.number)
+            remaining = ledger.remaining(time.monotonic(), other.placed.ticket)
             if remaining is None:
                 return True
             wait_s = patience_s(remaining, shared_s)
@@ -118,7 +118,7 @@ class Lease:
     @property
     def hashes(self) -> Sequence[BlockHash]:
         """The full blocks of its prompt; empty when the prompt is not known."""
-        return self.ticket.chain.hashes if self.ticket.chain is not None else ()
+        return self.placed.chain.hashes if self.placed.chain is not None else ()
 
     def refine(self, hold: Hold) -> Placement:
         """The placement, corrected by what the engine's hold knows."""
@@ -128,7 +128,7 @@ class Lease:
 
     def refine_work(self, work: Work) -> None:
         """Replaces the estimate of its work on the engine."""
-        self.placer.refine(self.ticket, work)
+        self.placer.refine(self.placed, work)
 
     @property
     def evicted_since(self) -> bool:
@@ -153,9 +153,9 @@ class Lease:
         self.first_byte_s = time.monotonic() - self.started
         self.begun.set()
         if streamed:
-            self.placer.first_token(time.monotonic(), self.ticket)
+            self.placer.first_token(time.monotonic(), self.placed)
         else:
-            self.placer.answered(time.monotonic(), self.ticket)
+            self.placer.answered(time.monotonic(), self.placed)
 
     def _watch(self, answer: IncomingResponse) -> None:
         """Breaks the answer off if nothing is received for `SILENCE_S`."""

@@ -149,8 +149,8 @@ class Pool:
         """
         engine, placer = self.engines[placement.engine], self.placer
         now = monotonic()
-        ticket = placer.begin(now, placement, chain, streams=streams, known=known, session=session)
-        lease = Lease(engine, placement, placer, ticket, now, engine.removals)
+        placed = placer.begin(now, placement, chain, streams=streams, known=known, session=session)
+        lease = Lease(engine, placement, placer, placed, now, engine.removals)
         engine.leases.add(lease)
         try:
             yield lease
@@ -158,12 +158,12 @@ class Pool:
             engine.leases.discard(lease)
             lease.begun.set()
             computed = lease.placement.uncached_tokens if lease.succeeded else None
-            placer.end(monotonic(), ticket, computed, lease.report)
+            placer.end(monotonic(), placed, computed, lease.report)
             if lease.succeeded and chain is not None:
                 self.learn(engine, chain.hashes)
-                asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, ticket)
+                asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, placed)
             else:
-                placer.settled(ticket)
+                placer.settled(placed)
 
     def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
         """The engine served this chain. Without healthy events, it is assumed to hold it now."""

@@ -185,23 +185,23 @@ def _is_quiet(engine: Engine, now: float) -> bool:
 
 def _gain(pool: Pool, engine: Engine, below: Below[Turn], now: float) -> float:
     """What restoring a thread is worth to the engine, see `tiering.gain`."""
-    seat, returns = pool.placer.seats[engine.id], pool.placer.demand.returns
-    on_gpu = seat.on_gpu if seat.on_gpu is not None else seat.residents
+    book, returns = pool.placer.books[engine.id], pool.placer.demand.returns
+    on_gpu = book.on_gpu if book.on_gpu is not None else book.residents
     gpu, _, _, pending = pool.index.counts(engine.id)
 
     def lost(blocks: int, within_s: float) -> float:
         return on_gpu.lost(now, blocks, lambda idle_s: soon(returns, idle_s, within_s))
 
-    return gain(below, now, max((seat.gpu_blocks or 0) - gpu - pending, 0), lost, returns)
+    return gain(below, now, max((book.gpu_blocks or 0) - gpu - pending, 0), lost, returns)
 
 
 def _note(choice: _Choice, done: int, now: float) -> None:
     """Notes that `done` of the engine's blocks of the thread are on its GPU again."""
     pool, thread, info = choice.pool, choice.thread, choice.engine.info
-    seat = pool.placer.seats.get(choice.engine.id)
-    if seat is None or info is None:
+    book = pool.placer.books.get(choice.engine.id)
+    if book is None or info is None:
         return
-    seat.residents.use(now, thread.hashes, 0)
-    if seat.on_gpu is not None:
+    book.residents.use(now, thread.hashes, 0)
+    if book.on_gpu is not None:
         blocks = done * (info.tokens_per_block or pool.tokens_per_block) // pool.tokens_per_block
-        seat.on_gpu.use(now, thread.hashes[: thread.on_gpu + blocks], blocks)
+        book.on_gpu.use(now, thread.hashes[: thread.on_gpu + blocks], blocks)

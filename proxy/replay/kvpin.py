@@ -15,7 +15,7 @@ from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement.decision import Candidate, Placement, place
-from proxy.core.placement.placer import Placer, Ticket
+from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.replay.policy import Choice, EngineTruth, Fleet
 from proxy.replay.trace import Request
 
@@ -76,7 +76,7 @@ class Kvpin:
             )
         self._without = without
         self._alter = _CANDIDATES.get(without or "")
-        self._tickets: dict[int, tuple[Ticket, int]] = {}  # request → ticket, tokens computed
+        self._placed: dict[int, tuple[PlacedRequest, int]] = {}  # request → placed, tokens computed
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
         """The engine that costs least."""
@@ -88,22 +88,22 @@ class Kvpin:
         ]
         placement = self._place(now, candidates, chain)
         at = self._names.index(placement.engine)
-        ticket = placer.begin(now, placement, chain, session=request.session)
+        placed = placer.begin(now, placement, chain, session=request.session)
         if self._without == "pending":
-            placer.settled(ticket)
-        self._tickets[request.id] = ticket, placement.work.computed
+            placer.settled(placed)
+        self._placed[request.id] = placed, placement.work.computed
         return Choice(at, placement.predicted_tokens)
 
     def first_token(self, now: float, engine: int, request: Request) -> None:
         """Its answer has begun."""
-        self._placer.first_token(now, self._tickets[request.id][0])
+        self._placer.first_token(now, self._placed[request.id][0])
 
     def finished(self, now: float, engine: int, request: Request) -> None:
         """Its answer has ended."""
-        ticket, computed = self._tickets.pop(request.id)
-        self._placer.end(now, ticket, computed)
+        placed, computed = self._placed.pop(request.id)
+        self._placer.end(now, placed, computed)
         if self._without != "pending":
-            self._placer.settled(ticket)
+            self._placer.settled(placed)
 
     def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """Into the index."""

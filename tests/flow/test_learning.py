@@ -82,10 +82,10 @@ class WholeAnswers(Kvpin):
         """Nobody saw it."""
 
     def finished(self, now, engine, request):
-        ticket, computed = self._tickets.pop(request.id)
-        self._placer.answered(now, ticket)
-        self._placer.end(now, ticket, computed, Report(None, request.output_tokens))
-        self._placer.settled(ticket)
+        placed, computed = self._placed.pop(request.id)
+        self._placer.answered(now, placed)
+        self._placer.end(now, placed, computed, Report(None, request.output_tokens))
+        self._placer.settled(placed)
 
 
 def trace(random, requests=400):

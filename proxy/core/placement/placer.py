@@ -30,8 +30,8 @@ MAX_SESSIONS = 50_000
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
-    """An engine's place in a pool.
+class EngineBook:
+    """What placement knows of one engine.
 
     Attributes:
         engine: its id.
@@ -63,20 +63,20 @@ class Seat:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """A request on its engine.
+class PlacedRequest:
+    """A request that was placed, until it ends.
 
     Attributes:
-        seat: the engine's.
-        number: the request's ticket in the engine's ledger.
+        book: its engine's.
+        ticket: its number in the engine's ledger.
         chain: its prompt; None if that is not known.
         work: its work before the first token.
         begun: when that work ended; None before.
         spent: what the engine did until its answer came, if that came whole.
     """
 
-    seat: Seat
-    number: int
+    book: EngineBook
+    ticket: int
     chain: Chain | None
     work: Work
     begun: float | None = None
@@ -91,7 +91,7 @@ class Placer:
         self.index = PrefixIndex()
         self.demand = Demand()
         self.rates = PoolRates()
-        self.seats: dict[str, Seat] = {}
+        self.books: dict[str, EngineBook] = {}
         self._turn = 0
         self._sessions: OrderedDict[Hashable, str] = OrderedDict()  # → the engine it was last on
 
@@ -112,7 +112,7 @@ class Placer:
         own, pools = tokens_per_block or self.tokens_per_block, self.tokens_per_block
         gpu = gpu_blocks * own // pools if gpu_blocks is not None else None
         holds, on_gpu = partial(self.index.holds, engine), partial(self.index.is_on_gpu, engine)
-        self.seats[engine] = Seat(
+        self.books[engine] = EngineBook(
             engine=engine,
             ledger=ledger or EngineLedger(),
             rates=EngineRates(self.rates),
@@ -127,15 +127,15 @@ class Placer:
     def remove(self, engine: str) -> None:
         """Removes an engine and everything it held."""
         self.index.remove_engine(engine)
-        self.seats.pop(engine, None)
+        self.books.pop(engine, None)
 
     def wipe(self, engine: str) -> None:
         """The engine lost its KV, or its events were lost."""
         self.index.wipe(engine)
-        seat = self.seats[engine]
-        seat.residents.clear()
-        if seat.on_gpu is not None:
-            seat.on_gpu.clear()
+        book = self.books[engine]
+        book.residents.clear()
+        if book.on_gpu is not None:
+            book.on_gpu.clear()
 
     # --- placement ---------------------------------------------------------------------------------
 
@@ -158,32 +158,32 @@ class Placer:
         is_last: bool = False,
     ) -> Candidate:
         """What placement knows of an engine now."""
-        seat = self.seats[engine]
-        if seat.epoch != self.rates.epoch:
-            seat.epoch = self.rates.epoch
-            seat.ledger.reprice(seat.rates.price)
+        book = self.books[engine]
+        if book.epoch != self.rates.epoch:
+            book.epoch = self.rates.epoch
+            book.ledger.reprice(book.rates.price)
         free = room = None
-        if seat.gpu_blocks is not None:
+        if book.gpu_blocks is not None:
             gpu, host, _, pending = self.index.counts(engine)
-            free = room = max(seat.gpu_blocks - gpu - pending, 0)
-            if seat.host_blocks:
-                room += max(seat.host_blocks - host, 0)
+            free = room = max(book.gpu_blocks - gpu - pending, 0)
+            if book.host_blocks:
+                room += max(book.host_blocks - host, 0)
         return Candidate(
             engine,
-            seat.tokens_per_block,
-            seat.rates,
+            book.tokens_per_block,
+            book.rates,
             match or NOTHING,
-            seat.ledger.view(now),
+            book.ledger.view(now),
             room,
             free,
-            seat.turn,
-            seat.residents,
-            seat.on_gpu,
+            book.turn,
+            book.residents,
+            book.on_gpu,
             forecast,
             complete,
             is_last,
-            min(seat.worked.sum(now) / WINDOW_S, 1.0),
-            seat.in_use,
+            min(book.worked.sum(now) / WINDOW_S, 1.0),
+            book.in_use,
         )
 
     def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
@@ -195,7 +195,7 @@ class Placer:
     def outlook(self, now: float) -> Outlook:
         """What a placement costs other requests now."""
         demand = self.demand
-        strain = 1 / (1 - demand.utilisation(now, len(self.seats)))
+        strain = 1 / (1 - demand.utilisation(now, len(self.books)))
         return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s(now), demand.answer_s(now))
 
     # --- requests ----------------------------------------------------------------------------------
@@ -209,21 +209,21 @@ class Placer:
         streams: bool = True,
         known: bool = True,
         session: Hashable | None = None,
-    ) -> Ticket:
+    ) -> PlacedRequest:
         """The request goes to its engine. Its first token will be seen if it `streams`. Its times teach rates
         only if all its tokens are `known`."""
-        seat, work = self.seats[placement.engine], placement.work
+        book, work = self.books[placement.engine], placement.work
         self._turn += 1
-        seat.turn = self._turn
+        book.turn = self._turn
         if session is not None:
-            self._note(session, seat.engine)
+            self._note(session, book.engine)
         if chain is not None:
             self.index.add_pending(placement.engine, chain.hashes)
-            if seat.in_use is not None:
-                seat.in_use.add(chain.hashes)
+            if book.in_use is not None:
+                book.in_use.add(chain.hashes)
         known = known and chain is not None
-        number = seat.ledger.begin(now, seat.rates.price(work), work if known else None, seen=streams)
-        return Ticket(seat, number, chain, work)
+        ticket = book.ledger.begin(now, book.rates.price(work), work if known else None, seen=streams)
+        return PlacedRequest(book, ticket, chain, work)
 
     def _note(self, session: Hashable, engine: str) -> None:
         self._sessions[session] = engine
@@ -231,46 +231,48 @@ class Placer:
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
 
-    def refine(self, ticket: Ticket, work: Work) -> None:
+    def refine(self, placed: PlacedRequest, work: Work) -> None:
         """Corrects the work of a request."""
-        ticket.work = work
-        ticket.seat.ledger.refine(ticket.number, ticket.seat.rates.price(work), work)
+        placed.work = work
+        placed.book.ledger.refine(placed.ticket, placed.book.rates.price(work), work)
 
-    def first_token(self, now: float, ticket: Ticket) -> None:
+    def first_token(self, now: float, placed: PlacedRequest) -> None:
         """Its first token came."""
-        sample = ticket.seat.ledger.first_token(now, ticket.number)
+        sample = placed.book.ledger.first_token(now, placed.ticket)
         if sample is not None:
-            ticket.seat.rates.learn(sample)
-        self._count(now, ticket)
+            placed.book.rates.learn(sample)
+        self._count(now, placed)
 
-    def answered(self, now: float, ticket: Ticket) -> None:
+    def answered(self, now: float, placed: PlacedRequest) -> None:
         """Its answer came whole, and showed no first token."""
-        ticket.spent = ticket.seat.ledger.answered(now, ticket.number)
+        placed.spent = placed.book.ledger.answered(now, placed.ticket)
 
-    def end(self, now: float, ticket: Ticket, computed: int | None, report: Report | None = None) -> None:
+    def end(
+        self, now: float, placed: PlacedRequest, computed: int | None, report: Report | None = None
+    ) -> None:
         """The request is over. `computed` tokens of its prompt are new on the engine; None if it failed. If
         its answer came whole, the engine's `report` teaches rates."""
-        seat, chain, size = ticket.seat, ticket.chain, self.tokens_per_block
-        seat.ledger.end(now, ticket.number)
-        if chain is not None and seat.in_use is not None:
-            seat.in_use.remove(chain.hashes)
+        book, chain, size = placed.book, placed.chain, self.tokens_per_block
+        book.ledger.end(now, placed.ticket)
+        if chain is not None and book.in_use is not None:
+            book.in_use.remove(chain.hashes)
         if computed is None:
             return
-        if ticket.begun is not None:
-            self.demand.answered(now, now - ticket.begun)
-        if ticket.spent is not None and chain is not None and report is not None:
-            self._learn(now, ticket, chain, ticket.spent, report)
-        self._count(now, ticket)
+        if placed.begun is not None:
+            self.demand.answered(now, now - placed.begun)
+        if placed.spent is not None and chain is not None and report is not None:
+            self._learn(now, placed, chain, placed.spent, report)
+        self._count(now, placed)
         if chain is None:
             return
-        seat.residents.use(now, chain.hashes, computed // size)
-        if seat.on_gpu is not None:
-            seat.on_gpu.use(now, chain.hashes, (computed + ticket.work.host + ticket.work.disk) // size)
+        book.residents.use(now, chain.hashes, computed // size)
+        if book.on_gpu is not None:
+            book.on_gpu.use(now, chain.hashes, (computed + placed.work.host + placed.work.disk) // size)
 
-    def _learn(self, now: float, ticket: Ticket, chain: Chain, spent: Spent, report: Report) -> None:
+    def _learn(self, now: float, placed: PlacedRequest, chain: Chain, spent: Spent, report: Report) -> None:
         """Learns rates from a whole answer: from the engine's own timing if it reports one, else from the
         time the answer took."""
-        rates, work, output = ticket.seat.rates, ticket.work, report.output_tokens
+        rates, work, output = placed.book.rates, placed.work, report.output_tokens
         others = spent.computed - work.computed
         own = work.computed if report.cached_tokens is None else chain.n_tokens - report.cached_tokens
         if report.prefill is not None:
@@ -282,21 +284,21 @@ class Placer:
         if output is not None and self.rates.fit is not None:
             self.demand.answered(now, output * self.rates.fit.step_s)
 
-    def _count(self, now: float, ticket: Ticket) -> None:
+    def _count(self, now: float, placed: PlacedRequest) -> None:
         """Counts a prompt that an engine has computed, once per request: an attempt that an engine refused is
         no demand of its own. Its seconds count only once rates were learned."""
-        if ticket.begun is not None:
+        if placed.begun is not None:
             return
-        ticket.begun = now
+        placed.begun = now
         if self.rates.learned:
-            seconds = ticket.seat.rates.price(ticket.work)
-            ticket.seat.worked.add(now, seconds)
+            seconds = placed.book.rates.price(placed.work)
+            placed.book.worked.add(now, seconds)
             self.demand.worked(now, seconds)
-        if ticket.chain is not None:
-            self.demand.asked(now, ticket.chain, ticket.work.computed)
+        if placed.chain is not None:
+            self.demand.asked(now, placed.chain, placed.work.computed)
 
-    def settled(self, ticket: Ticket) -> None:
+    def settled(self, placed: PlacedRequest) -> None:
         """Ends its pending blocks: events have confirmed by now what it left."""
-        seat, chain = ticket.seat, ticket.chain
-        if chain is not None and self.seats.get(seat.engine) is seat:
-            self.index.end_pending(seat.engine, chain.hashes)
+        book, chain = placed.book, placed.chain
+        if chain is not None and self.books.get(book.engine) is book:
+            self.index.end_pending(book.engine, chain.hashes)

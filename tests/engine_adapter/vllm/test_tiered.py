@@ -66,7 +66,7 @@ async def ask(adapter, *, salt=None, model="tiny", path=COMPLETIONS, prompt=PROM
     """A request as kvpin sends it; the tokens the engine reused."""
     fields = {"model": model, "prompt": list(prompt), "max_tokens": 1, "cache_salt": salt}
     body = JsonBody(json.dumps({k: v for k, v in fields.items() if v is not None}).encode())
-    target = KvTarget(prompt, cache_salt=salt, adapter=model if model != "tiny" else None)
+    target = KvTarget(prompt, cache_salt=salt, lora=model if model != "tiny" else None)
     async with adapter.hold(path, body, target) as hold:
         request = adapter.prepare("POST", path, {"content-type": "application/json"}, hold.body)
     async with httpx.AsyncClient(trust_env=False) as client:

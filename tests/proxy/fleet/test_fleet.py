@@ -49,9 +49,7 @@ class TestAdapters:
 
     def test_its_chain_is_its_own_under_each_salt(self, fleet, engines):
         pool = fleet.pool("m")
-        prompts = [
-            replace(PROMPT, lora=a, salt=s) for a in (None, "ada", "lin") for s in (None, "ada", "s")
-        ]
+        prompts = [replace(PROMPT, lora=a, salt=s) for a in (None, "ada", "lin") for s in (None, "ada", "s")]
         assert len({pool.chain(prompt).hashes for prompt in prompts}) == len(prompts)
 
     def test_it_is_waited_for_while_its_engine_is_lost_and_forgotten_with_it(self, fleet, engines):
@@ -73,7 +71,7 @@ class TestAdapters:
             if adapter_first:
                 add_ready(fleet, "n", model="x")
             add_ready(fleet, "b", loras=frozenset({"x"}))
-        assert [(log["adapter"], log["parent"]) for log in logs] == [("x", "m")]
+        assert [(log["lora"], log["parent"]) for log in logs] == [("x", "m")]
         assert (fleet.pool("x").model, fleet.pool("x").lora_of("x")) == ("x", None)
         assert fleet.served() == {"m": "m", "x": "x"}
 

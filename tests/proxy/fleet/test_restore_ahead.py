@@ -88,7 +88,7 @@ class World:
 
     def on_gpu(self):
         """Blocks of prompts that are known to lie on the GPU."""
-        return self.pool.placer.seats["a"].on_gpu.lost(self.now, 1000, lambda _idle_s: 1.0)
+        return self.pool.placer.books["a"].on_gpu.lost(self.now, 1000, lambda _idle_s: 1.0)
 
     async def tick(self):
         """One look, and all it began."""
@@ -207,10 +207,10 @@ async def test_it_comes_back_once_for_a_turn(world):
 
 async def test_an_engine_that_computes_a_prompt_is_left_alone(world):
     world.talk(1)
-    ticket = world.engine.ledger.begin(world.now, 5.0, Work(100))
+    placed = world.engine.ledger.begin(world.now, 5.0, Work(100))
     await world.tick()
     assert world.restored == 0
-    world.engine.ledger.first_token(world.now, ticket)
+    world.engine.ledger.first_token(world.now, placed)
     await world.tick()
     assert world.restored == 1
 
@@ -266,7 +266,7 @@ async def test_what_would_leave_the_gpu_may_be_worth_more(world, monkeypatch):
     hashes = world.pool.chain(other).hashes
     # It takes all of the GPU, and is asked for again within any time.
     world.pool.index.store("a", Tier.GPU, range(4))
-    world.pool.placer.seats["a"].on_gpu.use(world.now, hashes, 4)
+    world.pool.placer.books["a"].on_gpu.use(world.now, hashes, 4)
     monkeypatch.setattr(world.pool.placer.demand, "returns", lambda idle_s: 0.5 / (1 + idle_s))
     soon = restore_ahead.soon
     monkeypatch.setattr(restore_ahead, "soon", lambda *_: 1.0)

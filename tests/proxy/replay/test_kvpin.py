@@ -91,7 +91,7 @@ def test_an_ablation_keeps_its_books_by_the_full_rule():
     policy.stored(0, Tier.HOST, [1, 2, 3])
     (choice,) = choose(policy, ask((1, 2, 3)))
     assert choice == (0, 300)
-    (prefill,) = policy._placer.seats["e0"].ledger._prefills.values()
+    (prefill,) = policy._placer.books["e0"].ledger._prefills.values()
     assert prefill.work.host == 300
 
 
@@ -101,8 +101,8 @@ def test_everything_it_takes_it_gives_back():
         answered(policy, ask((1, 2, name), name=name), now=float(name))
     placer = policy._placer
     assert [placer.index.pending(name) for name in ("e0", "e1")] == [0, 0]
-    assert [seat.ledger.in_flight for seat in placer.seats.values()] == [0, 0]
-    assert not policy._tickets
+    assert [book.ledger.in_flight for book in placer.books.values()] == [0, 0]
+    assert not policy._placed
 
 
 def test_engines_that_decode_and_have_no_room_teach_it_no_slow_restores(monkeypatch):

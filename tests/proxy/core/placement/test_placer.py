@@ -32,7 +32,7 @@ def placer():
 def place(placer, now, chain, *names):
     """Where it goes, of all engines or those named."""
     matches = placer.match(chain)
-    candidates = [placer.candidate(now, name, matches.get(name)) for name in names or placer.seats]
+    candidates = [placer.candidate(now, name, matches.get(name)) for name in names or placer.books]
     return placer.place(now, candidates, chain)
 
 
@@ -43,11 +43,11 @@ def begin(placer, now, chain, *names, **more):
 def serve(placer, now, chain, *, took_s=0.1, session=None):
     """A streamed request from beginning to end, alone; returns its engine and the cached tokens predicted."""
     placement = place(placer, now, chain)
-    ticket = placer.begin(now, placement, chain, session=session)
-    placer.first_token(now + took_s, ticket)
+    placed = placer.begin(now, placement, chain, session=session)
+    placer.first_token(now + took_s, placed)
     placer.index.store(placement.engine, Tier.GPU, chain.hashes)
-    placer.end(now + took_s + 1.0, ticket, placement.uncached_tokens)
-    placer.settled(ticket)
+    placer.end(now + took_s + 1.0, placed, placement.uncached_tokens)
+    placer.settled(placed)
     return placement.engine, placement.predicted_tokens
 
 
@@ -58,18 +58,18 @@ class TestEngines:
         placer.add("small", tokens_per_block=8, gpu_blocks=10)
         placer.add("unknown")
         assert [
-            (seat.tokens_per_block, seat.gpu_blocks, seat.host_blocks) for seat in placer.seats.values()
+            (book.tokens_per_block, book.gpu_blocks, book.host_blocks) for book in placer.books.values()
         ] == [(64, 40, 20), (16, 5, 0), (16, None, 0)]
 
     def test_one_that_comes_back_starts_anew_but_for_requests_that_still_run(self, placer):
         serve(placer, 0.0, prompt(1))
         running = EngineLedger()
         running.begin(0.0, 1.0, Work(4000))
-        old = placer.seats["a"]
+        old = placer.books["a"]
         placer.add("a", running, gpu_blocks=7)
-        seat = placer.seats["a"]
-        assert seat is not old
-        assert (seat.ledger, seat.gpu_blocks, seat.turn, len(seat.residents)) == (running, 7, 0, 0)
+        book = placer.books["a"]
+        assert book is not old
+        assert (book.ledger, book.gpu_blocks, book.turn, len(book.residents)) == (running, 7, 0, 0)
         assert placer.index.counts("a") == (0, 0, 0, 0)
 
     def test_what_was_begun_before_it_was_lost_settles_without_a_trace(self, placer):
@@ -82,18 +82,18 @@ class TestEngines:
         placer.settled(tickets[0])
         assert placer.index.pending(placement.engine) == len(chain.hashes)
         placer.remove(placement.engine)
-        for ticket in tickets:
-            placer.first_token(2.0, ticket)
-            placer.end(2.0, ticket, None)
-            placer.settled(ticket)
-        assert list(placer.seats) == ["b"]
+        for placed in tickets:
+            placer.first_token(2.0, placed)
+            placer.end(2.0, placed, None)
+            placer.settled(placed)
+        assert list(placer.books) == ["b"]
 
     def test_a_wipe_takes_what_it_held_and_nothing_else(self, placer):
         engine, _ = serve(placer, 0.0, prompt(1))
         placer.wipe(engine)
         assert placer.match(prompt(1)) == {}
-        assert len(placer.seats[engine].residents) == 0
-        assert placer.seats[engine].turn == 1
+        assert len(placer.books[engine].residents) == 0
+        assert placer.books[engine].turn == 1
 
     def test_of_one_with_a_host_tier_it_is_known_what_its_gpu_holds(self):
         placer = Placer(16)
@@ -151,7 +151,7 @@ class TestPlacement:
     def test_nothing_changes_before_a_request_begins(self, placer):
         before = [place(placer, 0.0, prompt(1)) for _ in range(3)]
         assert before[0] == before[1] == before[2]
-        assert (len(placer.index), [seat.turn for seat in placer.seats.values()]) == (0, [0, 0])
+        assert (len(placer.index), [book.turn for book in placer.books.values()]) == (0, [0, 0])
 
     def test_what_is_about_to_be_computed_draws_what_shares_it(self, placer):
         chain = prompt(1, blocks=90)
@@ -165,12 +165,12 @@ class TestPlacement:
 
     def test_an_unknown_prompt_goes_where_the_fewest_requests_are(self, placer):
         first = place(placer, 0.0, None)
-        ticket = placer.begin(0.0, first, None, streams=False)
+        placed = placer.begin(0.0, first, None, streams=False)
         second = place(placer, 0.0, None)
         assert (first.rule, {first.engine, second.engine}) == ("least loaded", {"a", "b"})
-        placer.end(1.0, ticket, 0)
-        placer.settled(ticket)
-        assert len(placer.seats[first.engine].residents) == 0
+        placer.end(1.0, placed, 0)
+        placer.settled(placed)
+        assert len(placer.books[first.engine].residents) == 0
         assert placer.index.counts(first.engine) == (0, 0, 0, 0)
 
     def test_work_weighs_more_where_engines_are_busy(self, placer):
@@ -178,10 +178,10 @@ class TestPlacement:
         for second in range(600):
             chain = prompt(second, blocks=200)
             placement = place(placer, float(second), chain)
-            ticket = placer.begin(float(second), placement, chain)
-            placer.first_token(second + 0.8, ticket)
-            placer.end(second + 0.9, ticket, None)
-            placer.settled(ticket)
+            placed = placer.begin(float(second), placement, chain)
+            placer.first_token(second + 0.8, placed)
+            placer.end(second + 0.9, placed, None)
+            placer.settled(placed)
         # 0.8 s of every second, of two engines.
         assert place(placer, 600.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.02)
         # Those that a request cannot go to are engines nevertheless.
@@ -191,9 +191,9 @@ class TestPlacement:
         serve(placer, 0.0, prompt(0, blocks=100), took_s=0.1)
         for second in range(600):
             placement = place(placer, float(second), prompt(1), "a")
-            ticket = placer.begin(float(second), placement, prompt(1))
-            placer.refine(ticket, Work(1, host=80_000))
-            placer.end(second + 0.5, ticket, 1)
+            placed = placer.begin(float(second), placement, prompt(1))
+            placer.refine(placed, Work(1, host=80_000))
+            placer.end(second + 0.5, placed, 1)
         assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
 
     def test_where_streams_hold_the_memory_a_prompt_waits_for_one_to_end(self, placer):
@@ -220,7 +220,7 @@ class TestPlacement:
 class TestRequests:
     def test_a_first_token_teaches_the_pool(self, placer):
         serve(placer, 0.0, prompt(1, blocks=50), took_s=1.0)
-        assert [seat.rates.prefill_s(801) for seat in placer.seats.values()] == pytest.approx([1.0, 1.0])
+        assert [book.rates.prefill_s(801) for book in placer.books.values()] == pytest.approx([1.0, 1.0])
         assert placer.candidate(9.0, "a").load is IDLE
 
     def test_what_is_in_flight_is_repriced_when_rates_turn_out_to_be_others(self, placer):
@@ -232,17 +232,17 @@ class TestRequests:
     def test_what_is_known_later_counts(self, placer):
         chain = prompt(1, blocks=50)
         placement = place(placer, 0.0, chain)
-        ticket = placer.begin(0.0, placement, chain)
-        placer.refine(ticket, Work(40, host=4000))
+        placed = placer.begin(0.0, placement, chain)
+        placer.refine(placed, Work(40, host=4000))
         assert placer.candidate(0.0, placement.engine).load.queue_s == pytest.approx(0.01 + 0.1)
 
     def test_one_that_failed_leaves_no_prompt(self, placer):
         chain = prompt(1)
         placement = place(placer, 0.0, chain)
-        ticket = placer.begin(0.0, placement, chain)
-        placer.end(1.0, ticket, None)
-        placer.settled(ticket)
-        assert len(placer.seats[placement.engine].residents) == 0
+        placed = placer.begin(0.0, placement, chain)
+        placer.end(1.0, placed, None)
+        placer.settled(placed)
+        assert len(placer.books[placement.engine].residents) == 0
         assert (placer.match(chain), placer.candidate(1.0, placement.engine).load) == ({}, IDLE)
 
     def test_one_that_was_refused_and_asked_for_elsewhere_was_asked_for_once(self, placer):
@@ -264,11 +264,11 @@ class TestRequests:
         placer.add("a", gpu_blocks=100, host_blocks=1000)
         chain, longer = prompt(1, blocks=90), prompt(1, blocks=91)
         placer.index.store("a", Tier.HOST, chain.hashes)
-        ticket = begin(placer, 0.0, longer)
-        assert ticket.work == Work(17, host=1440)
+        placed = begin(placer, 0.0, longer)
+        assert placed.work == Work(17, host=1440)
         placer.index.store("a", Tier.GPU, longer.hashes)
-        placer.end(1.0, ticket, 17)
-        assert placer.seats["a"].on_gpu.lost(2.0, 95, lambda _idle_s: 1.0) == 91.0
+        placer.end(1.0, placed, 17)
+        assert placer.books["a"].on_gpu.lost(2.0, 95, lambda _idle_s: 1.0) == 91.0
 
 
 class TestWholeAnswers:
@@ -282,10 +282,10 @@ class TestWholeAnswers:
 
     def serve(self, placer, at, **report):
         chain, output = prompt(at, blocks=20 + 7 * at % 90), 10 + at % 13
-        ticket = begin(placer, 100.0 * at, chain, streams=False)
+        placed = begin(placer, 100.0 * at, chain, streams=False)
         took_s = (chain.n_tokens - report.get("cached_tokens", 0)) / 2000 + output / 20
-        placer.answered(100.0 * at + took_s, ticket)
-        placer.end(100.0 * at + 99.0, ticket, chain.n_tokens, Report(output_tokens=output, **report))
+        placer.answered(100.0 * at + took_s, placed)
+        placer.end(100.0 * at + 99.0, placed, chain.n_tokens, Report(output_tokens=output, **report))
 
     @pytest.mark.parametrize("report", [{}, {"cached_tokens": 160}])
     def test_teach_rates_and_how_long_answers_take(self, placer, report):
@@ -301,9 +301,9 @@ class TestWholeAnswers:
 
     def test_an_engine_that_says_nothing_teaches_nothing(self, placer):
         for at in range(2 * MIN_ANSWERS):
-            ticket = begin(placer, float(at), prompt(at), streams=False)
-            placer.answered(at + 0.5, ticket)
-            placer.end(at + 0.5, ticket, 161, Report() if at % 2 else None)
+            placed = begin(placer, float(at), prompt(at), streams=False)
+            placer.answered(at + 0.5, placed)
+            placer.end(at + 0.5, placed, 161, Report() if at % 2 else None)
         assert not placer.rates.learned
 
 
@@ -314,8 +314,8 @@ class TestSessions:
         assert {home, other} == {"a", "b"}
         assert (placer.last_engine("s"), placer.last_engine("t")) == (home, other)
         for now, queue_s, expected in ((20.0, 0.0, home), (20.0, 0.01, other)):
-            placer.seats[home].ledger.begin(now, queue_s, Work(0))
-            told = [placer.candidate(now, name, is_last=name == home) for name in placer.seats]
+            placer.books[home].ledger.begin(now, queue_s, Work(0))
+            told = [placer.candidate(now, name, is_last=name == home) for name in placer.books]
             assert placer.place(now, told, prompt(3)).engine == expected
 
     def test_follow_their_last_request_and_are_bounded(self, placer, monkeypatch):
@@ -327,8 +327,8 @@ class TestSessions:
     def test_of_prompts_that_are_not_known_go_back_where_the_load_is_the_same(self, placer):
         placement = place(placer, 0.0, None)
         placer.settled(placer.begin(0.0, placement, None, session="s"))
-        placer.seats["a"].ledger.end(1.0, 1), placer.seats["b"].ledger.end(1.0, 1)
-        told = [placer.candidate(1.0, name, is_last=placer.last_engine("s") == name) for name in placer.seats]
+        placer.books["a"].ledger.end(1.0, 1), placer.books["b"].ledger.end(1.0, 1)
+        told = [placer.candidate(1.0, name, is_last=placer.last_engine("s") == name) for name in placer.books]
         assert placer.place(1.0, told, None).engine == placement.engine
 
 
@@ -359,17 +359,17 @@ class Race:
 
     def ask(self, now, chain):
         while self.due and self.due[0][0] <= now:
-            then, _, ticket, placement = heappop(self.due)
-            self.placer.first_token(then, ticket)
-            self.placer.index.store(placement.engine, Tier.GPU, ticket.chain.hashes)
-            self.placer.end(then, ticket, placement.uncached_tokens)
-            self.placer.settled(ticket)
+            then, _, placed, placement = heappop(self.due)
+            self.placer.first_token(then, placed)
+            self.placer.index.store(placement.engine, Tier.GPU, placed.chain.hashes)
+            self.placer.end(then, placed, placement.uncached_tokens)
+            self.placer.settled(placed)
         placement = place(self.placer, now, chain)
         name = placement.engine
-        ticket = self.placer.begin(now, placement, chain)
+        placed = self.placer.begin(now, placement, chain)
         seconds = placement.uncached_tokens / self.rates[name]
         self.free_at[name] = max(self.free_at[name], now) + seconds
-        heappush(self.due, (self.free_at[name], self.given.total(), ticket, placement))
+        heappush(self.due, (self.free_at[name], self.given.total(), placed, placement))
         self.given[name] += 1
 
 
