@@ -1,4 +1,4 @@
-"""Real llama-server processes for tests: one shared server, and more on demand. Each starts in a moment."""
+"""Real llama-server processes for tests: one shared server, and more on demand."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class RunningLlama:
         return int(self.url.rpartition(":")[2])
 
     def kill(self) -> None:
-        """Ends it at once, as a crash would."""
+        """Kills it, like a crash."""
         self.process.kill()
         self.process.wait(STOP_S)
 
     def stop(self) -> None:
-        """Ends it as an operator would."""
+        """Ends it like an operator."""
         self.process.terminate()
         try:
             self.process.wait(STOP_S)
@@ -128,7 +128,7 @@ def _is_healthy(url: str) -> bool:
 
 @contextmanager
 def memory_dir() -> Iterator[Path]:
-    """An empty directory in memory where the machine has one: a host tier."""
+    """An empty directory, in memory if possible: a host tier."""
     shared = Path("/dev/shm")  # noqa: S108 - a directory of its own is made in it
     path = Path(tempfile.mkdtemp(prefix="kvpin-test-", dir=shared if shared.is_dir() else None))
     try:
@@ -139,7 +139,7 @@ def memory_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def save_dir() -> Iterator[Path]:
-    """A host tier of a test's own."""
+    """The test's own host tier."""
     with memory_dir() as path:
         yield path
 
@@ -156,7 +156,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLlama]:
 
 @pytest.fixture
 def start_llama(tmp_path: Path) -> Iterator[Callable[..., RunningLlama]]:
-    """Starts servers of a test's own: `start_llama("-kvu", slots=2, save_dir=save_dir)`."""
+    """Starts the test's own servers: `start_llama("-kvu", slots=2, save_dir=save_dir)`."""
     with ExitStack() as servers:
         count = 0
 
