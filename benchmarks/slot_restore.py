@@ -58,7 +58,7 @@ def world(directory: Path, ports: list[int]) -> Iterator[httpx.Client]:
 
 
 class Talk:
-    """Documents, and questions about them.
+    """Documents and questions about them.
 
     Attributes:
         cases: seconds to the first token, by case.
@@ -72,7 +72,7 @@ class Talk:
         self._random = random.Random(11)  # noqa: S311 - the same documents each time
 
     def document(self) -> str:
-        """A new text of about as many tokens as asked for."""
+        """A new text of about the given number of tokens."""
         return self._words(self._tokens * 2 // 3)
 
     def ask(self, client: httpx.Client, document: str, case: str | None) -> None:
@@ -84,7 +84,7 @@ class Talk:
             self.cached.setdefault(case, []).append(answer.cached)
 
     def overwrite(self, client: httpx.Client) -> None:
-        """Other prompts go through every slot of both servers."""
+        """Sends other prompts through every slot of both servers."""
         wait_written_back(client)
         for _ in range(2 * SLOTS):
             messages = [{"role": "user", "content": self._words(40)}]
@@ -95,7 +95,7 @@ class Talk:
 
 
 def wait_written_back(client: httpx.Client) -> None:
-    """Until kvpin has saved what it finds worth saving."""
+    """Waits until kvpin has saved the slots that are worth it."""
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
         slots = [

@@ -1,9 +1,9 @@
-"""More conversations than slots: how much of what was computed once is computed again?
+"""More conversations than slots: how many prompt tokens are reused?
 
-One llama-server with 4 slots; 5, 8 and 16 conversations that grow by a turn each round and are asked in turn,
-10 rounds. The same conversations go through kvpin, straight to the server (which picks slots itself) with
-`--cache-ram 0`, straight to one with its default flags, and to one that has a slot for every conversation:
-what that reuses is all that can be. kvpin's word before each request is held against the server's after it.
+One llama-server with 4 slots serves 5, 8 and 16 conversations in turn, for 10 rounds. Each grows by a turn
+per round. The same conversations go through kvpin, straight to a server with `--cache-ram 0` (which picks
+slots itself), straight to one with default flags, and to one with a slot for each conversation, which reuses
+all that is possible. Each prediction of kvpin is compared with the server's report.
 
     python benchmarks/slots.py [--rounds 10] [--slots 4] [--conversations 5 8 16] [--model tiny|large]
 """
@@ -35,15 +35,15 @@ VOCABULARY = [word for word in (ROOT / "README.md").read_text().split() if word.
 
 @dataclass(slots=True)
 class Column:
-    """What one way of asking came to.
+    """The results of one setup.
 
     Attributes:
         cached: reused prompt tokens, as reported.
-        possible: prompt tokens the conversation's turn before had left behind.
+        possible: tokens that the conversation's last turn left in its slot.
         hits: turns after the first that reused at least half of what was possible.
         turns: turns after the first.
-        exact: requests whose reused tokens were predicted to the token.
-        asked: requests.
+        exact: requests with an exact prediction.
+        asked: all requests.
         ttft_s: time to the first token of turns after the first.
     """
 

@@ -1,4 +1,4 @@
-"""Real llama-server processes for tests: one shared server, and more on demand. Each starts in a moment."""
+"""Real llama-server processes for tests: one shared server, and more on demand."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class RunningLlama:
         return int(self.url.rpartition(":")[2])
 
     def kill(self) -> None:
-        """Ends it at once, as a crash would."""
+        """Kills it, like a crash."""
         self.process.kill()
         self.process.wait(STOP_S)
 
     def stop(self) -> None:
-        """Ends it as an operator would."""
+        """Ends it like an operator."""
         self.process.terminate()
         try:
             self.process.wait(STOP_S)
@@ -152,7 +152,7 @@ def _is_healthy(url: str) -> bool:
 
 @contextmanager
 def memory_dir() -> Iterator[Path]:
-    """An empty directory in memory where the machine has one: a host tier."""
+    """An empty directory, in memory if possible: a host tier."""
     shared = Path("/dev/shm")  # noqa: S108 - a directory of its own is made in it
     path = Path(tempfile.mkdtemp(prefix="kvpin-test-", dir=shared if shared.is_dir() else None))
     try:
@@ -163,7 +163,7 @@ def memory_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def save_dir() -> Iterator[Path]:
-    """A host tier of a test's own."""
+    """The test's own host tier."""
     with memory_dir() as path:
         yield path
 
@@ -180,7 +180,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLlama]:
 
 @pytest.fixture
 def start_llama(tmp_path: Path) -> Iterator[Callable[..., RunningLlama]]:
-    """Starts servers of a test's own: `start_llama("-kvu", slots=2, save_dir=save_dir)`."""
+    """Starts the test's own servers: `start_llama("-kvu", slots=2, save_dir=save_dir)`."""
     with ExitStack() as servers:
         count = 0
 

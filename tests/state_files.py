@@ -1,4 +1,4 @@
-"""Files as llama-server saves them, made by hand or by a real one, and a file system that can be full."""
+"""Files as llama-server saves them, made by hand or by a real server, and ways to make file access fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_state(path: Path, tokens: Sequence[int], kv: bytes = b"", *, size: int
 
 
 def complete(url: str, tokens: Sequence[int], slot: int, predict: int = 1) -> dict:
-    """What a real server answers to a prompt of token ids, greedily, on a slot of its own."""
+    """A real server's greedy answer to a prompt of token ids on the given slot."""
     body = {"prompt": list(tokens), "id_slot": slot, "n_predict": predict, "temperature": 0}
     body["return_tokens"] = True
     return httpx.post(f"{url}/completion", json=body, timeout=60).raise_for_status().json()
@@ -50,8 +50,10 @@ def act(url: str, slot: int, action: str, name: str) -> httpx.Response:
 
 
 class LittleRoom:
-    """A directory of its own that can be filled up: a small tmpfs, or a limit on files without the right to
-    mount one. Either way the kernel refuses the write."""
+    """A directory that can be filled up: a small tmpfs, or without the right to mount a limit on file sizes.
+
+    Either way the kernel refuses the write.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
         path.mkdir()
@@ -65,7 +67,7 @@ class LittleRoom:
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """While this lasts, not a byte can be written."""
+        """Inside the block, no byte can be written."""
         with self._filled() if self.is_mounted else _no_file_grows():
             yield
 
@@ -98,7 +100,7 @@ def _no_file_grows() -> Iterator[None]:
 
 @contextmanager
 def unprivileged(directory: Path) -> Iterator[None]:
-    """Root may read every file: while this lasts the process is nobody, who owns `directory`."""
+    """Inside the block, root is the user nobody, who owns `directory`: root itself may read every file."""
     if os.geteuid():
         yield
         return
@@ -114,7 +116,7 @@ def unprivileged(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def no_handles() -> Iterator[None]:
-    """While this lasts, the process can open no further file."""
+    """Inside the block, the process can open no further file."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.open(os.devnull, os.O_RDONLY)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limit[1]))

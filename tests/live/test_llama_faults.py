@@ -34,9 +34,9 @@ pytestmark = pytest.mark.live
 
 WAIT_S = 20.0
 POLL_S = 0.02
-# A server that does not answer for so long is lost.
+# A server that does not answer for this long is lost.
 TIMEOUT_S = 3.0
-# Stands in every prompt: what is logged must never hold it.
+# Every prompt contains this, and no log line may.
 SECRET = "Ship"
 ANSWER = 8  # tokens
 NUMBERS = count()
@@ -74,19 +74,19 @@ def alone(url: str, text: str) -> str:
 
 
 def cached(answer: httpx.Response) -> int:
-    """Prompt tokens that were reused, which kvpin must have foreseen."""
+    """The reused prompt tokens; checks that kvpin predicted them."""
     reported = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert int(answer.headers["x-kvpin-predicted-tokens"]) == reported
     return reported
 
 
 def is_hit(answer: httpx.Response) -> bool:
-    """Whether all that can be reused was."""
+    """Whether all tokens were reused that can be."""
     return cached(answer) == answer.json()["usage"]["prompt_tokens"] - 1
 
 
 def refused(answer: httpx.Response) -> bool:
-    """Whether kvpin said properly that no engine serves this now."""
+    """Whether kvpin answered properly that no engine is ready."""
     assert answer.status_code in (502, 503)
     assert answer.json()["error"]["type"] == "server_error"
     assert answer.json()["error"]["message"]
@@ -134,14 +134,14 @@ class Behind:
         return httpx.post(url, json=body, timeout=WAIT_S, trust_env=False)
 
     def ask(self, text: str) -> httpx.Response:
-        """The same, answered as a lone server would."""
+        """The same; checks that the answer is that of a lone server."""
         answer = self.post(text).raise_for_status()
         assert text_of(answer).startswith(self.right(text))
         return answer
 
     @property
     def engine(self) -> dict[str, Any]:
-        """What kvpin tells of it; empty while it is lost."""
+        """Its state by kvpin's stats; empty while it is lost."""
         return self.kvpin.engines().get(self.id, {})
 
     @property
@@ -176,7 +176,7 @@ class Behind:
         return [sentence for sentence in sentences if re.search(pattern, sentence)]
 
     def until_ready(self, times: int = 1) -> None:
-        """Waits until kvpin has connected to it so often."""
+        """Waits until kvpin has connected to it `times` times."""
 
         def ready() -> bool:
             lines = [line for line in self.log() if line.get("engine") == self.id]
