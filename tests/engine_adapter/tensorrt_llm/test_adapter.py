@@ -379,7 +379,7 @@ class TestEvents:
                 await event()
                 await event()
                 await ask(adapter, prompt=list(range(100)), lora_request=LORA)
-                assert (await event()).adapter == "lora_id 1"
+                assert (await event()).lora == "lora_id 1"
                 await ask(adapter, prompt=list(range(100)))
                 assert (await event()).adapter is None
 

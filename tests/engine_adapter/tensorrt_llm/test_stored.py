@@ -24,7 +24,7 @@ def test_one_run_of_text():
     (run,) = runs(block(1, 10, 11), block("b", 12, 13), parent="a")
     assert (run.tier, run.parent, run.hashes, run.tokens_per_block) == (Tier.GPU, b"a", (1, b"b"), SIZE)
     assert (run.token_ids, run.extra_ids) == (array("i", [10, 11, 12, 13]), None)
-    assert (run.salt, run.adapter) == (None, None)
+    assert (run.salt, run.lora) == (None, None)
 
 
 def test_runs_end_where_the_tier_changes():
@@ -47,7 +47,7 @@ def test_a_level_that_is_not_known(level):
 
 def test_salt_and_adapter_stand_at_the_root_of_a_chain():
     (root,) = runs(block(1, 1, 2, cache_salt="s", lora_id=7))
-    assert (root.salt, root.adapter) == ("s", "lora_id 7")
+    assert (root.salt, root.lora) == ("s", "lora_id 7")
     (child,) = runs(block(2, 3, 4, cache_salt="s", lora_id=7), parent=1)
     assert (child.salt, child.adapter) == (None, None)
     (plain,) = runs(block(1, 1, 2, cache_salt=None, lora_id=None))
