@@ -381,7 +381,7 @@ class TestEvents:
                 await ask(adapter, prompt=list(range(100)), lora_request=LORA)
                 assert (await event()).lora == "lora_id 1"
                 await ask(adapter, prompt=list(range(100)))
-                assert (await event()).adapter is None
+                assert (await event()).lora is None
 
     async def test_without_events_none_are_followed(self, lora_of):
         routes = [

@@ -49,7 +49,7 @@ def test_salt_and_adapter_stand_at_the_root_of_a_chain():
     (root,) = runs(block(1, 1, 2, cache_salt="s", lora_id=7))
     assert (root.salt, root.lora) == ("s", "lora_id 7")
     (child,) = runs(block(2, 3, 4, cache_salt="s", lora_id=7), parent=1)
-    assert (child.salt, child.adapter) == (None, None)
+    assert (child.salt, child.lora) == (None, None)
     (plain,) = runs(block(1, 1, 2, cache_salt=None, lora_id=None))
     assert (plain.salt, plain.adapter) == (None, None)
     (untold,) = runs(block(1, 1, 2, cache_salt=UNSET, lora_id=UNSET))
