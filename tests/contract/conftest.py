@@ -99,8 +99,8 @@ async def adapter(
 
 
 @pytest.fixture
-async def lora_of() -> AsyncIterator[Callable[..., EngineAdapter]]:
-    """Makes adapters of a test's own: `lora_of("embedded", url)`."""
+async def adapter_of() -> AsyncIterator[Callable[..., EngineAdapter]]:
+    """Makes adapters of a test's own: `adapter_of("embedded", url)`."""
     made: list[EngineAdapter] = []
 
     def make(kind: str, url: str, **fields: str) -> EngineAdapter:

@@ -80,8 +80,8 @@ class View:
 
 
 @pytest.fixture
-async def adapter(lora_of, embedded_engine):
-    return lora_of("embedded", embedded_engine.url)
+async def adapter(adapter_of, embedded_engine):
+    return adapter_of("embedded", embedded_engine.url)
 
 
 @pytest.fixture
@@ -244,9 +244,9 @@ async def test_prompt_tables_share_only_their_own_kv(adapter, control):
     assert caught.value.param == "prompt_table"
 
 
-async def test_an_engine_without_host_tier_or_pins_that_is_killed(lora_of, start_engine):
+async def test_an_engine_without_host_tier_or_pins_that_is_killed(adapter_of, start_engine):
     engine = start_engine("--kv-blocks", "64", "--pin-share", "0")
-    adapter = lora_of("embedded", engine.url)
+    adapter = adapter_of("embedded", engine.url)
     info = await adapter.connect()
     assert info.host_blocks == 0
     missing = {Capability.RENDER, Capability.OFFLOAD, Capability.RESTORE}

@@ -172,8 +172,8 @@ async def test_stats_are_for_people(adapter):
 
 
 @pytest.mark.parametrize("kind", ENGINE_KINDS)
-async def test_nobody_there_is_unavailable(lora_of, kind):
-    adapter = lora_of(kind, "http://127.0.0.1:1")
+async def test_nobody_there_is_unavailable(adapter_of, kind):
+    adapter = adapter_of(kind, "http://127.0.0.1:1")
     for call in (adapter.connect, adapter.load):
         with pytest.raises(EngineUnavailable):
             await call()
@@ -185,12 +185,12 @@ def test_a_bad_address_is_told_at_once(kind):
         make_adapter(EngineSpec(kind=kind, url="localhost:8000", id="e"))
 
 
-async def test_another_kind_of_engine_is_not_taken_for_ours(lora_of):
+async def test_another_kind_of_engine_is_not_taken_for_ours(adapter_of):
     with served(Starlette(routes=[Route("/kv/info", lambda _: JSONResponse({"engine": "another"}))])) as url:
         with pytest.raises(EngineUnavailable, match="does not answer as kvpin"):
-            await lora_of("embedded", url).connect()
+            await adapter_of("embedded", url).connect()
         with pytest.raises(EngineRejected):
-            await lora_of("embedded", url).load()
+            await adapter_of("embedded", url).load()
 
 
 async def test_what_it_cannot_do_is_named_with_what_there_is_instead(adapter):

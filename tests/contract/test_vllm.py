@@ -84,8 +84,8 @@ async def following(adapter):
 
 
 @pytest.fixture
-def vllm(lora_of, vllm_server):
-    return lora_of("vllm", vllm_server.url)
+def vllm(adapter_of, vllm_server):
+    return adapter_of("vllm", vllm_server.url)
 
 
 @pytest.fixture
@@ -244,13 +244,13 @@ async def test_while_requests_run_nothing_is_flushed(vllm, vllm_server, transpor
         assert not isinstance(follower.events[-1], CacheCleared)
 
 
-async def test_without_replay_reused_blocks_become_known(lora_of, vllm, control):
+async def test_without_replay_reused_blocks_become_known(adapter_of, vllm, control):
     """If it connects late without a replay, requests report the blocks they reuse."""
     tokens = tokens_of("late", 100)
     await complete(control, tokens)
     sources = await control.get("/kv_event_sources")
     address = sources["0"]["endpoint"].replace("*", "127.0.0.1")
-    late = lora_of("vllm", vllm.spec.url, events=address)
+    late = adapter_of("vllm", vllm.spec.url, events=address)
     async with following(late) as follower:
         assert not follower.view.complete
         assert follower.held(tokens) == 0

@@ -29,7 +29,7 @@ ALL = KvTarget()
 
 
 @pytest.fixture
-async def lora_of():
+async def adapter_of():
     made = []
 
     def make(running, **fields):
@@ -59,8 +59,8 @@ async def complete(adapter, body):
 
 
 class TestConnect:
-    async def test_what_it_is(self, start, lora_of):
-        info = await lora_of(start(page_size=16, loras=("calm",), capacity=100)).connect()
+    async def test_what_it_is(self, start, adapter_of):
+        info = await adapter_of(start(page_size=16, loras=("calm",), capacity=100)).connect()
         assert (info.model, info.loras, info.tokens_per_block) == ("tiny", {"calm"}, 16)
         assert (info.gpu_blocks, info.host_blocks, info.max_model_len) == (100, None, 1024)
         assert (info.tokenizer, info.version) == (str(MODEL_DIR), "SGLang 0.5.23")
@@ -72,51 +72,51 @@ class TestConnect:
             Capability.FLUSH,
         }
 
-    async def test_each_start_is_another_instance(self, start, lora_of):
+    async def test_each_start_is_another_instance(self, start, adapter_of):
         running = start()
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         first, second = await adapter.connect(), await adapter.connect()
         running.fake.restart()
         assert first == second
         assert (await adapter.connect()).instance != first.instance
 
-    async def test_a_server_of_old(self, start, lora_of):
+    async def test_a_server_of_old(self, start, adapter_of):
         running = start(routes=(), version="0.5.5", enable_cache_report=False)
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         info = await adapter.connect()
         assert info.capabilities == {Capability.TOKENIZE, Capability.CACHE_SALT, Capability.FLUSH}
         assert any("do not carry cache salts" in finding.problem for finding in adapter.findings())
         assert (await adapter.load()).running == 0
 
-    async def test_the_host_tier_and_the_operators_tokenizer(self, start, lora_of):
+    async def test_the_host_tier_and_the_operators_tokenizer(self, start, adapter_of):
         hicache = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
-        adapter = lora_of(start(page_size=16, capacity=10, server_info=hicache), tokenizer="mine")
+        adapter = adapter_of(start(page_size=16, capacity=10, server_info=hicache), tokenizer="mine")
         info = await adapter.connect()
         assert (info.gpu_blocks, info.host_blocks, info.tokenizer) == (10, 20, "mine")
         assert adapter.findings() == ()
 
-    async def test_a_key_that_is_wanted(self, start, lora_of):
+    async def test_a_key_that_is_wanted(self, start, adapter_of):
         running = start(api_key="secret")
         with pytest.raises(EngineUnavailable, match="needs its --api-key"):
-            await lora_of(running).connect()
-        await lora_of(running, api_key="secret").connect()
+            await adapter_of(running).connect()
+        await adapter_of(running, api_key="secret").connect()
 
-    async def test_a_rank_that_is_not_there(self, start, lora_of):
+    async def test_a_rank_that_is_not_there(self, start, adapter_of):
         with pytest.raises(EngineUnavailable, match=r"no dp_rank 1, only 1 rank\(s\)"):
-            await lora_of(start(), dp_rank=1).connect()
+            await adapter_of(start(), dp_rank=1).connect()
 
-    async def test_a_server_that_is_paused_takes_no_requests(self, start, lora_of):
+    async def test_a_server_that_is_paused_takes_no_requests(self, start, adapter_of):
         running = start()
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         await adapter.connect()
         running.fake.paused = True
         for call in (adapter.connect, adapter.load):
             with pytest.raises(EngineUnavailable):
                 await call()
 
-    async def test_findings_are_of_the_last_connect(self, start, lora_of):
+    async def test_findings_are_of_the_last_connect(self, start, adapter_of):
         running = start(kv_events=False)
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         assert adapter.findings() == ()
         info = await adapter.connect()
         assert Capability.KV_EVENTS not in info.capabilities
@@ -124,9 +124,9 @@ class TestConnect:
 
 
 class TestLoad:
-    async def test_counts_requests(self, start, lora_of):
+    async def test_counts_requests(self, start, adapter_of):
         running = start()
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         assert (await adapter.load()).running == 0
         running.core.hold()
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 1}
@@ -138,9 +138,9 @@ class TestLoad:
         assert (load.running, load.waiting, load.outdated) == (1, 0, False)
         assert load.gpu_usage > 0
 
-    async def test_adapters_come_and_go(self, start, lora_of):
+    async def test_adapters_come_and_go(self, start, adapter_of):
         running = start(loras=("calm",))
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         await adapter.connect()
         assert not (await adapter.load()).outdated
         running.fake.options = type(running.fake.options)(loras=("calm", "loud"))
@@ -148,9 +148,9 @@ class TestLoad:
         assert (await adapter.connect()).loras == {"calm", "loud"}
         assert not (await adapter.load()).outdated
 
-    async def test_stats_are_for_people(self, start, lora_of):
+    async def test_stats_are_for_people(self, start, adapter_of):
         running = start(page_size=16, capacity=10)
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         for _ in range(2):
             await complete(adapter, {"model": "tiny", "prompt": list(range(32)), "max_tokens": 1})
         stats = await adapter.stats()
@@ -158,9 +158,9 @@ class TestLoad:
 
 
 class TestEvents:
-    async def test_what_was_stored_before_and_what_changes(self, start, lora_of):
+    async def test_what_was_stored_before_and_what_changes(self, start, adapter_of):
         running = start(page_size=16, loras=("calm",), capacity=4)
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         tokens = list(range(100, 140))
         body = {"model": "tiny", "prompt": tokens, "max_tokens": 1}
         await complete(adapter, body | {"cache_salt": "s", "lora_path": "calm"})
@@ -179,9 +179,9 @@ class TestEvents:
             pass
         await events.aclose()
 
-    async def test_lower_tiers(self, start, lora_of):
+    async def test_lower_tiers(self, start, adapter_of):
         running = start(page_size=2)
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         events = adapter.events()
         while not isinstance(await anext(events), ViewCurrent):
             pass
@@ -194,10 +194,10 @@ class TestEvents:
         assert await anext(events) == BlocksRemoved(Tier.HOST, (-5,))
         await events.aclose()
 
-    async def test_of_one_rank(self, start, lora_of):
+    async def test_of_one_rank(self, start, adapter_of):
         running = start(ranks=2, page_size=2)
         for rank in (0, 1):
-            adapter = lora_of(running, dp_rank=rank)
+            adapter = adapter_of(running, dp_rank=rank)
             request = adapter.prepare("POST", COMPLETIONS, {}, None)
             body = {"model": "tiny", "prompt": [10 + rank, 5, 5], "max_tokens": 1}
             await adapter._control.call("POST", COMPLETIONS, json=body, headers=request.headers)
@@ -206,26 +206,26 @@ class TestEvents:
             await events.aclose()
             assert seen[2].token_ids.tolist() == [10 + rank, 5]
 
-    async def test_addresses_that_the_operator_gives(self, start, lora_of):
+    async def test_addresses_that_the_operator_gives(self, start, adapter_of):
         running = start()
         publisher = running.publisher
         elsewhere = {"endpoint_host": "10.255.255.1", "endpoint_port_base": 1, "block_size": 1}
         running = start(server_info={"kv_events": elsewhere})
-        adapter = lora_of(running, events=publisher.endpoint, replay=publisher.replay_endpoint)
+        adapter = adapter_of(running, events=publisher.endpoint, replay=publisher.replay_endpoint)
         assert Capability.KV_EVENTS in (await adapter.connect()).capabilities
         events = adapter.events()
         seen = [await anext(events) for _ in range(2)]
         await events.aclose()
         assert isinstance(seen[1], CacheCleared)
 
-    async def test_that_do_not_fit(self, start, lora_of):
+    async def test_that_do_not_fit(self, start, adapter_of):
         with pytest.raises(NotSupported, match="--kv-events-config"):
-            await anext(lora_of(start(kv_events=False)).events())
+            await anext(adapter_of(start(kv_events=False)).events())
 
 
 class TestRequests:
-    async def test_a_hold_of_nothing_and_before_the_first_connect(self, start, lora_of):
-        adapter = lora_of(start(loras=("calm",)))
+    async def test_a_hold_of_nothing_and_before_the_first_connect(self, start, adapter_of):
+        adapter = adapter_of(start(loras=("calm",)))
         body = JsonBody(b'{"model": "calm"}')
         async with adapter.hold(CHAT, body, None) as hold:
             assert hold.body is body
@@ -235,8 +235,8 @@ class TestRequests:
         async with adapter.hold(CHAT, body, None) as hold:
             assert json.loads(hold.body.raw) == {"model": "calm", "lora_path": "calm"}
 
-    async def test_without_reuse_adapters_and_salts_are_kept_to_as_well(self, start, lora_of):
-        adapter = lora_of(start(loras=("calm",)))
+    async def test_without_reuse_adapters_and_salts_are_kept_to_as_well(self, start, adapter_of):
+        adapter = adapter_of(start(loras=("calm",)))
         await adapter.connect()
 
         def sent(path, **fields):
@@ -255,39 +255,39 @@ class TestRequests:
         [({}, True), ({"jinja": False}, False), ({"version": "0.5.22"}, False)],
     )
     async def test_tokens_go_where_a_jinja_template_is_known_to_write_chats(
-        self, start, lora_of, options, forwarded
+        self, start, adapter_of, options, forwarded
     ):
-        adapter = lora_of(start(**options))
+        adapter = adapter_of(start(**options))
         await adapter.connect()
         body = JsonBody(b'{"messages": [{"role": "user", "content": "hi"}]}')
         async with adapter.hold(CHAT, body, KvTarget(token_array([1, 2]), exact=True)) as hold:
             assert ("input_ids" in hold.body) is forwarded
 
     async def test_the_rank_is_named_in_a_header_and_the_clients_own_word_is_not_passed_on(
-        self, start, lora_of
+        self, start, adapter_of
     ):
         running = start(ranks=2)
         theirs = {"X-Data-Parallel-Rank": "0", "content-type": "application/json"}
-        request = lora_of(running, dp_rank=1).prepare("POST", CHAT, theirs, None)
+        request = adapter_of(running, dp_rank=1).prepare("POST", CHAT, theirs, None)
         named = {name.lower(): value for name, value in request.headers.items()}
         assert named["x-data-parallel-rank"] == "1"
         assert len(named) == len(request.headers)
-        request = lora_of(running).prepare("POST", CHAT, theirs, None)
+        request = adapter_of(running).prepare("POST", CHAT, theirs, None)
         assert request.headers["X-Data-Parallel-Rank"] == "0"
 
 
 class TestFlush:
-    async def test_forgets_everything(self, start, lora_of):
+    async def test_forgets_everything(self, start, adapter_of):
         running = start()
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         await complete(adapter, {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 1})
         assert len(running.core.cache) == 3
         assert [part.left for part in await flushed(adapter)] == [{}]
         assert len(running.core.cache) == 0
 
-    async def test_a_busy_server_keeps_what_it_has(self, start, lora_of):
+    async def test_a_busy_server_keeps_what_it_has(self, start, adapter_of):
         running = start()
-        adapter = lora_of(running)
+        adapter = adapter_of(running)
         running.core.hold()
         sent = asyncio.create_task(complete(adapter, {"model": "tiny", "prompt": [1, 2], "max_tokens": 1}))
         while (await adapter.load()).running == 0:  # noqa: ASYNC110
@@ -298,18 +298,18 @@ class TestFlush:
         assert (progress.done, progress.total, progress.left) == (0, 0, {"busy": 1})
 
     @pytest.mark.parametrize("target", [KvTarget(token_array([1])), KvTarget(cache_salt="s")])
-    async def test_only_as_a_whole(self, start, lora_of, target):
+    async def test_only_as_a_whole(self, start, adapter_of, target):
         with pytest.raises(NotSupported, match="without a prompt or a tenant"):
-            await flushed(lora_of(start()), target)
+            await flushed(adapter_of(start()), target)
 
     @pytest.mark.parametrize("verb", [KvVerb.OFFLOAD, KvVerb.RESTORE])
-    async def test_sglang_moves_between_tiers_by_itself(self, start, lora_of, verb):
+    async def test_sglang_moves_between_tiers_by_itself(self, start, adapter_of, verb):
         with pytest.raises(NotSupported, match="host tier by itself"):
-            await flushed(lora_of(start()), verb=verb)
+            await flushed(adapter_of(start()), verb=verb)
 
-    async def test_the_admin_key(self, start, lora_of):
+    async def test_the_admin_key(self, start, adapter_of):
         running = start(admin_api_key="admin")
-        without, having = lora_of(running), lora_of(running, api_key="admin")
+        without, having = adapter_of(running), adapter_of(running, api_key="admin")
         assert Capability.FLUSH not in (await without.connect()).capabilities
         with pytest.raises(EngineRejected) as caught:
             await flushed(without)

@@ -42,7 +42,7 @@ def body(**fields) -> JsonBody:
 
 
 @pytest.fixture
-async def lora_of():
+async def adapter_of():
     made = []
 
     def make(url, **fields):
@@ -61,8 +61,8 @@ def server():
 
 
 @pytest.fixture
-def adapter(lora_of, server):
-    return lora_of(server.url)
+def adapter(adapter_of, server):
+    return adapter_of(server.url)
 
 
 async def post(request) -> httpx.Response:
@@ -90,12 +90,12 @@ async def following(adapter):
         yield next_event
 
 
-async def test_what_it_is(adapter, lora_of, server):
+async def test_what_it_is(adapter, adapter_of, server):
     info = await adapter.connect()
     assert (info.model, info.tokenizer, info.version) == ("tiny", "/models/tiny", "TensorRT-LLM 1.4.0")
     assert (info.tokens_per_block, info.gpu_blocks, info.host_blocks) == (32, 64, None)
     assert await adapter.connect() == info
-    named = await lora_of(server.url, model="n", tokenizer="/t").connect()
+    named = await adapter_of(server.url, model="n", tokenizer="/t").connect()
     assert (named.model, named.tokenizer) == ("n", "/t")
     assert named.instance != info.instance
     load = await adapter.load()
@@ -103,9 +103,9 @@ async def test_what_it_is(adapter, lora_of, server):
     assert adapter.findings() == ()
 
 
-async def test_what_takes_figures_away_is_read_seldom(lora_of, monkeypatch):
+async def test_what_takes_figures_away_is_read_seldom(adapter_of, monkeypatch):
     with running_trtllm(prometheus=False) as server:
-        adapter = lora_of(server.url)
+        adapter = adapter_of(server.url)
         server.fake.core.waiting = 3
         server.fake._end_of_step()
         assert (await adapter.load()).waiting == 3
@@ -117,9 +117,9 @@ async def test_what_takes_figures_away_is_read_seldom(lora_of, monkeypatch):
         assert server.fake.steps == []
 
 
-async def test_an_engine_that_is_gone(lora_of):
+async def test_an_engine_that_is_gone(adapter_of):
     with running_trtllm() as server:
-        adapter = lora_of(server.url)
+        adapter = adapter_of(server.url)
         await adapter.connect()
     for call in (adapter.connect, adapter.load):
         with pytest.raises(EngineUnavailable):
@@ -241,25 +241,25 @@ class TestTokens:
             ("no", EngineUnavailable),
         ],
     )
-    async def test_ids_that_need_not_be_those_it_runs(self, lora_of, rendered, error):
+    async def test_ids_that_need_not_be_those_it_runs(self, adapter_of, rendered, error):
         with running_trtllm() as other:
             routes = [route for route in other.fake.app.routes if not route.path.endswith("/render")]
             render = Route(f"{CHAT}/render", lambda _: JSONResponse(rendered), methods=["POST"])
             with served(Starlette(routes=[render, *routes])) as url, pytest.raises(error):
-                await lora_of(url).tokenize(CHAT, body(messages=HELLO))
+                await adapter_of(url).tokenize(CHAT, body(messages=HELLO))
 
-    async def test_without_render_routes_it_tells_none(self, lora_of):
+    async def test_without_render_routes_it_tells_none(self, adapter_of):
         with running_trtllm(renders=False) as server:
-            adapter = lora_of(server.url)
+            adapter = adapter_of(server.url)
             with pytest.raises(NotSupported, match="TRTLLM_ENABLE_RENDER_ENDPOINTS=1"):
                 await adapter.tokenize(CHAT, body(messages=HELLO))
             assert discovery.NO_TOKENIZE in adapter.findings()
 
 
 class TestEvents:
-    async def test_they_follow_what_it_stores_moves_and_forgets(self, lora_of):
+    async def test_they_follow_what_it_stores_moves_and_forgets(self, adapter_of):
         with running_trtllm(gpu_blocks=4, host_blocks=2) as server:
-            adapter = lora_of(server.url)
+            adapter = adapter_of(server.url)
             async with following(adapter) as event:
                 assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
                 await ask(adapter, prompt=list(range(100)))
@@ -304,9 +304,9 @@ class TestEvents:
         with pytest.raises(NotSupported, match="priorities"):
             await adapter.pin(KvTarget(), 1.0)
 
-    async def test_without_a_reset_route_nothing_is_flushed(self, lora_of):
+    async def test_without_a_reset_route_nothing_is_flushed(self, adapter_of):
         with running_trtllm(reset_path=None) as server:
-            adapter = lora_of(server.url)
+            adapter = adapter_of(server.url)
             with pytest.raises(NotSupported, match="restart the engine"):
                 await anext(adapter.operate(KvVerb.FLUSH, KvTarget()))
             assert discovery.NO_RESET in adapter.findings()
@@ -336,10 +336,10 @@ class TestEvents:
             assert current == ViewCurrent()
         assert NO_HOST_TIER in adapter.findings()
 
-    async def test_another_block_size_is_seen_and_told(self, lora_of):
+    async def test_another_block_size_is_seen_and_told(self, adapter_of):
         options = {"tokens_per_block": 64, "tells_block_size": False, "prometheus": False, "host_blocks": 1}
         with running_trtllm(**options) as server:
-            adapter = lora_of(server.url)
+            adapter = adapter_of(server.url)
             assert (await adapter.connect()).tokens_per_block == 32
             assert discovery.BLOCK_SIZE_UNKNOWN in adapter.findings()
             async with following(adapter) as event:
@@ -372,9 +372,9 @@ class TestEvents:
         assert NO_LORA_IN_EVENTS in adapter.findings()
         assert (await adapter.load()).outdated
 
-    async def test_adapters_it_does_tell_of_are_kept_apart(self, lora_of):
+    async def test_adapters_it_does_tell_of_are_kept_apart(self, adapter_of):
         with running_trtllm(tells_lora=True) as server:
-            adapter = lora_of(server.url)
+            adapter = adapter_of(server.url)
             async with following(adapter) as event:
                 await event()
                 await event()
@@ -383,19 +383,19 @@ class TestEvents:
                 await ask(adapter, prompt=list(range(100)))
                 assert (await event()).lora is None
 
-    async def test_without_events_none_are_followed(self, lora_of):
+    async def test_without_events_none_are_followed(self, adapter_of):
         routes = [
             Route("/health", lambda _: JSONResponse({})),
             Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "m"}]})),
         ]
         with served(Starlette(routes=routes)) as url:
-            adapter = lora_of(url)
+            adapter = adapter_of(url)
             with pytest.raises(NotSupported):
                 await anext(adapter.events())
             assert discovery.NO_EVENTS in adapter.findings()
 
 
-def test_what_there_is_instead_is_said_for_all(lora_of):
+def test_what_there_is_instead_is_said_for_all(adapter_of):
     adapter = TensorRTLLMAdapter(EngineSpec("tensorrt_llm", "http://127.0.0.1:1", "t"))
     assert adapter.not_supported(Capability.PIN).instead == adapter.instead[Capability.PIN]
     assert all(adapter.not_supported(capability).instead for capability in Capability)

@@ -34,7 +34,7 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
-async def lora_of():
+async def adapter_of():
     made = []
 
     def make(server, **fields):
@@ -76,9 +76,9 @@ async def operated(adapter, verb, target=KvTarget()):  # noqa: B008 - frozen
     return [progress async for progress in adapter.operate(verb, target)]
 
 
-async def test_a_restarted_server_is_another(lora_of):
+async def test_a_restarted_server_is_another(adapter_of):
     with running_vllm() as server:
-        adapter = lora_of(server)
+        adapter = adapter_of(server)
         first = await adapter.connect()
         await adapter.load()
         server.fake.restart()
@@ -88,9 +88,9 @@ async def test_a_restarted_server_is_another(lora_of):
         await adapter.load()
 
 
-async def test_without_an_identity_a_counter_that_falls_tells(lora_of):
+async def test_without_an_identity_a_counter_that_falls_tells(adapter_of):
     with running_vllm(identity=False) as server:
-        adapter = lora_of(server)
+        adapter = adapter_of(server)
         first = await adapter.connect()
         await complete(server, range(100))
         await adapter.load()
@@ -101,9 +101,9 @@ async def test_without_an_identity_a_counter_that_falls_tells(lora_of):
         assert (await adapter.connect()).instance != first.instance
 
 
-async def test_the_load_of_a_server(lora_of, transport):
+async def test_the_load_of_a_server(adapter_of, transport):
     with running_vllm(num_gpu_blocks=11, block_size=16) as server:
-        adapter = lora_of(server)
+        adapter = adapter_of(server)
         await adapter.connect()
         server.core.hold(after=1)
         running = adapter.prepare("POST", TEXT, JSON, body(prompt=[5] * 33, max_tokens=2, stream=True))
@@ -114,9 +114,9 @@ async def test_the_load_of_a_server(lora_of, transport):
         server.core.release()
 
 
-async def test_it_does_not_join_before_it_is_known_whether_it_heeds_salts(lora_of, monkeypatch):
+async def test_it_does_not_join_before_it_is_known_whether_it_heeds_salts(adapter_of, monkeypatch):
     with running_vllm() as server:
-        adapter = lora_of(server)
+        adapter = adapter_of(server)
         with monkeypatch.context() as hasty:
             hasty.setattr("engine_adapter.vllm.trials._PATIENCE_S", 0.0)
             with pytest.raises(EngineUnavailable, match="cache salts"):
@@ -125,9 +125,9 @@ async def test_it_does_not_join_before_it_is_known_whether_it_heeds_salts(lora_o
         assert not (await adapter.load()).outdated
 
 
-async def test_adapters_are_served_under_their_own_names(lora_of):
+async def test_adapters_are_served_under_their_own_names(adapter_of):
     with running_vllm(loras=("ada",)) as server:
-        adapter = lora_of(server)
+        adapter = adapter_of(server)
         assert (await adapter.connect()).loras == {"ada"}
         async with aclosing(adapter.events()) as events:
             await until(events, ViewCurrent)
@@ -138,9 +138,9 @@ async def test_adapters_are_served_under_their_own_names(lora_of):
         assert (await adapter.tokenize(TEXT, body(model="an alias", prompt="x"))).tolist() == encode("x")
 
 
-async def test_each_rank_is_an_engine_of_its_own(lora_of):
+async def test_each_rank_is_an_engine_of_its_own(adapter_of):
     with running_vllm(ranks=2) as server:
-        adapters = [lora_of(server, dp_rank=rank) for rank in (0, 1)]
+        adapters = [adapter_of(server, dp_rank=rank) for rank in (0, 1)]
         infos = [await adapter.connect() for adapter in adapters]
         assert infos[0].instance == infos[1].instance
         sent = adapters[1].prepare("POST", TEXT, {"X-Data-Parallel-Rank": "0"}, body(prompt="x"))
@@ -157,9 +157,9 @@ async def test_each_rank_is_an_engine_of_its_own(lora_of):
             assert await cleared
 
 
-async def test_a_restart_makes_the_view_anew(lora_of):
+async def test_a_restart_makes_the_view_anew(adapter_of):
     with running_vllm() as server:
-        adapter = lora_of(server)
+        adapter = adapter_of(server)
         await adapter.connect()
         async with aclosing(adapter.events()) as events:
             await until(events, ViewCurrent)
@@ -175,10 +175,10 @@ async def test_a_restart_makes_the_view_anew(lora_of):
         assert stats["prefix_cache"] == {"queried_tokens": 40, "hit_tokens": 0}
 
 
-async def test_a_server_without_render_is_asked_with_tokenize(lora_of):
+async def test_a_server_without_render_is_asked_with_tokenize(adapter_of):
     chat = [{"role": "user", "content": "Hi"}]
     with running_vllm(enable_scale_out=False) as server:
-        adapter = lora_of(server)
+        adapter = adapter_of(server)
         assert Capability.RENDER not in (await adapter.connect()).capabilities
         ids = await adapter.tokenize("/v1/chat/completions", body(messages=chat))
         assert ids == array("i", chat_tokens(chat))
@@ -186,11 +186,11 @@ async def test_a_server_without_render_is_asked_with_tokenize(lora_of):
             await adapter.render("/v1/chat/completions", body(messages=chat))
 
 
-async def test_what_a_server_is_not_set_up_for_is_told_with_its_flag(lora_of):
+async def test_what_a_server_is_not_set_up_for_is_told_with_its_flag(adapter_of):
     with running_vllm(
         kv_events=False, dev_mode=False, enable_prompt_tokens_details=False, knows_salts=False
     ) as server:
-        adapter = lora_of(server)
+        adapter = adapter_of(server)
         assert adapter.findings() == ()
         assert (await adapter.connect()).capabilities == {Capability.TOKENIZE, Capability.RENDER}
         assert len(adapter.findings()) == 4
@@ -202,9 +202,9 @@ async def test_what_a_server_is_not_set_up_for_is_told_with_its_flag(lora_of):
             await operated(adapter, KvVerb.OFFLOAD)
 
 
-async def test_a_prompt_known_here_goes_as_ids_and_reads_the_same(lora_of, transport):
+async def test_a_prompt_known_here_goes_as_ids_and_reads_the_same(adapter_of, transport):
     with running_vllm() as server:
-        adapter = lora_of(server)
+        adapter = adapter_of(server)
         await adapter.connect()
         prompt = KvTarget(array("i", encode("Once upon a time")), exact=True)
         answers = []
