@@ -82,7 +82,7 @@ def test_a_warmed_chat_is_found_by_the_data_plane(ask, show, live_proxy, story):
     answer = chat(live_proxy, path)
     assert cached(answer) == blocks * 16
     assert int(answer.headers["x-kvpin-predicted-tokens"]) == blocks * 16
-    assert "e0 is the only engine that can take it" in show("route", "--messages-file", path)
+    assert "e0 is the only engine that can take the request" in show("route", "--messages-file", path)
 
 
 def test_offload_and_restore_keep_what_was_computed(ask, live_proxy, story):
@@ -142,7 +142,9 @@ def test_why_a_request_missed(ask, show, live_proxy, story):
 
 
 def test_token_ids_and_text(ask):
-    assert ask("flush", "--token-ids", "1,2,3")["note"].startswith("only full blocks of 16 tokens")
+    assert ask("flush", "--token-ids", "1,2,3")["note"].startswith(
+        "nothing to do: caches keep full blocks of 16 tokens"
+    )
     assert ask("flush", "--prompt", "never seen " * 40)["note"] == "no engine holds any of it"
 
 
