@@ -3,13 +3,14 @@
 flow.py    the read path: start here
 app.py     builds everything
 server.py  runs it: the port, signals, an orderly stop
+tasks.py   background tasks, ended at shutdown    errors.py  the errors kvpin answers with
 api/       HTTP: the data plane (/v1), the admin API, health and metrics
 request/   one request: the call, its tenant and session, its record, sending it on
 prompt/    body → token ids and extra ids
 core/      pure decisions: index/ knows what engines hold, placement/ chooses one
 fleet/     the engines: their state, pools, leases, health and KV events
 control/   what the admin API does: offload, restore, pin, warm, flush, explain
-observe/   metrics, logs, request recordings, reasons for misses
+observe/   metrics, logs, request recordings, reasons of placements
 process/   engines that kvpin starts itself
 doctor/    `kvpin doctor`: what an engine is and which flag improves it
 replay/    the simulator behind `kvpin replay`

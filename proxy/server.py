@@ -103,7 +103,7 @@ class _Server(uvicorn.Server):
         if number == signal.SIGHUP:
             log.warning("SIGHUP ignored: settings are read at start only; restart kvpin to change them")
         elif number == signal.SIGINT and self.force_exit:
-            log.warning("ended at once by the third SIGINT; engines kvpin started are told to stop")
+            log.warning("ended at once by the third SIGINT; the engines that kvpin started get a SIGTERM")
             os._exit(_INTERRUPTED)
         elif number == signal.SIGINT and self.should_exit:
             log.warning("second SIGINT: running answers are cut short")

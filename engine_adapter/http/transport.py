@@ -55,7 +55,7 @@ class IncomingResponse(Protocol):
         """The whole body. Raises EngineUnavailable when the engine goes away."""
 
     def hang_up(self, reason: str) -> None:
-        """Drops the connection. Whoever reads the body gets EngineUnavailable with that reason."""
+        """Drops the connection. The reader of the body gets EngineUnavailable with that reason."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -214,6 +214,6 @@ class _Upload:
         except Exception as error:
             self.error = error
             if self.response is not None:
-                # The engine waits for the rest of the body: whoever reads its answer would wait for ever.
+                # The engine waits for the rest of the body, so a reader of its answer would wait forever.
                 self.response.close()
             raise

@@ -325,7 +325,8 @@ def _place(spec: LlamaServerSpec) -> SavedPlace:
     disk = Path(spec.options.disk_cache_dir).expanduser() if spec.options.disk_cache_dir else None
     return SavedPlace(
         host=Path(spec.options.host_cache_dir).expanduser(),
-        host_bytes=spec.options.host_cache_bytes or DEFAULT_CACHE_BYTES,
+        # Plain numbers: msgspec cannot encode a Size, and the statistics show the caps as JSON.
+        host_bytes=int(spec.options.host_cache_bytes or DEFAULT_CACHE_BYTES),
         disk=disk,
-        disk_bytes=(spec.options.disk_cache_bytes or DEFAULT_CACHE_BYTES) if disk else 0,
+        disk_bytes=int(spec.options.disk_cache_bytes or DEFAULT_CACHE_BYTES) if disk else 0,
     )

@@ -139,7 +139,7 @@ _ADVICE: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (
     ),
     (
         _is_on(("--no-cache-prompt",), ("--cache-prompt",)),
-        "--no-cache-prompt makes the server compute every prompt anew: leave it out",
+        "--no-cache-prompt makes the server compute every prompt from its beginning: leave it out",
     ),
     (
         _is_on(("--context-shift",), ("--no-context-shift",)),
@@ -147,7 +147,7 @@ _ADVICE: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (
     ),
     (
         _is_other_than("0", "--cache-reuse"),
-        "--cache-reuse reuses shifted KV, which is neither exact nor foreseen by kvpin: leave it out",
+        "--cache-reuse reuses shifted KV: answers are not exact, and kvpin cannot predict it; leave it out",
     ),
     (
         _is_other_than("-1", "--sleep-idle-seconds"),

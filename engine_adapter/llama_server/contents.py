@@ -147,7 +147,7 @@ class Contents:
 
     def mark_unknown(self, slot: Slot, count: int) -> None:
         """The slot holds `count` tokens whose ids are not known."""
-        # Nobody can reuse them, so nothing is lost with them: they count as saved.
+        # Nobody can reuse these tokens, so their loss costs nothing: they count as saved.
         self.hold(slot, array("i"), UNKNOWN_OWNER, unknown=count, saved=count)
 
     def mark_changed(self, slot: Slot, count: int) -> None:
@@ -167,7 +167,7 @@ class Contents:
         self.table.wipe()
 
     async def save(self, slot: Slot) -> bool:
-        """Saves a slot on which SAVE has begun; the file's header then tells every token of it.
+        """Saves a slot on which SAVE has begun; the file's header then lists all its tokens.
 
         False if the save failed, which leaves the slot as it was, or if somebody else changed the slot.
         """
@@ -263,7 +263,7 @@ class Contents:
             await self._saved.drop(entry)
 
     def note_removed(self) -> None:
-        """A saved prefix is gone: counts anew how much of each slot is saved."""
+        """Counts again how much of each slot is saved, after a saved prefix is gone."""
         entries = list(self.all_entries())
         for slot in self.table:
             if slot.saved and slot.salt != UNKNOWN_OWNER:

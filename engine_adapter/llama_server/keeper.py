@@ -455,7 +455,7 @@ class SlotKeeper:
             self._note_work()
 
     async def _end_copies(self, slot_id: int) -> None:
-        """Computes one token on a slot that holds nothing of use.
+        """Computes one token on a slot without useful KV.
 
         A request for several answers copies KV between slots. If it ends without a further step, the copies
         stay pending. The next step of any slot then makes them, even over KV that was restored meanwhile, and

@@ -16,7 +16,7 @@ from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import Tier, TokenIds
 
-LEAST_GAIN = 16  # least shared tokens for a restore: all chats begin alike
+LEAST_GAIN = 16  # least shared tokens for a restore: all chats share their first tokens
 SETTLE_S = 0.005  # time to find out what an answer left
 LEAST_REST = 0.25  # an overdue operation is expected to take this share of its usual time longer
 

@@ -47,7 +47,7 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         size: bytes.
         checksum: xxh3_64 of the file.
         created: seconds since the epoch.
-        last_used: likewise.
+        last_used: Unix time of the last use.
         uses: number of restores.
         kept_until: seconds since the epoch until which a client retains it. None: without end, as JSON has no
             infinity.

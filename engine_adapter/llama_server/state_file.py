@@ -129,7 +129,7 @@ def checksum(path: Path) -> int:
 def copy(source: Path, target: Path) -> int:
     """Copies a saved file and returns the checksum of the bytes that were copied.
 
-    `target` gets its name when it is whole. After an error nothing of it is left.
+    The file gets the name `target` when it is complete. After an error no part of it is left.
 
     Raises:
         StateFileError: `source` cannot be read, or `target` cannot be written (NO_ROOM, UNWRITABLE).

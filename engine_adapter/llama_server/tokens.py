@@ -1,4 +1,4 @@
-"""The token ids of a request, from the server that will compute it: exact whatever its template and flags do.
+"""The token ids of a request, from the server that will compute it: exact for any template and flags.
 
 A chat or response costs two calls (`/apply-template`, `/tokenize`), a text one call, ready ids none.
 """

@@ -140,7 +140,7 @@ class Turns:
         best = self._decide(ask, self._table)
         if best.is_ready:
             return best, 0.0
-        # Wait as long as the alternative would have cost: at worst that doubles the best possible cost.
+        # Wait as long as the alternative would have cost: the total is then at most twice the best possible.
         alternative = self._decide(ask, self._table.idle())
         left_s = alternative.total_s - (self._clock() - waiter.since)
         return (alternative, 0.0) if left_s <= 0 else (None, left_s)

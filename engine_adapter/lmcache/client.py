@@ -108,7 +108,7 @@ class Coordinator:
                 return found
 
     async def pins(self) -> int:
-        """Pinned objects, whoever pinned them."""
+        """Pinned objects, of all clients."""
         return _read(await self._control.get("/cache/pins?limit=1"), wire.Pins).total
 
     async def pin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:

@@ -1,7 +1,7 @@
 """Cache salts for KV that LMCache would mix up.
 
 LMCache identifies KV by model, token ids and cache salt. It ignores LoRA adapters and prompt embeddings,
-whose token ids are all alike. A request could be answered from the KV of another LoRA adapter or of other
+whose token ids are all equal. A request could be answered from the KV of another LoRA adapter or of other
 embeddings (observed with LMCache 0.5.6). So kvpin gives such requests their own salt, which vLLM and LMCache
 both respect. LMCache refuses some salts and would stall the request, so kvpin sends a digest of those.
 """

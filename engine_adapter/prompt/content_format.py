@@ -1,7 +1,7 @@
 """Finds out whether a chat template reads a message's content as text or as a list of parts.
 
 Templates do not declare it. Engines infer it: a template that loops over a message's content takes parts. The
-rules are those of vLLM's automatic detection, so that both render a list of parts alike.
+rules are those of vLLM's automatic detection, so that both render a list of parts in the same way.
 """
 
 from __future__ import annotations

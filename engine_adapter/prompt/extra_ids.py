@@ -60,7 +60,7 @@ def parse_embeddings(data: bytes, *, param: str) -> Embeddings:
     """Reads one 2-d float tensor from safetensors bytes.
 
     Raises:
-        PromptTableError: not safetensors (pickles are named as such), not exactly one tensor, not
+        PromptTableError: not safetensors (the message names a pickle), not exactly one tensor, not
             2-d, not floating point, or without rows. `param` is the field the error names.
     """
     if data[:2] == b"PK" or data[:1] == b"\x80":

@@ -23,7 +23,7 @@ class _Family:
 
     Attributes:
         pattern: matches the pieces.
-        takes_whole: a piece that is a token stays one token, whatever the merges would give.
+        takes_whole: a piece that is a token stays one token, even if the merges would split it.
         adds_bos: the first token is put before a text, unless the file says otherwise.
     """
 

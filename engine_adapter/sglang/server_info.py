@@ -230,7 +230,7 @@ def _page_size(raw: _Raw) -> int | None:
 
 
 def _host_ratio(raw: _Raw) -> float:
-    # A size in gigabytes stands in place of the ratio, and tells nothing of tokens.
+    # A size in gigabytes replaces the ratio. It does not give the number of tokens.
     return (raw.hicache_ratio or 0.0) if raw.enable_hierarchical_cache and not raw.hicache_size else 0.0
 
 

@@ -168,7 +168,7 @@ class EventPoller:
         return None
 
     async def _out_of_doubt(self) -> list[KvEvent]:
-        """Waits until events come after all, which begin a view. Other doubts never end."""
+        """Waits until an event comes: events then begin a view. Any other doubt lasts."""
         if self.doubt is not SILENT:
             await asyncio.Event().wait()
         while True:

@@ -13,7 +13,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 for more than `limit` bytes. No more than `limit` bytes are ever held.
+        ApiError: 413 for more than `limit` bytes. At most `limit` bytes are held.
         ClientDisconnect: the client left before its request was complete.
     """
     declared = Headers(scope=scope).get("content-length", "")

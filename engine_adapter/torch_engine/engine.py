@@ -291,7 +291,8 @@ class Engine:
         try:
             return compute(self._runner, items)
         except Exception as error:
-            # One of these requests broke the device. None of them may go on to break another engine's.
+            # One of these requests broke the device. Each gets a final error, so that it cannot break another
+            # engine in a retry.
             for item in items:
                 self._finish(item.active, "error", _describe(error))
             raise

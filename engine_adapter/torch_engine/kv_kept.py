@@ -15,7 +15,7 @@ from engine_adapter.torch_engine.kv_node import NEVER, Node
 from engine_adapter.types import Retention
 
 KEPT_SHARE = 0.5
-"""Of the tier where eviction loses KV. The other half goes to the blocks used last, whoever used them."""
+"""Share of the tier where eviction loses KV. The other half goes to the blocks used last, of any owner."""
 
 
 class KeptBlocks:

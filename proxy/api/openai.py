@@ -29,7 +29,7 @@ MAX_REQUEST_ID = 128
 # Routes whose bodies may be files. On all others the body must be JSON, whatever its content type says: some
 # engines ignore the content type, and kvpin must check which tenant's KV a request may use.
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
-# These routes change an engine for all clients: they are not served here.
+# kvpin does not serve these routes, because they change an engine for all clients.
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 # Seconds an engine may take to end a stream after its client has read all of it.
 ENGINE_END_S = 1.0

@@ -21,7 +21,7 @@ _FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME} | {
     "messages": "--messages-file",
     "ttl_s": "--ttl",
 }
-# Fields as messages name them: as a path, and by names that are no English words.
+# Field names in messages: after a path, or by names that cannot be English words.
 _PATH = re.compile(r"^(.*) - at `\$\.(\w+)([^`]*)`$")
 _FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s)\b")
 
@@ -75,7 +75,9 @@ class AdminClient:
 
     def _call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - JSON
         headers = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
-        address = f"{self.url.rstrip('/')}/admin/v1{path}"
+        # The base_url of clients, with its /v1, is taken too.
+        base = self.url.rstrip("/").removesuffix("/v1").removesuffix("/admin")
+        address = f"{base}/admin/v1{path}"
         try:
             answer = httpx.request(
                 method, address, headers=headers, timeout=TIMEOUT_S, trust_env=False, **options

@@ -57,9 +57,12 @@ def show_request(request: dict[str, Any]) -> None:
     out.print(request["explanation"], markup=False)
     divergence = request["divergence"]
     if divergence is not None and divergence["text"] is not None:
-        at = divergence["common_tokens"]
-        out.print(f"from token {at} on:  {divergence['text']!r}", markup=False)
-        out.print(f"request {divergence['request_id']}:  {divergence['other_text']!r}", markup=False)
+        at, other = divergence["common_tokens"], divergence["request_id"]
+        if divergence["text"] or divergence["other_text"]:
+            out.print(f"from token {at} on:  {divergence['text']!r}", markup=False)
+            out.print(f"request {other}:  {divergence['other_text']!r}", markup=False)
+        else:
+            out.print(f"request {other} had the same prompt")
     decision = request["decision"]
     if decision is not None:
         out.print(f"\nplaced on {request['engine']}: {decision['why']}", markup=False)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 # The least width of a column of free text, which is folded.
 _TEXT_WIDTH = 24
-# Of output that is no terminal: nobody's lines are that short.
+# Width of output that is no terminal, such as a file.
 _FILE_WIDTH = 160
 
 
@@ -46,7 +46,7 @@ class Grid:
     rows: list[tuple[str | Text, ...]] = field(default_factory=list)
 
     def add(self, *cells: str | Text) -> None:
-        """Adds a row; plain text is never read as markup, whoever wrote it."""
+        """Adds a row. Plain text is never read as markup."""
         self.rows.append(cells)
 
     def print(self, out: Console, *, header: bool = True) -> None:

@@ -175,13 +175,14 @@ def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
     """Prints the table and the notes."""
     from rich.console import Console  # noqa: PLC0415 - see above
 
-    from proxy.replay.report import table  # noqa: PLC0415 - see above
+    from proxy.replay.report import table, width_of  # noqa: PLC0415 - see above
 
-    console = Console()
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
+        console = Console(highlight=False, width=_FILE_WIDTH)
     console.print(title, soft_wrap=True)
-    console.print(table(each))
+    shown = table(each, console.width)
+    console.print(shown, width=max(console.width, width_of(shown)), crop=False)
     for note in notes:
         console.print(note, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Engines that are added, removed and drained while kvpin runs, and what is told of one."""
+"""Engines that are added, removed and drained while kvpin runs, and what the admin API says of each."""
 
 from __future__ import annotations
 

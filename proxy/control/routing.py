@@ -23,8 +23,8 @@ class CostAnswer(Cost, frozen=True, kw_only=True):
 
     `first_token_s` is what the request itself waits for: it leaves out `congestion_s` and `regret_s`, which
     other requests pay, and `later_s`, which the conversation's next turns pay. `regret_s` is null where the
-    engine was dearer without it. Totals within a millisecond are equal: `is_last`, `free_blocks` and `turn`
-    then decide.
+    engine already cost more without it. Totals within a millisecond are equal: `is_last`, `free_blocks` and
+    `turn` then decide.
     """
 
     first_token_s: float

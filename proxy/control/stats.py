@@ -39,7 +39,7 @@ class EngineStats(EngineAnswer, kw_only=True):
 class Tokenisation(Exactness):
     """How prompts become tokens, and whether kvpin's tokens are known to be the engine's.
 
-    `agreed` and `differed` count the served prompts whose tokens an engine told.
+    `agreed` and `differed` count the served prompts whose tokens an engine reported.
     """
 
     agreed: int

@@ -32,7 +32,7 @@ class Prefix:
 
     @property
     def kv(self) -> KvTarget:
-        """The prefix as engines are told it; they act on its full blocks."""
+        """The prefix in the form that engines take. They act on its full blocks."""
         return self.prompt.kv
 
 
@@ -148,7 +148,7 @@ class Targets:
     def _may_hold_unseen(self, engine: Engine) -> bool:
         """Whether an engine may hold KV that the index does not know of."""
         is_seen = self._has_views and engine.audit.trust is Trust.PRECISE
-        # No event tells of a tier that stores chunks.
+        # A tier that stores chunks sends no events.
         return not is_seen or (engine.info is not None and bool(engine.info.tokens_per_chunk))
 
     def _whole(self, target: Target, engine: Engine) -> tuple[KvTarget, ...]:
@@ -254,8 +254,8 @@ def _prefix(pool: Pool, prompt: Prompt, kind: str) -> Prefix:
 def _why_none(prefix: Prefix) -> str:
     if not prefix.chain.hashes:
         return (
-            f"only full blocks of {prefix.pool.tokens_per_block} tokens are kept; "
-            f"the prefix has {prefix.chain.n_tokens}"
+            f"nothing to do: caches keep full blocks of {prefix.pool.tokens_per_block} tokens, "
+            f"and the prefix has only {prefix.chain.n_tokens}"
         )
     return "no engine holds any of it"
 

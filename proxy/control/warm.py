@@ -103,4 +103,4 @@ def _request(prefix: Prefix) -> Ready:
 
 
 async def _discard(_message: Message) -> None:
-    """Nobody waits for the answer; its KV is what was wanted."""
+    """Discards the answer: only the KV that it leaves is wanted."""

@@ -42,7 +42,7 @@ class Examination:
         info, load: what the engine says of itself.
         missing: the capabilities it lacks, each with what kvpin does instead.
         tokenisation: how prompts become tokens.
-        view: what its KV events tell of its cache.
+        view: what its KV events show of its cache.
         probe: the two requests; None without `probe`.
         findings: what keeps kvpin from using the engine fully.
     """

@@ -6,4 +6,6 @@ monitor.py        connects, checks health, drops and reconnects engines
 ingest.py         the write path: KV events and audits into the index
 lower_tiers.py    asks host and disk tiers that send no events
 restore_ahead.py  restores KV before the turn that needs it
+tokenisation.py   loads and checks the tokenizer of each pool
+salts.py          cache salts of each tenant, for flushing the tenant
 """

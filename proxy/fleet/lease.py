@@ -36,7 +36,7 @@ class Lease:
         succeeded: the answer is complete, and its tokens are as predicted: the engine now holds the prompt.
         found: leading blocks that the engine is expected to hold; the request computes the others.
         begun: the answer has begun, or never will.
-        report: what the engine said of its answer.
+        report: what the engine reported about its answer.
     """
 
     engine: Engine

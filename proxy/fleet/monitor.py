@@ -90,6 +90,8 @@ class Monitor:
         self._tokenisation.join(engine, info, pool)
         if self._ingest is not None:
             self._ingest.follow(engine, pool)
+        else:
+            engine.audit.lost("reuse is off")
         engine.last_error = None
         self._findings.pop(engine.id, None)
         self._log_findings(engine)

@@ -119,7 +119,7 @@ class RestoreAhead:
             self._tasks.start(f"restore ahead on {engine_id}", self._restore(choice))
 
     def _look_at(self, thread: Thread[Turn], now: float) -> _Choice | None:
-        """The engine that holds most of a thread, and what a restore there is worth; None where nothing of it
+        """The engine that holds most of a thread, and the gain of a restore there; None where no block of it
         lies below the GPU, or the engine is busy."""
         pool = self._fleet.pools.get(thread.prompt.model)
         if pool is None:

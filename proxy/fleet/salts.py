@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 # Salts remembered for each tenant on each engine. Tenants are few, but a tenant may send a salt per user.
 MAX_SALTS = 4096
-# kvpin's own salts have at most 71 characters. An engine's events may tell of others.
+# kvpin's own salts have at most 71 characters. An engine's events may carry longer ones.
 MAX_LENGTH = 256
 
 

@@ -2,5 +2,5 @@
 
 banner.py  the text at start          logs.py      structured logs
 metrics.py Prometheus metrics         recorder.py  traffic recordings for `kvpin replay`
-reasons.py why a request missed
+reasons.py why a request was placed where it was
 """

@@ -119,7 +119,7 @@ def _of_the_sooner(sooner: Cost, placement: Placement) -> str:
 
 
 def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
-    """The term that makes the rival dearer than the chosen engine by the most."""
+    """The term that adds most to the rival's cost over the chosen engine's."""
     chosen, strain = placement.chosen, placement.strain
     computed = f"{placement.n_tokens - rival.cached_tokens:,} tokens"
     terms = (

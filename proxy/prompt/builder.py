@@ -108,7 +108,7 @@ class PromptBuilder:
     """Builds prompts as the engines of one pool do.
 
     Attributes:
-        info: what the pool's first engine said of itself.
+        info: what the pool's first engine reported about itself.
         local: the tokenizer loaded here, None where there is none.
         reason: why there is none.
         exact: the ids made here were found to be the engine's.
@@ -299,7 +299,7 @@ class PromptBuilder:
             return None
         vocab_size = self.info.vocab_size
         if vocab_size is None:
-            # Without the vocabulary size, fake ids cannot be told from text ids.
+            # Without the vocabulary size, fake ids look like text ids.
             is_plain = source.explicit is None and source.table is None
             return tokens if is_plain else None
         token_ids = tokens.prompt.token_ids

@@ -120,7 +120,7 @@ def is_special(source: ChatInput, body: JsonBody) -> bool:
 
 
 def _is_usual(message: object) -> bool:
-    """Whether all engines read a message alike."""
+    """Whether all engines read a message in the same way."""
     if not isinstance(message, dict):
         return False
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
@@ -156,7 +156,7 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     """The fields that a request's prompt is made from.
 
     None for requests without a single prompt that can be known here: other routes, several prompts in one
-    request, or fields that only the engine understands. Such requests are forwarded all the same.
+    request, or fields that only the engine understands. Such requests are still forwarded.
 
     Raises:
         BadRequest: naming a field that no engine accepts.

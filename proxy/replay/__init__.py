@@ -2,15 +2,16 @@
 
     options → plan → read_trace → simulate → report
 
-trace.py       a file of block hashes → requests
-arrivals.py    when they arrive
-cache.py       blocks of an engine: GPU and host tier
-engine.py      prefill, decode and restores of an engine, on a virtual clock
-policy.py      the interface of policies    simple.py, peers.py, kvpin.py  the policies    registry.py  their
-names oracle.py      the hits that are possible simulator.py   one run options.py     flags → plan    plan.py
-plan → runs capacity.py    how many engines keep a p99 doubts.py      why a trace cannot tell policies apart
-batch.py       many runs, over processes report.py      tables, JSON, CSV    plot.py  PNG units.py       500k,
-64GiB
+trace.py      a file of block hashes → requests    arrivals.py  when they arrive
+options.py    flags → plan                         plan.py      plan → runs
+simulator.py  one run, on a virtual clock          batch.py     many runs, over processes
+engine.py     prefill, decode and restores         cache.py     blocks of an engine: GPU and host tier
+policy.py     the interface of policies            registry.py  their names
+simple.py, peers.py, kvpin.py                      the policies
+oracle.py     the hits that are possible           capacity.py  how many engines keep a p99
+doubts.py     why a trace cannot tell policies apart
+report.py     tables, JSON, CSV                    plot.py      PNG
+units.py      sizes in text: 500k, 64GiB
 
 The policy `kvpin` is the proxy's own `core.placement.placer.Placer`.
 """

@@ -22,10 +22,10 @@ class Need:
 
     Attributes:
         policy: its name.
-        target: what they have to keep.
-        engines: the fewest that do; None where the most that were allowed do not.
-        p99_s: p99 with those, or with the most that were allowed; of several seeds the worst.
-        p99_s_with_one_less: likewise with one engine less; None where that would be none.
+        target: the p99 TTFT to keep.
+        engines: the fewest that keep it; None if the allowed maximum does not.
+        p99_s: p99 with `engines`, or with the allowed maximum; of several seeds the worst.
+        p99_s_with_one_less: the same with one engine less; None if one engine is enough.
     """
 
     policy: str

@@ -36,7 +36,7 @@ def doubts(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _light(trace: Trace, outcomes: Sequence[Outcome]) -> list[int]:
-    """Numbers of engines that were hardly busy, whatever the policy."""
+    """Numbers of engines that were hardly busy under every policy."""
     busy: dict[int, float] = {}
     for outcome in outcomes:
         engines = outcome.run.engines

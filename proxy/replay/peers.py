@@ -21,8 +21,8 @@ class SglangCacheAware(Counting):
 
     If requests in flight differ by more than 64 and 1.5 times, it chooses the least loaded engine. Otherwise
     it chooses an engine that was sent the longest match of its tree of prompts, if that is more than 0.3 of
-    the prompt, else the least loaded. The tree knows what was sent where, and nothing of evictions. Every 120
-    s, each engine's part of it is cut to 2^26 characters, least recently used first.
+    the prompt, else the least loaded. The tree knows what was sent where, but does not see evictions.
+    Each engine's part of it is cut to 2^26 characters every 120 s, least recently used first.
 
     If its description and its code differ, or leave a choice, the better reading is played. In release 0.3.2,
     a prompt that matches too little goes to the smallest tree by the description, and by the code to the

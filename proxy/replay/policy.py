@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The engines of a run, all alike.
+    """The engines of a run, which are all equal.
 
     Attributes:
         engines: how many.

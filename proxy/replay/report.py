@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+from rich.console import Console
 from rich.table import Table
 
 from proxy.replay.capacity import Need
@@ -29,6 +30,10 @@ _COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("evicted_blocks", "evicted", 0),
     ("exact_percent", "exact %", 1),
 )
+# Columns that a narrow terminal does not show, in the order in which they go.
+_LESS = ("imbalance", "evicted_blocks", "exact_percent", "p50_ttft_s")
+# Wide enough to measure any table.
+_ENDLESS = Console(width=10_000)
 
 
 def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
@@ -88,19 +93,41 @@ def _merge(group: Sequence[Row]) -> dict[str, Any]:
     return merged
 
 
-def table(each: Sequence[Row]) -> Table:
-    """A table: one line for each policy and number of engines, the best times first."""
-    shown = Table()
-    shown.add_column("engines", justify="right")
+def table(each: Sequence[Row], width: int | None = None) -> Table:
+    """A table: one line for each policy and number of engines, the best times first.
+
+    With `width`, columns of `_LESS` are left out until the table has at most that many characters; a line
+    below names them.
+    """
+    left_out = 0
+    shown = _table(each, ())
+    while width is not None and width_of(shown) > width and left_out < len(_LESS):
+        left_out += 1
+        shown = _table(each, _LESS[:left_out])
+    return shown
+
+
+def width_of(shown: Table) -> int:
+    """The characters of a line of the table when nothing is cut."""
+    return _ENDLESS.measure(shown).maximum
+
+
+def _table(each: Sequence[Row], hidden: Sequence[str]) -> Table:
+    columns = [column for column in _COLUMNS if column[0] not in hidden]
+    shown = Table(caption_justify="left", caption_style="dim")
+    if hidden:
+        names = ", ".join(heading for key, heading, _ in _COLUMNS if key in hidden)
+        shown.caption = f"no room for: {names} (--csv - shows everything)"
+    shown.add_column("engines", justify="right", no_wrap=True)
     shown.add_column("policy", no_wrap=True)
-    for _, heading, _ in _COLUMNS:
+    for _, heading, _ in columns:
         shown.add_column(heading, justify="right", no_wrap=True)
     before = None
     for row in over_seeds(each):
         if before is not None and row["engines"] != before:
             shown.add_section()
         before = row["engines"]
-        cells = (_cell(row, column, digits) for column, _, digits in _COLUMNS)
+        cells = (_cell(row, column, digits) for column, _, digits in columns)
         shown.add_row(str(row["engines"]), row["policy"], *cells)
     return shown
 

@@ -37,7 +37,7 @@ class Sticky(Counting):
     """A session stays where its first request went: to the engine with the fewest requests in flight, of
     several the one with the fewest sessions so far.
 
-    If a trace names no sessions, requests that begin alike are one: see `affinity`.
+    If a trace names no sessions, requests with the same first blocks form one: see `affinity`.
     """
 
     def __init__(self, fleet: Fleet, seed: int) -> None:

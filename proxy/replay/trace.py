@@ -22,7 +22,7 @@ from proxy.core.index.blocks import BlockHash, Chain
 # Mooncake's, for lines without `block_tokens`.
 BLOCK_TOKENS = 512
 _ERROR_STATUS = 400
-# The client left before its answer. An engine was busy with the request all the same.
+# The client left before its answer, but an engine still worked on the request.
 _LEFT_STATUS = 499
 _HASHES = 1 << 64
 

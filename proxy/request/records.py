@@ -23,7 +23,7 @@ MAX_TOKENS = 8_000_000
 
 
 class RequestFacts(msgspec.Struct):
-    """What the admin API tells of a request. Times are in seconds, `started` is Unix time.
+    """A request as the admin API shows it. Times are in seconds, `started` is Unix time.
 
     Attributes:
         request_id: kvpin's own id, unique.

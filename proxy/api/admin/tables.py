@@ -60,7 +60,11 @@ class TableRoutes:
                 raw_body=True,
                 query=(
                     Query("id", "string", "With a raw body: the table's name; by default from its content."),
-                    Query("extra_id", "integer", "With a raw body: its identity; by default likewise."),
+                    Query(
+                        "extra_id",
+                        "integer",
+                        "With a raw body: its identity; by default it is derived from the content.",
+                    ),
                 ),
             ),
             Endpoint(

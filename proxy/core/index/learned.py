@@ -34,7 +34,7 @@ class LearnedBlocks:
         return tuple([blocks.popitem(last=False)[0] for _ in range(surplus)][::-1])
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """The engine was told to drop these blocks; unknown ones are fine."""
+        """Removes blocks that kvpin flushed on the engine; unknown ones are ignored."""
         for block in hashes:
             self._blocks.pop(block, None)
 

@@ -128,7 +128,7 @@ class PrefixIndex:
             self._tidy()
 
     def drop(self, engine: str, hashes: Iterable[BlockHash]) -> None:
-        """The engine was told to flush these blocks: no tier holds them, and none is pending."""
+        """Removes blocks that kvpin flushed: no tier holds them, and none is pending."""
         hashes = tuple(hashes)
         self._clear(engine, _ALL, hashes)
         awaited = self._flights[engine].awaited

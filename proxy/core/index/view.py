@@ -48,7 +48,7 @@ class EngineView:
 
     Attributes:
         counts: what was applied so far.
-        complete: False if the engine may hold blocks that no event told of.
+        complete: False if the engine may hold blocks that no event reported.
     """
 
     def __init__(

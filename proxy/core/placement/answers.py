@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 
-# The fit uses the last answers, once there are enough of them, and is made anew after every few.
+# The fit uses the last answers, once there are enough of them. It is repeated after every few answers.
 WINDOW = 64
 MIN_ANSWERS = 16
 REFIT = 8
@@ -31,7 +31,7 @@ GUESS_WEIGHT = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an engine said of an answer, None where it did not.
+    """What an engine reported about an answer; None where it did not.
 
     Attributes:
         cached_tokens: prompt tokens that it reused.

@@ -8,7 +8,7 @@ Queue, room, interference, restore and prefill are the request's own wait for it
 work that this placement causes by evicting KV that will be requested again. Work is divided by
 1 - utilisation because it delays others: in a queue of utilisation ρ, each second of work delays later
 requests by ρ / (1 - ρ) seconds in all. `later` is what the prompt's next turns, which come to the same
-engine, will wait there for prefills of others; it keeps conversations apart that only begin alike.
+engine, will wait there for other prefills; it keeps conversations apart that share only their beginning.
 
 Ties go to the engine that served the session before, then to the one with the most free cache, then to the
 one that was chosen longest ago.
@@ -56,7 +56,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         on_gpu: the prompts that would move from its GPU to its host tier; None if it has no host tier.
         forecast: its adapter's own estimate, if that follows the engine's cache token by token. It replaces
             the estimate from `match` and the rates.
-        complete: False if the engine may hold blocks that its events did not tell of.
+        complete: False if the engine may hold blocks that its events did not report.
         is_last: it served this session before.
         busy: share of its time that it computes prompts.
         in_use: GPU memory that requests in flight hold; None if its capacity is not known.

@@ -179,7 +179,7 @@ class EngineLedger:
                 prefill.work = work
 
     def reprice(self, price: Callable[[Work], float]) -> None:
-        """Rates have changed: prices the requests in flight anew."""
+        """Computes the cost of the requests in flight again, after rates have changed."""
         for prefill in self._prefills.values():
             if prefill.work is not None:
                 prefill.expected_s = price(prefill.work)

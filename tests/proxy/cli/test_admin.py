@@ -142,7 +142,9 @@ def test_why_a_request_missed(ask, show, live_proxy, story):
 
 
 def test_token_ids_and_text(ask):
-    assert ask("flush", "--token-ids", "1,2,3")["note"].startswith("only full blocks of 16 tokens")
+    assert ask("flush", "--token-ids", "1,2,3")["note"].startswith(
+        "nothing to do: caches keep full blocks of 16 tokens"
+    )
     assert ask("flush", "--prompt", "never seen " * 40)["note"] == "no engine holds any of it"
 
 

@@ -63,6 +63,17 @@ def test_the_table_shows_them(each):
     assert lines[1].count("–") == 6
 
 
+@pytest.mark.parametrize(("width", "hidden"), [(140, ()), (100, ("busiest",)), (40, ("busiest", "p50"))])
+def test_a_narrow_terminal_shows_fewer_columns_and_says_so(each, width, hidden):
+    shown = table(each, width)
+    headings = [str(column.header) for column in shown.columns]
+    assert headings[:4] == ["engines", "policy", "hit %", "mean TTFT s"]
+    for name in hidden:
+        assert not any(heading.startswith(name) for heading in headings)
+        assert name in str(shown.caption)
+    assert (shown.caption is None) == (not hidden)
+
+
 def test_json_and_csv_hold_every_run(each):
     document = json.loads(as_json({"trace": "t"}, each))
     assert document == {"settings": {"trace": "t"}, "doubts": [], "needs": [], "runs": each}
