@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 _WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
 _LOOPBACKS = ("localhost", "127.", "[::1]")
+_ADDRESS = re.compile(r"tcp://(?:[\w.-]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):\d{1,5}|ipc://\S+", re.ASCII)
+
+
+def check_address(name: str, address: str | None) -> None:
+    """Raises ValueError if the setting `name` is no ZMQ address that can be connected to."""
+    if address is not None and not _ADDRESS.fullmatch(address):
+        raise ValueError(f"{name}: {address!r} is no address to connect to, such as tcp://HOST:PORT")
 
 
 def reachable_endpoint(endpoint: str, engine_url: str) -> str | None:

@@ -243,6 +243,8 @@ def _own_headers(spec: EngineSpec) -> dict[str, str]:
 
 def _check_headers(spec: EngineSpec) -> None:
     """Raises EngineSpecError, which does not repeat a value: it may be secret."""
+    if spec.api_key and not _HEADER_VALUE.fullmatch(spec.api_key):
+        raise EngineSpecError(f"engine {spec.id!r}: api_key is not printable ASCII, or has space at an end")
     for name, value in spec.headers.items():
         if not _HEADER_NAME.fullmatch(name):
             raise EngineSpecError(f"engine {spec.id!r}: headers: {name!r} is not a header name")

@@ -18,7 +18,7 @@ def tls_context(spec: EngineSpec) -> ssl.SSLContext | None:
     Raises:
         EngineSpecError: a file cannot be read, or does not hold what it should.
     """
-    if spec.url.startswith("https://"):
+    if spec.url.lower().startswith("https://"):
         try:
             return _context(spec.ca, spec.cert, spec.key)
         except EngineSpecError as error:
@@ -55,6 +55,8 @@ def _check_file(name: str, path: str) -> None:
             pass
     except OSError as error:
         raise EngineSpecError(f"{name}: {path!r} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a null byte
+        raise EngineSpecError(f"{name}: {path!r} is no path: {error}") from error
 
 
 def _no_password() -> str:

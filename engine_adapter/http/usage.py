@@ -42,6 +42,8 @@ class _Answer(msgspec.Struct):
 
 
 NOTHING = Usage()
+# Figures beyond these are no measurement: no answer has so many tokens, and no prefill takes weeks.
+_MAX_TOKENS, _LEAST_MS, _MAX_MS = 1 << 31, 1e-3, 1e9
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -94,13 +96,20 @@ def _read(usage: _Usage | None) -> Usage:
     details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
     output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
-    return Usage(cached, output)
+    return Usage(_count(cached), _count(output))
+
+
+def _count(tokens: int | None) -> int | None:
+    """A number of tokens, None for one that no engine can mean."""
+    return tokens if tokens is not None and 0 <= tokens <= _MAX_TOKENS else None
 
 
 def _prefill(timings: object) -> tuple[int, float] | None:
     """The prefill of an answer's `timings`, as llama.cpp writes them."""
     match timings:
-        case {"prompt_n": int(tokens), "prompt_ms": float() | int() as milliseconds} if tokens > 0:
+        case {"prompt_n": int(tokens), "prompt_ms": float() | int() as milliseconds} if (
+            0 < tokens <= _MAX_TOKENS and _LEAST_MS <= milliseconds <= _MAX_MS
+        ):
             return tokens, milliseconds / 1000
         case _:
             return None

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from engine_adapter.events.sources import check_address
 from engine_adapter.options import EngineOptions
 from engine_adapter.types import EngineSpec
 
@@ -22,6 +23,10 @@ class SglangOptions(EngineOptions, frozen=True):
     events: str | None = None
     replay: str | None = None
     dp_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+    def __post_init__(self) -> None:
+        check_address("events", self.events)
+        check_address("replay", self.replay)
 
 
 SglangSpec = EngineSpec[SglangOptions]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from engine_adapter.events.sources import check_address
 from engine_adapter.lmcache.options import LmCacheOptions
 from engine_adapter.types import EngineSpec
 
@@ -22,6 +23,11 @@ class VllmOptions(LmCacheOptions, frozen=True):
     events: str | None = None
     replay: str | None = None
     dp_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_address("events", self.events)
+        check_address("replay", self.replay)
 
 
 VllmSpec = EngineSpec[VllmOptions]

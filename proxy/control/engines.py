@@ -108,9 +108,14 @@ class Engines:
         if not undo:
             engine.state = EngineState.DRAINING
         elif engine.state is EngineState.DRAINING:
-            connected = self._fleet.pool_of(engine) is not None
-            # A connected engine is checked before it gets requests; the monitor does that at once.
-            engine.state = EngineState.SUSPECT if connected else EngineState.DOWN
+            if self._fleet.pool_of(engine) is None:
+                engine.state = EngineState.DOWN
+            elif self._monitor.allows(engine):
+                # It is checked before it is trusted; the monitor does that at once.
+                engine.state = EngineState.SUSPECT
+            else:
+                # Not suspect: where no engine is ready, suspect ones get requests.
+                engine.state = EngineState.REFUSED
             engine.check_now.set()
         return engine
 

@@ -129,12 +129,16 @@ class Monitor:
         self._log_findings(engine)
         self._admit(engine)
 
+    def allows(self, engine: Engine) -> bool:
+        """Whether a connected engine may be used: it keeps tenants' KV apart where there are several."""
+        can_isolate = engine.can(Capability.CACHE_SALT) or engine.adapter.spec.share_kv
+        return can_isolate or not self._isolated
+
     def _admit(self, engine: Engine) -> None:
         """Lets a connected engine take requests, unless it is draining or tenants would share its KV."""
         if engine.state is EngineState.DRAINING:
             return
-        can_isolate = engine.can(Capability.CACHE_SALT) or engine.adapter.spec.share_kv
-        if can_isolate or not self._isolated:
+        if self.allows(engine):
             engine.state = EngineState.READY
         elif engine.state is not EngineState.REFUSED:
             self._refuse(engine)

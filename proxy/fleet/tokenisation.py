@@ -47,7 +47,9 @@ class Tokenisation:
             info, tables=self._tables, engines=pool.tokenisers, renderers=pool.renderers
         )
         source = engine.adapter.spec.tokenizer or info.tokenizer
-        tried = self._tried.setdefault(pool.model, set())
+        if is_new:  # also a pool whose model was served before: its tokenizer went with the old pool
+            self._tried[pool.model] = set()
+        tried = self._tried[pool.model]
         if source is not None and source not in tried and builder.local is None:
             tried.add(source)
             work = self._load_and_check(pool, builder, engine, source)

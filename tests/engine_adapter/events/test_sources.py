@@ -1,6 +1,6 @@
 import pytest
 
-from engine_adapter.events.sources import reachable_endpoint
+from engine_adapter.events.sources import check_address, reachable_endpoint
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,18 @@ from engine_adapter.events.sources import reachable_endpoint
 )
 def test_a_bind_address_as_it_is_reached(endpoint, url, reached):
     assert reachable_endpoint(endpoint, url) == reached
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://gpu7:5557", "tcp://10.0.0.7:5557", "tcp://[fd00::7]:1", "ipc:///tmp/e"]
+)
+def test_an_address_to_connect_to(address):
+    check_address("events", address)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "gpu7:5557", "tcp://*:5557", "tcp://gpu7", "zmq://gpu7:1", "tcp://a b:1"]
+)
+def test_an_address_that_nothing_can_connect_to_is_refused(address):
+    with pytest.raises(ValueError, match=r"events: .* is no address to connect to"):
+        check_address("events", address)

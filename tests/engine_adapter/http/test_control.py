@@ -121,6 +121,13 @@ def test_wrong_headers_are_named_without_their_values(headers, message):
     assert "hush" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["hush\n", "hüsh", " hush", "hu\0sh"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_repeated(key):
+    with pytest.raises(EngineSpecError, match="api_key is not printable ASCII") as caught:
+        ControlClient(spec(api_key=key))
+    assert key.strip() not in str(caught.value)
+
+
 @pytest.mark.parametrize("answer", [{}, [], {"data": []}, {"data": [{}]}, {"data": [{"id": 5}]}])
 def test_models_without_a_name(answer):
     with pytest.raises(EngineUnavailable):

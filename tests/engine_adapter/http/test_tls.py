@@ -94,6 +94,11 @@ async def test_both_clients_show_the_certificate(client, strict_url, files):
         await client(spec)
 
 
+async def test_certificates_are_checked_however_the_scheme_is_spelt(url):
+    with pytest.raises(EngineUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        await by_control(EngineSpec("openai_compatible", url.replace("https", "HTTPS"), "e"))
+
+
 def test_one_context_an_engine(files):
     spec = EngineSpec("openai_compatible", "https://h:1", "e", ca=files["ca"])
     assert tls_context(spec) is tls_context(replace(spec, id="other"))
@@ -110,6 +115,7 @@ def test_one_context_an_engine(files):
         ({"cert": "server", "key": "key"}, "do not go together"),
         ({"cert": "cert", "key": "missing"}, "key: 'missing' cannot be read"),
         ({"key": "key"}, "key is given without cert"),
+        ({"ca": "a\0b"}, "ca: .* is no path"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(files, names, message):

@@ -73,6 +73,14 @@ async def test_draining_and_back(world, pair):
         world.engine_set.drain("z", undo=False)
 
 
+async def test_undo_on_an_engine_that_is_refused_does_not_let_requests_in(world, pair, monkeypatch):
+    monkeypatch.setattr(world.engine_set._monitor, "allows", lambda _: False)
+    for name in "ab":
+        world.engine_set.drain(name, undo=False)
+        assert world.engine_set.drain(name, undo=True).state is EngineState.REFUSED
+    assert world.pool.candidates(None) == []
+
+
 async def test_undo_on_an_engine_that_is_gone(world, pair):
     world.engine_set.drain("a", undo=False)
     world.fleet.leave(world.engines["a"])

@@ -127,6 +127,16 @@ async def test_a_restarted_engine_finds_the_tokenizer_and_its_check(world):
     assert (world.loader.sources, engine.adapter.asked) == (["acme/model"], asked)
 
 
+async def test_a_pool_whose_engines_were_all_removed_gets_its_tokenizer_again(world):
+    world.join("a")
+    world.loader.go.set()
+    await world.settled()
+    world.fleet.remove("a")
+    world.join("a")
+    await world.settled()
+    assert world.prompts.exactness.source == "local"
+
+
 async def test_one_that_cannot_be_loaded_is_looked_for_once_and_the_log_says_what_happens(tokenizer):
     world = World(tokenizer, Loader())
     world.loader.go.set()
