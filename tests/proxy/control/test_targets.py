@@ -209,7 +209,7 @@ class TestAdapters:
         target = Target(token_ids=self.IDS, model="ada")
         chosen = await world.targets.select(target, Capability.FLUSH)
         assert [share.engine.id for share in chosen.shares] == ["c"]
-        assert chosen.shares[0].targets[0].adapter == "ada"
+        assert chosen.shares[0].targets[0].lora == "ada"
 
     async def test_the_salt_goes_with_it(self, world, ada):
         kv = (await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", cache_salt="s"))).kv
