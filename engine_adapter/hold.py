@@ -90,7 +90,7 @@ class Hold:
 
 
 class SelfPlaced:
-    """For adapters of engines that manage their cache themselves."""
+    """Base of adapters whose engines manage their cache themselves."""
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:  # noqa: ARG002 - part of the contract
         """See `EngineAdapter.forecast`."""

@@ -60,5 +60,5 @@ def _check_file(name: str, path: str) -> None:
 
 
 def _no_password() -> str:
-    """In place of OpenSSL's question on the terminal."""
+    """Replaces OpenSSL's question for a password on the terminal."""
     raise ValueError("the private key is encrypted")

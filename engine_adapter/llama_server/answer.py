@@ -137,7 +137,7 @@ class Answer:
         return self.is_plain and bool(self.pieces) and len(self.pieces) + ended == self.sampled_tokens
 
     def read(self, payload: bytes) -> None:
-        """Takes in one event. What cannot be read makes the answer not plain, and is no error."""
+        """Reads one event. An unreadable event is no error, but the answer is then not plain."""
         if payload == DONE:
             self.is_complete = True
             return

@@ -85,7 +85,7 @@ class ServerFacts:
 
     @property
     def looks_unified(self) -> bool:
-        """`is_unified`; while that is unknown, whether each slot has the whole trained context."""
+        """Returns `is_unified`. While that is unknown: whether each slot has the whole trained context."""
         if self.is_unified is None:
             return self.slots > 1 and self.slot_ctx == self.train_ctx
         return self.is_unified

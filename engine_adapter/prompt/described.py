@@ -44,7 +44,7 @@ def describe(tokenizer: Any) -> Description:  # noqa: ANN401 - transformers is u
 
 
 class DescribedTokenizer:
-    """As much of a transformers tokenizer as `ChatTokenizer` uses. transformers renders its templates.
+    """The part of a transformers tokenizer that `ChatTokenizer` uses. transformers renders its templates.
 
     Attributes:
         encoder: encodes.

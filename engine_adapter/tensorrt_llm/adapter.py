@@ -157,8 +157,8 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`. Raises EngineRejected (400) for a prompt that would run without the salt
-        it has to have."""
+        """See `EngineAdapter.hold`. Raises EngineRejected (400) for a prompt that would run without
+        its required salt."""
         if not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
         self._fields.check_salt(path, body)

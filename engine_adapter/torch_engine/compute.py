@@ -12,7 +12,7 @@ from engine_adapter.torch_engine.sampling import Choice, choose_all
 from engine_adapter.torch_engine.scheduler import Item
 
 Outcome = Choice | Exception | None
-"""Of one item: the next token, what went wrong, or None while its prompt is not computed to its end."""
+"""The outcome of one item: the next token, an error, or None while its prompt is not complete."""
 
 _log = logging.getLogger("kvpin.engine")
 _DEVICE_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS_", "HIP error")

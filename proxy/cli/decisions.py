@@ -28,7 +28,7 @@ _RARE = "room_s"
 def show_route(route: dict[str, Any]) -> None:
     """Prints where a request would go."""
     out = console()
-    out.print(f"{route['engine']}: {route['why']}", markup=False)
+    out.print(f"would go to {route['engine']}: {route['why']}", markup=False)
     _show_costs(out, route, route["candidates"], route["engine"], route["n_tokens"])
 
 

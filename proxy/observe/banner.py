@@ -46,7 +46,7 @@ class Banner:
         if self._is_open:
             _print("WARNING: other machines can use these engines, and no API key is set.")
             _print("  Set --api-key (or KVPIN_API_KEYS), or listen on 127.0.0.1 only.")
-        _print("starting engines …")
+        _print("waiting for engines …")
 
     async def print_when_ready(self) -> None:
         """Prints each engine that is down, at once; then, when the others are ready, what they serve."""

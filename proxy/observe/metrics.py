@@ -116,7 +116,7 @@ class _FleetCollector(Collector):
         )
         ahead = CounterMetricFamily(
             "kvpin_restores_ahead",
-            "Restores before they were needed: begun, used, wasted",
+            "Restores ahead of need: begun, used, wasted",
             labels=["engine", "what"],
         )
         for engine in self._fleet.engines.values():

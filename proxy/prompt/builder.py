@@ -185,7 +185,7 @@ class PromptBuilder:
         self._tokenizer = self._engines
 
     def ask_engines_about_tools(self) -> None:
-        """From now on the engines tokenise chats that have to do with tools."""
+        """From now on the engines tokenise chats that use tools."""
         self._asks_about_tools = True
 
     def distrust(self, source: Source) -> bool:

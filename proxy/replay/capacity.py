@@ -47,7 +47,7 @@ class Need:
         return f"{self.policy}: {_engines(self.engines)} enough for {goal}: it is {self.p99_s:.3g} s{less}"
 
     def as_data(self) -> dict[str, str | float | None]:
-        """For JSON."""
+        """The need as a JSON object."""
         return {
             "policy": self.policy,
             "target_p99_s": self.target.p99_s,

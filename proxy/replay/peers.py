@@ -45,7 +45,7 @@ class SglangCacheAware(Counting):
         self._evict_at = self.EVICTION_INTERVAL_S
 
     def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
-        """By load or by its tree."""
+        """Chooses by load or by its tree of prompts."""
         if now >= self._evict_at:
             self._evict(now)
         most, fewest = max(self.in_flight), min(self.in_flight)

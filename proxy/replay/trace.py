@@ -177,7 +177,7 @@ def _lines(path: Path, limit: int | None) -> Iterator[Line | None]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             filled = ((number, text) for number, text in enumerate(file, 1) if not text.isspace())
-            for at, text in islice(filled, limit):  # noqa: B007 - which line it was, should it be bad
+            for at, text in islice(filled, limit):  # noqa: B007 - names the line in an error
                 yield _checked(decoder.decode(text)) if text.endswith(b"\n") else _last(decoder, text)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error

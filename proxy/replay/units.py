@@ -23,7 +23,7 @@ def parse_amount(text: str) -> tuple[int, bool]:
     """The number, and whether it is in bytes: `k`, `M` and `G` are plain, `kB` and `KiB` are bytes.
 
     Raises:
-        AmountError: the text is no such amount.
+        AmountError: the text is not an amount.
     """
     matched = _AMOUNT.fullmatch(text.strip())
     if matched is not None:

@@ -4,7 +4,7 @@ Each block has an int of location bits, four per engine: gpu, host, disk and pen
 them. A look-up reads how far equal bits reach along the chain. Then it reads what they mean, once for all
 engines that hold the same part of it.
 
-Pending blocks are those that a request in flight will leave. They count as held, so that a burst of one new
+Pending blocks are those that a request in flight will store. They count as held, so that a burst of one new
 prefix gathers on one engine. They end with the request; by then events or usage have confirmed them.
 """
 
@@ -40,7 +40,7 @@ _COUNTED = [
 class Match:
     """How many leading blocks of a chain one engine holds, by the fastest tier each lies on.
 
-    `lead` counts the blocks before the first that neither is on the GPU nor will be.
+    `lead` counts the leading blocks that are on the GPU or will be.
     """
 
     gpu: int = 0

@@ -78,7 +78,7 @@ def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) ->
 
 
 def equal(segment: Segment, start: int, blocks: tuple[BlockHash, ...], at: int) -> int:
-    """As `agreed`, for blocks that need not be a chain."""
+    """Like `agreed`, for blocks that need not be a chain."""
     mine = segment.hashes
     most = min(segment.ends[-1] - start, len(blocks) - at)
     if most == 1 or mine[start : start + most] == blocks[at : at + most]:

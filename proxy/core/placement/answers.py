@@ -36,7 +36,7 @@ class Report:
     Attributes:
         cached_tokens: prompt tokens that it reused.
         output_tokens: tokens of the answer.
-        prefill: prompt tokens that it computed, and the seconds that took by its own clock.
+        prefill: prompt tokens that it computed, and the seconds this took by the engine's clock.
     """
 
     cached_tokens: int | None = None

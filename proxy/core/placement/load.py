@@ -45,7 +45,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a prompt took of an engine's time, as a mean over prompts that kept it busy one after the other.
+    """Engine time that one prompt took: a mean over prompts that kept the engine busy without a gap.
 
     Attributes:
         work: of the prompt.
@@ -204,7 +204,7 @@ class EngineLedger:
         return busy.sample(now)
 
     def answered(self, now: float, ticket: int) -> Spent | None:
-        """Its answer came whole: the engine is done with it, and has computed the prompts placed before it.
+        """A whole answer came: the engine has finished the request, and the prompts placed before it.
         Returns what the engine did meanwhile; None if that is not known."""
         begun = self._whole.pop(ticket, None)
         if begun is None:

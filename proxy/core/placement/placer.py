@@ -285,8 +285,8 @@ class Placer:
             self.demand.answered(now, output * self.rates.fit.step_s)
 
     def _count(self, now: float, placed: PlacedRequest) -> None:
-        """Counts a prompt that an engine has computed, once per request: an attempt that an engine refused is
-        no demand of its own. Its seconds count only once rates were learned."""
+        """Counts a prompt that an engine has computed, once per request: further attempts of the
+        request do not count. Its seconds count only after rates were learned."""
         if placed.begun is not None:
             return
         placed.begun = now

@@ -104,7 +104,7 @@ class PoolRates:
         self._redraw()
 
     def answered(self, answer: Answer) -> None:
-        """A whole answer came. It teaches as long as no first token was seen."""
+        """Learns from a whole answer. Does nothing once a first token has been seen."""
         if self._samples:
             return
         self.fit = self._answers.add(answer) or self.fit

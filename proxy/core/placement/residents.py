@@ -42,7 +42,7 @@ class Residents:
             prompts.popitem(last=False)
 
     def lost(self, now: float, blocks: int, returns: Callable[[float], float]) -> float:
-        """Of the `blocks` least recently used blocks, how many will be requested again, on average; 0 if
+        """Expected number of the `blocks` least recently used blocks that are requested again; 0 if
         `blocks` is not positive. Forgets prompts that the engine no longer holds."""
         if blocks <= 0:
             return 0.0

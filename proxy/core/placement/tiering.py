@@ -212,8 +212,9 @@ def soon(returns: Returns, idle_s: float, within_s: float) -> float:
     """Probability that a prompt idle for `idle_s` seconds is requested again within `within_s` seconds.
 
     The number of prompts that never come back is the same at every age. So the odds of coming back are
-    proportional to how many prompts are still to come, and the difference of the odds at two ages to how many
-    come in between. Ages are known to half an octave; a shorter time gets its share of that.
+    proportional to the number of prompts still to come. The difference between the odds at two ages is
+    proportional to the number that come in between. Ages are known to half an octave; a shorter time gets
+    its share of that.
     """
     over_s = max(within_s, HALF_OCTAVE * idle_s)
     if over_s <= 0:

@@ -19,6 +19,7 @@ from engine_adapter import (
     NotSupported,
     make_adapter,
 )
+from engine_adapter.llama_server import adapter as adapter_module
 from engine_adapter.llama_server import saved_files
 from tests.engine_adapter.llama_server.slot_world import WAIT_S, prompt_of, slot_world
 from tests.engines import engine_spec
@@ -294,3 +295,11 @@ async def test_a_body_that_is_no_json_is_left_alone(world):
         assert hold.body is body
     async with world.adapter.hold("/v1/embeddings", JsonBody(b'{"input": "x"}'), None) as hold:
         assert hold.body.get("id_slot") is None
+
+
+def test_caps_are_plain_numbers_that_json_can_hold(tmp_path):
+    sizes = {"host_cache_bytes": "1MiB", "disk_cache_bytes": "2MiB", "disk_cache_dir": str(tmp_path)}
+    spec = engine_spec("llama_server", "http://127.0.0.1:9", host_cache_dir=str(tmp_path), **sizes)
+    place = adapter_module._place(spec)
+    assert [type(size) for size in (place.host_bytes, place.disk_bytes)] == [int, int]
+    assert (place.host_bytes, place.disk_bytes) == (1 << 20, 2 << 20)

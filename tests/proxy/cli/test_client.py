@@ -60,6 +60,13 @@ def test_the_key_goes_along():
     assert seen[1] == ("DELETE", "/admin/v1/x", b"", None)
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/admin/v1"])
+def test_the_address_may_be_the_base_url_of_clients(end):
+    with admin(lambda *_: (200, {})) as (url, seen):
+        AdminClient(url + end, None).get("/stats")
+    assert seen[0][1] == "/admin/v1/stats"
+
+
 def test_an_empty_answer_is_none():
     with admin(lambda *_: (204, b"")) as (url, _):
         assert AdminClient(url, None).delete("/x") is None

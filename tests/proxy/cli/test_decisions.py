@@ -42,7 +42,7 @@ def test_every_term_fits_into_eighty_columns(narrow, capsys):
     assert lines[4] == ["e1", "131,072", "23,456", "0", "200", "0", "0", "0", "–", "24,500"]
     assert max(map(len, output.splitlines())) <= 80
     assert "75% utilisation, prefill counts 4.0 times" in output
-    assert output.replace("\n", "").startswith(f"tensorrt_llm-12: {WHY}".replace("\n", ""))
+    assert " ".join(output.split()).startswith(f"would go to tensorrt_llm-12: {WHY}")
 
 
 def test_a_wait_for_room_is_shown_where_there_is_one(capsys):
@@ -95,3 +95,11 @@ def test_text_that_cannot_be_shown_is_left_out(capsys):
     unread = {"request_id": "r0", "common_tokens": 3, "text": None, "other_text": None}
     decisions.show_request(REQUEST | {"divergence": unread})
     assert "from token" not in capsys.readouterr().out
+
+
+def test_equal_prompts_are_said_to_be_equal(capsys):
+    equal = {"request_id": "r0", "common_tokens": 3, "text": "", "other_text": ""}
+    decisions.show_request(REQUEST | {"divergence": equal})
+    output = capsys.readouterr().out
+    assert "request r0 had the same prompt" in output
+    assert "from token" not in output

@@ -66,6 +66,14 @@ async def world():
     await world.tasks.stop()
 
 
+async def test_without_reuse_the_trust_names_the_reason():
+    world = World(reuse=False)
+    engine, _ = world.add()
+    await world.state(engine, EngineState.READY)
+    assert engine.audit.why == "reuse is off"
+    await world.tasks.stop()
+
+
 async def test_an_engine_becomes_ready_and_joins_the_pool_of_its_model(world):
     engine, _ = world.add()
     assert engine.state == "connecting"
