@@ -218,6 +218,7 @@ def test_a_scan_finds_what_is_sound_and_touches_nothing_foreign(path, tmp_path, 
         (lambda path: path.with_suffix(".json").write_text("{"), "it is no JSON"),
         (lambda path: path.with_suffix(".json").write_bytes(b"\xff\xfe"), "it is no JSON"),
         (lambda path: path.with_suffix(".json").write_bytes(b""), "it is no JSON"),
+        (lambda path: path.with_suffix(".json").write_bytes(b'{"\xff": 1}'), "it is no JSON"),
     ],
 )
 def test_a_damaged_entry_is_deleted_with_one_line(path, tmp_path, caplog, harm, why):
@@ -246,6 +247,7 @@ def newer_server(path: Path) -> None:
         (lambda path: rewrite_sidecar(path, compression="zstd"), "unknown field `compression`"),
         (lambda path: rewrite_sidecar(path, checksum="a text now"), "another version of kvpin wrote it"),
         (lambda path: path.with_suffix(".json").write_text("[]"), "another version of kvpin wrote it"),
+        (lambda path: path.with_suffix(".json").write_text("[" * 5000), "it is nested too deep"),
         (lambda path: rewrite_sidecar(path, key="x"), "key 'x' is not the one of its name"),
         (newer_server, "format version 4, known is 3"),
     ],
