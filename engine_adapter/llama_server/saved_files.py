@@ -283,6 +283,7 @@ def _sidecar(name: str) -> str:
 
 def _read_entry(path: Path) -> Found:
     target = path.with_suffix(".json")
+    state_file.regular_file(target)
     with reading(target):
         data = target.read_bytes()
     sidecar = _read_sidecar(target, data)

@@ -329,6 +329,13 @@ def test_an_entry_that_lies_in_the_other_tier_too_is_left_while_it_is_young(path
     assert there(tmp_path) == set()
 
 
+def test_a_scan_does_not_wait_for_a_sidecar_that_is_a_fifo(path, tmp_path):
+    odd = tmp_path / saved_files.new_name("key")
+    write_state(odd, TOKENS)
+    os.mkfifo(odd.with_suffix(".json"))
+    assert scan(tmp_path) == [path.name]
+
+
 def test_a_scan_survives_what_it_cannot_read_or_remove(path, tmp_path, caplog):
     stuck = tmp_path / saved_files.new_name("key")
     write_state(stuck, TOKENS)
