@@ -239,12 +239,15 @@ async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, fil
     plus the prefill of about 150 tokens.
     """
     ram_cache = await probe_ram_cache(control, slot_id)
-    is_unified = facts.is_unified
-    if facts.can_save and is_unified is None:
-        is_unified = await probe_unified(control, slot_id, facts.slots, file=file)
+    is_unified, can_save = facts.is_unified, facts.can_save
+    if can_save and is_unified is None:
+        try:
+            is_unified = await probe_unified(control, slot_id, facts.slots, file=file)
+        except EngineRejected:
+            can_save = False  # the directory is gone or full; the server can still be used
     if facts.can_save:
         await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
-    return replace(facts, ram_cache=ram_cache, is_unified=is_unified)
+    return replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save)
 
 
 async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:

@@ -270,10 +270,10 @@ def _with_sidecars(names: Iterable[str]) -> set[str]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, 0 for one that is gone."""
+    """Bytes of a file, 0 for one that is gone or hidden by permissions."""
     try:
         return path.lstat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
@@ -283,6 +283,7 @@ def _sidecar(name: str) -> str:
 
 def _read_entry(path: Path) -> Found:
     target = path.with_suffix(".json")
+    state_file.regular_file(target)
     with reading(target):
         data = target.read_bytes()
     sidecar = _read_sidecar(target, data)
@@ -301,8 +302,10 @@ def _read_sidecar(path: Path, data: bytes) -> Sidecar:
     """Sidecars are written whole or not at all: one that is no JSON is damaged, any other JSON is foreign."""
     try:
         record: Any = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StateFileError(path, Reason.SIDECAR, f"it is no JSON: {error}") from error
+    except RecursionError as error:
+        raise StateFileError(path, Reason.FOREIGN, "kvpin did not write it: it is nested too deep") from error
     try:
         sidecar = msgspec.convert(record, Sidecar)
     except msgspec.ValidationError as error:

@@ -251,6 +251,17 @@ async def test_probes_touch_their_slot_alone(start_llama, control_of, save_dir):
     assert reused == [99, 0]
 
 
+async def test_a_server_whose_save_directory_is_gone_is_used_without_saves(start_llama, control_of, tmp_path):
+    save_dir = tmp_path / "kv"
+    save_dir.mkdir()
+    server = start_llama(slots=2, save_dir=save_dir)
+    save_dir.rmdir()
+    facts = await discover(control_of(server.url), spec_of(server.url))
+    facts = await probe(control_of(server.url), facts, 0, file=FILE)
+    assert not facts.can_save
+    assert "no prefix can be saved" in str(facts.findings[-1])
+
+
 async def test_a_server_that_tells_no_timings(control_of):
     app = Starlette(routes=[Route("/completion", lambda _: JSONResponse({}), methods=["POST"])])
     with served(app) as url, pytest.raises(EngineUnavailable, match="timings"):

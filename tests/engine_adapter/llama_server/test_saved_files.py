@@ -218,6 +218,7 @@ def test_a_scan_finds_what_is_sound_and_touches_nothing_foreign(path, tmp_path, 
         (lambda path: path.with_suffix(".json").write_text("{"), "it is no JSON"),
         (lambda path: path.with_suffix(".json").write_bytes(b"\xff\xfe"), "it is no JSON"),
         (lambda path: path.with_suffix(".json").write_bytes(b""), "it is no JSON"),
+        (lambda path: path.with_suffix(".json").write_bytes(b'{"\xff": 1}'), "it is no JSON"),
     ],
 )
 def test_a_damaged_entry_is_deleted_with_one_line(path, tmp_path, caplog, harm, why):
@@ -246,6 +247,7 @@ def newer_server(path: Path) -> None:
         (lambda path: rewrite_sidecar(path, compression="zstd"), "unknown field `compression`"),
         (lambda path: rewrite_sidecar(path, checksum="a text now"), "another version of kvpin wrote it"),
         (lambda path: path.with_suffix(".json").write_text("[]"), "another version of kvpin wrote it"),
+        (lambda path: path.with_suffix(".json").write_text("[" * 5000), "it is nested too deep"),
         (lambda path: rewrite_sidecar(path, key="x"), "key 'x' is not the one of its name"),
         (newer_server, "format version 4, known is 3"),
     ],
@@ -325,6 +327,13 @@ def test_an_entry_that_lies_in_the_other_tier_too_is_left_while_it_is_young(path
     assert path.exists()
     assert scan(tmp_path, later=2 * GRACE_S, taken={path.name}) == []
     assert there(tmp_path) == set()
+
+
+def test_a_scan_does_not_wait_for_a_sidecar_that_is_a_fifo(path, tmp_path):
+    odd = tmp_path / saved_files.new_name("key")
+    write_state(odd, TOKENS)
+    os.mkfifo(odd.with_suffix(".json"))
+    assert scan(tmp_path) == [path.name]
 
 
 def test_a_scan_survives_what_it_cannot_read_or_remove(path, tmp_path, caplog):
