@@ -191,16 +191,15 @@ class Flow:
             EngineUnavailable, EngineRejected: the engine failed before the answer began.
         """
         record.placement, pool, call = placement, ready.pool, ready.call
-        known = ready.prompt is not None and ready.prompt.whole
+        known, engine = ready.prompt is not None and ready.prompt.whole, pool.engines[placement.engine]
         with pool.lease(
             placement, ready.chain, streams=call.streams, known=known, session=ready.session
         ) as lease:
-            engine = lease.engine
             engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
             async with lease.patience():
                 await lease.gather()
                 async with self._hold(engine, ready) as hold:
-                    await look_below(pool, lease, ready.prompt, ready.chain)
+                    await look_below(pool, engine, lease, ready.prompt, ready.chain)
                     placement = record.placement = lease.refine(hold)
                     record.note = hold.note
                     outcome = await self.forwarder.forward(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine_adapter.torch_engine.model import LoadedModel
+from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused, SamplingParams
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from torch import Tensor
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import IMPLEMENTATION
 from engine_adapter.torch_engine.kv_cache import KvSequence
+from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.runner import Runner, Work
 from engine_adapter.torch_engine.storage import KvStorage
-
-if TYPE_CHECKING:
-    from engine_adapter.torch_engine.model import LoadedModel
 
 _BLOCK = 4
 # Tokens: of the short sequence, shared by both sequences, of the long sequence.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,10 +13,8 @@ from torch import Tensor
 
 from engine_adapter.torch_engine.attention import Decodes, PagedBatch, Place, Span, attention_context
 from engine_adapter.torch_engine.kv_cache import KvSequence
+from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.storage import KvStorage
-
-if TYPE_CHECKING:
-    from engine_adapter.torch_engine.model import LoadedModel
 
 Ints = NDArray[np.int64]
 

@@ -18,7 +18,8 @@ from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.engine import Engine
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.torch_engine.kv_cache import KvCache
-from engine_adapter.torch_engine.model import LoadedModel, load_model
+from engine_adapter.torch_engine.loaded_model import LoadedModel
+from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.options import EngineOptions
 from engine_adapter.torch_engine.prompt_tables import PromptEmbeddings, PromptTables, embedding_tensor
 from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, prompt_of

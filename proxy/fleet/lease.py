@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from engine_adapter import EngineUnavailable, Hold, IncomingResponse
+from engine_adapter import EngineInfo, EngineUnavailable, Hold, IncomingResponse
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import NOTHING, Placement, predict
@@ -17,12 +17,25 @@ from proxy.core.placement.gather import leader, patience_s
 from proxy.core.placement.load import Work
 from proxy.core.placement.placer import PlacedRequest, Placer
 
-if TYPE_CHECKING:
-    from proxy.fleet.engine import Engine  # an engine keeps its leases
-
 # Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
 # it is busy, still sends.
 SILENCE_S = 5.0
+
+
+class LeasedEngine(Protocol):
+    """What a lease needs of its engine."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the engine said of itself."""
+
+    @property
+    def removals(self) -> int:
+        """Blocks it has removed."""
+
+    @property
+    def unanswered(self) -> list[Lease]:
+        """Its requests whose answer has not begun."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +52,7 @@ class Lease:
         report: what the engine reported about its answer.
     """
 
-    engine: Engine
+    engine: LeasedEngine
     placement: Placement
     placer: Placer
     placed: PlacedRequest

@@ -21,9 +21,11 @@ from proxy.prompt import Prompt
 _LOWER = (Tier.HOST, Tier.DISK)
 
 
-async def look_below(pool: Pool, lease: Lease, prompt: Prompt | None, chain: Chain | None) -> None:
+async def look_below(
+    pool: Pool, engine: Engine, lease: Lease, prompt: Prompt | None, chain: Chain | None
+) -> None:
     """Refines the placement of a leased request with what the engine's lower tiers hold of it now."""
-    engine, placement = lease.engine, lease.placement
+    placement = lease.placement
     whole = _whole_tokens(engine, chain)
     if prompt is None or chain is None or whole <= placement.gpu_tokens:
         return

@@ -51,7 +51,7 @@ async def looked(pool, prompt=PROMPT):
     chain = pool.chain(prompt)
     placement = place(pool.candidates(chain, prompt), chain)
     with pool.lease(placement, chain) as lease:
-        await look_below(pool, lease, prompt, chain)
+        await look_below(pool, lease.engine, lease, prompt, chain)
         return lease.placement, lease.engine.ledger.view(lease.started)
 
 
@@ -135,7 +135,7 @@ async def test_what_is_not_followed_is_not_asked_for(fleet):
     chain = pool.chain(PROMPT)
     placement = place(pool.candidates(chain, PROMPT), chain)
     with pool.lease(placement, None) as lease:
-        await look_below(pool, lease, None, None)
+        await look_below(pool, lease.engine, lease, None, None)
     expect_below(pool, engine, None)
     assert (engine.adapter.asked, match(pool)) == ([], Match())
 
