@@ -12,7 +12,7 @@ ELSEWHERE = {
     "engine_adapter/base.py": "a Protocol: tests/contract",
     "engine_adapter/errors.py": "classes of data: tests/proxy/api/test_errors.py",
     "engine_adapter/types.py": "classes of data: tests of everything that uses them",
-    "engine_adapter/torch_engine/loaded_model.py": "a class of data: tests/engine_adapter/torch_engine/test_model.py",
+    "engine_adapter/torch_engine/loaded_model.py": "data: tests/engine_adapter/torch_engine/test_model.py",
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
     "proxy/errors.py": "classes of data: tests/proxy/api/test_errors.py",
 }
