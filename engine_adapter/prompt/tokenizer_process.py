@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine_adapter.errors import EngineSpecError
+from engine_adapter.errors import EngineSpecError, TokenizerUnavailable
 from engine_adapter.prompt.chat import ChatTokenizer, check_source, load_transformers
 from engine_adapter.prompt.described import DescribedTokenizer, Description, describe
 
@@ -28,9 +28,10 @@ _FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class _Failure(msgspec.Struct, frozen=True, tag=True):
-    """Why there is no tokenizer."""
+    """Why there is no tokenizer, and whether there may be one later."""
 
     reason: str
+    passes: bool
 
 
 async def load_tokenizer(source: str) -> ChatTokenizer:
@@ -39,7 +40,8 @@ async def load_tokenizer(source: str) -> ChatTokenizer:
     Takes seconds, but does not block the event loop. Cancelling it ends the second process.
 
     Raises:
-        EngineSpecError: nothing usable is there, or the hub did not answer within 3 s.
+        EngineSpecError: nothing usable is there.
+        TokenizerUnavailable: the hub did not answer within 3 s, or the second process was killed.
     """
     check_source(source)
     process = await asyncio.create_subprocess_exec(
@@ -56,7 +58,7 @@ async def load_tokenizer(source: str) -> ChatTokenizer:
             await process.wait()
     if process.returncode != 0:
         reason = f"its loader ended with status {process.returncode}"
-        raise EngineSpecError(f"tokenizer {source!r} cannot be loaded: {reason}")
+        raise TokenizerUnavailable(f"tokenizer {source!r} cannot be loaded: {reason}")
     return await asyncio.to_thread(_read, answer, source)
 
 
@@ -64,7 +66,7 @@ def _read(answer: bytes, source: str) -> ChatTokenizer:
     """The tokenizer that the second process described."""
     found = msgspec.msgpack.decode(answer, type=Description | _Failure)
     if isinstance(found, _Failure):
-        raise EngineSpecError(found.reason)
+        raise (TokenizerUnavailable if found.passes else EngineSpecError)(found.reason)
     if found.tokenizer is None:
         return ChatTokenizer.load(source)
     tokenizer = DescribedTokenizer(found)
@@ -84,7 +86,7 @@ def main() -> None:
     try:
         found = describe(_load(source))
     except EngineSpecError as error:
-        found = _Failure(str(error))
+        found = _Failure(str(error), isinstance(error, TokenizerUnavailable))
     with os.fdopen(output, "wb") as answer:
         answer.write(msgspec.msgpack.encode(found))
     os._exit(0)  # a thread may still wait for the hub
@@ -100,7 +102,7 @@ def _load(source: str) -> object:
         except EngineSpecError:
             pass  # an incomplete copy
     if not _hub_answers():
-        raise EngineSpecError(
+        raise TokenizerUnavailable(
             f"tokenizer {source!r} is not on this machine, and the model hub does not answer within "
             f"{HUB_S:.0f} s; copy it here and name its directory: tokenizer=DIR"
         )

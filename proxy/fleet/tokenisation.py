@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 # Between attempts to check a tokenizer, while the engine does not answer.
 RETRY_S = 1.0
+# Between attempts to load a tokenizer whose source is away. Each attempt costs about 2 s of a core.
+RELOAD_S = 300.0
 
 
 class Tokenisation:
@@ -60,8 +62,13 @@ class Tokenisation:
     async def _load_and_check(self, pool: Pool, builder: PromptBuilder, engine: Engine, source: str) -> None:
         builder.reason = f"the tokenizer {source!r} is being loaded"
         await verify_exactness(builder, engine.adapter)  # with no tokenizer here, no engine is asked
-        await builder.load(source, self._load)
+        is_settled = await builder.load(source, self._load)
         await self._check(pool, builder, engine)
+        while not is_settled and (pool.engines or pool.away):
+            await asyncio.sleep(RELOAD_S)
+            is_settled = await builder.load(source, self._load)
+            if builder.local is not None:
+                await self._check(pool, builder, engine)
 
     async def _check(self, pool: Pool, builder: PromptBuilder, engine: Engine) -> None:
         """Compares the tokenizer with an engine of the pool, and logs what came of it."""

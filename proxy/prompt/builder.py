@@ -15,6 +15,7 @@ from engine_adapter import (
     EngineSpecError,
     JsonBody,
     KvTarget,
+    TokenizerUnavailable,
     common_prefix,
 )
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
@@ -164,8 +165,10 @@ class PromptBuilder:
             tokenizer, vocab_size=self.info.vocab_size, hidden_size=self.info.hidden_size
         )
 
-    async def load(self, source: str, load: Load = load_tokenizer) -> None:
+    async def load(self, source: str, load: Load = load_tokenizer) -> bool:
         """Loads the engine's tokenizer and adopts it, which takes seconds; `reason` says why it failed.
+
+        Returns False if it failed now and may succeed later.
 
         Args:
             source: directory, GGUF file or hub id.
@@ -175,6 +178,8 @@ class PromptBuilder:
             self.adopt(await load(source))
         except EngineSpecError as error:
             self.reason = str(error)
+            return not isinstance(error, TokenizerUnavailable)
+        return True
 
     def use_local(self) -> None:
         """From now on prompts are tokenised here, if a tokenizer was loaded."""

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from engine_adapter import Capability, EngineSpecError, EngineUnavailable, JsonBody
+from engine_adapter import Capability, EngineSpecError, EngineUnavailable, JsonBody, TokenizerUnavailable
 from engine_adapter.prompt.chat import ChatTokenizer
+from proxy.fleet import tokenisation
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.tokenisation import Tokenisation
@@ -25,11 +26,14 @@ class Loader:
     def __init__(self, tokenizer=None):
         self.tokenizer = tokenizer
         self.sources = []
+        self.failures = []
         self.go = asyncio.Event()
 
     async def __call__(self, source):
         self.sources.append(source)
         await self.go.wait()
+        if self.failures:
+            raise self.failures.pop(0)
         if self.tokenizer is None:
             raise EngineSpecError(f"tokenizer {source!r} is nowhere")
         return self.tokenizer
@@ -151,6 +155,18 @@ async def test_one_that_cannot_be_loaded_is_looked_for_once_and_the_log_says_wha
     (line,) = logs
     assert line["event"] == "the engines tokenise"
     assert "tokenizer 'acme/model' is nowhere" in line["detail"]
+
+
+async def test_one_whose_source_is_away_is_looked_for_again(world, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenisation, "RELOAD_S", 0.001)
+    world.loader.go.set()
+    world.loader.failures = [TokenizerUnavailable("the hub is away"), TokenizerUnavailable("still away")]
+    with structlog.testing.capture_logs() as logs:
+        world.join("a")
+        await world.settled()
+    assert world.loader.sources == ["acme/model"] * 3
+    assert world.prompts.exactness.source == "local"
+    assert [line["event"] for line in logs] == ["the engines tokenise", "tokenizer gives the engine's ids"]
 
 
 async def test_where_the_first_engines_tokenizer_is_nowhere_that_of_another_is_loaded(world, tokenizer):
