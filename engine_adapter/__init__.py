@@ -26,7 +26,6 @@ from engine_adapter.errors import (
     EngineUnavailable,
     NotSupported,
     PromptTableError,
-    TokenizerUnavailable,
 )
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, SelfPlaced
 from engine_adapter.http.control import route_of
@@ -106,7 +105,6 @@ __all__ = [
     "RequestBody",
     "SelfPlaced",
     "Tier",
-    "TokenizerUnavailable",
     "Transport",
     "ViewCurrent",
     "ViewLost",

@@ -2,7 +2,6 @@
 
 EngineError
 ├── EngineSpecError      the operator's description of an engine is wrong (at start, or in POST engines)
-│   └── TokenizerUnavailable   it cannot be loaded now; later it may be
 ├── EngineUnavailable    no connection, a timeout, or a dead process: try another engine
 ├── EngineRejected       the engine answered with an error: status, message, field
 ├── NotSupported         the engine cannot do this; says what it can do instead
@@ -24,10 +23,6 @@ class EngineError(Exception):
 
 class EngineSpecError(EngineError):
     """An engine description is wrong. The text says which part and why."""
-
-
-class TokenizerUnavailable(EngineSpecError):
-    """A tokenizer cannot be loaded now, because the model hub is away or its loader was killed."""
 
 
 class EngineUnavailable(EngineError):

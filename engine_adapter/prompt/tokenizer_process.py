@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine_adapter.errors import EngineSpecError, TokenizerUnavailable
+from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.prompt.chat import ChatTokenizer, check_source, load_transformers
 from engine_adapter.prompt.described import DescribedTokenizer, Description, describe
 
@@ -41,7 +41,7 @@ async def load_tokenizer(source: str) -> ChatTokenizer:
 
     Raises:
         EngineSpecError: nothing usable is there.
-        TokenizerUnavailable: the hub did not answer within 3 s, or the second process was killed.
+        EngineUnavailable: the hub did not answer within 3 s, or the second process was killed.
     """
     check_source(source)
     process = await asyncio.create_subprocess_exec(
@@ -58,7 +58,7 @@ async def load_tokenizer(source: str) -> ChatTokenizer:
             await process.wait()
     if process.returncode != 0:
         reason = f"its loader ended with status {process.returncode}"
-        raise TokenizerUnavailable(f"tokenizer {source!r} cannot be loaded: {reason}")
+        raise EngineUnavailable(f"tokenizer {source!r} cannot be loaded: {reason}")
     return await asyncio.to_thread(_read, answer, source)
 
 
@@ -66,7 +66,7 @@ def _read(answer: bytes, source: str) -> ChatTokenizer:
     """The tokenizer that the second process described."""
     found = msgspec.msgpack.decode(answer, type=Description | _Failure)
     if isinstance(found, _Failure):
-        raise (TokenizerUnavailable if found.passes else EngineSpecError)(found.reason)
+        raise (EngineUnavailable if found.passes else EngineSpecError)(found.reason)
     if found.tokenizer is None:
         return ChatTokenizer.load(source)
     tokenizer = DescribedTokenizer(found)
@@ -85,8 +85,8 @@ def main() -> None:
     found: Description | _Failure
     try:
         found = describe(_load(source))
-    except EngineSpecError as error:
-        found = _Failure(str(error), isinstance(error, TokenizerUnavailable))
+    except (EngineSpecError, EngineUnavailable) as error:
+        found = _Failure(str(error), isinstance(error, EngineUnavailable))
     with os.fdopen(output, "wb") as answer:
         answer.write(msgspec.msgpack.encode(found))
     os._exit(0)  # a thread may still wait for the hub
@@ -102,7 +102,7 @@ def _load(source: str) -> object:
         except EngineSpecError:
             pass  # an incomplete copy
     if not _hub_answers():
-        raise TokenizerUnavailable(
+        raise EngineUnavailable(
             f"tokenizer {source!r} is not on this machine, and the model hub does not answer within "
             f"{HUB_S:.0f} s; copy it here and name its directory: tokenizer=DIR"
         )

@@ -33,7 +33,8 @@ class Tokenisation:
     Args:
         tasks: runs the loading.
         tables: p-tuning tables that prompts may name.
-        load: gives the tokenizer of a directory or hub id; raises EngineSpecError.
+        load: gives the tokenizer of a directory or hub id; raises EngineSpecError, or
+            EngineUnavailable if it may succeed later.
     """
 
     def __init__(self, tasks: Supervisor, tables: PromptTables, load: Load = load_tokenizer) -> None:

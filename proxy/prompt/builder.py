@@ -13,9 +13,9 @@ from engine_adapter import (
     EngineAdapter,
     EngineInfo,
     EngineSpecError,
+    EngineUnavailable,
     JsonBody,
     KvTarget,
-    TokenizerUnavailable,
     common_prefix,
 )
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
@@ -172,13 +172,13 @@ class PromptBuilder:
 
         Args:
             source: directory, GGUF file or hub id.
-            load: loads it; raises EngineSpecError.
+            load: loads it; raises EngineSpecError, or EngineUnavailable if it may succeed later.
         """
         try:
             self.adopt(await load(source))
-        except EngineSpecError as error:
+        except (EngineSpecError, EngineUnavailable) as error:
             self.reason = str(error)
-            return not isinstance(error, TokenizerUnavailable)
+            return isinstance(error, EngineSpecError)
         return True
 
     def use_local(self) -> None:

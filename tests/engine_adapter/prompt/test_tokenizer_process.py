@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import engine_adapter.torch_engine
-from engine_adapter import EngineSpecError, TokenizerUnavailable
+from engine_adapter import EngineSpecError, EngineUnavailable
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.tokenizer_process import HUB_S, load_tokenizer
 
@@ -58,7 +58,7 @@ async def test_what_cannot_be_loaded_is_one_sentence(source, reason):
 async def test_a_hub_out_of_reach_costs_seconds_and_no_output(monkeypatch, capfd):
     """The top-level domain is reserved never to resolve."""
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
-    with pytest.raises(EngineSpecError, match="'acme/none' is not on this machine, and"):
+    with pytest.raises(EngineUnavailable, match="'acme/none' is not on this machine, and"):
         await load_tokenizer("acme/none")
     assert capfd.readouterr() == ("", "")
 
@@ -67,14 +67,14 @@ async def test_a_hub_that_never_answers_is_waited_for_3_seconds(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         started = time.monotonic()
-        with pytest.raises(TokenizerUnavailable, match="does not answer within 3 s"):
+        with pytest.raises(EngineUnavailable, match="does not answer within 3 s"):
             await load_tokenizer("acme/none")
         assert time.monotonic() - started > HUB_S
 
 
 async def test_a_loader_that_dies_is_a_reason(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(TokenizerUnavailable, match="its loader ended with status 1"):
+    with pytest.raises(EngineUnavailable, match="its loader ended with status 1"):
         await load_tokenizer("acme/none")
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from engine_adapter import Capability, EngineSpecError, EngineUnavailable, JsonBody, TokenizerUnavailable
+from engine_adapter import Capability, EngineSpecError, EngineUnavailable, JsonBody
 from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.fleet import tokenisation
 from proxy.fleet.engine import EngineState
@@ -160,7 +160,7 @@ async def test_one_that_cannot_be_loaded_is_looked_for_once_and_the_log_says_wha
 async def test_one_whose_source_is_away_is_looked_for_again(world, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenisation, "RELOAD_S", 0.001)
     world.loader.go.set()
-    world.loader.failures = [TokenizerUnavailable("the hub is away"), TokenizerUnavailable("still away")]
+    world.loader.failures = [EngineUnavailable("the hub is away"), EngineUnavailable("still away")]
     with structlog.testing.capture_logs() as logs:
         world.join("a")
         await world.settled()
