@@ -51,9 +51,9 @@ def test_salt_and_adapter_stand_at_the_root_of_a_chain():
     (child,) = runs(block(2, 3, 4, cache_salt="s", lora_id=7), parent=1)
     assert (child.salt, child.lora) == (None, None)
     (plain,) = runs(block(1, 1, 2, cache_salt=None, lora_id=None))
-    assert (plain.salt, plain.adapter) == (None, None)
+    assert (plain.salt, plain.lora) == (None, None)
     (untold,) = runs(block(1, 1, 2, cache_salt=UNSET, lora_id=UNSET))
-    assert (untold.salt, untold.adapter) == (None, None)
+    assert (untold.salt, untold.lora) == (None, None)
 
 
 @pytest.mark.parametrize("other", [{"cache_salt": "t"}, {"lora_id": 1}])
