@@ -176,7 +176,12 @@ class LlamaServerAdapter(Undeclared):
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`."""
-        return prepare_request(self.spec, method, path, headers, body)
+        request = prepare_request(self.spec, method, path, headers, body)
+        if isinstance(body, JsonBody) and body.get("stream") is True:
+            # The server closes the connection after each stream without saying so: a next request on it would
+            # be lost. With this header both sides know.
+            return replace(request, headers={**request.headers, "connection": "close"})
+        return request
 
     # --- KV -------------------------------------------------------------------------------------------
 

@@ -101,6 +101,13 @@ class TestWhatItCanDo:
 
 
 class TestRequests:
+    async def test_those_that_follow_an_answer_at_once_are_not_lost(self, start_llama):
+        # The server closes the connection after each stream, when the next request may be under way.
+        async with slot_world(start_llama(slots=2).url) as world, world.hold(prompt_of(1)) as hold:
+            for _ in range(200):
+                async with await world.sent(hold) as response:
+                    await response.read()
+
     async def test_a_body_is_pinned_and_streamed_and_else_as_it_was(self, world):
         async with world.hold(prompt_of(1), seed=7, id_slot="nonsense") as hold:
             assert hold.body.get("id_slot") in (0, 1)
