@@ -1,0 +1,45 @@
+"""HTTP headers as the bytes that came, readable as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+HeaderPairs = list[tuple[bytes, bytes]]
+
+
+class Headers(Mapping[str, str]):
+    """Headers in the order they came, names in lower case. Of a repeated name, `get` gives the first value.
+
+    As a mapping it shows Latin-1 text. A search goes through the list: requests have few headers, and most of
+    these are only passed on.
+
+    Attributes:
+        raw: (name, value) pairs, names in lower case.
+    """
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: HeaderPairs) -> None:
+        self.raw = raw
+
+    @classmethod
+    def of(cls, fields: Iterable[tuple[str, str]]) -> Headers:
+        """Headers of text; names in any case."""
+        return cls([(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in fields])
+
+    def __getitem__(self, name: str) -> str:
+        wanted = name.lower().encode("latin-1")
+        for each, value in self.raw:
+            if each == wanted:
+                return value.decode("latin-1")
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name.decode("latin-1") for name, _ in self.raw))
+
+    def __len__(self) -> int:
+        return len({name for name, _ in self.raw})
+
+    def __repr__(self) -> str:
+        """Names only: values may be secrets."""
+        return f"Headers({[name.decode('latin-1') for name, _ in self.raw]})"
