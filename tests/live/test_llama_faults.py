@@ -27,7 +27,7 @@ import httpx
 import pytest
 
 from scripts.make_gguf import gguf_path
-from tests.live.conftest import Kvpin, running_kvpin
+from tests.live.conftest import Kvpin, running_kvpin, wait_until_tokenised
 from tests.llama import RunningLlama, llama_server, memory_dir, running_llama_server
 
 pytestmark = pytest.mark.live
@@ -268,6 +268,7 @@ def serve(kvpin, lone, tmp_path) -> Iterator[Callable[..., Behind]]:
                 kvpin, engine, model, server, directory, partial(alone, lone.url), again, log_begins=begins
             )
             behind.until_ready()
+            wait_until_tokenised(kvpin)
             return behind
 
         yield add
