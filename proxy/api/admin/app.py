@@ -14,7 +14,7 @@ from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter import EngineError
-from proxy.api.admin.endpoint import Endpoint, Handler
+from proxy.api.admin.endpoint import Endpoint
 from proxy.api.admin.openapi import with_document
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import error_response, handle_http
@@ -34,16 +34,17 @@ def routes(endpoints: Iterable[Endpoint]) -> list[Route]:
     by_path = sorted(endpoints, key=lambda endpoint: endpoint.path)
     made = []
     for path, group in groupby(by_path, key=lambda endpoint: endpoint.path):
-        handlers = {endpoint.method: endpoint.handler for endpoint in group}
-        made.append(Route(path, partial(_serve, handlers), methods=list(handlers)))
+        by_method = {endpoint.method: endpoint for endpoint in group}
+        made.append(Route(path, partial(_serve, by_method), methods=list(by_method)))
     return made
 
 
-async def _serve(handlers: Mapping[str, Handler], request: Request) -> Response:
+async def _serve(by_method: Mapping[str, Endpoint], request: Request) -> Response:
     """One request to one path; HEAD is answered like GET."""
-    handler = handlers.get(request.method) or handlers["GET"]
+    endpoint = by_method.get(request.method) or by_method["GET"]
     try:
-        return await handler(request)
+        endpoint.check_query(request)
+        return await endpoint.handler(request)
     except (ProxyError, EngineError) as error:
         return error_response(error, request.headers.get("x-request-id"))
 

@@ -61,6 +61,17 @@ class Endpoint:
     statuses: tuple[int, ...] = (200,)
     query: tuple[Query, ...] = field(default=())
 
+    def check_query(self, request: Request) -> None:
+        """Raises BadRequest for a query parameter that the route does not have: a misspelt filter would
+        filter nothing."""
+        taken = [query.name for query in self.query]
+        for name in request.query_params:
+            if name not in taken:
+                known = f"only {', '.join(taken)}" if taken else "none"
+                raise BadRequest(
+                    f"there is no query parameter {name!r}; this route takes {known}", param=name
+                )
+
 
 async def read_bytes(request: Request) -> bytes:
     """The request's body. Raises BodyTooLarge beyond MAX_BODY_BYTES, BadRequest when its client left."""

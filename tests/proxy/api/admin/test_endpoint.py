@@ -52,6 +52,14 @@ async def test_a_body_over_the_limit(world, monkeypatch):
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
+@pytest.mark.parametrize(("path", "known"), [("/requests", "only limit"), ("/stats", "none")])
+async def test_a_query_parameter_that_does_not_exist(client, path, known):
+    answer = await client.get(path, params={"tenent": "a"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tenent")
+    assert error["message"] == f"there is no query parameter 'tenent'; this route takes {known}"
+
+
 @pytest.mark.parametrize("limit", ["0", "x", "-1", "10001", "1.5", "٣", "9" * 5000])
 async def test_a_wrong_number_in_the_query(client, limit):
     answer = await client.get("/requests", params={"limit": limit})
