@@ -9,7 +9,7 @@ detect.py      address → kind                    managed.py     how kvpin star
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
-engine_command.py  the `kvpin engine` command
+engine_command.py  the `kvpin engine` command   end_with_parent.py  ends what kvpin started, if kvpin dies
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.detect import detect_kind
+from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.engine_command import ENGINE_MODULE, run_engine_cli
 from engine_adapter.errors import (
     ChatError,
@@ -112,6 +113,7 @@ __all__ = [
     "check_kind",
     "common_prefix",
     "detect_kind",
+    "ends_with_parent",
     "health_path",
     "make_adapter",
     "make_options",

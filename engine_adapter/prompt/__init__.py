@@ -1,6 +1,7 @@
 """Makes token ids of a request's text, as engines do.
 
 chat.py               render + tokenise as transformers does  chat_messages.py  messages before the template
+templates.py          renders templates                       template_check.py  … as transformers does?
 tokenizer_process.py  loads a tokenizer in a second process   described.py      one from its description
 content_format.py     string or list content                  encoders.py       the fastest exact encoder
 gguf_metadata.py, gguf_tokenizer.py                           tokenizers inside GGUF files

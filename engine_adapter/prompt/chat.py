@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jinja2
 import msgspec
 
 from engine_adapter.errors import ChatError, EngineSpecError
@@ -25,6 +24,7 @@ from engine_adapter.prompt.content_format import content_format
 from engine_adapter.prompt.encoders import Encoder, exact_encoder
 from engine_adapter.prompt.extra_ids import Embeddings, prompt_embeds_extra_id
 from engine_adapter.prompt.gguf_tokenizer import load_gguf_tokenizer
+from engine_adapter.prompt.templates import TEMPLATE_ERRORS
 from engine_adapter.types import ExtraIds, TokenIds
 
 _Result = TypeVar("_Result")
@@ -34,14 +34,10 @@ _LOADING = threading.Lock()
 # Options of apply_chat_template itself that a client must not reach through chat_template_kwargs.
 _RESERVED_KWARGS = frozenset(
     {
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length",
-        "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-        "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
+        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
     }
-)  # fmt: skip
-# A template is a program: it can raise these on messages it does not expect.
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 
 
@@ -273,7 +269,7 @@ class _Chat:
                 tokenize=False,
                 **self._kwargs,
             )
-        except _TEMPLATE_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             raise ChatError(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error

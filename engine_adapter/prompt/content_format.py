@@ -11,9 +11,8 @@ from enum import StrEnum
 from functools import lru_cache
 
 from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine_adapter.prompt.templates import environment
 
 
 class ContentFormat(StrEnum):
@@ -23,27 +22,11 @@ class ContentFormat(StrEnum):
     PARTS = "parts"
 
 
-class _Generation(Extension):
-    """Accepts `{% generation %}`, transformers' mark around what the assistant wrote."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it this way
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The tag's body, as if the tag were not there."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-_environment = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-)
-
-
 @lru_cache(maxsize=64)
 def content_format(template: str) -> ContentFormat:
     """The format of `template`; STRING for one that does not parse, as rendering it reports the error."""
     try:
-        root = _environment.parse(template)
+        root = environment.parse(template)
     except TemplateError:
         return ContentFormat.STRING
     return ContentFormat.PARTS if any(_content_loops(root)) else ContentFormat.STRING

@@ -1,14 +1,32 @@
-"""A tokenizer put together from its description, without transformers' loader and what that takes."""
+"""A tokenizer put together from its description, without transformers' loader and what that takes.
+
+`describe` makes the description, in the process that loads the tokenizer. `DescribedTokenizer` is what the
+proxy keeps: one encoder, and the templates. It imports transformers only if templates.py does not render as
+transformers does.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import random
+import zlib
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
-from engine_adapter.prompt.encoders import Encoder, TransformersEncoder, exact_encoder, make_encoder
+from engine_adapter.prompt.encoders import (
+    Encoder,
+    FastokensEncoder,
+    TokenizersEncoder,
+    TransformersEncoder,
+    exact_encoder,
+)
+from engine_adapter.prompt.template_check import renders_alike
+from engine_adapter.prompt.templates import choose_template, render_template
+
+_DECODED = 200
 
 
 class Description(msgspec.Struct, frozen=True, tag=True):
@@ -16,15 +34,23 @@ class Description(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         encoder: the fastest encoder that gives the ids of transformers, see encoders.py.
-        tokenizer: a `tokenizer.json`; None where only transformers itself gives the right ids.
+        tokenizer: a `tokenizer.json`, compressed by zlib; None where only transformers itself is right.
         splits_special: special tokens in a text are encoded as text.
+        decodes: the encoder also decodes as transformers does.
+        renders: templates.py renders as transformers does.
+        vocab_size: ids the tokenizer knows, added tokens included.
+        eos_token_id: the id that ends a text, where the tokenizer names one.
         chat_template: the template, or several by name.
         special_tokens: special tokens by role, e.g. `eos_token`, as templates read them.
     """
 
     encoder: str
-    tokenizer: str | None = None
+    tokenizer: bytes | None = None
     splits_special: bool = False
+    decodes: bool = False
+    renders: bool = False
+    vocab_size: int = 0
+    eos_token_id: int | None = None
     chat_template: str | dict[str, str] | None = None
     special_tokens: dict[str, Any] = {}
 
@@ -34,42 +60,80 @@ def describe(tokenizer: Any) -> Description:  # noqa: ANN401 - transformers is u
     encoder = exact_encoder(tokenizer)
     if isinstance(encoder, TransformersEncoder):
         return Description(encoder.name)
+    renders = renders_alike(tokenizer)
+    if not renders and type(tokenizer).apply_chat_template is not _transformers().apply_chat_template:
+        return Description(TransformersEncoder.name)  # a class that renders in a way of its own
     return Description(
         encoder=encoder.name,
-        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        tokenizer=zlib.compress(tokenizer.backend_tokenizer.to_str().encode()),
         splits_special=bool(tokenizer.split_special_tokens),
+        decodes=isinstance(encoder, FastokensEncoder | TokenizersEncoder) and _decodes(encoder, tokenizer),
+        renders=renders,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
         chat_template=tokenizer.chat_template,
         special_tokens=dict(tokenizer.special_tokens_map),
     )
 
 
+def _decodes(encoder: FastokensEncoder | TokenizersEncoder, tokenizer: Any) -> bool:  # noqa: ANN401 - as above
+    """Whether random ids, with broken characters and special tokens among them, give the same text."""
+    draw = random.Random(0)  # noqa: S311 - the same ids each time
+    for _ in range(_DECODED):
+        ids = [draw.randrange(len(tokenizer)) for _ in range(draw.randrange(1, 40))]
+        for skip in (True, False):
+            theirs = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            if encoder.decode(ids, skip_special_tokens=skip) != theirs:
+                return False
+    return True
+
+
 class DescribedTokenizer:
-    """The part of a transformers tokenizer that `ChatTokenizer` uses. transformers renders its templates.
+    """The part of a transformers tokenizer that `ChatTokenizer` uses.
 
     Attributes:
         encoder: encodes.
-        chat_template, special_tokens_map: read by transformers.
+        chat_template: the template, or several by name.
+        special_tokens_map: special tokens by role.
         eos_token_id: the id that ends a text, where the tokenizer names one.
     """
 
     def __init__(self, description: Description) -> None:
-        """Takes a second for 150,000 entries: call it in a thread."""
-        from tokenizers import Tokenizer  # noqa: PLC0415 - not imported before it is needed
+        """Takes seconds for 150,000 entries: call it in a thread.
 
+        fastokens releases the GIL meanwhile; tokenizers holds it for 0.7 s.
+        """
         self.chat_template = description.chat_template
         self.special_tokens_map = description.special_tokens
-        self._backend = Tokenizer.from_str(description.tokenizer or "")
-        self._backend.encode_special_tokens = description.splits_special
+        self.eos_token_id = description.eos_token_id
+        self._description = description
+        self.encoder: Encoder = self._fast if description.encoder == FastokensEncoder.name else self._plain
+        if not description.renders:
+            _transformers()
         give_back_memory()
-        self.encoder: Encoder = make_encoder(description.encoder, self._backend, description.tokenizer or "")
-        _transformers()
-        give_back_memory()
-        eos = self.special_tokens_map.get("eos_token")
-        self.eos_token_id: int | None = None if eos is None else self._backend.token_to_id(eos)
 
     def __len__(self) -> int:
-        size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        return size
+        return self._description.vocab_size
+
+    @cached_property
+    def _fast(self) -> FastokensEncoder:
+        return FastokensEncoder(
+            self._json(),
+            lambda: self._plain,
+            split_special_tokens=self._description.splits_special,
+        )
+
+    @cached_property
+    def _plain(self) -> TokenizersEncoder:
+        """Made on its first use: with fastokens, for a text or ids that it does not do as transformers."""
+        from tokenizers import Tokenizer  # noqa: PLC0415 - not imported before it is needed
+
+        backend = Tokenizer.from_str(self._json())
+        backend.encode_special_tokens = self._description.splits_special
+        return TokenizersEncoder(backend)
+
+    def _json(self) -> str:
+        return zlib.decompress(self._description.tokenizer or b"").decode()
 
     def decode(
         self,
@@ -79,18 +143,41 @@ class DescribedTokenizer:
         clean_up_tokenization_spaces: bool = False,  # noqa: ARG002 - as transformers has it
     ) -> str:
         """Text of `token_ids`, nothing cleaned up."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        is_fast = self._description.decodes and isinstance(self.encoder, FastokensEncoder)
+        decoder = self._fast if is_fast else self._plain
+        return decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:  # noqa: ANN401
+    def get_chat_template(self, chat_template: str | None = None, tools: object = None) -> str:
         """See transformers' method of that name."""
-        template: str = _transformers().get_chat_template(self, chat_template, tools)
-        return template
+        return chat_template or choose_template(self.chat_template, tools)
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> str:  # noqa: ANN401
-        """See transformers' method of that name."""
-        text: str = _transformers().apply_chat_template(self, conversation, **options)
-        return text
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = False,
+        **variables: Any,  # noqa: ANN401 - as the client has it
+    ) -> str:
+        """See transformers' method of that name; it only renders."""
+        options: dict[str, Any] = {
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        if not self._description.renders:
+            text: str = _transformers().apply_chat_template(
+                self, conversation, tokenize=tokenize, **options, **variables
+            )
+            return text
+        template = self.get_chat_template(None, tools)
+        return render_template(
+            template, conversation, variables={**self.special_tokens_map, **variables}, **options
+        )
 
 
 def _transformers() -> Any:  # noqa: ANN401 - transformers is untyped

@@ -5,7 +5,8 @@
     transformers   the tokenizer's own class
 
 The three are not guaranteed to agree. When a tokenizer is loaded, the faster two are compared with
-transformers on test texts, and the fastest one that agrees on all of them is used.
+transformers on test texts, and the fastest one that agrees on all of them is used. The proxy does this in a
+second process (tokenizer_process.py) and builds only the one that was found.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import fastokens  # type: ignore[import-untyped]  # a Rust module without py.typed
@@ -87,15 +88,28 @@ class TokenizersEncoder:
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return array("i", encodings[0].ids)
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of ids of the vocabulary."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
 
 class FastokensEncoder:
-    """fastokens; `slower` encodes the rare text that exceeds its regular expressions. Releases the GIL."""
+    """fastokens. Releases the GIL."""
 
     name = "fastokens"
     chars_per_ms = 32_768
 
-    def __init__(self, description: str, slower: Encoder, *, split_special_tokens: bool) -> None:
-        """`description` is a `tokenizer.json`. Raises ValueError for what fastokens does not implement."""
+    def __init__(
+        self, description: str, slower: Callable[[], Encoder], *, split_special_tokens: bool
+    ) -> None:
+        """Raises ValueError for what fastokens does not implement.
+
+        Args:
+            description: a `tokenizer.json`.
+            slower: gives what encodes the rare text that exceeds fastokens' regular expressions.
+            split_special_tokens: special tokens in a text are encoded as text.
+        """
         self._slower = slower
         self._split_special_tokens = split_special_tokens
         self._tokenizer = fastokens.Tokenizer.from_json_str(description)
@@ -106,25 +120,16 @@ class FastokensEncoder:
         try:
             raw, _ = self._tokenizer.encode_batch_flat([text], add_special_tokens, self._split_special_tokens)
         except ValueError:
-            return self._slower.encode(text, add_special_tokens=add_special_tokens)
+            return self._slower().encode(text, add_special_tokens=add_special_tokens)
         token_ids = array("i", raw)
         if sys.byteorder == "big":
             token_ids.byteswap()
         return token_ids
 
-
-def make_encoder(name: str, backend: Any, description: str) -> Encoder:  # noqa: ANN401 - tokenizers is untyped
-    """The encoder that was found to be exact.
-
-    Args:
-        name: `tokenizers` or `fastokens`.
-        backend: the tokenizer as the `tokenizers` library has it.
-        description: its `tokenizer.json`.
-    """
-    plain = TokenizersEncoder(backend)
-    if name == plain.name:
-        return plain
-    return FastokensEncoder(description, plain, split_special_tokens=bool(backend.encode_special_tokens))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of ids of the vocabulary; not compared with transformers, see `describe`."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens)
+        return text
 
 
 def exact_encoder(tokenizer: Any) -> Encoder:  # noqa: ANN401 - transformers is untyped
@@ -145,7 +150,7 @@ def exact_encoder(tokenizer: Any) -> Encoder:  # noqa: ANN401 - transformers is 
     if not _agrees(plain, probes):
         return reference
     try:
-        fast = FastokensEncoder(backend.to_str(), plain, split_special_tokens=split)
+        fast = FastokensEncoder(backend.to_str(), lambda: plain, split_special_tokens=split)
     except ValueError:
         return plain
     return fast if _agrees(fast, probes) else plain

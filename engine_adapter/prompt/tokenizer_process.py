@@ -2,7 +2,7 @@
 
     load_tokenizer(source)  ──→  python -m engine_adapter.prompt.tokenizer_process SOURCE
                                  local files, then the model hub → transformers → fastest exact encoder
-    ChatTokenizer           ←──  Description
+    ChatTokenizer           ←──  Description, then the process ends; it also ends if kvpin is killed
 
 In one process, transformers' loader would take several times the memory of the tokenizer it makes, hold the
 GIL for seconds, import torch where it is installed, and retry for a minute where the hub is out of reach.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.prompt.chat import ChatTokenizer, check_source, load_transformers
 from engine_adapter.prompt.described import DescribedTokenizer, Description, describe
@@ -45,7 +46,7 @@ async def load_tokenizer(source: str) -> ChatTokenizer:
     """
     check_source(source)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, source,
+        *ends_with_parent([sys.executable, "-m", __name__, source]),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,  # retries and warnings of libraries; the reason comes as an answer

@@ -1,6 +1,5 @@
 """Engines that kvpin starts itself.
 
-managed.py          starts, watches, restarts and stops a process
-output.py           writes the process's output to the log
-end_with_parent.py  stops the process if kvpin dies
+managed.py  starts, watches, restarts and stops a process
+output.py   writes the process's output to the log
 """

@@ -24,8 +24,14 @@ from enum import StrEnum
 import httpx
 import structlog
 
-from engine_adapter import EngineSpecError, health_path, managed_advice, managed_command, prepare_managed
-from proxy.process.end_with_parent import ends_with_parent
+from engine_adapter import (
+    EngineSpecError,
+    ends_with_parent,
+    health_path,
+    managed_advice,
+    managed_command,
+    prepare_managed,
+)
 from proxy.process.output import log_output
 from proxy.settings import ManagedSettings
 

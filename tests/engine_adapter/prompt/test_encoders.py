@@ -166,7 +166,7 @@ def test_a_text_fastokens_gives_up_on_goes_to_the_slower_encoder(default):
     backend = default.backend_tokenizer
     settings_of = json.loads(backend.to_str())
     encoder = FastokensEncoder(
-        json.dumps(settings_of), TokenizersEncoder(backend), split_special_tokens=False
+        json.dumps(settings_of), lambda: TokenizersEncoder(backend), split_special_tokens=False
     )
 
     class GivesUp:

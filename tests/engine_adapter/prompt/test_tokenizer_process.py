@@ -1,5 +1,7 @@
 import asyncio
+import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -91,3 +93,27 @@ async def test_it_ends_when_nobody_waits_any_more(tmp_path, monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await loading
     assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()  # noqa: ASYNC240
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
+def test_it_ends_with_its_parent_even_if_that_is_killed():
+    """The hub is silent, so that the loader lives for seconds."""
+    code = """
+import asyncio
+from engine_adapter.prompt.tokenizer_process import load_tokenizer
+asyncio.run(load_tokenizer("acme/none"))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "HF_ENDPOINT": hub})
+        try:
+            silent.settimeout(60)
+            asked, _ = silent.accept()  # by the loader, which now waits for 3 s
+            with asked:
+                parent.kill()
+                asked.settimeout(HUB_S / 2)
+                while asked.recv(4096):  # until its side is closed; else a time-out
+                    pass
+        finally:
+            parent.kill()
+            parent.wait()

@@ -2,8 +2,8 @@
 
 Run as a program, this file asks the kernel for the signal and then becomes the command; the kernel keeps the
 request. It is a program of its own because kvpin has threads: after a fork, such a process must not run
-Python. The kernel sends the signal when the thread that forked ends, so kvpin starts engines from its main
-thread.
+Python. The kernel sends the signal when the thread that forked ends, so kvpin starts such processes from its
+main thread.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from proxy.process import end_with_parent
-from proxy.process.end_with_parent import ends_with_parent
+from engine_adapter import end_with_parent
+from engine_adapter.end_with_parent import ends_with_parent
 
 PARENT = """
 import subprocess, sys
-from proxy.process.end_with_parent import ends_with_parent
+from engine_adapter.end_with_parent import ends_with_parent
 code = "import sys, time; print('up', flush=True); sys.stdout.close(); time.sleep(600)"
 child = subprocess.Popen(ends_with_parent([sys.executable, "-c", code]), stdout=subprocess.PIPE, text=True)
 print(child.pid, child.stdout.readline(), sep="\\n", end="", flush=True)

@@ -1,0 +1,96 @@
+"""What is compared with transformers on every template is in test_template_check.py."""
+
+import pytest
+from jinja2 import TemplateError
+
+from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, compiled, render_template
+
+ASKED = [{"role": "user", "content": "hello"}]
+ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+
+
+def test_tools_have_a_template_of_their_own_where_there_is_one():
+    named = {"default": "plain", "tool_use": "tools"}
+    assert choose_template("one", None) == choose_template("one", [{}]) == "one"
+    assert choose_template(named, None) == "plain"
+    assert choose_template(named, [{}]) == "tools"
+    assert choose_template({"default": "plain"}, [{}]) == "plain"
+
+
+@pytest.mark.parametrize("templates", [None, {}, {"tool_use": "x"}])
+def test_without_a_template_there_is_none(templates):
+    with pytest.raises(ValueError, match="no chat template"):
+        choose_template(templates, None)
+
+
+def test_a_variable_may_have_any_name_but_those_of_the_chat():
+    template = "{{ template }} {{ variables }} {{ messages[0].role }}"
+    variables = {"template": 1, "variables": 2, "messages": []}
+    assert render_template(template, ASKED, variables=variables) == "1 2 user"
+
+
+def test_the_originals_are_not_changed():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    chat = [{"role": "user", "content": parts, "name": None, "reasoning": "r"}]
+    template = "{{ messages[0].content | map(attribute='text') | join }}{{ messages[0] | length }}"
+    assert render_template(template, chat, continue_final_message=True) == "ab"
+    assert chat == [{"role": "user", "content": parts, "name": None, "reasoning": "r"}]
+    assert parts == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+def test_a_continued_message_keeps_its_end_unless_the_template_trims_it():
+    said = [*ASKED, {"role": "assistant", "content": "Well, \n"}]
+    trimming = ROLES.replace("m.content", "m.content | trim")
+    assert render_template(ROLES, said, continue_final_message=True) == "user:hello;assistant:Well, \n"
+    assert render_template(trimming, said, continue_final_message=True) == "user:hello;assistant:Well,"
+
+
+@pytest.mark.parametrize(
+    ("template", "final", "reason"),
+    [
+        (ROLES, {"role": "assistant"}, "has no content"),
+        (ROLES, {"role": "assistant", "content": [{"type": "image"}]}, "has no text"),
+        ("{{ messages | length }}", {"role": "assistant", "content": "x"}, "does not read the content"),
+        (ROLES.replace("m.content", "m.content[:3]"), {"role": "assistant", "content": "longer"}, "alters"),
+    ],
+)
+def test_what_cannot_be_continued_is_an_error_that_shows_no_prompt(template, final, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        render_template(template, [*ASKED, final], continue_final_message=True)
+    assert "hello" not in str(caught.value)
+
+
+@pytest.mark.parametrize("documents", [["x"], 1, {"title": 1}])
+def test_documents_are_objects(documents):
+    with pytest.raises(TypeError):
+        render_template(ROLES, ASKED, documents=documents)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ ''.__class__.__mro__ }}{{ ().__class__.__bases__[0].__subclasses__() }}",
+        "{{ dict.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ namespace(_x=1) }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{{ range(10**9) | list }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(template):
+    """It fails, or what it reaches for is not there."""
+    try:
+        text = render_template(template, ASKED)
+    except TEMPLATE_ERRORS:
+        return
+    assert text == ""
+
+
+def test_a_template_is_compiled_once():
+    assert compiled(ROLES) is compiled(ROLES)
+    with pytest.raises(TemplateError):
+        compiled("{% if %}")
