@@ -31,6 +31,7 @@ from engine_adapter.errors import (
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, SelfPlaced
 from engine_adapter.http.control import route_of
 from engine_adapter.http.error_bodies import read_error
+from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.transport import AiohttpTransport, IncomingResponse, OutgoingRequest, Transport
 from engine_adapter.http.usage import read_answer_usage, read_streamed_usage
 from engine_adapter.managed import (
@@ -89,6 +90,8 @@ __all__ = [
     "EngineUnavailable",
     "Finding",
     "Forecast",
+    "HeaderPairs",
+    "Headers",
     "Hold",
     "IncomingResponse",
     "JsonBody",

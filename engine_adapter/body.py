@@ -32,12 +32,13 @@ class JsonBody:
     their bytes. Of a repeated key the last value counts, as in engines.
     """
 
-    __slots__ = ("_fields", "raw")
+    __slots__ = ("_fields", "_scalars", "raw")
 
     def __init__(self, raw: bytes) -> None:
         """Raises msgspec.DecodeError if `raw` is not a JSON object."""
         self.raw = raw
         self._fields = _checked(_decode_fields, raw)
+        self._scalars: dict[str, Any] = {}  # decoded; not lists and objects, which callers may change
 
     def __contains__(self, name: str) -> bool:
         return name in self._fields
@@ -48,11 +49,16 @@ class JsonBody:
         Raises:
             UnreadableField: the value cannot be decoded.
         """
+        if name in self._scalars:
+            return self._scalars[name]
         raw = self._fields.get(name)
         try:
-            return None if raw is None else _checked(msgspec.json.decode, raw)
+            value = None if raw is None else _checked(msgspec.json.decode, raw)
         except msgspec.DecodeError as error:
             raise UnreadableField(name, error) from error
+        if not isinstance(value, (dict, list)):
+            self._scalars[name] = value
+        return value
 
     def hint(self, name: str) -> Any:  # noqa: ANN401 - JSON
         """Like `get`, but None if the value cannot be decoded: for fields that the engine checks."""
@@ -69,7 +75,12 @@ class JsonBody:
                 fields.pop(name, None)
             else:
                 fields[name] = msgspec.Raw(msgspec.json.encode(value))
-        return JsonBody(msgspec.json.encode(fields))
+        changed = JsonBody.__new__(JsonBody)
+        changed.raw, changed._fields = msgspec.json.encode(fields), fields
+        changed._scalars = {  # noqa: SLF001 - likewise
+            name: value for name, value in self._scalars.items() if name not in changes
+        }
+        return changed
 
 
 def _checked(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:

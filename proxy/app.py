@@ -1,6 +1,6 @@
 """The composition root: the only file that builds the collaborators and connects them.
 
-    settings → fleet, tables, tenants → ingest → monitor → flow → data plane, admin, ops → one ASGI app
+    settings → fleet, tables, tenants → ingest → monitor → flow → data plane, admin, ops → one site
 
 `server.py` runs it.
 """
@@ -33,6 +33,7 @@ from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle, handle_http
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
+from proxy.api.site import Site
 from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
@@ -180,20 +181,17 @@ def _named(engine_id: str) -> Iterator[None]:
         raise EngineSpecError(f"engine {engine_id!r}: {error}") from error
 
 
-def build_app(proxy: Proxy) -> Starlette:
-    """The ASGI application over a proxy's collaborators; the caller starts and stops those."""
+def build_app(proxy: Proxy) -> Site:
+    """All that is served, over a proxy's collaborators; the caller starts and stops those."""
     data_plane = DataPlane(proxy.flow, proxy.tenants, int(proxy.settings.limits.body_bytes))
-    return Starlette(
-        routes=[
-            Mount("/v1", app=data_plane),
-            admin_api(proxy),
-            *Ops(proxy.fleet, proxy.metrics).routes(),
-        ],
+    rest = Starlette(
+        routes=[admin_api(proxy), *Ops(proxy.fleet, proxy.metrics).routes()],
         exception_handlers={
             **dict.fromkeys((errors.ProxyError, EngineError, msgspec.DecodeError), handle),
             HTTPException: handle_http,
         },
     )
+    return Site(data_plane, rest)
 
 
 def admin_api(proxy: Proxy) -> Mount:

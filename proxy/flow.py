@@ -42,7 +42,7 @@ from proxy.request.calls import Call, Reply
 from proxy.request.error_table import status_of
 from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
-from proxy.request.session import Session, session_of
+from proxy.request.session import Session
 from proxy.request.tenants import Tenants
 
 log = structlog.get_logger(__name__)
@@ -158,7 +158,7 @@ class Flow:
         prompt = None
         if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
             prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora)
-        session = session_of(call.tenant, call.headers, call.body) if self.ingest is not None else None
+        session = call.session if self.ingest is not None else None
         return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:

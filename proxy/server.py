@@ -128,6 +128,7 @@ class _Server(uvicorn.Server):
 def _config(proxy: Proxy, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(proxy),
+        interface="asgi3",  # uvicorn need not look: it hands the site to Http1Protocol
         http=Http1Protocol,
         ws="none",
         lifespan="off",

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 import httpx
 import uvicorn
 from starlette.applications import Starlette
-from starlette.routing import Mount
 
 from engine_adapter import AiohttpTransport, EngineInfo, EngineLoad, EngineSpec
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
+from proxy.api.http1 import Http1Protocol
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
+from proxy.api.site import Site
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -324,10 +325,20 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app) -> AsyncIterator[str]:
-    """An ASGI application on a socket, in this loop; gives its address."""
+    """A site of kvpin's or an ASGI application on a socket, in this loop; gives its address."""
     listener = socket.create_server(("127.0.0.1", 0))
+    protocol = Http1Protocol if isinstance(app, Site) else "httptools"
     server = _Server(
-        uvicorn.Config(app, http="httptools", ws="none", log_config=None, access_log=False, lifespan="off")
+        uvicorn.Config(
+            app,
+            http=protocol,
+            interface="asgi3",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            proxy_headers=False,
+        )
     )
     task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
     try:
@@ -371,7 +382,7 @@ class FakeProxy:
         )
         data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes)
         ops = Ops(self.fleet, self.metrics)
-        self.app = Starlette(routes=[Mount("/v1", app=data_plane), *ops.routes()])
+        self.site = Site(data_plane, Starlette(routes=ops.routes()))
 
     def add(self, fake: FakeEngine | FakeAdapter, **info) -> Engine:
         adapter = fake if isinstance(fake, FakeAdapter) else FakeAdapter(fake.id, fake.url)
@@ -440,7 +451,7 @@ async def proxy_over(*engines: FakeEngine | FakeAdapter, **options) -> AsyncIter
     proxy = FakeProxy(transport, **options)
     for engine in engines:
         proxy.add(engine)
-    async with serving(proxy.app) as url:
+    async with serving(proxy.site) as url:
         proxy.url = url
         try:
             yield proxy

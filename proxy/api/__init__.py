@@ -1,6 +1,8 @@
 """The HTTP surface.
 
-openai.py    /v1/*: the data plane             admin/      /admin/v1/*: the control plane
-ops.py       /health/*, /metrics               auth.py     keys, loopback
-errors.py    exceptions → error answers        http1.py    the HTTP/1.1 protocol
+site.py      what is served where            http1.py    the HTTP/1.1 protocol of a connection
+openai.py    /v1/*: the data plane           exchange.py one request and its answer
+ops.py       /health/*, /metrics             asgi.py     ASGI on exchanges, for all but the data plane
+admin/       /admin/v1/*: the control plane  auth.py     keys, loopback
+errors.py    exceptions → error answers
 """

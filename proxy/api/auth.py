@@ -9,18 +9,19 @@ import hashlib
 import hmac
 import ipaddress
 import re
+from collections.abc import Mapping
 
-from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 
+from engine_adapter import Headers
 from proxy.errors import Forbidden, Unauthorized
 from proxy.request.tenants import Tenants
 
-_KEY_HEADERS = ("authorization", "x-api-key")
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-def bearer(headers: Headers) -> str:
+def bearer(headers: Mapping[str, str]) -> str:
     """The key a client sent: `Authorization: Bearer K`, or Anthropic's `x-api-key: K`; empty for none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
@@ -41,11 +42,11 @@ def authenticate(headers: Headers, tenants: Tenants) -> str | None:
     return tenant
 
 
-def passed_on_headers(headers: Headers, tenants: Tenants) -> dict[str, str]:
+def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:
     """A client's headers without its kvpin key. Where kvpin has no keys, the client's key is the engine's."""
     if tenants.open:
-        return dict(headers)
-    return {name: value for name, value in headers.items() if name not in _KEY_HEADERS}
+        return headers
+    return Headers([pair for pair in headers.raw if pair[0] not in _KEY_HEADERS])
 
 
 class AdminGuard:

@@ -1,47 +1,292 @@
-"""The HTTP/1.1 server protocol: uvicorn's, with a fix for clients that offer an upgrade."""
+"""The HTTP/1.1 protocol of the server, over httptools' parser.
+
+    bytes → parser → Exchange → the site's handler, in a task of its own → bytes
+
+uvicorn opens the port, counts connections and tasks, and stops in order. A connection serves one request at a
+time: while an answer runs, a pipelined request waits, and the connection is not read.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import structlog
+import uvicorn
+from uvicorn.server import ServerState
+
+from engine_adapter import HeaderPairs, Headers
+from proxy.api.exchange import Exchange
+
+log = structlog.get_logger(__name__)
+
+# The longest head of a request, in bytes.
+MAX_HEAD = 65_536
+Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 
-class Http1Protocol(HttpToolsProtocol):
-    """Ignores offers to upgrade to another protocol.
+class Http1Protocol(asyncio.Protocol):
+    """One connection.
 
-    Java's HttpClient offers h2c with every request. The parser stops at the offer and leaves the body unread.
-    Such a request is parsed a second time, without the offer.
+    Attributes:
+        transport: its socket.
+        is_full: the socket takes no more bytes for now.
     """
+
+    __slots__ = (
+        "_close_after", "_current", "_handler", "_head_bytes", "_headers", "_idle_s", "_idle_since", "_loop",
+        "_parser", "_paused", "_reading", "_room", "_state", "_target", "_timer", "_waiting", "is_full",
+        "transport",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],  # noqa: ARG002 - uvicorn's
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Called by uvicorn; the configured app is the handler of exchanges."""
+        self.transport: asyncio.Transport
+        self.is_full = False
+        self._handler: Handler = config.loaded_app
+        self._idle_s = config.timeout_keep_alive
+        self._state = server_state
+        self._loop = _loop or asyncio.get_running_loop()
+        self._parser: Any = _parser(self)  # httptools has no types
+        self._target, self._headers = b"", _no_headers()
+        self._head_bytes = 0  # of a head that is not complete
+        self._reading: Exchange | None = None  # its body arrives
+        self._current: Exchange | None = None  # its answer runs
+        self._waiting: list[Exchange] = []  # pipelined behind it
+        self._close_after = False  # no request after the current one
+        self._paused = False
+        self._room: asyncio.Future[None] | None = None
+        self._idle_since = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- the connection -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        self.transport = transport  # type: ignore[assignment]  # asyncio names its base class
+        self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its classes
+        self._timer = self._loop.call_later(self._idle_s, self._close_if_idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
+        """See asyncio.Protocol."""
+        self._state.connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self.resume_writing()
+        left, self._current, self._reading = self._current, None, None
+        self._waiting.clear()
+        self._parser = None  # it refers to this connection
+        if left is not None:
+            left.leave()
+
+    def shutdown(self) -> None:
+        """Closes the connection, after its answer if one runs. uvicorn calls it when kvpin stops."""
+        self._end()
+
+    def _end(self) -> None:
+        """No request follows: closes the connection, after its answer if one runs."""
+        self._close_after = True
+        self._waiting.clear()
+        if self._current is None:
+            self.transport.close()
+        else:
+            self._current.keep_alive = False
+
+    def _close_if_idle(self) -> None:
+        idle_s = self._loop.time() - self._idle_since if self._current is None else 0.0
+        if idle_s >= self._idle_s:
+            self.transport.close()
+        else:
+            self._timer = self._loop.call_later(self._idle_s - idle_s, self._close_if_idle)
+
+    # --- what the client sends ------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._unset_keepalive_if_required()
+        if self._close_after and self._reading is None:
+            return
+        self._head_bytes += len(data)
         try:
-            self.parser.feed_data(data)
+            self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
             self._decline(data[offer.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            is_bug = isinstance(error, httptools.HttpParserCallbackError)
+            if is_bug and not isinstance(error.__context__, httptools.HttpParserInvalidURLError):
+                log.exception("request crashed")
+            self._refuse(400, b"Invalid HTTP request received.")
+        if self._head_bytes > MAX_HEAD and self._reading is None:
+            self._refuse(431, b"The head of the request is too long.")
+
+    def on_message_begin(self) -> None:
+        """The parser found the beginning of a request."""
+        self._target, self._headers, self._reading = b"", _no_headers(), None
+
+    def on_url(self, url: bytes) -> None:
+        """The parser found a piece of the target."""
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """The parser found a header, or a trailer, which nobody reads."""
+        self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """See HttpToolsProtocol. A request with an offer begins when it is parsed the second time."""
-        if not self.parser.should_upgrade():
-            super().on_headers_complete()
+        """The parser found the end of the head. A request with an offer begins when it is parsed again."""
+        if self._close_after or self._parser.should_upgrade():
+            return
+        target = self._target
+        if not target.startswith(b"/") or b"#" in target:
+            target = _origin_form(target)
+        exchange = self._reading = Exchange(
+            self,
+            self._parser.get_method().decode("ascii"),
+            target,
+            Headers(self._headers),
+            is_1_0=self._parser.get_http_version() == "1.0",
+            keep_alive=self._parser.should_keep_alive(),
+        )
+        self._headers = _no_headers()  # trailers must not become headers
+        self._close_after = not exchange.keep_alive
+        if self._current is None:
+            self._begin(exchange)
+        else:
+            self._waiting.append(exchange)
+            self.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """The parser found a piece of a body."""
+        if self._reading is not None:
+            self._reading.feed(body)
 
     def on_message_complete(self) -> None:
-        """See `on_headers_complete`."""
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
+        """The parser found the end of a request."""
+        self._head_bytes = 0
+        if self._reading is not None:
+            self._reading.feed_end()
+            self._reading = None
 
     def _decline(self, rest: bytes) -> None:
-        """Parses the request again, without its offer. `rest`: the bytes after its head."""
-        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        """Ignores an offer to upgrade to another protocol: parses the request again without the offer.
+
+        Java's HttpClient offers h2c with every request. The parser stops at the offer and leaves the body
+        unread. `rest`: the bytes after the request's head.
+        """
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         if method == b"CONNECT":
-            self.send_400_response("CONNECT is not served.")
+            self._refuse(400, b"CONNECT is not served.")
             return
-        head = [method, b" ", self.url, b" HTTP/", version, b"\r\n"]
-        for name, value in self.headers:
+        head = [method, b" ", self._target, b" HTTP/", version, b"\r\n"]
+        for name, value in self._headers:
             if name != b"upgrade":
                 head += [name, b": ", value, b"\r\n"]
-        self.parser = httptools.HttpRequestParser(self)
+        self._parser = _parser(self)
+        self._head_bytes = 0
         self.data_received(b"".join([*head, b"\r\n", rest]))
+
+    def _refuse(self, status: int, reason: bytes) -> None:
+        """The client sent no HTTP: it can be read no further. An answer to an earlier request still ends."""
+        current, self._reading = self._current, self._reading
+        if current is not None and current is not self._reading:
+            self._reading = None
+            self._end()
+            return
+        if current is None or not current.started:
+            head = b"HTTP/1.1 %d \r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
+            close = b"connection: close\r\n\r\n"
+            self.transport.write(head % (status, len(reason)) + close + reason)
+        self._reading = None
+        self._close_after = True
+        self.transport.close()
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._current = exchange
+        task = exchange.task = self._loop.create_task(self._handler(exchange))
+        self._state.tasks.add(task)
+        task.add_done_callback(lambda task: self._over(exchange, task))
+
+    def _over(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+        """The handler ended. If its answer is not complete, the client must not take it for complete."""
+        self._state.tasks.discard(task)
+        exchange.task = exchange.on_left = None
+        if not task.cancelled() and task.exception() is not None:
+            log.error("request crashed", exc_info=task.exception())
+        if not exchange.finished:
+            self.transport.close()
+
+    def answered(self, exchange: Exchange) -> None:
+        """See Connection."""
+        if exchange.left or self.transport.is_closing():
+            return
+        self._current, self._idle_since = None, self._loop.time()
+        if not exchange.keep_alive:
+            self._close_after = True
+            self.transport.close()
+            return
+        if self._waiting:
+            self._begin(self._waiting.pop(0))
+        self.resume_reading()
+
+    # --- flow control ---------------------------------------------------------------------------------
+
+    @property
+    def date(self) -> bytes:
+        """See Connection."""
+        return b"".join([b"%b: %b\r\n" % pair for pair in self._state.default_headers])
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self.is_full = False
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    async def drain(self) -> None:
+        """See Connection."""
+        while self.is_full:
+            self._room = self._loop.create_future()
+            await self._room
+
+    def pause_reading(self) -> None:
+        """See Connection."""
+        if not self._paused:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """See Connection."""
+        if self._paused and not self._waiting:
+            self._paused = False
+            self.transport.resume_reading()
+
+
+def _parser(protocol: Http1Protocol) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(protocol)
+    # A client that sends something after `connection: close` still gets its answer.
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
+
+
+def _no_headers() -> HeaderPairs:
+    return []
+
+
+def _origin_form(target: bytes) -> bytes:
+    """Path and query of a target that is a whole address or has a fragment; the parser's error for others."""
+    url = httptools.parse_url(target)
+    path: bytes = url.path or b"/"
+    if not path.startswith(b"/"):
+        raise httptools.HttpParserInvalidURLError(f"{target!r} names no path")
+    return path + b"?" + url.query if url.query else path

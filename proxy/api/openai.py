@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import uuid
+import os
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import unquote
 
 import msgspec
 import structlog
-from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
 
-from engine_adapter import EngineError, JsonBody, route_of
+from engine_adapter import EngineError, Headers, JsonBody, route_of
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
-from proxy.errors import BadRequest, BodyTooLarge, NoEngine, NotFound, ProxyError
+from proxy.api.exchange import ClientLeft, Exchange
+from proxy.errors import BadRequest, BodyTooLarge, Forbidden, NoEngine, NotFound, ProxyError
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
+from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
 
 log = structlog.get_logger(__name__)
@@ -35,75 +36,75 @@ ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapt
 ENGINE_END_S = 1.0
 # Errors with an answer of their own. Any other is a bug.
 _ANSWERED = (ProxyError, EngineError, msgspec.DecodeError)
-
-
-class ClientLeft(Exception):
-    """The client disconnected before its body was read."""
+# The ids on the log lines of a request, which runs in a task of its own. structlog adds every variable with
+# its prefix; to bind one through structlog would look at all of them.
+_OWN_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}request")
+_CLIENT_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}client_request")
 
 
 @dataclass(frozen=True, slots=True)
 class DataPlane:
-    """The ASGI application under `/v1`."""
+    """The handler of exchanges under `/v1`."""
 
     flow: Flow
     tenants: Tenants
     max_body_bytes: int
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close"})  # before it is accepted: the server answers 403
+        own_id, client_id = f"req-{os.urandom(16).hex()}", _client_id(exchange.headers)
+        _OWN_ID.set(own_id)
+        if client_id is not None:
+            _CLIENT_ID.set(client_id)
+        reply = Reply(exchange)
+        exchange.on_left = lambda: _cancel(exchange, reply)
+        try:
+            await self._serve(exchange, reply, own_id, client_id)
+        except ClientLeft:
             return
-        headers = Headers(scope=scope)
-        own_id, client_id = f"req-{uuid.uuid4().hex}", _client_id(headers)
-        request_id = client_id or own_id
-        reply = Reply(send)
-        names = {"request": own_id, **({"client_request": client_id} if client_id else {})}
-        with structlog.contextvars.bound_contextvars(**names):
-            try:
-                await self._serve(scope, receive, reply, headers, own_id)
-            except ClientLeft:
+        except asyncio.CancelledError:
+            if exchange.left:
                 return
-            except asyncio.CancelledError:
-                # Only the server cancels: kvpin stops, and the request outlasted `graceful_shutdown_s`.
-                log.info("request ended early: kvpin is stopping")
-                stopping = NoEngine("kvpin is stopping; try again shortly")
-                await _answer_error(stopping, request_id, reply, scope, receive, send)
-            except _ANSWERED as error:
-                await _answer_error(error, request_id, reply, scope, receive, send)
-            except Exception as error:
-                # A bug must fail one request, not the connection or the process.
-                log.exception("request crashed")
-                await _answer_error(error, request_id, reply, scope, receive, send)
+            # kvpin stops, and the request outlasted `graceful_shutdown_s`.
+            log.info("request ended early: kvpin is stopping")
+            _answer_error(NoEngine("kvpin is stopping; try again shortly"), client_id or own_id, exchange)
+        except _ANSWERED as error:
+            _answer_error(error, client_id or own_id, exchange)
+        except Exception as error:
+            # A bug must fail one request, not the connection or the process.
+            log.exception("request crashed")
+            _answer_error(error, client_id or own_id, exchange)
 
-    async def _serve(
-        self, scope: Scope, receive: Receive, reply: Reply, headers: Headers, own_id: str
-    ) -> None:
+    async def _serve(self, exchange: Exchange, reply: Reply, own_id: str, client_id: str | None) -> None:
+        headers, method = exchange.headers, exchange.method
         tenant = authenticate(headers, self.tenants)
-        path = _checked_path(scope)
-        if scope["method"] in ("GET", "HEAD") and path.partition("?")[0].rstrip("/") == "/v1/models":
-            return await _send(self._models(), reply)
-        if scope["method"] in ("GET", "HEAD") and path.startswith("/v1/models/"):
-            return await _send(self._model(unquote(path.removeprefix("/v1/models/"))), reply)
-        body_read = asyncio.Event()
-        body = await self._body(route_of(path), receive, headers, body_read)
+        path = _checked_path(exchange.target)
+        if method in ("GET", "HEAD"):
+            if "sec-websocket-key" in headers:
+                raise Forbidden("kvpin serves no WebSockets")
+            asked = path.partition("?")[0]
+            if asked.rstrip("/") == "/v1/models":
+                return _send(self._models(), exchange)
+            if asked.startswith("/v1/models/"):
+                return _send(self._model(unquote(path.removeprefix("/v1/models/"))), exchange)
+        body = await self._body(route_of(path), exchange)
+        session = session_of(tenant, headers, body)
         passed_on = passed_on_headers(headers, self.tenants)
-        call = Call(own_id, scope["method"], path, passed_on, body, tenant, _client_id(headers))
-        await _until_client_leaves(self.flow, call, reply, receive, body_read)
-        return None
+        return await self.flow.serve(
+            Call(own_id, method, path, passed_on, body, tenant, client_id, session), reply
+        )
 
-    async def _body(
-        self, route: str, receive: Receive, headers: Headers, body_read: asyncio.Event
-    ) -> JsonBody | AsyncIterator[bytes] | None:
+    async def _body(self, route: str, exchange: Exchange) -> JsonBody | AsyncIterator[bytes] | None:
         """The parsed JSON body, or the unread stream of a file upload."""
-        kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        headers, limit = exchange.headers, self.max_body_bytes
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self.max_body_bytes:
-            raise BodyTooLarge(f"the body has {length} bytes; the limit is {self.max_body_bytes}")
-        chunks = _chunks(receive, self.max_body_bytes, body_read)
-        if kind.startswith(("multipart/", "audio/")) and route.startswith(FILE_ROUTES):
-            return chunks
-        raw = b"".join([chunk async for chunk in chunks])
+        if length.isdigit() and int(length) > limit:
+            raise BodyTooLarge(f"the body has {length} bytes; the limit is {limit}")
+        if route.startswith(FILE_ROUTES):
+            kind = headers.get("content-type", "").strip().lower()
+            if kind.startswith(("multipart/", "audio/")):
+                return exchange.chunks(limit)
+        raw = await exchange.read(limit)
         return _parse(raw) if raw else None
 
     def _models(self) -> Response:
@@ -114,59 +115,14 @@ class DataPlane:
         return JSONResponse(_model_card(name, self.flow.fleet.pool(name).model))
 
 
-async def _until_client_leaves(
-    flow: Flow, call: Call, reply: Reply, receive: Receive, body_read: asyncio.Event
-) -> None:
-    """Serves the call. A disconnect cancels it: the engine's connection closes, and its blocks are freed."""
-    try:
-        # A timeout without a time lets another task cancel this one in a way it can recognise. A task group
-        # would cost as much as the rest of this module and would wrap the flow's errors.
-        async with asyncio.timeout(None) as serving:
-            watch = asyncio.create_task(_end_on_disconnect(receive, reply, serving, body_read))
-            try:
-                await flow.serve(call, reply)
-            finally:
-                watch.cancel()
-    except TimeoutError:
-        if not serving.expired():
-            raise
+def _cancel(exchange: Exchange, reply: Reply) -> None:
+    """The client disconnected: cancels its request, so that the engine's connection closes and its blocks are
+    freed.
 
-
-async def _end_on_disconnect(
-    receive: Receive, reply: Reply, serving: asyncio.Timeout, body_read: asyncio.Event
-) -> None:
-    await body_read.wait()
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    if reply.complete:
-        # Clients disconnect after [DONE]. The engine may end its stream first: its connection is then reused.
-        await asyncio.sleep(ENGINE_END_S)
-    serving.reschedule(0)
-
-
-async def _chunks(receive: Receive, limit: int, body_read: asyncio.Event) -> AsyncIterator[bytes]:
-    """Body bytes as they arrive. Sets `body_read` at the end.
-
-    Raises:
-        BodyTooLarge: the body exceeds the limit.
-        ClientLeft: the client disconnected.
+    Clients disconnect after [DONE]. The engine may end its stream first: its connection is then reused.
     """
-    size = 0
-    while True:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            body_read.set()
-            raise ClientLeft
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise BodyTooLarge(f"the body is longer than the limit of {limit} bytes")
-        if not message.get("more_body"):
-            body_read.set()
-        if chunk:
-            yield chunk
-        if body_read.is_set():
-            return
+    if exchange.task is not None:
+        asyncio.get_running_loop().call_later(ENGINE_END_S if reply.complete else 0, exchange.task.cancel)
 
 
 def _parse(raw: bytes) -> JsonBody:
@@ -176,10 +132,11 @@ def _parse(raw: bytes) -> JsonBody:
         raise BadRequest("the body must be a JSON object", code="invalid_json") from error
 
 
-def _checked_path(scope: Scope) -> str:
-    """The raw path with its query. Raises NotFound for dot segments: they could leave `/v1` at the engine."""
-    raw = scope.get("raw_path") or scope["path"].encode()
-    path = raw.partition(b"?")[0].decode("latin-1")
+@lru_cache(maxsize=256)
+def _checked_path(target: bytes) -> str:
+    """Path and query of a request. Raises NotFound for dot segments: they could leave `/v1` at the engine."""
+    whole = target.decode("latin-1")
+    path = whole.partition("?")[0]
     decoded = unquote(unquote(path))
     # Some servers ignore what follows a semicolon in a segment.
     segments = [segment.partition(";")[0] for segment in decoded.replace("\\", "/").split("/")]
@@ -187,8 +144,7 @@ def _checked_path(scope: Scope) -> str:
     is_open = decoded.startswith("/v1/") and route_of(path).rstrip("/") not in ENGINE_ADMIN_ROUTES
     if climbs or not path.isascii() or not is_open:
         raise NotFound(f"there is no route {decoded!r}")
-    query = scope.get("query_string", b"").decode("latin-1")
-    return f"{path}?{query}" if query else path
+    return whole.removesuffix("?")
 
 
 def _client_id(headers: Headers) -> str | None:
@@ -204,17 +160,12 @@ def _model_card(name: str, model: str) -> dict[str, object]:
     return card if name == model else {**card, "parent": model}
 
 
-async def _send(response: Response, reply: Reply) -> None:
-    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
-    await reply.start(response.status_code, headers)
-    await reply.finish(bytes(response.body))
+def _send(response: Response, exchange: Exchange) -> None:
+    exchange.start(response.status_code, response.raw_headers)
+    exchange.finish(bytes(response.body))
 
 
-async def _answer_error(
-    error: Exception, request_id: str, reply: Reply, scope: Scope, receive: Receive, send: Send
-) -> None:
+def _answer_error(error: Exception, request_id: str, exchange: Exchange) -> None:
     """Answers with the error. If the answer has begun, the connection breaks instead: clients notice that."""
-    if reply.started:
-        return
-    with contextlib.suppress(OSError):
-        await error_response(error, request_id)(scope, receive, send)
+    if not exchange.started:
+        _send(error_response(error, request_id), exchange)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter import JsonBody
+from engine_adapter import Headers, JsonBody
 from proxy.core.audit import Trust
 from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.errors import BadRequest, NotFound
@@ -14,6 +14,7 @@ from proxy.fleet.pool import Pool, no_engine_for
 from proxy.flow import Flow
 from proxy.observe.reasons import Reason, reason_of, tie_of, utilisation_of, why
 from proxy.request.calls import Call
+from proxy.request.session import session_of
 
 CHAT = "/v1/chat/completions"
 
@@ -82,7 +83,11 @@ async def route(flow: Flow, body: JsonBody) -> RouteAnswer:
     if tenant is not None and tenant not in flow.tenants.names:
         raise NotFound(f"there is no tenant {tenant!r}", param="tenant")
     _text(body, "model")
-    ready = await flow.prepare(Call("route", "POST", path, {}, body.replace(path=None, tenant=None), tenant))
+    asked = body.replace(path=None, tenant=None)
+    session = session_of(tenant, Headers([]), asked)
+    ready = await flow.prepare(
+        Call("route", "POST", path, Headers([]), asked, tenant=tenant, session=session)
+    )
     pool, chain = ready.pool, ready.chain
     candidates = flow.candidates(ready)
     if not candidates:

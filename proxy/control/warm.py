@@ -9,9 +9,8 @@ import uuid
 from functools import partial
 
 import msgspec
-from starlette.types import Message
 
-from engine_adapter import Capability, EngineRejected, JsonBody
+from engine_adapter import Capability, EngineRejected, Headers, JsonBody
 from proxy.control.operations import Operation, Operations, Part, new_operation, run_parts
 from proxy.control.target import Target
 from proxy.control.targets import Prefix, Targets
@@ -19,7 +18,7 @@ from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import no_engine_for
 from proxy.flow import Flow, Ready
-from proxy.request.calls import Call, Reply
+from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.records import RequestRecord
 
 _PATH = "/v1/completions"
@@ -67,7 +66,7 @@ class Warming:
         part.total = len(prefix.chain.hashes)
         record = RequestRecord.of(ready.call)
         placement = prefix.pool.place(candidates, prefix.chain)
-        await self._flow.run_on(ready, placement, Reply(_discard), record)
+        await self._flow.run_on(ready, placement, Reply(Nobody()), record)
         if record.error is not None:
             raise EngineRejected(record.error, status=record.status or 502)
         part.done = part.total
@@ -98,9 +97,7 @@ def _request(prefix: Prefix) -> Ready:
     if prompt.extra_ids is not None:
         fields["extra_ids"] = prompt.extra_ids.tolist()
     body = JsonBody(msgspec.json.encode(fields))
-    call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, {"content-type": "application/json"}, body)
+    call = Call(
+        f"warm-{uuid.uuid4().hex}", "POST", _PATH, Headers([(b"content-type", b"application/json")]), body
+    )
     return Ready(call, pool, prompt.salt, prompt.lora, prompt, prefix.chain)
-
-
-async def _discard(_message: Message) -> None:
-    """Discards the answer: only the KV that it leaves is wanted."""

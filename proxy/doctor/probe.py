@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 import msgspec
-from starlette.types import Message
 
-from engine_adapter import AiohttpTransport, Capability, EngineAdapter, EngineError, EngineInfo, JsonBody
+from engine_adapter import (
+    AiohttpTransport,
+    Capability,
+    EngineAdapter,
+    EngineError,
+    EngineInfo,
+    Headers,
+    JsonBody,
+)
 from proxy.core.audit import Trust
 from proxy.errors import ProxyError
 from proxy.fleet.engine import TOKENS_PER_BLOCK, EngineState
@@ -20,7 +27,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest, has_exact_events
 from proxy.flow import Flow
 from proxy.prompt import MediaUuids, PromptBuilder
-from proxy.request.calls import Call, Reply
+from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
@@ -143,10 +150,10 @@ class ProbedEngine:
     async def _ask(self, ids: list[int]) -> RequestRecord:
         fields = {"model": self._pool.model, "prompt": ids, "max_tokens": 1, "temperature": 0}
         body = JsonBody(msgspec.json.encode(fields))
-        call = Call("doctor", "POST", _PATH, {"content-type": "application/json"}, body)
+        call = Call("doctor", "POST", _PATH, Headers([(b"content-type", b"application/json")]), body)
         self._engine.state = EngineState.READY
         with suppress(EngineError, ProxyError):  # the record says what went wrong
-            await self._flow.serve(call, Reply(_discard))
+            await self._flow.serve(call, Reply(Nobody()))
         return list(self._records)[-1]
 
     def _holds(self, record: RequestRecord) -> bool:
@@ -163,7 +170,3 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
             while not condition():  # noqa: ASYNC110 - what is waited for has no event
                 await asyncio.sleep(LOOK_S)
     return condition()
-
-
-async def _discard(_message: Message) -> None:
-    """Drops an answer, which nobody waits for."""

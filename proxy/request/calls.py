@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from starlette.types import Send
-
-from engine_adapter import JsonBody, route_of
+from engine_adapter import HeaderPairs, Headers, JsonBody, route_of
+from proxy.request.session import Session
 
 # OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
 _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
@@ -22,19 +22,21 @@ class Call:
     Attributes:
         request_id: kvpin's own, unique.
         method, path: as sent; the path keeps its query string and starts with `/v1/`.
-        headers: lower-case names.
+        headers: without those that end here, such as kvpin's key.
         body: a parsed JSON object, an unread stream for other content types, None if empty.
         tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one.
+        session: the conversation it belongs to, if it names one.
     """
 
     request_id: str
     method: str
     path: str
-    headers: Mapping[str, str] = field(repr=False)
+    headers: Headers = field(repr=False)
     body: JsonBody | AsyncIterator[bytes] | None = field(repr=False)
     tenant: str | None = None
     client_id: str | None = None
+    session: Session | None = None
 
     @property
     def answer_id(self) -> str:
@@ -58,10 +60,48 @@ class Call:
         return isinstance(self.body, JsonBody) and self.body.get("stream") is True
 
 
-class Reply:
-    """The way back to the client: a thin layer over ASGI's `send`.
+class Client(Protocol):
+    """Where an answer goes."""
 
-    `write` returns when the client's socket has room again: a slow client slows its engine down.
+    @property
+    def is_full(self) -> bool:
+        """Whether its socket takes no more bytes for now."""
+
+    async def drain(self) -> None:
+        """Waits until the socket takes more bytes."""
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """Begins the answer."""
+
+    def write(self, chunk: bytes) -> None:
+        """Sends bytes of the body."""
+
+    def finish(self, chunk: bytes) -> None:
+        """Sends the last bytes of the body."""
+
+
+class Nobody:
+    """The client of kvpin's own requests: drops the answer, of which only the effect is wanted."""
+
+    is_full = False
+
+    async def drain(self) -> None:
+        """See Client."""
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """See Client."""
+
+    def write(self, chunk: bytes) -> None:
+        """See Client."""
+
+    def finish(self, chunk: bytes) -> None:
+        """See Client."""
+
+
+class Reply:
+    """An answer on its way to the client.
+
+    `write` and `finish` return when the client's socket has room again: a slow client slows its engine down.
 
     Attributes:
         started: status and headers were sent.
@@ -69,25 +109,30 @@ class Reply:
         events: number of stream events sent.
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    __slots__ = ("_client", "complete", "events", "started")
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self.started = False
         self.complete = False
         self.events = 0
 
-    async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
-        """Sends status and headers. Values are text as aiohttp decodes it: non-UTF-8 bytes are surrogates."""
+    async def start(self, status: int, headers: HeaderPairs) -> None:
+        """Sends status and headers; names are in lower case."""
+        self._client.start(status, headers)
         self.started = True
-        raw = [(name.encode("latin-1"), value.encode("utf-8", "surrogateescape")) for name, value in headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
         self.complete = chunk.endswith(_STREAM_END)
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._client.write(chunk)
+        if self._client.is_full:
+            await self._client.drain()
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""
         self.complete = True
-        await self._send({"type": "http.response.body", "body": chunk})
+        self._client.finish(chunk)
+        if self._client.is_full:
+            await self._client.drain()

@@ -18,6 +18,7 @@ from engine_adapter import (
     EngineAdapter,
     EngineRejected,
     EngineUnavailable,
+    HeaderPairs,
     Hold,
     IncomingResponse,
     Transport,
@@ -133,7 +134,7 @@ async def _answer_json(
         if not reader.assembles:
             content = kept + reader.finish()
             reported = reader.cached_tokens() if reported is None else reported
-    await reply.start(response.status, [*headers, *_cached_header(reported)])
+    await reply.start(response.status, _raw([*headers, *_cached_header(reported)]))
     await reply.finish(content)
     return Outcome(response.status, reported, output_tokens=usage.output_tokens, prefill=usage.prefill)
 
@@ -154,7 +155,7 @@ async def _answer_assembled(
     reported = reader.cached_tokens()
     kept = [(name, value) for name, value in headers if name not in _OF_A_STREAM]
     kept.append(("content-type", "application/json"))
-    await reply.start(response.status, [*kept, *_cached_header(reported)])
+    await reply.start(response.status, _raw([*kept, *_cached_header(reported)]))
     await reply.finish(content)
     usage = read_answer_usage(content)
     return Outcome(response.status, reported, output_tokens=usage.output_tokens, prefill=usage.prefill)
@@ -173,7 +174,7 @@ async def _answer_stream(
         # Nothing is sent before the engine's first byte: until then another engine can be tried.
         first = await anext(chunks, b"")
         on_first_byte(response)
-        await reply.start(response.status, [*headers, *_cached_header(cached)])
+        await reply.start(response.status, _raw([*headers, *_cached_header(cached)]))
         await reply.write(first)
         try:
             async for chunk in chunks:
@@ -233,7 +234,7 @@ async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mappi
     kind = error.type or ("server_error" if response.status in REFUSALS else "invalid_request_error")
     body = error_body(error.message, kind=kind, param=error.param, code=error.code)
     every = {"content-type": "application/json", **advice, **headers}
-    await reply.start(response.status, every.items())
+    await reply.start(response.status, _raw(list(every.items())))
     await reply.finish(body)
     return Outcome(response.status, error=error.message)
 
@@ -250,6 +251,11 @@ def _retry_advice(headers: Mapping[str, str]) -> dict[str, str]:
 
 def _cached_header(cached: int | None) -> list[tuple[str, str]]:
     return [] if cached is None else [("x-kvpin-cached-tokens", str(cached))]
+
+
+def _raw(headers: list[tuple[str, str]]) -> HeaderPairs:
+    """Values are text as aiohttp decodes it: bytes that are not UTF-8 are surrogates."""
+    return [(name.encode("latin-1"), value.encode("utf-8", "surrogateescape")) for name, value in headers]
 
 
 def _is_json(headers: Mapping[str, str]) -> bool:

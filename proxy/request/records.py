@@ -17,7 +17,7 @@ from proxy.core.index.blocks import Chain
 from proxy.core.placement.decision import Placement
 from proxy.prompt import Prompt
 from proxy.request.calls import Call
-from proxy.request.session import Session, session_of
+from proxy.request.session import Session
 
 MAX_TOKENS = 8_000_000
 
@@ -86,7 +86,7 @@ class RequestRecord(RequestFacts, kw_only=True):
             stream=call.streams,
             client_request_id=call.client_id,
             prompt_cache_key=key if isinstance(key, str) else None,
-            session=session_of(call.tenant, call.headers, call.body),
+            session=call.session,
         )
 
     def __repr__(self) -> str:

@@ -7,10 +7,11 @@ for each request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
-from engine_adapter import JsonBody, RequestBody
+from engine_adapter import Headers, JsonBody, RequestBody
 
 HEADERS = (
     "session-id",
@@ -20,6 +21,7 @@ HEADERS = (
     "x-session-affinity",
 )
 FIELDS = ("session_id", "prompt_cache_key")
+_RANKS = {name.encode(): rank for rank, name in enumerate(HEADERS)}
 # A longer name is ignored.
 MAX_NAME = 256
 
@@ -31,16 +33,18 @@ class Session(NamedTuple):
     name: str
 
 
-def session_of(tenant: str | None, headers: Mapping[str, str], body: RequestBody) -> Session | None:
-    """The conversation that a request names; None if it names none. Header names are in lower case."""
+def session_of(tenant: str | None, headers: Headers, body: RequestBody) -> Session | None:
+    """The conversation that a request names; None if it names none."""
     for name in _names(headers, body):
         if isinstance(name, str) and 0 < len(name) <= MAX_NAME:
             return Session(tenant, name)
     return None
 
 
-def _names(headers: Mapping[str, str], body: RequestBody) -> Iterator[Any]:
+def _names(headers: Headers, body: RequestBody) -> Iterator[Any]:
     """Possible names, best first. The body is read only if no header names the conversation."""
-    yield from map(headers.get, HEADERS)
+    named = [(_RANKS[name], value) for name, value in headers.raw if name in _RANKS]
+    for _, value in sorted(named, key=itemgetter(0)):
+        yield value.decode("latin-1")
     if isinstance(body, JsonBody):
         yield from map(body.hint, FIELDS)

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from engine_adapter import Capability, JsonBody
+from engine_adapter import Capability, Headers, JsonBody
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.answers import MIN_ANSWERS, Report
 from proxy.fleet.pool import Pool
@@ -144,7 +144,7 @@ async def test_the_chain_of_a_request_is_computed_once(monkeypatch):
             "r",
             "POST",
             "/v1/completions",
-            {},
+            Headers([]),
             JsonBody(json.dumps({"model": "m", "prompt": [1] * 40}).encode()),
         )
         await replace(proxy.flow, forwarder=Forwarder(), observe=ahead.observe).serve(call, Reply(None))

@@ -14,7 +14,7 @@ from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from scripts.make_gguf import gguf_path
-from tests.fakes import FakeAdapter
+from tests.fakes import FakeAdapter, serving
 from tests.llama import llama_server
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
@@ -73,9 +73,8 @@ async def test_every_limit_reaches_what_it_limits():
         for number in range(5):
             proxy.flow.requests.add(RequestRecord(str(number), 0.0, "/v1/x", None, None, False))
         assert [record.request_id for record in proxy.flow.requests] == ["2", "3", "4"]
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(proxy)), base_url="http://proxy")
-        async with client:
-            answer = await client.post("/v1/completions", content=b" " * 1001)
+        async with serving(build_app(proxy)) as url, httpx.AsyncClient(verify=False) as client:  # noqa: S501
+            answer = await client.post(f"{url}/v1/completions", content=b" " * 1001)
         assert answer.status_code == 413
     finally:
         await proxy.stop()

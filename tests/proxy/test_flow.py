@@ -14,6 +14,7 @@ from engine_adapter import (
     EngineRejected,
     EngineUnavailable,
     Forecast,
+    Headers,
     Hold,
     JsonBody,
     ViewCurrent,
@@ -861,7 +862,7 @@ async def test_an_engine_that_broke_off_an_answer_is_suspected(proxy):
         async def forward(self, *_):
             return Outcome(200, error="it died")
 
-    call = Call("r", "POST", CHAT, {}, JsonBody(json.dumps(ASK).encode()))
+    call = Call("r", "POST", CHAT, Headers([]), JsonBody(json.dumps(ASK).encode()))
     await replace(proxy.flow, forwarder=Forwarder()).serve(call, Reply(None))
     assert proxy.fleet.engines["a"].state == EngineState.SUSPECT
     assert (proxy.last.status, proxy.last.error) == (200, "it died")

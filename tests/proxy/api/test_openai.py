@@ -8,7 +8,6 @@ import pytest
 import structlog
 
 from engine_adapter import Capability
-from proxy.api.openai import DataPlane
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
     ASK,
@@ -26,14 +25,14 @@ from tests.fakes import (
 )
 
 
-async def raw(proxy, request: bytes, *, close=False) -> bytes:
-    """What comes back for these very bytes."""
+async def raw(proxy, request: bytes, *, close=False, keeps_alive=False) -> bytes:
+    """What comes back for these very bytes; a whole JSON answer if the connection is kept alive."""
     reader, writer = await connect_to(proxy)
     writer.write(request)
     try:
         if close:
             return b""
-        return await asyncio.wait_for(reader.read(), 5)
+        return await asyncio.wait_for(reader.readuntil(b"}}") if keeps_alive else reader.read(), 5)
     finally:
         writer.close()
 
@@ -170,33 +169,25 @@ class TestStopping:
     """When the grace is over, the server cancels what is left."""
 
     @staticmethod
-    async def cancelled(engine, proxy, script):
+    async def cancelled(engine, proxy, script, begins_with=b""):
         engine.script = script
-        body, sent, begun = json.dumps(STREAM).encode(), [], asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            return messages.pop() if messages else await asyncio.Event().wait()
-
-        async def send(message):
-            sent.append(message)
-            begun.set()
-
-        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
-        task = asyncio.create_task(DataPlane(proxy.flow, proxy.tenants, 1 << 20)(scope, receive, send))
+        reader, writer = await connect_to(proxy)
+        writer.write(post(CHAT, json.dumps(STREAM).encode()))
         exchange = await engine.request()
-        if script is not TestClientLeaves.wait_forever:
-            await begun.wait()
+        begun = await asyncio.wait_for(reader.readuntil(begins_with), 5) if begins_with else b""
+        (task,) = (each for each in asyncio.all_tasks() if "DataPlane.serve" in repr(each.get_coro()))
         task.cancel()
-        await asyncio.wait_for(task, 5)
+        answer = begun + await asyncio.wait_for(reader.read(), 5)
         await TestClientLeaves.gone(exchange)
-        return sent
+        writer.close()
+        return answer
 
     async def test_before_the_first_byte_it_is_a_503(self, engine, proxy):
-        start, body = await self.cancelled(engine, proxy, TestClientLeaves.wait_forever)
-        assert start["status"] == 503
-        assert (b"retry-after", b"1") in start["headers"]
-        assert json.loads(body["body"])["error"]["message"].startswith("kvpin is stopping")
+        answer = await self.cancelled(engine, proxy, TestClientLeaves.wait_forever)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in head
+        assert json.loads(body)["error"]["message"].startswith("kvpin is stopping")
 
     async def test_an_answer_that_has_begun_stays_unfinished(self, engine, proxy):
         async def script(exchange):
@@ -204,21 +195,18 @@ class TestStopping:
             await exchange.chunk(event("1"))
             await exchange.left.wait()
 
-        sent = await self.cancelled(engine, proxy, script)
-        assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
-        assert sent[-1]["more_body"] is True
+        answer = await self.cancelled(engine, proxy, script, event("1"))
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.endswith(event("1") + b"\r\n")  # without the last chunk, which would end it
 
 
 class TestRefusals:
-    async def test_a_websocket(self, proxy):
-        sent = []
-
-        async def send(message):
-            sent.append(message)
-
-        data_plane = DataPlane(proxy.flow, proxy.tenants, 1000)
-        await data_plane({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)
-        assert sent == [{"type": "websocket.close"}]
+    async def test_a_websocket(self, engine, proxy):
+        offer = b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-key: x\r\n\r\n"
+        answer = await raw(proxy, b"GET /v1/realtime HTTP/1.1\r\nhost: x\r\n" + offer, keeps_alive=True)
+        assert answer.startswith(b"HTTP/1.1 403 ")
+        assert b"WebSocket" in answer
+        assert not engine.seen
 
     @pytest.mark.parametrize("error", [KeyError("a secret"), TimeoutError("a secret")])
     async def test_a_bug_is_a_500_that_tells_nothing(self, proxy, client, monkeypatch, error):

@@ -1,11 +1,11 @@
 import pytest
 
-from engine_adapter import JsonBody
-from proxy.request.calls import Call, Reply
+from engine_adapter import Headers, JsonBody
+from proxy.request.calls import Call, Nobody, Reply
 
 
 def call(body=None, path="/v1/chat/completions"):
-    return Call("r", "POST", path, {"authorization": "Bearer secret"}, body)
+    return Call("r", "POST", path, Headers([(b"authorization", b"Bearer secret")]), body)
 
 
 @pytest.mark.parametrize(
@@ -34,30 +34,58 @@ def test_keys_and_prompts_stay_out_of_logs():
     assert "secret" not in repr(call(JsonBody(b'{"prompt": "secret"}')))
 
 
+class Client:
+    """Notes what it is sent, and that somebody waited for it."""
+
+    def __init__(self):
+        self.sent = []
+        self.is_full = False
+        self.waits = 0
+
+    async def drain(self):
+        self.waits += 1
+        self.is_full = False
+
+    def start(self, status, headers):
+        self.sent.append((status, headers))
+
+    def write(self, chunk):
+        self.sent.append(chunk)
+
+    def finish(self, chunk):
+        self.sent += [chunk, "end"]
+
+
 class TestReply:
     @pytest.fixture
-    def sent(self):
-        return []
+    def client(self):
+        return Client()
 
     @pytest.fixture
-    def reply(self, sent):
-        async def send(message):
-            sent.append(message)
+    def reply(self, client):
+        return Reply(client)
 
-        return Reply(send)
-
-    async def test_headers_keep_stray_bytes(self, reply, sent):
-        await reply.start(200, [("x-odd", "za\udcc5\udcbc")])
-        assert sent[0]["headers"] == [(b"x-odd", b"za\xc5\xbc")]
+    async def test_headers_keep_stray_bytes(self, reply, client):
+        await reply.start(200, [(b"x-odd", b"za\xc5\xbc")])
+        assert client.sent == [(200, [(b"x-odd", b"za\xc5\xbc")])]
         assert reply.started
+
+    async def test_an_answer_that_cannot_begin_has_not_begun(self, reply, client):
+        def refuse(_status, _headers):
+            raise ValueError("line break")
+
+        client.start = refuse
+        with pytest.raises(ValueError, match="line break"):
+            await reply.start(200, [])
+        assert not reply.started
 
     @pytest.mark.parametrize(
         ("last", "complete"),
         [(b"data: 1\n\n", False), (b"data: [DONE]\n\n", True), (b"data: [DONE]\r\n\r\n", True)],
     )
-    async def test_a_stream_is_complete_with_its_done(self, reply, sent, last, complete):
+    async def test_a_stream_is_complete_with_its_done(self, reply, client, last, complete):
         await reply.write(last)
-        assert sent == [{"type": "http.response.body", "body": last, "more_body": True}]
+        assert client.sent == [last]
         assert reply.complete is complete
 
     @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
@@ -66,7 +94,22 @@ class TestReply:
         await reply.write(b": note" + end + b"data: [DONE]" + end)
         assert reply.events == 3
 
-    async def test_the_end_of_the_body_completes_it(self, reply, sent):
+    async def test_the_end_of_the_body_completes_it(self, reply, client):
         await reply.finish(b"{}")
-        assert sent == [{"type": "http.response.body", "body": b"{}"}]
+        assert client.sent == [b"{}", "end"]
         assert reply.complete
+
+    async def test_only_a_full_socket_is_waited_for(self, reply, client):
+        await reply.write(b"1")
+        assert client.waits == 0
+        for send in (reply.write, reply.finish):
+            client.is_full = True
+            await send(b"2")
+        assert client.waits == 2
+
+    async def test_nobody_takes_everything(self):
+        reply = Reply(Nobody())
+        await reply.start(200, [])
+        await reply.write(b"data: [DONE]\n\n")
+        await reply.finish()
+        assert (reply.started, reply.complete, reply.events) == (True, True, 1)

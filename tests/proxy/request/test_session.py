@@ -1,8 +1,14 @@
 import msgspec
 import pytest
 
-from engine_adapter import JsonBody
+from engine_adapter import Headers, JsonBody
 from proxy.request.session import FIELDS, HEADERS, MAX_NAME, Session, session_of
+
+NONE = Headers([])
+
+
+def sent(headers):
+    return Headers.of(headers.items())
 
 
 def body(**fields):
@@ -11,34 +17,34 @@ def body(**fields):
 
 @pytest.mark.parametrize("header", HEADERS)
 def test_headers_that_name_it(header):
-    assert session_of(None, {"accept": "*/*", header: "s1"}, None) == Session(None, "s1")
+    assert session_of(None, sent({"accept": "*/*", header: "s1"}), None) == Session(None, "s1")
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_fields_that_name_it(field):
-    assert session_of("alice", {}, body(**{field: "s1"})) == Session("alice", "s1")
+    assert session_of("alice", NONE, body(**{field: "s1"})) == Session("alice", "s1")
 
 
 def test_the_name_that_tells_conversations_apart_best_counts():
     named = {field: field for field in FIELDS}
-    assert session_of(None, {"x-session-id": "h"}, body(**named)).name == "h"
-    assert session_of(None, {}, body(**named)).name == "session_id"
+    assert session_of(None, sent({"x-session-id": "h"}), body(**named)).name == "h"
+    assert session_of(None, NONE, body(**named)).name == "session_id"
 
 
 def test_names_of_tenants_are_their_own():
-    assert session_of("alice", {}, body(session_id="s")) != session_of("bob", {}, body(session_id="s"))
+    assert session_of("alice", NONE, body(session_id="s")) != session_of("bob", NONE, body(session_id="s"))
 
 
 @pytest.mark.parametrize("name", ["", 7, None, ["s"], "x" * (MAX_NAME + 1)])
 def test_what_is_no_name_is_passed_over(name):
-    assert session_of(None, {}, body(session_id=name)) is None
-    assert session_of(None, {}, body(session_id=name, prompt_cache_key="k")).name == "k"
+    assert session_of(None, NONE, body(session_id=name)) is None
+    assert session_of(None, NONE, body(session_id=name, prompt_cache_key="k")).name == "k"
 
 
 def test_what_cannot_be_read_is_passed_over():
     unreadable = JsonBody(b'{"session_id": 1e999, "prompt_cache_key": "k"}')
-    assert session_of(None, {}, unreadable).name == "k"
-    assert session_of(None, {}, JsonBody(b'{"session_id": 1e999}')) is None
+    assert session_of(None, NONE, unreadable).name == "k"
+    assert session_of(None, NONE, JsonBody(b'{"session_id": 1e999}')) is None
 
 
 def test_fields_are_not_read_where_a_header_tells():
@@ -46,11 +52,11 @@ def test_fields_are_not_read_where_a_header_tells():
         def get(self, name):
             raise AssertionError(f"{name} was read")
 
-    assert session_of(None, {HEADERS[-1]: "h"}, Unread(b"{}")).name == "h"
+    assert session_of(None, sent({HEADERS[-1]: "h"}), Unread(b"{}")).name == "h"
 
 
 def test_what_many_share_or_one_request_has_alone_is_none():
-    headers = {"x-correlation-id": "c", "x-request-id": "r"}
+    headers = sent({"x-correlation-id": "c", "x-request-id": "r"})
     assert session_of(None, headers, body(user="everybody")) is None
 
 
@@ -58,4 +64,4 @@ async def test_a_body_that_is_not_read_has_no_fields():
     async def upload():
         yield b"{"
 
-    assert session_of(None, {}, upload()) is None
+    assert session_of(None, NONE, upload()) is None

@@ -1,0 +1,83 @@
+"""Serves an ASGI application on exchanges: for the routes beside the data plane, which need not be fast."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+import structlog
+from starlette.types import ASGIApp, Message
+
+from proxy.api.errors import error_response
+from proxy.api.exchange import ClientLeft, Exchange
+
+log = structlog.get_logger(__name__)
+
+
+async def serve_asgi(app: ASGIApp, exchange: Exchange) -> None:
+    """Gives one exchange to the application. If the application crashes, the client gets a 500."""
+    chunks = exchange.chunks()
+    is_read = False
+
+    async def receive() -> Message:
+        nonlocal is_read
+        try:
+            if not is_read:
+                chunk = await anext(chunks, b"")
+                is_read = exchange.is_read
+                return {"type": "http.request", "body": chunk, "more_body": not is_read}
+            await exchange.until_left()
+        except ClientLeft:
+            pass
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            exchange.start(message["status"], list(message.get("headers", ())))
+            return
+        body = message.get("body", b"")
+        if message.get("more_body"):
+            exchange.write(body)
+        else:
+            exchange.finish(body)
+        if exchange.is_full:
+            await exchange.drain()
+
+    try:
+        await app(_scope(exchange), receive, send)
+    except Exception as error:
+        log.exception("request crashed")
+        if not exchange.started:
+            response = error_response(error)
+            exchange.start(response.status_code, response.raw_headers)
+            exchange.finish(bytes(response.body))
+
+
+def path_of(target: bytes) -> str:
+    """The decoded path of a target."""
+    return unquote(target.partition(b"?")[0].decode("latin-1"))
+
+
+def _scope(exchange: Exchange) -> dict[str, Any]:
+    """See the ASGI specification, HTTP connection scope."""
+    raw_path, _, query = exchange.target.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": exchange.method,
+        "scheme": "http",
+        "path": path_of(exchange.target),
+        "raw_path": raw_path,
+        "query_string": query,
+        "root_path": "",
+        "headers": exchange.headers.raw,
+        "client": _address(exchange, "peername"),
+        "server": _address(exchange, "sockname"),
+    }
+
+
+def _address(exchange: Exchange, end: str) -> tuple[str, int] | None:
+    """Host and port of one end of the connection; None where it has none."""
+    address = exchange.transport.get_extra_info(end)
+    return (address[0], address[1]) if isinstance(address, tuple) else None

@@ -1,0 +1,278 @@
+"""One HTTP request and its answer, between the connection and the handler."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+from engine_adapter import HeaderPairs, Headers
+from proxy.errors import BodyTooLarge
+
+# Unread bytes of a streamed body at which its connection is not read any more.
+HIGH_WATER = 65_536
+_STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each, each.phrase.encode()) for each in http.HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_NO_CONTENT, _NOT_MODIFIED = 204, 304
+
+
+class ClientLeft(Exception):
+    """The client disconnected before its body was read."""
+
+
+class Connection(Protocol):
+    """The connection of an exchange.
+
+    Attributes:
+        transport: its socket.
+        is_full: the socket takes no more bytes for now.
+    """
+
+    transport: asyncio.Transport
+    is_full: bool
+
+    @property
+    def date(self) -> bytes:
+        """The `date` header of an answer, as a line."""
+
+    async def drain(self) -> None:
+        """Waits until the socket takes more bytes, or the client has left."""
+
+    def pause_reading(self) -> None:
+        """Lets the client wait with what it sends."""
+
+    def resume_reading(self) -> None:
+        """Goes on reading, unless a pipelined request waits."""
+
+    def answered(self, exchange: Exchange) -> None:
+        """The answer is complete: the connection goes on with the next request, or closes."""
+
+
+class Exchange:
+    """One request, and the way back to its client.
+
+    The head of the answer leaves together with the first bytes of its body. `write` does not wait: who sends
+    much awaits `drain` while `is_full`.
+
+    Attributes:
+        method: as sent.
+        target: path and query as sent; begins with a slash.
+        headers: those of the request.
+        task: the handler's task.
+        on_left: called once if the client disconnects before its answer is complete.
+        left: the client has disconnected.
+        started, finished: the beginning, and all of the answer, was sent.
+        keep_alive: the connection stays open after the answer.
+    """
+
+    __slots__ = (
+        "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_has_body", "_head", "_invited",
+        "_is_1_0", "_left_to_send", "_pauses", "_unread", "_wakes", "finished", "headers", "keep_alive",
+        "left", "method", "on_left", "started", "target", "task",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        connection: Connection,
+        method: str,
+        target: bytes,
+        headers: Headers,
+        *,
+        is_1_0: bool,
+        keep_alive: bool,
+    ) -> None:
+        """`is_1_0`: the client speaks HTTP/1.0, which has no chunks."""
+        self.method, self.target, self.headers = method, target, headers
+        self.task: asyncio.Task[None] | None = None
+        self.on_left: Callable[[], None] | None = None
+        self.left = self.started = self.finished = False
+        self.keep_alive = keep_alive and not is_1_0
+        self._connection, self._is_1_0 = connection, is_1_0
+        # The request's body.
+        self._chunks: list[bytes] = []
+        self._arrived = self._unread = 0  # bytes
+        self._complete = self._invited = False
+        self._pauses = True
+        self._wakes: asyncio.Future[None] | None = None
+        # The answer.
+        self._head = b""
+        self._has_body, self._chunked = method != "HEAD", False
+        self._left_to_send: int | None = None  # of its content-length
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """The client's socket."""
+        return self._connection.transport
+
+    # --- the request ----------------------------------------------------------------------------------
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all of the request's body was read."""
+        return self._complete and not self._chunks
+
+    async def read(self, limit: int) -> bytes:
+        """The whole body.
+
+        Raises:
+            BodyTooLarge: it exceeds `limit` bytes.
+            ClientLeft: the client disconnected.
+        """
+        self._pauses = False
+        while not self._complete and self._arrived <= limit:
+            await self._more()
+        _check_size(self._arrived, limit)
+        return self._take()
+
+    async def chunks(self, limit: int | None = None) -> AsyncGenerator[bytes, None]:
+        """The body as it arrives. A slow reader slows the client down.
+
+        Raises:
+            BodyTooLarge: it exceeds `limit` bytes.
+            ClientLeft: the client disconnected.
+        """
+        while not self.is_read:
+            if not self._chunks:
+                await self._more()
+            if limit is not None:
+                _check_size(self._arrived, limit)
+            if self._chunks:
+                yield self._take()
+
+    async def until_left(self) -> None:
+        """Returns when the client has left, or has its answer."""
+        while not (self.left or self.finished):
+            await self._woken()
+
+    def feed(self, chunk: bytes) -> None:
+        """Takes bytes of the body. What arrives after the answer, for which nobody reads it, is dropped."""
+        if self.finished:
+            return
+        self._chunks.append(chunk)
+        self._arrived += len(chunk)
+        self._unread += len(chunk)
+        if self._unread > HIGH_WATER and self._pauses:
+            self._connection.pause_reading()
+        self._wake()
+
+    def feed_end(self) -> None:
+        """The body is complete."""
+        self._complete = True
+        self._wake()
+
+    def leave(self) -> None:
+        """The client has disconnected."""
+        self.left = True
+        self._wake()
+        if self.on_left is not None:
+            self.on_left()
+
+    async def _more(self) -> None:
+        """Waits for more of the body, or for its end."""
+        if not self.left:
+            if self._awaits_invitation():
+                self._invited = True
+                self.transport.write(_CONTINUE)
+            self._connection.resume_reading()
+            await self._woken()
+        if self.left:
+            raise ClientLeft
+
+    def _awaits_invitation(self) -> bool:
+        """Whether the client holds its body back until it is told to send it."""
+        if self._complete or self._arrived or self._invited or self.started or self._is_1_0:
+            return False
+        return self.headers.get("expect", "").lower() == "100-continue"
+
+    async def _woken(self) -> None:
+        self._wakes = asyncio.get_running_loop().create_future()
+        await self._wakes
+
+    def _wake(self) -> None:
+        if self._wakes is not None and not self._wakes.done():
+            self._wakes.set_result(None)
+
+    def _take(self) -> bytes:
+        chunks, self._chunks, self._unread = self._chunks, [], 0
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    # --- the answer -----------------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client's socket takes no more bytes for now."""
+        return self._connection.is_full
+
+    async def drain(self) -> None:
+        """Waits until the socket takes more bytes, or the client has left."""
+        await self._connection.drain()
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """Begins the answer; names of headers are in lower case.
+
+        Raises:
+            ValueError: a header has a line break in it.
+        """
+        lines = [b"%b: %b\r\n" % pair for pair in headers]
+        head = b"".join(lines)
+        if not head.count(b"\n") == head.count(b"\r") == len(lines) or b"\0" in head:
+            raise ValueError("a header of the answer has a line break in it")
+        if self._awaits_invitation():
+            self.keep_alive = False  # without an invitation, clients may leave the body out or send it
+        status_line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        for name, value in headers:
+            if name == b"content-length":
+                self._left_to_send = int(value)
+        self._has_body = self._has_body and status not in (_NO_CONTENT, _NOT_MODIFIED)
+        self._head = status_line + self._connection.date + head
+        self.started = True
+
+    def write(self, chunk: bytes) -> None:
+        """Sends bytes of the body."""
+        data = self._end_of_head() + self._framed(chunk)
+        if data and not self.left:
+            self._connection.transport.write(data)
+
+    def finish(self, chunk: bytes = b"") -> None:
+        """Sends the last bytes of the body."""
+        data = self._end_of_head(len(chunk)) + self._framed(chunk)
+        if self._chunked:
+            data += b"0\r\n\r\n"
+        elif self._left_to_send and self._has_body:
+            raise RuntimeError("the answer is shorter than its content-length")
+        if data and not self.left:
+            self._connection.transport.write(data)
+        self.finished = True
+        self._wake()
+        self._connection.answered(self)
+
+    def _end_of_head(self, length: int | None = None) -> bytes:
+        """The head, if it was not sent yet. `length`: that of the body, if all of it is here."""
+        if not self._head:
+            return b""
+        head, self._head = self._head, b""
+        if self._has_body and self._left_to_send is None:
+            if length is not None:
+                self._left_to_send = length
+                head += b"content-length: %d\r\n" % length
+            elif not self._is_1_0:
+                self._chunked = True
+                head += b"transfer-encoding: chunked\r\n"
+        return head + (b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+
+    def _framed(self, chunk: bytes) -> bytes:
+        if not (chunk and self._has_body):
+            return b""
+        if self._chunked:
+            return b"%x\r\n%b\r\n" % (len(chunk), chunk)
+        if self._left_to_send is not None:
+            self._left_to_send -= len(chunk)
+            if self._left_to_send < 0:
+                raise RuntimeError("the answer is longer than its content-length")
+        return chunk
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise BodyTooLarge(f"the body is longer than the limit of {limit} bytes")

@@ -1,0 +1,32 @@
+"""What kvpin serves on its port: the data plane on `/v1`, and an ASGI application for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from proxy.api.asgi import path_of, serve_asgi
+from proxy.api.exchange import Exchange
+from proxy.api.openai import DataPlane
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The handler of every exchange.
+
+    Attributes:
+        data_plane: serves `/v1` and what is below it.
+        rest: the admin API, health, metrics, and the answer to an unknown route.
+    """
+
+    data_plane: DataPlane
+    rest: ASGIApp
+
+    def __call__(self, exchange: Exchange) -> Coroutine[Any, Any, None]:
+        """The work of one exchange."""
+        if exchange.target.startswith(b"/v1/") or f"{path_of(exchange.target)}/".startswith("/v1/"):
+            return self.data_plane.serve(exchange)
+        return serve_asgi(self.rest, exchange)
