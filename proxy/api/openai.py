@@ -205,8 +205,7 @@ def _model_card(name: str, model: str) -> dict[str, object]:
 
 
 async def _send(response: Response, reply: Reply) -> None:
-    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
-    await reply.start(response.status_code, headers)
+    await reply.start(response.status_code, response.raw_headers)
     await reply.finish(bytes(response.body))
 
 

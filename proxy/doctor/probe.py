@@ -12,7 +12,7 @@ from typing import Literal, Self
 import msgspec
 from starlette.types import Message
 
-from engine_adapter import AiohttpTransport, Capability, EngineAdapter, EngineError, EngineInfo, JsonBody
+from engine_adapter import Capability, EngineAdapter, EngineError, EngineInfo, HttpTransport, JsonBody
 from proxy.core.audit import Trust
 from proxy.errors import ProxyError
 from proxy.fleet.engine import TOKENS_PER_BLOCK, EngineState
@@ -74,7 +74,7 @@ class ProbedEngine:
     def __init__(self, adapter: EngineAdapter, info: EngineInfo, builder: PromptBuilder) -> None:
         """`info` is the result of the adapter's `connect`."""
         self._tasks = Supervisor()
-        self._transport = AiohttpTransport()
+        self._transport = HttpTransport()
         fleet = Fleet()
         self._ingest = Ingest(fleet, self._tasks)
         self._engine = fleet.add(adapter)

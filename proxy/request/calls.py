@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import Send
@@ -75,11 +75,10 @@ class Reply:
         self.complete = False
         self.events = 0
 
-    async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
-        """Sends status and headers. Values are text as aiohttp decodes it: non-UTF-8 bytes are surrogates."""
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Sends status and headers."""
         self.started = True
-        raw = [(name.encode("latin-1"), value.encode("utf-8", "surrogateescape")) for name, value in headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""

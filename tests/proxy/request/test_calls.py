@@ -47,7 +47,7 @@ class TestReply:
         return Reply(send)
 
     async def test_headers_keep_stray_bytes(self, reply, sent):
-        await reply.start(200, [("x-odd", "za\udcc5\udcbc")])
+        await reply.start(200, [(b"x-odd", b"za\xc5\xbc")])
         assert sent[0]["headers"] == [(b"x-odd", b"za\xc5\xbc")]
         assert reply.started
 
