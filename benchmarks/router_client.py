@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
-import aiohttp
 import msgspec
 from router_work import Question, text_of
+
+from engine_adapter import EngineUnavailable, Headers, HttpTransport, IncomingResponse, OutgoingRequest
 
 CHAT = "/v1/chat/completions"
 # An answer that takes longer has failed.
@@ -67,30 +69,27 @@ async def play(urls: Sequence[str], work: Sequence[Question], session_header: st
         work: by arrival.
         session_header: the header for the session; None to send none.
     """
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False
-    ) as client:
+    async with aclosing(HttpTransport()) as client:
         start = time.monotonic() + 0.5
         tasks = []
         for number, question in enumerate(work):
-            headers = {"content-type": "application/json"}
+            headers = [("content-type", "application/json")]
             if session_header is not None:
-                headers[session_header] = question.session
+                headers.append((session_header, question.session))
             await asyncio.sleep(max(0.0, start + question.at - time.monotonic()))
             url = f"{urls[number % len(urls)]}{CHAT}"
-            tasks.append(asyncio.create_task(_ask(client, url, headers, question, start + question.at)))
+            tasks.append(
+                asyncio.create_task(_ask(client, url, Headers.of(headers), question, start + question.at))
+            )
         return await asyncio.gather(*tasks)
 
 
-async def _ask(
-    client: aiohttp.ClientSession, url: str, headers: dict[str, str], question: Question, due: float
-) -> Answer:
+async def _ask(client: HttpTransport, url: str, headers: Headers, question: Question, due: float) -> Answer:
     answer = Answer()
-    body = question.body
+    request = OutgoingRequest("POST", url, headers.raw, question.body)
     answer.sent_late_s = time.monotonic() - due
     try:
-        async with client.post(url, data=body, headers=headers) as response:
+        async with asyncio.timeout(TIMEOUT_S), await client.send(request) as response:
             if response.status != 200:
                 said = (await response.read())[:200]
                 answer.error = f"status {response.status}: {said.decode(errors='replace')}"
@@ -99,7 +98,7 @@ async def _ask(
             predicted = response.headers.get("x-kvpin-predicted-tokens")
             answer.predicted = None if predicted is None else int(predicted)
             text = await _read(response, answer, due)
-    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+    except (EngineUnavailable, TimeoutError, msgspec.DecodeError) as error:
         answer.error = f"{type(error).__name__}: {error}"
         return answer
     if text != text_of(question.answer):
@@ -107,11 +106,11 @@ async def _ask(
     return answer
 
 
-async def _read(response: aiohttp.ClientResponse, answer: Answer, due: float) -> str:
+async def _read(response: IncomingResponse, answer: Answer, due: float) -> str:
     """The whole text."""
     text: list[str] = []
     rest = b""
-    async for piece in response.content.iter_any():
+    while piece := await response.receive():
         *events, rest = (rest + piece).split(b"\n\n")
         for raw in events:
             data = raw.removeprefix(b"data:").strip()

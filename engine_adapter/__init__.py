@@ -29,10 +29,11 @@ from engine_adapter.errors import (
     PromptTableError,
 )
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, SelfPlaced
+from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.control import route_of
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
-from engine_adapter.http.transport import AiohttpTransport, IncomingResponse, OutgoingRequest, Transport
+from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
 from engine_adapter.http.usage import read_answer_usage, read_streamed_usage
 from engine_adapter.managed import (
     check_command,
@@ -71,7 +72,6 @@ __all__ = [
     "ENGINE_KINDS",
     "ENGINE_MODULE",
     "ENGINE_OPTIONS",
-    "AiohttpTransport",
     "AnswerReader",
     "BelowGpu",
     "BlocksRemoved",
@@ -93,6 +93,7 @@ __all__ = [
     "HeaderPairs",
     "Headers",
     "Hold",
+    "HttpTransport",
     "IncomingResponse",
     "JsonBody",
     "KvEvent",

@@ -22,7 +22,7 @@ import structlog
 import uvicorn
 import uvloop
 
-from engine_adapter import AiohttpTransport, EngineSpecError
+from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.auth import is_loopback
 from proxy.api.http1 import Http1Protocol
 from proxy.app import Proxy, build_app, check_engines
@@ -67,7 +67,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _run(settings: Settings, listener: socket.socket) -> int:
-    transport = AiohttpTransport()
+    transport = HttpTransport()
     try:
         proxy = Proxy(settings, transport)
     except SettingsError as error:

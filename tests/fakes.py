@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 
-from engine_adapter import AiohttpTransport, EngineInfo, EngineLoad, EngineSpec
+from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.api.http1 import Http1Protocol
@@ -355,7 +355,7 @@ async def serving(app) -> AsyncIterator[str]:
 class FakeProxy:
     """A data plane over engines that are ready from the start; no monitor."""
 
-    transport: AiohttpTransport
+    transport: HttpTransport
     reuse: bool = False
     tenants: Tenants = field(default_factory=lambda: Tenants(()))
     retries: int = 2
@@ -447,7 +447,7 @@ def is_openai_error(response: httpx.Response, status: int, code=..., param=...) 
 @contextlib.asynccontextmanager
 async def proxy_over(*engines: FakeEngine | FakeAdapter, **options) -> AsyncIterator[FakeProxy]:
     """A proxy on a socket in front of these engines."""
-    transport = AiohttpTransport(connect_timeout_s=2)
+    transport = HttpTransport(connect_timeout_s=2)
     proxy = FakeProxy(transport, **options)
     for engine in engines:
         proxy.add(engine)

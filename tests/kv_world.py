@@ -12,10 +12,10 @@ import msgspec
 from starlette.applications import Starlette
 
 from engine_adapter import (
-    AiohttpTransport,
     Capability,
     EngineRejected,
     EngineUnavailable,
+    HttpTransport,
     KvProgress,
     KvVerb,
     Pinned,
@@ -241,7 +241,7 @@ class WatchedFlow(Flow):
 @contextlib.asynccontextmanager
 async def kv_world(tokenizer, **settings) -> AsyncIterator[KvWorld]:
     """A world without engines; `settings` as `load_settings` takes them."""
-    transport = AiohttpTransport(connect_timeout_s=2)
+    transport = HttpTransport(connect_timeout_s=2)
     proxy = Proxy(load_settings(**({"reuse": True} | settings)), transport)
     try:
         yield KvWorld(proxy, str(tokenizer))

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import ssl
+from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
-from urllib.parse import unquote
+from typing import Any
+from urllib.parse import quote, unquote, unquote_to_bytes
 
 import httpx
 import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.error_bodies import read_error
+from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.tls import tls_context
-from engine_adapter.http.transport import KEEPALIVE_S, AiohttpTransport, OutgoingRequest, describe
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import EngineSpec
 
-_CONNECT_S, _ANSWER_S = 5.0, 60.0
-_MAX_CONNECTIONS = 32
+ANSWER_S = 60.0
+_CONNECT_S = 5.0
+# Engines whose address and headers are remembered in the form that requests need.
+_MAX_ENGINES = 4096
+# What a path may contain besides letters and digits. It is percent-encoded already, or a plain name.
+_UNQUOTED = "/?&=%:@!$'()*+,;-._~"
 # Hop-by-hop headers (RFC 9110 7.6.1), and those of the next connection. No compression: kvpin reads the
 # usage.
 _ENDS_HERE = frozenset(
@@ -40,12 +50,12 @@ _ENDS_HERE = frozenset(
     }
 )
 _KEYS = frozenset({"authorization", "x-api-key"})
-_OWN_PREFIX = "x-kvpin-"
+_OWN_PREFIX = b"x-kvpin-"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 
 
-@lru_cache
+@lru_cache(_MAX_ENGINES)
 def base_url(spec: EngineSpec) -> str:
     """The engine's address without `/v1` and without a slash at its end.
 
@@ -80,49 +90,35 @@ def prepare_request(
     body: JsonBody | AsyncIterator[bytes] | None,
 ) -> OutgoingRequest:
     """The client's request with the engine's address and credentials; see `EngineAdapter.prepare`."""
+    engine = _engine_of(spec)
+    pairs = Headers.pairs_of(headers)
+    ends_here = engine.ends_here
     named = {
-        name.strip().lower()
-        for key, value in headers.items()
-        if key.lower() == "connection"
-        for name in value.split(",")
+        name.strip().lower() for key, value in pairs if key == b"connection" for name in value.split(b",")
     }
-    own = _own_headers(spec)
-    # The operator's key for the engine replaces every client's key.
-    ends_here = _ENDS_HERE | own.keys() | (_KEYS if spec.api_key else frozenset())
-    kept = {
-        name: value
-        for name, value in headers.items()
-        if (lower := name.lower()) not in ends_here
-        and lower not in named
-        and not lower.startswith(_OWN_PREFIX)
-    }
-    kept["accept-encoding"] = "identity"
-    kept.update(own)
-    raw = body.raw if isinstance(body, JsonBody) else body
-    return OutgoingRequest(method, base_url(spec) + path, kept, raw, tls_context(spec))
+    if named:
+        ends_here = ends_here | named
+    kept = [pair for pair in pairs if pair[0] not in ends_here and not pair[0].startswith(_OWN_PREFIX)]
+    kept += engine.headers
+    if isinstance(body, JsonBody):
+        return OutgoingRequest(method, engine.url + path, kept, body.raw, engine.tls)
+    if body is not None and (length := Headers(pairs).get("content-length", "")).isdigit():
+        kept.append((b"content-length", length.encode()))  # the stream has that many bytes
+    return OutgoingRequest(method, engine.url + path, kept, body, engine.tls)
 
 
 class ControlClient:
     """Calls an engine's own routes, apart from the data plane.
 
     Every call raises EngineUnavailable if there is no answer, and EngineRejected if the answer is an error.
-
-    Attributes:
-        lean: for calls that requests wait for.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
         _check_headers(spec)
-        self._client = httpx.AsyncClient(
-            base_url=base_url(spec),
-            headers=_own_headers(spec),
-            verify=tls_context(spec) or False,  # an http address needs no certificates, and they load slowly
-            timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S),
-            trust_env=False,
-        )
-        self.lean = LeanClient(spec)
+        self._engine = _engine_of(spec)
+        self._transport = HttpTransport(connect_timeout_s=_CONNECT_S)
+        self._closed = False
 
     async def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
         """The JSON at `path`."""
@@ -136,14 +132,16 @@ class ControlClient:
         json: object = None,
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-        answer_s: float | None = None,
+        answer_s: float = ANSWER_S,
     ) -> Any:  # noqa: ANN401 - JSON
-        """Sends JSON or raw bytes; returns the JSON of the answer. `answer_s` replaces the time limit."""
+        """Sends JSON or raw bytes; returns the JSON of the answer. See `fetch`."""
         if content is None and json is not None:
             content = msgspec.json.encode(json)
-        return _decoded(
-            await self.fetch(method, path, content, headers, answer_s=answer_s), f"{method} {path}"
-        )
+        raw = await self.fetch(method, path, content, headers, answer_s=answer_s)
+        try:
+            return msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineUnavailable(f"{method} {path}: the answer is not JSON") from error
 
     async def fetch(
         self,
@@ -152,65 +150,39 @@ class ControlClient:
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         *,
-        answer_s: float | None = None,
+        answer_s: float = ANSWER_S,
     ) -> bytes:
-        """The bytes of the answer; see `call`."""
-        kind = {"content-type": "application/json"} if content is not None else {}
-        timeout = httpx.Timeout(answer_s, connect=_CONNECT_S) if answer_s else httpx.USE_CLIENT_DEFAULT
-        try:
-            response = await self._client.request(
-                method, path, content=content, headers={**kind, **(headers or {})}, timeout=timeout
-            )
-        except httpx.HTTPError as error:
-            raise EngineUnavailable(f"{method} {path}: {_describe(error)}") from error
-        if response.is_success:
-            return response.content
-        raise _rejection(response.status_code, response.content)
-
-    async def aclose(self) -> None:
-        """Closes its connections."""
-        await self._client.aclose()
-        await self.lean.aclose()
-
-
-class JsonCaller(Protocol):
-    """Calls an engine's routes with JSON: `ControlClient`, or its `lean` part."""
-
-    async def call(self, method: str, path: str, *, json: object = None, content: bytes | None = None) -> Any:  # noqa: ANN401 - JSON
-        """Sends JSON or raw bytes; returns the JSON answered. Raises EngineUnavailable and EngineRejected."""
-
-
-class LeanClient:
-    """Calls an engine's own routes over the data plane's transport, at a tenth of httpx's CPU.
-
-    It waits as long as its caller: set a time-out.
-    """
-
-    def __init__(self, spec: EngineSpec) -> None:
-        self._spec = spec
-        self._transport: AiohttpTransport | None = None
-        self._closed = False
-
-    async def call(self, method: str, path: str, *, json: object = None, content: bytes | None = None) -> Any:  # noqa: ANN401 - JSON
-        """See `JsonCaller.call`."""
+        """The bytes of the answer. `answer_s` limits how long the engine may be silent."""
         if self._closed:
             raise EngineUnavailable("the engine was removed")
-        if self._transport is None:  # made here, as it needs a running event loop
-            self._transport = AiohttpTransport()
-        body = JsonBody(content if content is not None else msgspec.json.encode(json))
-        headers = {"content-type": "application/json"}
-        request = prepare_request(self._spec, method, path, headers, body)
-        async with await self._transport.send(request) as response:
-            raw = await response.read()
-        if not httpx.codes.is_success(response.status):
-            raise _rejection(response.status, raw)
-        return _decoded(raw, f"{method} {path}")
+        pairs = [*self._engine.headers, *Headers.pairs_of(headers or {})]
+        if content is not None:
+            pairs.append((b"content-type", b"application/json"))
+        url = self._engine.url + quote(path, _UNQUOTED)
+        try:
+            status, raw = await self._answer(
+                OutgoingRequest(method, url, pairs, content, self._engine.tls), answer_s
+            )
+        except EngineUnavailable as error:
+            raise EngineUnavailable(f"{method} {path}: {error}", dropped=error.dropped) from error
+        except TimeoutError as error:
+            raise EngineUnavailable(f"{method} {path}: no answer within {answer_s:g} s") from error
+        if not 200 <= status < 300:  # noqa: PLR2004 - HTTP
+            raise _rejection(status, raw)
+        return raw
 
     async def aclose(self) -> None:
         """Closes its connections."""
         self._closed = True
-        if self._transport is not None:
-            await self._transport.aclose()
+        await self._transport.aclose()
+
+    async def _answer(self, request: OutgoingRequest, answer_s: float) -> tuple[int, bytes]:
+        loop, parts = asyncio.get_running_loop(), []
+        async with asyncio.timeout(answer_s) as silence, await self._transport.send(request) as response:
+            while part := await response.receive():
+                parts.append(part)
+                silence.reschedule(loop.time() + answer_s)
+        return response.status, b"".join(parts)
 
 
 def model_name(models: object) -> str:
@@ -235,9 +207,43 @@ def max_model_len(models: object) -> int | None:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """What every request to an engine has in common.
+
+    Attributes:
+        url: the address without `/v1`.
+        headers: those that kvpin and the operator add.
+        ends_here: names of the client's headers that are not passed on.
+        tls: the engine's context.
+    """
+
+    url: str
+    headers: HeaderPairs = field(repr=False)
+    ends_here: frozenset[bytes]
+    tls: ssl.SSLContext | None
+
+
+@lru_cache(_MAX_ENGINES)
+def _engine_of(spec: EngineSpec) -> _Engine:
+    url = base_url(spec)
+    own = _own_headers(spec)
+    # The operator's key for the engine replaces every client's key.
+    replaced = own.keys() | (_KEYS if spec.api_key else frozenset())
+    return _Engine(
+        url,
+        Headers.of([("accept-encoding", "identity"), *own.items()]).raw,
+        frozenset(name.encode() for name in _ENDS_HERE | replaced),
+        tls_context(spec),
+    )
+
+
 def _own_headers(spec: EngineSpec) -> dict[str, str]:
-    """The headers that the operator adds to every request to the engine; names in lower case."""
-    headers = {name.lower(): value for name, value in spec.headers.items()}
+    """The headers that the operator adds to every request to the engine; names in lower case. Name and
+    password of the address become one of them."""
+    login = httpx.URL(spec.url).userinfo
+    headers = {"authorization": f"Basic {b64encode(unquote_to_bytes(login)).decode()}"} if login else {}
+    headers |= {name.lower(): value for name, value in spec.headers.items()}
     return headers | ({"authorization": f"Bearer {spec.api_key}"} if spec.api_key else {})
 
 
@@ -254,20 +260,6 @@ def _check_headers(spec: EngineSpec) -> None:
             raise EngineSpecError(
                 f"engine {spec.id!r}: headers: {name!r} has a value that is not printable ASCII"
             )
-
-
-def _describe(error: httpx.HTTPError) -> str:
-    text = describe(error)
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        return f"{text}; name the authorities that signed its certificate: ca=FILE"
-    return text
-
-
-def _decoded(raw: bytes, call: str) -> Any:  # noqa: ANN401 - JSON
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineUnavailable(f"{call}: the answer is not JSON") from error
 
 
 def _rejection(status: int, content: bytes) -> EngineRejected | EngineUnavailable:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar, overload
 
 HeaderPairs = list[tuple[bytes, bytes]]
+_T = TypeVar("_T")
 
 
 class Headers(Mapping[str, str]):
@@ -27,12 +29,30 @@ class Headers(Mapping[str, str]):
         """Headers of text; names in any case."""
         return cls([(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in fields])
 
-    def __getitem__(self, name: str) -> str:
+    @classmethod
+    def pairs_of(cls, headers: Mapping[str, str]) -> HeaderPairs:
+        """The pairs of any mapping; those of `Headers` are not copied."""
+        return headers.raw if isinstance(headers, Headers) else cls.of(headers.items()).raw
+
+    @overload
+    def get(self, name: str, /) -> str | None: ...
+
+    @overload
+    def get(self, name: str, /, default: str | _T) -> str | _T: ...
+
+    def get(self, name: str, /, default: str | _T | None = None) -> str | _T | None:
+        """The first value of a header. Called often, so it does not raise and catch as `Mapping.get` does."""
         wanted = name.lower().encode("latin-1")
         for each, value in self.raw:
             if each == wanted:
                 return value.decode("latin-1")
-        raise KeyError(name)
+        return default
+
+    def __getitem__(self, name: str) -> str:
+        value = self.get(name)
+        if value is None:
+            raise KeyError(name)
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(name.decode("latin-1") for name, _ in self.raw))

@@ -141,7 +141,7 @@ class LlamaServerAdapter(Undeclared):
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
-        return await tokenize(self._control.lean, path, body)
+        return await tokenize(self._control, path, body)
 
     def not_supported(self, capability: Capability) -> NotSupported:
         """See `EngineAdapter.not_supported`."""
@@ -180,7 +180,7 @@ class LlamaServerAdapter(Undeclared):
         if isinstance(body, JsonBody) and body.get("stream") is True:
             # The server closes the connection after each stream without saying so: a next request on it would
             # be lost. With this header both sides know.
-            return replace(request, headers={**request.headers, "connection": "close"})
+            return replace(request, headers=[*request.headers, (b"connection", b"close")])
         return request
 
     # --- KV -------------------------------------------------------------------------------------------

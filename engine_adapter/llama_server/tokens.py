@@ -12,7 +12,7 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.http.control import JsonCaller
+from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.responses import as_chat
 from engine_adapter.types import TokenIds
 
@@ -34,7 +34,7 @@ class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-async def tokenize(control: JsonCaller, path: str, body: JsonBody) -> TokenIds[int]:
+async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenIds[int]:
     """The ids of a request to `path`: OpenAI's chat, completions or responses.
 
     The server gets the whole chat body, because more than its messages makes the prompt: tools,
@@ -59,12 +59,12 @@ async def tokenize(control: JsonCaller, path: str, body: JsonBody) -> TokenIds[i
     return array("i", prompt)
 
 
-async def _chat(control: JsonCaller, body: JsonBody) -> TokenIds[int]:
+async def _chat(control: ControlClient, body: JsonBody) -> TokenIds[int]:
     rendered = _read(await control.call("POST", "/apply-template", content=body.raw), _Prompt)
     return await _tokens(control, rendered.prompt)
 
 
-async def _tokens(control: JsonCaller, text: str) -> TokenIds[int]:
+async def _tokens(control: ControlClient, text: str) -> TokenIds[int]:
     request = {"content": text, "add_special": True, "parse_special": True}
     return array("i", _read(await control.call("POST", "/tokenize", json=request), _Tokens).tokens)
 

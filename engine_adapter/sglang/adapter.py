@@ -46,7 +46,7 @@ _INSTEAD = {
 }
 _FLUSH_ALL_ONLY = "SGLang can only flush everything: flush the engine, without a prompt or a tenant"
 _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND = 400, 401, 404
-_DP_RANK = "x-data-parallel-rank"
+_DP_RANK = b"x-data-parallel-rank"
 
 
 class SglangAdapter(SelfPlaced, Undeclared):
@@ -98,12 +98,12 @@ class SglangAdapter(SelfPlaced, Undeclared):
         if self.spec.options.dp_rank is None:
             return request
         # Every route reads this header, and it overrides the body's rank.
-        kept = {name: value for name, value in request.headers.items() if name.lower() != _DP_RANK}
-        return replace(request, headers={**kept, _DP_RANK: str(self.spec.options.dp_rank)})
+        kept = [(name, value) for name, value in request.headers if name != _DP_RANK]
+        return replace(request, headers=[*kept, (_DP_RANK, b"%d" % self.spec.options.dp_rank)])
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
-        return await tokenize(self._control.lean, path, body)
+        return await tokenize(self._control, path, body)
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""

@@ -8,7 +8,7 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.http.control import ControlClient, JsonCaller
+from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.requests import CHAT, COMPLETIONS
 from engine_adapter.sglang.server_info import ServerInfo
 from engine_adapter.types import TokenIds
@@ -25,7 +25,7 @@ class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-async def tokenize(control: JsonCaller, path: str, body: JsonBody) -> TokenIds[int]:
+async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenIds[int]:
     """See `EngineAdapter.tokenize`."""
     if path == CHAT:
         asked = body.replace(**dict.fromkeys(_NOT_OF_CHATS))
@@ -59,7 +59,7 @@ async def _takes(control: ControlClient, body: object) -> bool:
     return True
 
 
-async def _ask(control: JsonCaller, raw: bytes) -> list[int]:
+async def _ask(control: ControlClient, raw: bytes) -> list[int]:
     answer = await control.call("POST", "/tokenize", content=raw)
     try:
         return msgspec.convert(answer, _Tokens).tokens

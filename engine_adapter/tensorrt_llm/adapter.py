@@ -189,7 +189,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         # Tokens do not depend on the salt, and the render route of completions refuses it.
         left_out = dict.fromkeys((SALT, *self._fields.droppable(path, body)))
         sent = body.replace(**left_out, **self._named(path, body))
-        return _rendered(await self._control.lean.call("POST", f"{path}/render", content=sent.raw))
+        return _rendered(await self._control.call("POST", f"{path}/render", content=sent.raw))
 
     # --- KV -------------------------------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         """See `EngineAdapter.tokenize`."""
         if path not in _PROMPT_ROUTES:
             raise EngineRejected(f"{path} is not served here", status=404)
-        answer = await self._control.lean.call("POST", "/tokenize", content=body.raw)
+        answer = await self._control.call("POST", "/tokenize", content=body.raw)
         return array("i", _read(answer, _Tokens).tokens)
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:

@@ -146,13 +146,13 @@ class VllmAdapter(SelfPlaced, Undeclared):
         facts = await self._able(Capability.TOKENIZE)
         model = _served_name(facts, body)
         if facts.renders:
-            return (await prompts.render(self._control.lean, path, body, model)).token_ids
-        return await prompts.tokenize(self._control.lean, path, body, model)
+            return (await prompts.render(self._control, path, body, model)).token_ids
+        return await prompts.tokenize(self._control, path, body, model)
 
     async def render(self, path: str, body: JsonBody) -> RenderedPrompt:
         """See `EngineAdapter.render`."""
         facts = await self._able(Capability.RENDER)
-        return await prompts.render(self._control.lean, path, body, _served_name(facts, body))
+        return await prompts.render(self._control, path, body, _served_name(facts, body))
 
     # --- KV -------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.http.control import JsonCaller
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import MediaSpan, RenderedPrompt, TokenIds, token_array
 
 RENDERED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
@@ -60,7 +60,7 @@ class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-async def tokenize(control: JsonCaller, path: str, body: JsonBody, model: str) -> TokenIds[int]:
+async def tokenize(control: ControlClient, path: str, body: JsonBody, model: str) -> TokenIds[int]:
     """Token ids of a chat or completion by `/tokenize`; `model` is the name the server knows.
 
     Raises:
@@ -83,7 +83,7 @@ async def tokenize(control: JsonCaller, path: str, body: JsonBody, model: str) -
     return token_array(_read(answer, _Tokens).tokens)
 
 
-async def render(control: JsonCaller, path: str, body: JsonBody, model: str) -> RenderedPrompt:
+async def render(control: ControlClient, path: str, body: JsonBody, model: str) -> RenderedPrompt:
     """A request's prompt by `/render`; `model` is the name the server knows.
 
     Raises:

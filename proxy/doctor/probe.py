@@ -12,12 +12,12 @@ from typing import Literal, Self
 import msgspec
 
 from engine_adapter import (
-    AiohttpTransport,
     Capability,
     EngineAdapter,
     EngineError,
     EngineInfo,
     Headers,
+    HttpTransport,
     JsonBody,
 )
 from proxy.core.audit import Trust
@@ -81,7 +81,7 @@ class ProbedEngine:
     def __init__(self, adapter: EngineAdapter, info: EngineInfo, builder: PromptBuilder) -> None:
         """`info` is the result of the adapter's `connect`."""
         self._tasks = Supervisor()
-        self._transport = AiohttpTransport()
+        self._transport = HttpTransport()
         fleet = Fleet()
         self._ingest = Ingest(fleet, self._tasks)
         self._engine = fleet.add(adapter)

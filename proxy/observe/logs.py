@@ -24,7 +24,7 @@ _HIDDEN = frozenset(
     }
 )  # fmt: skip
 # At `info` these libraries repeat our lines, or write one for each request.
-_QUIET_LIBRARIES = ("aiohttp.access", "httpx", "httpcore", "uvicorn.access")
+_QUIET_LIBRARIES = ("httpx", "httpcore", "uvicorn.access")
 
 
 def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:

@@ -9,8 +9,7 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine_adapter import (
@@ -19,6 +18,7 @@ from engine_adapter import (
     EngineRejected,
     EngineUnavailable,
     HeaderPairs,
+    Headers,
     Hold,
     IncomingResponse,
     Transport,
@@ -34,24 +34,24 @@ REFUSALS = frozenset({429, 500, 502, 503, 504})
 # Headers that a proxy does not pass on, and headers that kvpin sets itself.
 _NOT_PASSED_ON = frozenset(
     {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "server",
-        "date",
-        "x-kv-cached-tokens",
-        "x-request-id",
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"server",
+        b"date",
+        b"x-kv-cached-tokens",
+        b"x-request-id",
     }
 )
 # Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.
 RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
 # Headers of a stream that do not apply to the JSON answer assembled from it.
-_OF_A_STREAM = frozenset({"content-type", "content-length", "cache-control", "x-accel-buffering"})
+_OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
 
@@ -101,16 +101,17 @@ class Forwarder:
         Raises:
             EngineUnavailable, EngineRejected: before anything was sent to the client.
         """
-        outgoing = adapter.prepare(call.method, call.path, call.headers, hold.body)
-        async with await self._transport.send(outgoing) as response:
+        request = adapter.prepare(call.method, call.path, call.headers, hold.body)
+        async with await self._transport.send(request) as response:
+            del request  # its body may be large, and the answer may be long
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 return await _answer_error(response, reply, headers)
-            kept = [(n.lower(), v) for n, v in response.headers.items() if n.lower() not in _NOT_PASSED_ON]
+            kept = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]
             if hold.answer is not None:  # the reader may change the length
-                kept = [(name, value) for name, value in kept if name != "content-length"]
-            kept += headers.items()
+                kept = [pair for pair in kept if pair[0] != b"content-length"]
+            kept += _pairs(headers)
             cached = adapter.cached_tokens(response.headers)
-            if _is_json(response.headers):
+            if response.headers.get("content-type", "").startswith("application/json"):
                 return await _answer_json(response, reply, kept, cached, hold.answer, on_first_byte)
             if hold.answer is not None and hold.answer.assembles:
                 return await _answer_assembled(response, reply, kept, hold.answer, on_first_byte)
@@ -120,7 +121,7 @@ class Forwarder:
 async def _answer_json(
     response: IncomingResponse,
     reply: Reply,
-    headers: list[tuple[str, str]],
+    headers: HeaderPairs,
     cached: int | None,
     reader: AnswerReader | None,
     on_first_byte: OnFirstByte,
@@ -134,7 +135,7 @@ async def _answer_json(
         if not reader.assembles:
             content = kept + reader.finish()
             reported = reader.cached_tokens() if reported is None else reported
-    await reply.start(response.status, _raw([*headers, *_cached_header(reported)]))
+    await reply.start(response.status, [*headers, *_cached_header(reported)])
     await reply.finish(content)
     return Outcome(response.status, reported, output_tokens=usage.output_tokens, prefill=usage.prefill)
 
@@ -142,20 +143,19 @@ async def _answer_json(
 async def _answer_assembled(
     response: IncomingResponse,
     reply: Reply,
-    headers: list[tuple[str, str]],
+    headers: HeaderPairs,
     reader: AnswerReader,
     on_first_byte: OnFirstByte,
 ) -> Outcome:
     """Sends nothing before the engine's stream is complete: until then another engine can be tried."""
-    async with aclosing(response.chunks()) as chunks:
-        async for chunk in chunks:
-            reader.feed(chunk)
+    while chunk := await response.receive():
+        reader.feed(chunk)
     content = reader.finish()
     on_first_byte(response)
     reported = reader.cached_tokens()
-    kept = [(name, value) for name, value in headers if name not in _OF_A_STREAM]
-    kept.append(("content-type", "application/json"))
-    await reply.start(response.status, _raw([*kept, *_cached_header(reported)]))
+    kept = [pair for pair in headers if pair[0] not in _OF_A_STREAM]
+    kept.append((b"content-type", b"application/json"))
+    await reply.start(response.status, [*kept, *_cached_header(reported)])
     await reply.finish(content)
     usage = read_answer_usage(content)
     return Outcome(response.status, reported, output_tokens=usage.output_tokens, prefill=usage.prefill)
@@ -164,34 +164,34 @@ async def _answer_assembled(
 async def _answer_stream(
     response: IncomingResponse,
     reply: Reply,
-    headers: list[tuple[str, str]],
+    headers: HeaderPairs,
     cached: int | None,
     reader: AnswerReader | None,
     on_first_byte: OnFirstByte,
 ) -> Outcome:
-    tail = bytearray()
-    async with aclosing(_watched(response, reader, tail)) as chunks:
-        # Nothing is sent before the engine's first byte: until then another engine can be tried.
-        first = await anext(chunks, b"")
-        on_first_byte(response)
-        await reply.start(response.status, _raw([*headers, *_cached_header(cached)]))
-        await reply.write(first)
-        try:
-            async for chunk in chunks:
-                await reply.write(chunk)
-        except EngineUnavailable as error:
-            if not reply.complete:
-                if _is_event_stream(response.headers):
-                    await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
-                # No `finish`, on purpose: clients take a clean end for a complete answer.
-                return Outcome(response.status, cached, error=str(error))
+    stream = _Stream(response, reader)
+    # Nothing is sent before the engine's first byte: until then another engine can be tried.
+    first = await stream.receive()
+    on_first_byte(response)
+    await reply.start(response.status, [*headers, *_cached_header(cached)])
+    try:
+        chunk = first
+        while chunk:
+            await reply.write(chunk)
+            chunk = await stream.receive()
+    except EngineUnavailable as error:
+        if not reply.complete:
+            if response.headers.get("content-type", "").startswith("text/event-stream"):
+                await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
+            # No `finish`, on purpose: clients take a clean end for a complete answer.
+            return Outcome(response.status, cached, error=str(error))
     if reader is not None:
         rest = reader.finish()
         if rest:
             await reply.write(rest)
         cached = reader.cached_tokens()
     await reply.finish()
-    usage = read_streamed_usage(bytes(tail))
+    usage = read_streamed_usage(bytes(stream.tail))
     if cached is None:
         # /v1/messages reports it in the first event, other routes in the last.
         cached = usage.cached_tokens
@@ -199,18 +199,30 @@ async def _answer_stream(
     return Outcome(response.status, cached, output_tokens=usage.output_tokens)
 
 
-async def _watched(
-    response: IncomingResponse, reader: AnswerReader | None, tail: bytearray
-) -> AsyncGenerator[bytes, None]:
-    """The bytes of a stream for the client. Keeps the last bytes from the engine in `tail`."""
-    async with aclosing(response.chunks()) as chunks:
-        async for chunk in chunks:
-            tail += chunk
-            if len(tail) > 2 * _TAIL_BYTES:
-                del tail[:-_TAIL_BYTES]
-            kept = chunk if reader is None else reader.feed(chunk)
+class _Stream:
+    """An engine's stream as the client gets it.
+
+    Attributes:
+        tail: the last bytes from the engine.
+    """
+
+    __slots__ = ("_reader", "_response", "tail")
+
+    def __init__(self, response: IncomingResponse, reader: AnswerReader | None) -> None:
+        self._response = response
+        self._reader = reader
+        self.tail = bytearray()
+
+    async def receive(self) -> bytes:
+        """The next bytes for the client; b"" at the end."""
+        while chunk := await self._response.receive():
+            self.tail += chunk
+            if len(self.tail) > 2 * _TAIL_BYTES:
+                del self.tail[:-_TAIL_BYTES]
+            kept = chunk if self._reader is None else self._reader.feed(chunk)
             if kept:
-                yield kept
+                return kept
+        return b""
 
 
 async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:
@@ -234,33 +246,24 @@ async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mappi
     kind = error.type or ("server_error" if response.status in REFUSALS else "invalid_request_error")
     body = error_body(error.message, kind=kind, param=error.param, code=error.code)
     every = {"content-type": "application/json", **advice, **headers}
-    await reply.start(response.status, _raw(list(every.items())))
+    await reply.start(response.status, _pairs(every))
     await reply.finish(body)
     return Outcome(response.status, error=error.message)
 
 
-def _retry_advice(headers: Mapping[str, str]) -> dict[str, str]:
+def _retry_advice(headers: Headers) -> dict[str, str]:
     """The headers of an engine's error about retries."""
-    lower = {name.lower(): value for name, value in headers.items() if value.isascii()}
     return {
         name: value
-        for name, value in lower.items()
-        if name in RETRY_HEADERS or name.startswith("x-ratelimit-")
+        for name, value in headers.items()
+        if value.isascii() and (name in RETRY_HEADERS or name.startswith("x-ratelimit-"))
     }
 
 
-def _cached_header(cached: int | None) -> list[tuple[str, str]]:
-    return [] if cached is None else [("x-kvpin-cached-tokens", str(cached))]
+def _pairs(headers: Mapping[str, str]) -> HeaderPairs:
+    """Headers that kvpin adds, as bytes; names are in lower case."""
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
-def _raw(headers: list[tuple[str, str]]) -> HeaderPairs:
-    """Values are text as aiohttp decodes it: bytes that are not UTF-8 are surrogates."""
-    return [(name.encode("latin-1"), value.encode("utf-8", "surrogateescape")) for name, value in headers]
-
-
-def _is_json(headers: Mapping[str, str]) -> bool:
-    return headers.get("content-type", "").startswith("application/json")
-
-
-def _is_event_stream(headers: Mapping[str, str]) -> bool:
-    return headers.get("content-type", "").startswith("text/event-stream")
+def _cached_header(cached: int | None) -> HeaderPairs:
+    return [] if cached is None else [(b"x-kvpin-cached-tokens", b"%d" % cached)]

@@ -1,12 +1,13 @@
 import json
 import time
+from contextlib import aclosing
 
-import aiohttp
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
+from engine_adapter import Headers, HttpTransport
 from tests.engines import served
 
 LATE_S = 100.0
@@ -39,7 +40,7 @@ def engine(client, question):
 
 
 async def test_what_the_client_is_late_by_is_waited_for(client, engine, question):
-    async with aiohttp.ClientSession() as session:
-        answer = await client._ask(session, engine, {}, question, time.monotonic() - LATE_S)
+    async with aclosing(HttpTransport()) as transport:
+        answer = await client._ask(transport, engine, Headers([]), question, time.monotonic() - LATE_S)
     assert answer.error == ""
     assert answer.first_token_s > answer.sent_late_s >= LATE_S

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine_adapter import AiohttpTransport, EngineAdapter, make_adapter
+from engine_adapter import EngineAdapter, HttpTransport, make_adapter
 from tests.engines import engine_spec
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.sglang import RunningSglang, running_sglang
@@ -113,7 +113,7 @@ async def adapter_of() -> AsyncIterator[Callable[..., EngineAdapter]]:
 
 
 @pytest.fixture
-async def transport() -> AsyncIterator[AiohttpTransport]:
-    transport = AiohttpTransport()
+async def transport() -> AsyncIterator[HttpTransport]:
+    transport = HttpTransport()
     yield transport
     await transport.aclose()

@@ -237,7 +237,7 @@ async def test_while_requests_run_nothing_is_flushed(vllm, vllm_server, transpor
         sent = vllm.prepare("POST", "/v1/completions", {"content-type": "application/json"}, request)
         with vllm_server.decoding_for_long():
             async with await transport.send(sent) as response:
-                await anext(response.chunks())
+                await response.receive()
                 await follower.until(lambda: follower.held(tokens) == 96)
                 (progress,) = await operated(vllm, KvVerb.FLUSH, KvTarget())
         assert (progress.done, progress.left["busy"]) == (0, progress.total)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from engine_adapter import AiohttpTransport, Capability
+from engine_adapter import Capability, HttpTransport
 from proxy.app import Proxy, build_app
 from proxy.core.audit import Trust
 from proxy.fleet.engine import Engine, EngineState
@@ -92,7 +92,7 @@ async def kvpin_over(
         api_keys=tuple(ApiKeySettings(key=KEYS[tenant], tenant=tenant) for tenant in tenants),
         health=HealthSettings(interval_s=0.05),
     )
-    proxy = Proxy(settings, AiohttpTransport())
+    proxy = Proxy(settings, HttpTransport())
     behind = {name: (running, rank or 0) for name, (running, rank) in zip(names, fakes, strict=True)}
     proxy.start()
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from engine_adapter import AiohttpTransport, Tier
+from engine_adapter import HttpTransport, Tier
 from proxy.app import Proxy, build_app
 from proxy.fleet.engine import Engine, EngineState
 from proxy.request.records import RequestRecord
@@ -85,7 +85,7 @@ async def kvpin_over(
         api_keys=tuple(ApiKeySettings(key=KEYS[tenant], tenant=tenant) for tenant in tenants),
         health=HealthSettings(interval_s=0.2),
     )
-    proxy = Proxy(settings, AiohttpTransport())
+    proxy = Proxy(settings, HttpTransport())
     proxy.start()
     try:
         async with (

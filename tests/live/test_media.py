@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from engine_adapter import AiohttpTransport
+from engine_adapter import HttpTransport
 from proxy.app import Proxy, build_app
 from proxy.core.audit import Trust
 from proxy.fleet import pool
@@ -78,7 +78,7 @@ async def kvpin_over(vllm, *tenants, **settings):
         health=HealthSettings(interval_s=0.05),
         **settings,
     )
-    proxy = Proxy(settings, AiohttpTransport())
+    proxy = Proxy(settings, HttpTransport())
     proxy.start()
     try:
         async with serving(build_app(proxy)) as url, httpx.AsyncClient(trust_env=False, timeout=30) as client:

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save
 from structlog.testing import capture_logs
 
-from engine_adapter import AiohttpTransport, EngineSpecError, JsonBody, engine_command
+from engine_adapter import EngineSpecError, HttpTransport, JsonBody, engine_command
 from proxy.app import Proxy, build_app, check_engines, managed_engines
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
@@ -60,7 +60,7 @@ async def test_every_limit_reaches_what_it_limits():
         limits={"body_bytes": 1000, "request_records": 3, "prompt_table_bytes": 10},
         health={"interval_s": 0.25, "timeout_s": 0.75},
     )
-    proxy = Proxy(settings, AiohttpTransport())
+    proxy = Proxy(settings, HttpTransport())
     try:
         assert proxy.flow.retries == 5
         for data in ("eA==", "eQ=="):
@@ -81,7 +81,7 @@ async def test_every_limit_reaches_what_it_limits():
 
 
 async def test_without_reuse_nothing_is_followed():
-    proxy = Proxy(Settings(), AiohttpTransport())
+    proxy = Proxy(Settings(), HttpTransport())
     assert proxy.ingest is None
     assert proxy.flow.ingest is None
     await proxy.stop()
@@ -89,7 +89,7 @@ async def test_without_reuse_nothing_is_followed():
 
 async def test_every_request_is_counted_and_recorded(tmp_path):
     path = tmp_path / "traffic.jsonl"
-    proxy = Proxy(Settings(reuse=True, record_traffic=path, record_traffic_bytes=1000), AiohttpTransport())
+    proxy = Proxy(Settings(reuse=True, record_traffic=path, record_traffic_bytes=1000), HttpTransport())
     try:
         for number in range(3):
             prompt = Prompt(array("i", range(700)))
@@ -102,7 +102,7 @@ async def test_every_request_is_counted_and_recorded(tmp_path):
 
 async def test_a_recording_ends_before_it_is_too_long(tmp_path):
     path = tmp_path / "traffic.jsonl"
-    proxy = Proxy(Settings(reuse=True, record_traffic=path, record_traffic_bytes=100), AiohttpTransport())
+    proxy = Proxy(Settings(reuse=True, record_traffic=path, record_traffic_bytes=100), HttpTransport())
     try:
         proxy.flow.observe(
             RequestRecord("r", 0.0, "/v1/x", "m", None, False, prompt=Prompt(array("i", range(700))))
@@ -118,7 +118,7 @@ class FailsToClose(FakeAdapter):
 
 
 async def test_a_failure_to_close_one_engine_does_not_keep_the_others_open():
-    proxy = Proxy(Settings(), AiohttpTransport())
+    proxy = Proxy(Settings(), HttpTransport())
     closed = []
 
     class Closes(FakeAdapter):

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
-from engine_adapter import AiohttpTransport
+from engine_adapter import HttpTransport
 from proxy import server
 from proxy.server import listen, serve
 from proxy.settings import EngineSettings, ManagedSettings, Settings
@@ -181,7 +181,7 @@ async def test_a_signal_during_the_start_is_not_lost(monkeypatch):
 async def test_a_third_interrupt_ends_it_at_once(monkeypatch):
     ended = []
     monkeypatch.setattr(server.os, "_exit", ended.append)
-    proxy = server.Proxy(Settings(engines=(ELSEWHERE,)), AiohttpTransport())
+    proxy = server.Proxy(Settings(engines=(ELSEWHERE,)), HttpTransport())
     running = server._Server(server._config(proxy, proxy.settings))
     for _ in range(2):
         running.on_signal(signal.SIGINT)

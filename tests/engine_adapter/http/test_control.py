@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.http.control import ControlClient, base_url, max_model_len, model_name, prepare_request
+from engine_adapter.http.headers import Headers
 from engine_adapter.types import EngineSpec
 from tests.engines import served
 
@@ -20,6 +23,7 @@ def spec(url="http://127.0.0.1:8000", **fields):
 
 
 def prepared(headers, **fields):
+    """A request with that body of a client's."""
     body = JsonBody(b'{"a" : 1}')
     return prepare_request(spec(**fields), "POST", "/v1/chat/completions", headers, body)
 
@@ -55,7 +59,11 @@ async def test_an_unread_body_is_passed_through():
         yield b"x"
 
     body = parts()
-    assert prepare_request(spec(), "POST", "/v1/audio", {}, body).body is body
+    request = prepare_request(spec(), "POST", "/v1/audio", {}, body)
+    assert request.body is body
+    assert b"content-length" not in dict(request.headers)
+    request = prepare_request(spec(), "POST", "/v1/audio", {"Content-Length": "1"}, body)
+    assert dict(request.headers)[b"content-length"] == b"1"
     await body.aclose()
 
 
@@ -79,30 +87,49 @@ def test_headers_that_end_at_a_proxy():
             "Content-Type": "application/json",
         }
     )
-    assert request.headers == {
-        "Authorization": "Bearer clients-own",
-        "x-request-id": "r1",
-        "traceparent": "00-1",
-        "Content-Type": "application/json",
-        "accept-encoding": "identity",
-    }
+    assert request.headers == [
+        (b"authorization", b"Bearer clients-own"),
+        (b"x-request-id", b"r1"),
+        (b"traceparent", b"00-1"),
+        (b"content-type", b"application/json"),
+        (b"accept-encoding", b"identity"),
+    ]
 
 
 def test_the_engines_own_key_takes_the_place_of_the_clients():
     client = {"Authorization": "Bearer clients-own", "X-Api-Key": "clients-own"}
     request = prepared(client, api_key="engines-own")
-    assert request.headers == {"accept-encoding": "identity", "authorization": "Bearer engines-own"}
+    assert request.headers == [
+        (b"accept-encoding", b"identity"),
+        (b"authorization", b"Bearer engines-own"),
+    ]
+
+
+def test_headers_that_come_twice_go_twice():
+    request = prepared(
+        Headers([(b"via", b"1.1 a"), (b"via", b"1.1 b"), (b"connection", b"x-hop"), (b"x-hop", b"1")])
+    )
+    assert request.headers[:2] == [(b"via", b"1.1 a"), (b"via", b"1.1 b")]
+    assert b"x-hop" not in dict(request.headers)
+
+
+def test_name_and_password_of_an_address_become_a_header():
+    request = prepared({"Authorization": "Bearer clients-own"}, url="http://us%40er:p%3Aw@h:1")
+    assert dict(request.headers)[b"authorization"] == b"Basic dXNAZXI6cDp3"
+    assert len([name for name, _ in request.headers if name == b"authorization"]) == 1
+    request = prepared({}, url="http://user:pw@h:1", api_key="engines-own")
+    assert dict(request.headers)[b"authorization"] == b"Bearer engines-own"
 
 
 def test_the_engines_own_headers_take_the_place_of_the_clients():
     headers = {"X-Team": "kvpins", "authorization": "Basic kvpins"}
     clients = {"x-team": "clients", "Authorization": "Bearer clients"}
     request = prepare_request(spec(headers=headers), "GET", "/v1/models", clients, None)
-    assert request.headers == {
-        "accept-encoding": "identity",
-        "x-team": "kvpins",
-        "authorization": "Basic kvpins",
-    }
+    assert request.headers == [
+        (b"accept-encoding", b"identity"),
+        (b"x-team", b"kvpins"),
+        (b"authorization", b"Basic kvpins"),
+    ]
     assert "kvpins" not in repr(request) + repr(spec(headers=headers))
 
 
@@ -165,6 +192,26 @@ async def echo(request: Request) -> Response:
     )
 
 
+async def silent(_: Request) -> Response:
+    await asyncio.sleep(5)
+    return Response()
+
+
+async def slow(_: Request) -> Response:
+    async def parts():
+        for _ in range(5):
+            yield b"x"
+            await asyncio.sleep(0.1)
+
+    return StreamingResponse(parts())
+
+
+async def target(request: Request) -> Response:
+    return JSONResponse(
+        {"path": request.scope["raw_path"].decode(), "query": request.scope["query_string"].decode()}
+    )
+
+
 @pytest.fixture(scope="module")
 def url():
     routes = [
@@ -174,6 +221,9 @@ def url():
         Route("/text", lambda _: Response("boom \xff", 500)),
         Route("/nothing", lambda _: Response(status_code=500)),
         Route("/html", lambda _: Response("<html>")),
+        Route("/silent", silent),
+        Route("/slow", slow),
+        Route("/path/{rest:path}", target),
     ]
     with served(Starlette(routes=routes)) as address:
         yield address
@@ -217,6 +267,22 @@ async def test_an_answer_that_is_not_json(control):
         await control.get("/html")
 
 
+async def test_an_engine_that_is_silent_for_too_long(control):
+    with pytest.raises(EngineUnavailable, match=r"GET /silent: no answer within 0\.05 s"):
+        await control.fetch("GET", "/silent", answer_s=0.05)
+
+
+async def test_only_silence_is_limited(control):
+    assert await control.fetch("GET", "/slow", answer_s=0.3) == b"xxxxx"
+
+
+async def test_a_path_is_percent_encoded_once(control):
+    assert await control.get("/path/a b%2Fc?x=1&y=[z]") == {
+        "path": "/path/a%20b%2Fc",
+        "query": "x=1&y=%5Bz%5D",
+    }
+
+
 async def test_nobody_there():
     client = ControlClient(spec("http://127.0.0.1:1"))
     with pytest.raises(EngineUnavailable):
@@ -224,9 +290,7 @@ async def test_nobody_there():
     await client.aclose()
 
 
-class TestLean:
-    """Calls that requests wait for: as `ControlClient.call`, over the data plane's transport."""
-
+class TestCallsThatRequestsWaitFor:
     @pytest.fixture
     async def control(self):
         async def tokenize(request: Request) -> Response:
@@ -245,20 +309,20 @@ class TestLean:
             await control.aclose()
 
     async def test_json_and_bytes(self, control):
-        assert await control.lean.call("POST", "/tokenize", json={"prompt": "abc"}) == {"tokens": [3]}
-        assert await control.lean.call("POST", "/tokenize", content=b'{"prompt": "a"}') == {"tokens": [1]}
+        assert await control.call("POST", "/tokenize", json={"prompt": "abc"}) == {"tokens": [3]}
+        assert await control.call("POST", "/tokenize", content=b'{"prompt": "a"}') == {"tokens": [1]}
 
     @pytest.mark.parametrize(("status", "error"), [(400, EngineRejected), (503, EngineUnavailable)])
     async def test_errors_are_told_apart(self, control, status, error):
         with pytest.raises(error, match="no"):
-            await control.lean.call("POST", "/tokenize", json={"status": status})
+            await control.call("POST", "/tokenize", json={"status": status})
 
     async def test_an_answer_that_is_not_json_or_none_at_all(self, control):
         with pytest.raises(EngineUnavailable, match="POST /tokenize: the answer is not JSON"):
-            await control.lean.call("POST", "/tokenize", json={})
+            await control.call("POST", "/tokenize", json={})
         nobody = ControlClient(spec("http://127.0.0.1:1"))
         with pytest.raises(EngineUnavailable):
-            await nobody.lean.call("POST", "/tokenize", json={})
+            await nobody.call("POST", "/tokenize", json={})
         await nobody.aclose()
         with pytest.raises(EngineUnavailable, match="removed"):
-            await nobody.lean.call("POST", "/tokenize", json={})
+            await nobody.call("POST", "/tokenize", json={})

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from engine_adapter import AiohttpTransport, EngineSpecError, EngineUnavailable
+from engine_adapter import EngineSpecError, EngineUnavailable, HttpTransport
 from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.tls import tls_context
 from engine_adapter.types import EngineSpec
@@ -62,7 +62,7 @@ async def by_control(spec):
 
 
 async def by_data_plane(spec):
-    transport = AiohttpTransport(connect_timeout_s=2)
+    transport = HttpTransport(connect_timeout_s=2)
     try:
         async with await transport.send(prepare_request(spec, "GET", "/health", {}, None)) as response:
             await response.read()

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from engine_adapter import (
-    AiohttpTransport,
     BlocksRemoved,
     BlocksStored,
+    HttpTransport,
     JsonBody,
     KvTarget,
     Tier,
@@ -96,7 +96,7 @@ class World:
 async def slot_world(url: str, name: str = "one", **spec) -> AsyncIterator[World]:
     """A connected adapter for the server at `url`."""
     adapter = make_adapter(engine_spec("llama_server", url, name, **spec))
-    transport = AiohttpTransport()
+    transport = HttpTransport()
     try:
         await adapter.connect()
         yield World(adapter, transport)

@@ -163,7 +163,7 @@ class TestRequests:
                 world.hold(tokens, stream=True, max_tokens=100) as hold,
                 await world.sent(hold) as answer,
             ):
-                hold.answer.feed(await anext(answer.chunks()))
+                hold.answer.feed(await answer.receive())
                 raise ConnectionError
 
         with pytest.raises(ConnectionError):

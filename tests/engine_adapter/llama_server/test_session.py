@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from engine_adapter import AiohttpTransport, Capability, EngineUnavailable, KvVerb, make_adapter
+from engine_adapter import Capability, EngineUnavailable, HttpTransport, KvVerb, make_adapter
 from engine_adapter.llama_server.discovery import discover, read_slots
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.session import Session, identity_of
@@ -102,7 +102,7 @@ async def test_a_beginning_that_fails_leaves_nothing(begun, server):
 async def test_one_that_failed_to_connect_connects_again(server, save_dir, start_llama):
     """Half a beginning is no beginning."""
     adapter = make_adapter(engine_spec("llama_server", server.url, host_cache_dir=str(save_dir)))
-    transport = AiohttpTransport()
+    transport = HttpTransport()
     await adapter.connect()
     server.kill()
     with pytest.raises(EngineUnavailable):

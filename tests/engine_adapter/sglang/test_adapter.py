@@ -11,6 +11,7 @@ from engine_adapter import (
     Capability,
     EngineRejected,
     EngineUnavailable,
+    Headers,
     JsonBody,
     KvTarget,
     KvVerb,
@@ -200,7 +201,7 @@ class TestEvents:
             adapter = adapter_of(running, dp_rank=rank)
             request = adapter.prepare("POST", COMPLETIONS, {}, None)
             body = {"model": "tiny", "prompt": [10 + rank, 5, 5], "max_tokens": 1}
-            await adapter._control.call("POST", COMPLETIONS, json=body, headers=request.headers)
+            await adapter._control.call("POST", COMPLETIONS, json=body, headers=Headers(request.headers))
             events = adapter.events()
             seen = [await anext(events) for _ in range(3)]
             await events.aclose()
@@ -269,11 +270,11 @@ class TestRequests:
         running = start(ranks=2)
         theirs = {"X-Data-Parallel-Rank": "0", "content-type": "application/json"}
         request = adapter_of(running, dp_rank=1).prepare("POST", CHAT, theirs, None)
-        named = {name.lower(): value for name, value in request.headers.items()}
+        named = Headers(request.headers)
         assert named["x-data-parallel-rank"] == "1"
         assert len(named) == len(request.headers)
         request = adapter_of(running).prepare("POST", CHAT, theirs, None)
-        assert request.headers["X-Data-Parallel-Rank"] == "0"
+        assert Headers(request.headers)["x-data-parallel-rank"] == "0"
 
 
 class TestFlush:

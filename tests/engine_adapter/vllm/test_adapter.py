@@ -10,11 +10,11 @@ from contextlib import aclosing
 import pytest
 
 from engine_adapter import (
-    AiohttpTransport,
     BlocksStored,
     CacheCleared,
     Capability,
     EngineUnavailable,
+    HttpTransport,
     JsonBody,
     KvTarget,
     KvVerb,
@@ -48,7 +48,7 @@ async def adapter_of():
 
 @pytest.fixture
 async def transport():
-    transport = AiohttpTransport()
+    transport = HttpTransport()
     yield transport
     await transport.aclose()
 
@@ -108,7 +108,7 @@ async def test_the_load_of_a_server(adapter_of, transport):
         server.core.hold(after=1)
         running = adapter.prepare("POST", TEXT, JSON, body(prompt=[5] * 33, max_tokens=2, stream=True))
         async with await transport.send(running) as response:
-            await anext(response.chunks())
+            await response.receive()
             load = await adapter.load()
         assert (load.running, load.waiting, load.gpu_usage) == (1, 0, 0.2)
         server.core.release()
@@ -144,8 +144,8 @@ async def test_each_rank_is_an_engine_of_its_own(adapter_of):
         infos = [await adapter.connect() for adapter in adapters]
         assert infos[0].instance == infos[1].instance
         sent = adapters[1].prepare("POST", TEXT, {"X-Data-Parallel-Rank": "0"}, body(prompt="x"))
-        assert sent.headers["x-data-parallel-rank"] == "1"
-        assert "X-Data-Parallel-Rank" not in sent.headers
+        ranks = [value for name, value in sent.headers if name == b"x-data-parallel-rank"]
+        assert ranks == [b"1"]
         async with aclosing(adapters[1].events()) as events:
             await until(events, ViewCurrent)
             await complete(server, range(40), rank=0)

@@ -1,0 +1,79 @@
+"""The HTTP client towards engines, on the data plane and beside it."""
+
+from __future__ import annotations
+
+import re
+import ssl
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http.connection import HttpResponse
+from engine_adapter.http.origin import Origin
+from engine_adapter.http.transport import OutgoingRequest
+
+# Methods that change nothing at the engine (RFC 9110 9.2.1).
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+# Methods whose requests have a body; where it is empty, some servers want to be told so.
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+# A request's target: no space, and nothing that could end its line.
+_TARGET = re.compile(r"/[!-~\x80-\xff]*")
+
+
+class HttpTransport:
+    """`Transport` over HTTP/1.1: no limit on connections, no decompression, no redirects, no cookies.
+
+    A POST that the engine may have read is never sent again: the engine may have died of it. A request that
+    changes nothing is sent a second time if its connection, used before, ended without an answer.
+    """
+
+    def __init__(self, *, connect_timeout_s: float = 5.0) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._origins: dict[tuple[str, ssl.SSLContext | None], Origin] = {}
+
+    async def send(self, request: OutgoingRequest) -> HttpResponse:
+        """See `Transport.send`."""
+        end = request.url.find("/", len("https://"))
+        address, target = (request.url[:end], request.url[end:]) if end > 0 else (request.url, "/")
+        origin = self._origin(address, request.tls)
+        head = _head(request, target, origin.host)
+        connection = origin.take()
+        if connection is not None:
+            try:
+                return await connection.ask(request, head)
+            except EngineUnavailable:
+                if request.method not in _SAFE or request.body:
+                    raise
+        connection = await origin.connect()
+        return await connection.ask(request, head)
+
+    async def aclose(self) -> None:
+        """See `Transport.aclose`."""
+        for origin in self._origins.values():
+            await origin.aclose()
+        self._origins.clear()
+
+    def _origin(self, address: str, tls: ssl.SSLContext | None) -> Origin:
+        origin = self._origins.get((address, tls))
+        if origin is None:
+            origin = self._origins[address, tls] = Origin(address, tls, self._connect_timeout_s)
+        return origin
+
+
+def _head(request: OutgoingRequest, target: str, host: bytes) -> bytes:
+    """The request line and the headers, up to the body.
+
+    Raises:
+        ValueError: the target is not percent-encoded.
+    """
+    if not _TARGET.fullmatch(target):
+        raise ValueError("the target of a request must be percent-encoded")
+    first = f"{request.method} {target} HTTP/1.1\r\nhost: ".encode("latin-1") + host
+    lines = [first, *map(b": ".join, request.headers)]
+    body = request.body
+    if isinstance(body, bytes) and body:
+        lines.append(b"content-length: %d" % len(body))
+    elif not body:
+        if request.method in _WITH_BODY:
+            lines.append(b"content-length: 0")
+    elif not any(name == b"content-length" for name, _ in request.headers):
+        lines.append(b"transfer-encoding: chunked")
+    return b"\r\n".join([*lines, b"", b""])

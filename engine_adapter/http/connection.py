@@ -1,0 +1,385 @@
+"""One HTTP/1.1 connection to an engine, and the answers that come over it.
+
+`Connection` writes requests and feeds what it reads to httptools' parser. Each answer has its own parser,
+which calls the `on_` methods of `HttpResponse`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from collections.abc import AsyncIterator
+from typing import Protocol, Self, cast
+
+import httptools
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http.headers import HeaderPairs, Headers
+from engine_adapter.http.transport import OutgoingRequest, describe
+
+# Body bytes of one answer that wait for their reader. Above this, the connection is not read.
+MAX_WAITING_BYTES = 256 * 1024
+# The longest head of an answer, interim answers included.
+MAX_HEAD_BYTES = 64 * 1024
+_CLOSES = (b"connection", b"close")
+
+
+class Owner(Protocol):
+    """Who keeps connections between requests."""
+
+    def opened(self, connection: Connection) -> None:
+        """The connection is open."""
+
+    def give_back(self, connection: Connection) -> None:
+        """The answer is complete: the connection can take another request."""
+
+    def lost(self, connection: Connection) -> None:
+        """The connection is closed."""
+
+
+class HttpResponse:
+    """`IncomingResponse` over a `Connection`.
+
+    Attributes:
+        is_complete: the whole answer has arrived.
+        failure: why the rest of the answer will never come.
+        keeps_connection: the engine keeps the connection open.
+        overran: bytes came after the end of the answer, so nobody knows what the next ones belong to.
+    """
+
+    __slots__ = (
+        "_connection", "_has_body", "_pairs", "_parts", "_waiter", "_waiting_bytes", "failure", "headers",
+        "is_complete", "keeps_connection", "overran", "received", "status",
+    )  # fmt: skip
+
+    def __init__(self, connection: Connection, *, has_body: bool) -> None:
+        """`has_body`: False for the answer to a HEAD request, whatever its headers say."""
+        self._connection: Connection | None = connection
+        self._has_body = has_body
+        self._pairs: HeaderPairs = []
+        self._parts: list[bytes] = []
+        self._waiting_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self.status = 0  # until the head is there
+        self.headers = Headers(self._pairs)
+        self.received = 0
+        self.is_complete = False
+        self.failure: Exception | None = None
+        self.keeps_connection = False
+        self.overran = False
+
+    # --- For the reader -------------------------------------------------------------------------------
+
+    async def head(self) -> None:
+        """Waits for status and headers. Raises EngineUnavailable if they do not come."""
+        while not self.status:
+            await self._more()
+
+    async def receive(self) -> bytes:
+        """See `IncomingResponse.receive`."""
+        while not self._parts:
+            if self.is_complete:
+                return b""
+            await self._more()
+        parts, self._parts, self._waiting_bytes = self._parts, [], 0
+        if self._connection is not None:
+            self._connection.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def read(self) -> bytes:
+        """See `IncomingResponse.read`."""
+        parts = []
+        while part := await self.receive():
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def hang_up(self, reason: str) -> None:
+        """See `IncomingResponse.hang_up`."""
+        if self._connection is not None:
+            self._connection.fail(EngineUnavailable(reason))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Drops the connection if the answer is not complete: the engine cancels the request."""
+        if self._connection is not None:
+            self._connection.drop()
+
+    # --- For the connection ---------------------------------------------------------------------------
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether the head gives the body no other end than that of the connection."""
+        coding = self.headers.get("transfer-encoding")
+        if coding is not None:
+            return not coding.lower().endswith("chunked")
+        return self.status != 0 and "content-length" not in self.headers
+
+    @property
+    def is_full(self) -> bool:
+        """Whether enough waits for the reader."""
+        return self._waiting_bytes > MAX_WAITING_BYTES
+
+    def wake(self) -> None:
+        """Tells the reader that there is something new: bytes, the end, or a failure."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def detach(self) -> None:
+        """The connection is no longer this answer's."""
+        self._connection = None
+
+    async def _more(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    # --- For the parser -------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A head begins: the first, or the one after an interim answer."""
+        if self.is_complete:
+            self.overran = True
+        self._pairs = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header. Fields that follow a chunked body are ignored."""
+        if not self.status:
+            self._pairs.append((name.lower(), value.rstrip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        """The head is there. Interim answers (1xx) are skipped."""
+        connection = self._connection
+        if connection is None or self.status or connection.parser is None:
+            return
+        status = connection.parser.get_status_code()
+        if 100 <= status < 200:  # noqa: PLR2004 - HTTP
+            return
+        if not 200 <= status <= 599:  # noqa: PLR2004 - HTTP
+            connection.fail(EngineUnavailable(f"the engine answered with status {status}", dropped=True))
+            return
+        self.headers = Headers(self._pairs)
+        self.keeps_connection = connection.parser.should_keep_alive()
+        self.status = status
+        self.is_complete = not self._has_body
+
+    def on_body(self, part: bytes) -> None:
+        """Bytes of the body."""
+        if self.is_complete:
+            self.overran = True
+            return
+        self._parts.append(part)
+        self._waiting_bytes += len(part)
+        self.received += 1
+
+    def on_message_complete(self) -> None:
+        """The answer is over, or an interim one."""
+        if self.status:
+            self.is_complete = True
+
+
+class Connection(asyncio.Protocol):
+    """A connection, for one request at a time.
+
+    Attributes:
+        parser: parses the answer that is being read.
+    """
+
+    __slots__ = (
+        "_answer", "_closes", "_head_bytes", "_is_lost", "_is_paused", "_owner", "_poll", "_room",
+        "_transport", "_upload", "parser",
+    )  # fmt: skip
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._answer: HttpResponse | None = None
+        self.parser: httptools.HttpResponseParser | None = None
+        self._head_bytes = 0
+        self._closes = False  # the request asked for it
+        self._upload: asyncio.Task[None] | None = None
+        self._room: asyncio.Future[None] | None = None  # while the socket is full
+        self._is_paused = False
+        self._is_lost = False
+
+    async def ask(self, request: OutgoingRequest, head: bytes) -> HttpResponse:
+        """Sends a request; returns when the head of its answer is there. `head`: that of the request.
+
+        Raises:
+            EngineUnavailable: there was no answer, or no HTTP/1.1. An error of a streamed body is raised as
+                it is.
+        """
+        if self._is_lost:
+            raise EngineUnavailable("the engine closed the connection before a request was sent")
+        answer = self._answer = HttpResponse(self, has_body=request.method != "HEAD")
+        self.parser = httptools.HttpResponseParser(answer)
+        self._head_bytes, self._closes = 0, _CLOSES in request.headers
+        body = request.body
+        if body is None or isinstance(body, bytes):
+            self._transport.writelines((head, body) if body else (head,))
+        else:
+            self._transport.write(head)
+            length = Headers(request.headers).get("content-length")
+            upload = self._send_stream(body, None if length is None else int(length))
+            self._upload = asyncio.get_running_loop().create_task(upload)
+        try:
+            await answer.head()
+        except BaseException:
+            self.drop()
+            raise
+        return answer
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether an idle connection can take a request. Something to read can only be the connection's end,
+        which the event loop has not seen yet."""
+        return not self._transport.is_closing() and not self._poll.poll(0)
+
+    def resume_reading(self) -> None:
+        """The reader has room again."""
+        if self._is_paused and not self._is_lost:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Closes an idle connection."""
+        self._transport.close()
+
+    def drop(self) -> None:
+        """Closes the connection in mid-answer. Nothing more is told to the reader."""
+        if self._answer is not None:
+            self._forget_answer()
+        self._transport.abort()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the answer with an error, and closes the connection."""
+        answer = self._answer
+        if answer is not None:
+            answer.failure = error
+            answer.wake()
+        self.drop()
+
+    # --- asyncio.Protocol -----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol. The event loop has switched Nagle's algorithm off."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._poll = select.poll()
+        self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        self._owner.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        answer, parser = self._answer, self.parser
+        if answer is None or parser is None:
+            self.close()  # nobody asked for anything
+            return
+        try:
+            parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not answer.is_complete:
+                self.fail(EngineUnavailable(f"the engine's answer is not HTTP/1.1: {error}", dropped=True))
+                return
+            answer.overran = True
+        if self._answer is not answer:
+            return  # its head was refused
+        if answer.is_complete:
+            self._end(answer)
+        elif not answer.status:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                too_long = f"the headers of the engine's answer are longer than {MAX_HEAD_BYTES} bytes"
+                self.fail(EngineUnavailable(too_long, dropped=True))
+            return
+        elif answer.is_full and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+        answer.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._is_lost = True
+        self._owner.lost(self)
+        self.resume_writing()
+        answer = self._answer
+        if answer is None:
+            return
+        why = describe(exc) if exc is not None else "it closed the connection"
+        if exc is None and answer.ends_with_connection:
+            answer.is_complete = True
+            self._end(answer)
+            answer.wake()
+        elif answer.status:
+            self.fail(EngineUnavailable(f"the engine stopped in mid-answer: {why}", dropped=True))
+        else:
+            self.fail(EngineUnavailable(f"the engine gave no answer: {why}", dropped=True))
+
+    def pause_writing(self) -> None:
+        """See asyncio.BaseProtocol."""
+        self._room = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """See asyncio.BaseProtocol."""
+        room, self._room = self._room, None
+        if room is not None and not room.done():
+            room.set_result(None)
+
+    # --- Within ---------------------------------------------------------------------------------------
+
+    async def _send_stream(self, source: AsyncIterator[bytes], length: int | None) -> None:
+        """Sends a streamed body. An error of its source ends the answer: the engine waits for the rest of the
+        body, so a reader of the answer would wait forever."""
+        try:
+            async for chunk in source if length is None else _of_length(source, length):
+                if length is not None:
+                    self._transport.write(chunk)
+                elif chunk:  # an empty one would end the body
+                    self._transport.writelines((b"%x\r\n" % len(chunk), chunk, b"\r\n"))
+                if self._room is not None:
+                    await self._room
+                if self._is_lost:
+                    return
+        except Exception as error:  # noqa: BLE001 - the source's own: its reader is told
+            self.fail(error)
+            return
+        if length is None:
+            self._transport.write(b"0\r\n\r\n")
+
+    def _end(self, answer: HttpResponse) -> None:
+        """The answer is complete. The connection is used again if both sides want that and all was sent."""
+        is_sent = self._upload is None or self._upload.done()
+        self._forget_answer()
+        if self._is_lost:
+            return
+        if is_sent and answer.keeps_connection and not self._closes and not answer.overran:
+            self.resume_reading()
+            self._owner.give_back(self)
+        elif is_sent:
+            self._transport.close()
+        else:
+            self._transport.abort()
+
+    def _forget_answer(self) -> None:
+        """Parts the connection from its answer, and from a body that is still being sent."""
+        if self._answer is not None:
+            self._answer.detach()
+        self._answer = self.parser = None
+        if self._upload is not None:
+            # An upload that fails the answer runs this itself: it must not be cancelled by its own error.
+            if self._upload is not asyncio.current_task():
+                self._upload.cancel()
+            self._upload = None
+
+
+async def _of_length(source: AsyncIterator[bytes], length: int) -> AsyncIterator[bytes]:
+    """The chunks of a body. Raises ValueError before they become more than `length` bytes, and at the end if
+    they are fewer: the engine would take what follows for another request."""
+    left = length
+    async for chunk in source:
+        left -= len(chunk)
+        if left < 0:
+            break
+        yield chunk
+    if left:
+        raise ValueError(f"a streamed body does not have the {length} bytes that its header announced")

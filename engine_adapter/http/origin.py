@@ -1,0 +1,154 @@
+"""One address of an engine, and the idle connections to it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+
+import httpx
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http.connection import Connection
+from engine_adapter.http.transport import describe
+
+# Seconds an idle connection is kept. Engines close theirs after 5 s (llama-server, uvicorn): stay below.
+KEEPALIVE_S = 4.0
+# Seconds for which the addresses of a name are remembered.
+DNS_S = 10.0
+
+
+class Origin:
+    """Scheme, host and port, and the connections there.
+
+    Attributes:
+        host: the `host` header.
+    """
+
+    def __init__(self, url: str, tls: ssl.SSLContext | None, connect_timeout_s: float) -> None:
+        """`url`: scheme, host and port. `tls` is for https; None is the default there."""
+        parsed = httpx.URL(url)
+        is_tls = parsed.scheme == "https"
+        self.host = parsed.netloc
+        self._name = parsed.raw_host.decode("ascii")
+        self._port = parsed.port or (443 if is_tls else 80)
+        self._tls = (tls or ssl.create_default_context()) if is_tls else None
+        self._connect_timeout_s = connect_timeout_s
+        self._addresses: list[str] = []
+        self._addresses_until = 0.0
+        self._reached: str | None = None
+        self._open: set[Connection] = set()
+        self._idle: dict[Connection, float] = {}  # since when; the last in is the first out
+        self._sweep: asyncio.TimerHandle | None = None
+        self._all_closed: asyncio.Event | None = None  # while the client closes
+
+    def take(self) -> Connection | None:
+        """The idle connection used last; None if there is none.
+
+        Never one that the engine has closed: a request on it would fail, and kvpin could not know whether the
+        engine has read it.
+        """
+        while self._idle:
+            connection, since = self._idle.popitem()
+            if asyncio.get_running_loop().time() - since <= KEEPALIVE_S and connection.is_usable:
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self) -> Connection:
+        """A new connection. Tries the addresses of the host one by one; the one that answered last is first.
+
+        Raises:
+            EngineUnavailable: there is none.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                addresses = await self._resolved()
+        except (OSError, UnicodeError) as error:
+            raise self._unreachable(error) from error
+        failure: OSError | None = None
+        for address in addresses:
+            try:
+                async with asyncio.timeout(self._connect_timeout_s):
+                    _, connection = await loop.create_connection(
+                        lambda: Connection(self),
+                        address,
+                        self._port,
+                        ssl=self._tls,
+                        server_hostname=self._name if self._tls is not None else None,
+                    )
+            except OSError as error:  # TimeoutError and TLS errors are some
+                failure = error
+            else:
+                self._reached = address
+                return connection
+        self._addresses_until = 0.0
+        raise self._unreachable(failure) from failure
+
+    async def aclose(self) -> None:
+        """Closes all connections."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in list(self._open):
+            connection.drop()
+        if self._open:
+            self._all_closed = asyncio.Event()
+            await self._all_closed.wait()
+
+    # --- What connections tell ------------------------------------------------------------------------
+
+    def opened(self, connection: Connection) -> None:
+        """See `Owner.opened`."""
+        self._open.add(connection)
+
+    def give_back(self, connection: Connection) -> None:
+        """See `Owner.give_back`."""
+        loop = asyncio.get_running_loop()
+        self._idle[connection] = loop.time()
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEEPALIVE_S, self._close_old)
+
+    def lost(self, connection: Connection) -> None:
+        """See `Owner.lost`."""
+        self._open.discard(connection)
+        if self._all_closed is not None and not self._open:
+            self._all_closed.set()
+        self._idle.pop(connection, None)
+
+    def _close_old(self) -> None:
+        loop = asyncio.get_running_loop()
+        latest = loop.time() - KEEPALIVE_S
+        for connection in [each for each, since in self._idle.items() if since <= latest]:
+            del self._idle[connection]
+            connection.close()
+        self._sweep = loop.call_later(KEEPALIVE_S, self._close_old) if self._idle else None
+
+    async def _resolved(self) -> list[str]:
+        """The addresses of the host. Raises OSError or UnicodeError if it has none."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._addresses_until:
+            if _is_address(self._name):
+                self._addresses, self._addresses_until = [self._name], float("inf")
+            else:
+                found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+                self._addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+                self._addresses_until = loop.time() + DNS_S
+        return sorted(self._addresses, key=lambda address: address != self._reached)
+
+    def _unreachable(self, error: BaseException | None) -> EngineUnavailable:
+        why = "the name has no address" if error is None else describe(error)
+        if isinstance(error, TimeoutError) and not str(error):
+            why = f"no answer within {self._connect_timeout_s:g} s"
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why += "; name the authorities that signed its certificate: ca=FILE"
+        return EngineUnavailable(f"cannot connect to {self.host.decode('ascii')}: {why}")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

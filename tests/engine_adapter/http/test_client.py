@@ -1,0 +1,71 @@
+"""What is asked twice, what is never sent, and how all ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http.transport import OutgoingRequest
+from tests.engine_adapter.http.raw_engine import raw_engine
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+async def fetch(transport, url, method):
+    async with await transport.send(OutgoingRequest(method, url)) as response:
+        return await response.read()
+
+
+async def once(wire):
+    """Answers one request, reads the second, and closes."""
+    await wire.head()
+    await wire.write(OK)
+    await wire.head()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+async def test_a_request_that_changes_nothing_is_sent_again_on_a_new_connection(transport, method):
+    async with raw_engine(once) as (url, wires):
+        await fetch(transport, url, "OPTIONS")
+        await fetch(transport, url, method)
+        assert [wire.seen.count(method.encode()) for wire in wires[-2:]] == [1 + (method == "OPTIONS"), 1]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+async def test_any_other_is_not(transport, method):
+    async with raw_engine(once) as (url, wires):
+        await fetch(transport, url, "POST")
+        with pytest.raises(EngineUnavailable, match="gave no answer") as caught:
+            await fetch(transport, url, method)
+        assert (len(wires), caught.value.dropped) == (1, True)
+
+
+async def test_what_failed_on_a_new_connection_is_not_sent_again(transport):
+    async def serve(wire):
+        await wire.head()
+
+    async with raw_engine(serve) as (url, wires):
+        with pytest.raises(EngineUnavailable):
+            await fetch(transport, url, "GET")
+        assert len(wires) == 1
+
+
+@pytest.mark.parametrize("target", ["/a b", "/a\r\nx: y", "/a\n", "/\0"])
+async def test_a_target_that_would_end_its_line_is_never_sent(transport, target):
+    with pytest.raises(ValueError, match="percent-encoded"):
+        await transport.send(OutgoingRequest("GET", "http://127.0.0.1:1" + target))
+
+
+async def test_closing_ends_idle_connections_and_running_answers(transport):
+    async def serve(wire):
+        await wire.head()
+        await wire.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nsome")
+        await wire.left()
+
+    async with raw_engine(serve) as (url, wires):
+        response = await transport.send(OutgoingRequest("GET", url))
+        assert await response.receive() == b"some"
+        await transport.aclose()
+        await asyncio.wait_for(wires[0].is_left.wait(), 5)

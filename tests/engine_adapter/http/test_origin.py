@@ -1,0 +1,114 @@
+"""Where connections go."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http import origin
+from engine_adapter.http.transport import OutgoingRequest
+from tests.engine_adapter.http.raw_engine import raw_engine
+
+# An address of this machine where nobody listens.
+DEAF = "127.0.0.9"
+
+
+class Names:
+    """The event loop's resolver and connector: which names were looked up, which addresses tried."""
+
+    def __init__(self, monkeypatch) -> None:
+        loop = asyncio.get_running_loop()
+        self.asked, self.tried = [], []
+        self.addresses = [DEAF, "127.0.0.1", "127.0.0.1"]
+        self._create = loop.create_connection
+        monkeypatch.setattr(loop, "getaddrinfo", self._look_up, raising=False)
+        monkeypatch.setattr(loop, "create_connection", self._connect, raising=False)
+
+    async def _look_up(self, host, port, **_):
+        self.asked.append(host)
+        if not self.addresses:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in self.addresses]
+
+    async def _connect(self, factory, host, port, **options):
+        self.tried.append(host)
+        return await self._create(factory, host, port, **options)
+
+
+async def closing(wire):
+    await wire.head()
+    await wire.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+
+async def ask(transport, url):
+    async with await transport.send(OutgoingRequest("GET", url)) as response:
+        await response.read()
+
+
+async def test_every_address_of_a_name_is_tried_and_the_good_one_is_remembered(transport, monkeypatch):
+    async with raw_engine(closing) as (url, wires):
+        names = Names(monkeypatch)
+        named = url.replace("127.0.0.1", "engine.internal")
+        for _ in range(2):
+            await ask(transport, named)
+        assert names.tried == [DEAF, "127.0.0.1", "127.0.0.1"]
+        assert names.asked == ["engine.internal"], "looked up once, for a while"
+        assert b"host: engine.internal:" in wires[0].seen
+
+
+async def test_a_name_is_looked_up_again_after_a_while_or_when_it_leads_nowhere(transport, monkeypatch):
+    async with raw_engine(closing) as (url, _):
+        names = Names(monkeypatch)
+        named = url.replace("127.0.0.1", "engine.internal")
+        names.addresses = [DEAF]
+        with pytest.raises(EngineUnavailable, match=r"cannot connect to engine\.internal:\d+: ") as caught:
+            await ask(transport, named)
+        assert not caught.value.dropped
+        monkeypatch.setattr(origin, "DNS_S", 0.0)
+        names.addresses = ["127.0.0.1"]
+        for _ in range(2):
+            await ask(transport, named)
+        assert len(names.asked) == 3
+        names.addresses = []
+        with pytest.raises(EngineUnavailable, match="Name or service not known"):
+            await ask(transport, named)
+
+
+async def test_an_address_is_never_looked_up(transport, monkeypatch):
+    async with raw_engine(closing) as (url, _):
+        names = Names(monkeypatch)
+        await ask(transport, url)
+        assert not names.asked
+
+
+async def test_a_name_that_is_none(transport):
+    with pytest.raises(EngineUnavailable, match="cannot connect to"):
+        await ask(transport, f"http://{'a' * 70}.invalid/")
+
+
+async def test_a_connection_that_takes_too_long():
+    async def silent(wire):
+        await wire.left()
+
+    async with raw_engine(silent) as (url, _):
+        place = origin.Origin(url.replace("http:", "https:").rstrip("/"), None, 0.05)
+        with pytest.raises(EngineUnavailable, match=r"no answer within 0\.05 s") as caught:
+            await place.connect()
+        assert not caught.value.dropped
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://h:80", b"h"),
+        ("http://h:8000", b"h:8000"),
+        ("http://user:pw@h:1", b"h:1"),
+        ("http://[::1]:8000", b"[::1]:8000"),
+        ("http://bücher.example", b"xn--bcher-kva.example"),
+    ],
+)
+def test_the_host_header(url, host):
+    assert origin.Origin(url, None, 1.0).host == host
