@@ -157,7 +157,7 @@ class Flow:
         lora = pool.lora_of(call.model)
         prompt = None
         if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
-            prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora)
+            prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora, tenant=call.tenant)
         session = call.session if self.ingest is not None else None
         return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session)
 

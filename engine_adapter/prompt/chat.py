@@ -91,6 +91,11 @@ class ChatTokenizer:
         return self._encoder.name
 
     @property
+    def cuts(self) -> tuple[str, ...]:
+        """Added tokens before which a text can be cut, and its pieces encoded alone; see cuts.py."""
+        return self._encoder.cuts
+
+    @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows, added tokens included; a model's embedding may have more rows."""
         return len(self._tokenizer)

@@ -1,6 +1,6 @@
 """Picks the fastest encoder that gives exactly the token ids of transformers.
 
-    fastokens      ten times as fast as tokenizers; caches the ids of segments
+    fastokens      ten times as fast as tokenizers
     tokenizers     the Rust library behind transformers
     transformers   the tokenizer's own class
 
@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import fastokens  # type: ignore[import-untyped]  # a Rust module without py.typed
+import msgspec
 
+from engine_adapter.prompt.cuts import AddedToken, cut_tokens
 from engine_adapter.types import TokenIds
-
-# Cache of fastokens for the segments between special tokens: the turns of a chat are encoded repeatedly.
-SEGMENT_CACHE_BYTES = 64 * 2**20
 
 _TEXTS = (
     "Hello, world!",
@@ -51,10 +50,12 @@ class Encoder(Protocol):
     Attributes:
         name: the library.
         chars_per_ms: length of a text that takes about 1 ms.
+        cuts: added tokens before which a text can be cut, see cuts.py.
     """
 
     name: str
     chars_per_ms: int
+    cuts: tuple[str, ...]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
         """Token ids of `text`. Thread-safe."""
@@ -65,6 +66,7 @@ class TransformersEncoder:
 
     name = "transformers"
     chars_per_ms = 1024
+    cuts: tuple[str, ...] = ()  # a tokenizer written in Python may do anything
 
     def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - transformers is untyped
         self._tokenizer = tokenizer
@@ -82,6 +84,8 @@ class TokenizersEncoder:
 
     def __init__(self, backend: Any) -> None:  # noqa: ANN401 - tokenizers is untyped
         self._backend = backend
+        added = () if backend.encode_special_tokens else backend.get_added_tokens_decoder().values()
+        self.cuts = cut_tokens(msgspec.convert(each, AddedToken, from_attributes=True) for each in added)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
         """See `Encoder.encode`."""
@@ -113,7 +117,8 @@ class FastokensEncoder:
         self._slower = slower
         self._split_special_tokens = split_special_tokens
         self._tokenizer = fastokens.Tokenizer.from_json_str(description)
-        self._tokenizer.enable_segment_cache(SEGMENT_CACHE_BYTES)
+        added = [] if split_special_tokens else self._tokenizer.added_tokens()
+        self.cuts = cut_tokens(msgspec.convert(added, list[AddedToken]))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
         """See `Encoder.encode`."""

@@ -61,8 +61,12 @@ class Pool:
         """The block chain of a prompt; None for an unknown prompt."""
         if prompt is None:
             return None
-        root = self.root_of(prompt.salt, prompt.lora)
-        return chain(root, prompt.token_ids, prompt.extra_ids, self.tokens_per_block)
+        root, beginning = self.root_of(prompt.salt, prompt.lora), prompt.beginning
+        known = () if beginning is None else beginning.hashes
+        made = chain(root, prompt.token_ids, prompt.extra_ids, self.tokens_per_block, known)
+        if beginning is not None:
+            beginning.learn(made.hashes, self.tokens_per_block)
+        return made
 
     def ready(self) -> list[Engine]:
         """The engines that are ready."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of
+from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.media import find_media, media_fields, texts_only
 from proxy.prompt.render import (
     ChatInput,
@@ -55,6 +57,7 @@ class Prompt:
         source: who made the token ids.
         media: some ids stand for images, audio or video, which ids alone do not identify.
         whole: False where only the text before the first image is known.
+        beginning: what is known of its blocks from earlier chats; None where nothing can be.
     """
 
     token_ids: TokenIds[int] = field(repr=False)
@@ -65,6 +68,7 @@ class Prompt:
     source: Source = field(default="client", compare=False)
     media: bool = field(default=False, compare=False)
     whole: bool = field(default=True, compare=False)
+    beginning: KnownBeginning | None = field(default=None, compare=False, repr=False)
 
     @property
     def kv(self) -> KvTarget:
@@ -103,6 +107,7 @@ class _Tokens:
     exact: bool
     media: bool = False
     whole: bool = True
+    beginning: KnownBeginning | None = None
 
 
 class PromptBuilder:
@@ -175,7 +180,8 @@ class PromptBuilder:
             load: loads it; raises EngineSpecError, or EngineUnavailable if it may succeed later.
         """
         try:
-            self.adopt(await load(source))
+            tokenizer = await load(source)
+            await asyncio.to_thread(self.adopt, tokenizer)  # compiles and tries the chat template
         except (EngineSpecError, EngineUnavailable) as error:
             self.reason = str(error)
             return isinstance(error, EngineSpecError)
@@ -203,7 +209,13 @@ class PromptBuilder:
         return is_new
 
     async def build(
-        self, path: str, body: JsonBody, *, salt: str | None, lora: str | None = None
+        self,
+        path: str,
+        body: JsonBody,
+        *,
+        salt: str | None,
+        lora: str | None = None,
+        tenant: str | None = None,
     ) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, and the request is forwarded as it is.
 
@@ -212,6 +224,7 @@ class PromptBuilder:
             body: its body.
             salt: the cache salt it will run under.
             lora: the LoRA adapter it will run with.
+            tenant: who sent it; what is remembered of it takes this tenant's share of memory.
 
         Raises:
             BadRequest: a field that no engine can take, or a prompt beyond the model's context.
@@ -220,7 +233,7 @@ class PromptBuilder:
         source = read_prompt(path, body)
         if source is None:
             return None
-        tokens = await self._tokenise(source, path, body)
+        tokens = await self._tokenise(source, path, body, Owner(salt, lora, tenant))
         if tokens is None:
             return None
         self._check_length(len(tokens.prompt.token_ids), source.param)
@@ -234,25 +247,26 @@ class PromptBuilder:
             tokens.source,
             tokens.media,
             tokens.whole,
+            tokens.beginning,
         )
 
     def decode(self, token_ids: TokenIds[int]) -> str | None:
         """The text of token ids, None without a tokenizer here."""
         return None if self.local is None else self.local.tokenizer.decode(token_ids)
 
-    async def _tokenise(self, source: PromptInput, path: str, body: JsonBody) -> _Tokens | None:
+    async def _tokenise(self, source: PromptInput, path: str, body: JsonBody, owner: Owner) -> _Tokens | None:
         match source:
             case CompletionInput():
                 return await self._completion(source, path, body)
             case ChatInput() if source.is_text or self._strict:
-                return await self._chat(source, body)
+                return await self._chat(source, body, owner)
             case ResponseInput() if source.is_text:
                 return self._made(await self._engines.ask(path, body), self._engines)
             case _:
-                return await self._with_media(source, path, body)
+                return await self._with_media(source, path, body, owner)
 
     async def _with_media(
-        self, source: ChatInput | ResponseInput, path: str, body: JsonBody
+        self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
     ) -> _Tokens | None:
         """A prompt with media: all of it where an engine renders it, else the text before the first item."""
         prompt = None
@@ -263,9 +277,9 @@ class PromptBuilder:
         if prompt is not None:
             # Never exact: its ids must not be sent in place of the images.
             return _Tokens(prompt, "engine", exact=False, media=True)
-        return await self._before_media(source, body) if isinstance(source, ChatInput) else None
+        return await self._before_media(source, body, owner) if isinstance(source, ChatInput) else None
 
-    async def _before_media(self, source: ChatInput, body: JsonBody) -> _Tokens | None:
+    async def _before_media(self, source: ChatInput, body: JsonBody, owner: Owner) -> _Tokens | None:
         """The tokens before the first message with media: two different texts in its place share them."""
         made = []
         for text in _ANY_TEXT:
@@ -273,7 +287,7 @@ class PromptBuilder:
             if messages is None:
                 return None
             tokens = await self._chat(
-                replace(source, messages=messages, n_media=0), body.replace(messages=messages)
+                replace(source, messages=messages, n_media=0), body.replace(messages=messages), owner
             )
             if tokens is None:
                 return None
@@ -281,7 +295,7 @@ class PromptBuilder:
         shared = made[0][: common_prefix(*made)]
         return _Tokens(ChatPrompt(shared), "local", exact=False, whole=False)
 
-    async def _chat(self, source: ChatInput, body: JsonBody) -> _Tokens | None:
+    async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> _Tokens | None:
         tokenizer = self._tokenizer
         special = not self._strict and is_special(source, body)
         if (special and self._asks_about_special) or (self._asks_about_tools and source.has_tools):
@@ -289,7 +303,10 @@ class PromptBuilder:
         if tokenizer is self.local and special and has_own_template(body):
             return None
         try:
-            return self._made(await tokenizer.chat(source, body), tokenizer, certain=not special)
+            if isinstance(tokenizer, LocalTokenizer):
+                prompt, beginning = await tokenizer.turn(source, body, owner)
+                return self._made(prompt, tokenizer, certain=not special, beginning=beginning)
+            return self._made(await tokenizer.chat(source, body), tokenizer)
         except ChatError:
             if self._strict:
                 raise
@@ -312,14 +329,20 @@ class PromptBuilder:
         return replace(tokens, prompt=ChatPrompt(token_ids, extra_ids))
 
     def _made(
-        self, prompt: ChatPrompt | None, tokenizer: PromptTokenizer, *, certain: bool = True
+        self,
+        prompt: ChatPrompt | None,
+        tokenizer: PromptTokenizer,
+        *,
+        certain: bool = True,
+        beginning: KnownBeginning | None = None,
     ) -> _Tokens | None:
         """The tokens with their source; `certain`: all engines make the same of a prompt of this kind."""
         if prompt is None:
             return None
         if tokenizer is self._engines:
             return _Tokens(prompt, "engine", exact="engine" not in self._refuted)
-        return _Tokens(prompt, "local", exact=self.exact and certain and "local" not in self._refuted)
+        exact = self.exact and certain and "local" not in self._refuted
+        return _Tokens(prompt, "local", exact, beginning=beginning)
 
     def _check_length(self, tokens: int, param: str) -> None:
         limit = self.info.max_model_len

@@ -165,13 +165,14 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
         return None
     if path == CHAT_PATH:
         continues = _flag(body, "continue_final_message", default=False)
+        messages = body.get("messages")  # decoded once: nearly all of the body
         return ChatInput(
-            messages=body.get("messages"),
+            messages=messages,
             tools=body.get("tools"),
             template_kwargs=body.get("chat_template_kwargs"),
             add_generation_prompt=_flag(body, "add_generation_prompt", default=True) and not continues,
             continue_final_message=continues,
-            n_media=_count_media(body.get("messages")),
+            n_media=_count_media(messages),
         )
     if path == RESPONSES_PATH:
         return ResponseInput(is_text=not find_media(media_fields(body)))

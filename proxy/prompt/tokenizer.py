@@ -9,11 +9,16 @@ from typing import Protocol
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
+from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.media import mark_media
+from engine_adapter.types import TokenIds
+from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
 from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
 
 ANSWER_S = 2.0
 """How long a request waits for an engine to tokenise it."""
+# A chat of this many messages, in a body of this many bytes, is rendered in about 1 ms. More leaves the loop.
+_MESSAGES_PER_MS, _BYTES_PER_MS = 64, 256 * 1024
 
 
 class PromptTokenizer(Protocol):
@@ -33,6 +38,8 @@ class LocalTokenizer:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
+        cut = find_cut(tokenizer)
+        self._known = None if cut is None else KnownChats(cut)
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt:
         """See `PromptTokenizer.chat`."""
@@ -48,6 +55,44 @@ class LocalTokenizer:
                 hidden_size=self._hidden_size,
             ),
         )
+
+    async def turn(
+        self, source: ChatInput, body: JsonBody, owner: Owner
+    ) -> tuple[ChatPrompt, KnownBeginning | None]:
+        """The same as `chat`, but encodes only what follows the known beginning of the chat.
+
+        Returns:
+            The prompt, and its known beginning; None where the chat had to be encoded whole.
+
+        Raises:
+            ChatError, PromptTableError: see `PromptTokenizer.chat`.
+        """
+        known = self._known
+        if known is None or not source.is_text:
+            return await self.chat(source, body), None
+        chat = known.read(await self._render(source, len(body.raw)), owner)
+        encoded = await self.tokenizer.off_loop(chat.new_chars, lambda: self._encode(chat.new))
+        token_ids, beginning = known.add(chat, encoded)
+        return ChatPrompt(token_ids), beginning
+
+    async def _render(self, source: ChatInput, size: int) -> str:
+        """The chat's text. A template may look at any message for any other: it always gets all of them."""
+
+        def render() -> str:
+            return self.tokenizer.render(
+                source.messages,
+                tools=source.tools,
+                add_generation_prompt=source.add_generation_prompt,
+                continue_final_message=source.continue_final_message,
+                template_kwargs=source.template_kwargs,
+            )
+
+        messages = len(source.messages) if isinstance(source.messages, list) else 0
+        is_short = messages <= _MESSAGES_PER_MS and size <= _BYTES_PER_MS
+        return render() if is_short else await asyncio.to_thread(render)
+
+    def _encode(self, pieces: Iterable[str]) -> list[TokenIds[int]]:
+        return [self.tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
 
     async def text(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt:  # noqa: ARG002 - protocol
         """See `PromptTokenizer.text`."""

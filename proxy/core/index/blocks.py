@@ -69,10 +69,21 @@ def extend(
 
 
 def chain(
-    root: BlockHash, token_ids: array[int], extra_ids: array[int] | None, tokens_per_block: int
+    root: BlockHash,
+    token_ids: array[int],
+    extra_ids: array[int] | None,
+    tokens_per_block: int,
+    known: tuple[BlockHash, ...] = (),
 ) -> Chain:
-    """The chain of a whole prompt under a namespace root."""
-    return Chain(extend(root, token_ids, extra_ids, tokens_per_block), len(token_ids), tokens_per_block)
+    """The chain of a whole prompt under a namespace root.
+
+    `known` are the hashes of its leading blocks where an earlier prompt under the same root began with the
+    same tokens; they are not hashed again.
+    """
+    parent, start = known[-1] if known else root, len(known) * tokens_per_block
+    rest = None if extra_ids is None else extra_ids[start:]
+    hashes = known + extend(parent, token_ids[start:], rest, tokens_per_block)
+    return Chain(hashes, len(token_ids), tokens_per_block)
 
 
 def reusable_tokens(n_tokens: int, tokens_per_block: int) -> int:
