@@ -1,7 +1,7 @@
 """Reads a few metrics from an engine's `/metrics` page.
 
-A page may have 100 kB, and every engine's page is read every second. So only the lines of the requested metrics
-are looked at, and the labels of a series, which stay the same from page to page, are parsed once.
+A page may have 100 kB, and every engine's page is read every second. So only the lines of the requested
+metrics are looked at, and the labels of a series, which stay the same from page to page, are parsed once.
 """
 
 from __future__ import annotations
