@@ -9,6 +9,7 @@ detect.py      address → kind                    managed.py     how kvpin star
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
+off_loop.py    threads for long computations
 engine_command.py  the `kvpin engine` command
 """
 
