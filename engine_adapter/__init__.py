@@ -10,6 +10,7 @@ openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torc
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
 engine_command.py  the `kvpin engine` command   end_with_parent.py  ends what kvpin started, if kvpin dies
+off_loop.py    threads for long computations
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ flow.py    the read path: start here
 app.py     builds everything
 server.py  runs it: the port, signals, an orderly stop
 tasks.py   background tasks, ended at shutdown    errors.py  the errors kvpin answers with
+runtime.py garbage collection and threads, so that a busy kvpin does not stall
 api/       HTTP: the data plane (/v1), the admin API, health and metrics
 request/   one request: the call, its tenant and session, its record, sending it on
 prompt/    body → token ids and extra ids

@@ -47,6 +47,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.flow import Flow
+from proxy.observe.loop_lag import LoopLag
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
 from proxy.process.managed import ManagedEngine
@@ -113,6 +114,8 @@ class Proxy:
 
     def start(self) -> None:
         """Starts the managed engines and the watch of every engine."""
+        lag = LoopLag(self.metrics.loop_lag.observe, explain=self.settings.logs.level == "debug")
+        self.tasks.keep("loop lag", lag.run)
         if self.recorder is not None:
             self.tasks.start("recorder", self.recorder.run())
         if self.ahead is not None:

@@ -112,10 +112,10 @@ class Flow:
         """
         record = RequestRecord.of(call)
         started = time.monotonic()
+        failed: dict[str, EngineError] = {}
         try:
             ready = await self.prepare(call)
             record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
-            failed: dict[str, EngineError] = {}
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
                 engine = ready.pool.engines[placement.engine]
@@ -140,6 +140,7 @@ class Flow:
             record.duration_s, record.events = time.monotonic() - started, reply.events
             self.requests.add(record)
             self.observe(record)
+            failed.clear()  # a traceback holds this frame: the body would stay until garbage collection
             record.chain = None  # the log keeps records for long
 
     async def prepare(self, call: Call) -> Ready:

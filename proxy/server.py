@@ -28,6 +28,7 @@ from proxy.api.http1 import Http1Protocol
 from proxy.app import Proxy, build_app, check_engines
 from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
+from proxy.runtime import settle, steady
 from proxy.settings import Settings, SettingsError
 
 log = structlog.get_logger(__name__)
@@ -54,7 +55,7 @@ def serve(settings: Settings) -> int:
         return 1
     _warn(settings, listener)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with steady(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(settings, listener))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a late Ctrl-C ends Python without a traceback
@@ -79,6 +80,7 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
     banner = _banner(proxy, settings, listener)
     try:
         proxy.start()
+        settle()
         banner.print_addresses()
         proxy.tasks.start("banner", banner.print_when_ready())
         await server.serve(sockets=[listener])

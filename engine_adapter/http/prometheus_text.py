@@ -1,17 +1,21 @@
 """Reads a few metrics from an engine's `/metrics` page.
 
-A page may have 100 kB and is read every second, so lines are filtered by name before they are parsed.
+A page may have 100 kB, and every engine's page is read every second. So only the lines of the requested
+metrics are looked at, and the labels of a series, which stay the same from page to page, are parsed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from functools import lru_cache
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_adapter.errors import EngineUnavailable
+
+# Series whose labels are kept parsed, of all engines together. Engines of one model share theirs.
+_SERIES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,37 @@ def read_samples(page: bytes, names: Collection[str]) -> Samples:
     Raises:
         EngineUnavailable: the page is not in Prometheus text format.
     """
-    starts = tuple(chain.from_iterable((f"{name}{{", f"{name} ") for name in names))
     try:
-        lines = [line for line in page.decode().splitlines() if line.startswith(starts)]
-        families = list(text_string_to_metric_families("\n".join(lines)))
+        text = f"\n{page.decode()}"
+        return Samples([_sample(name, line) for name in names for line in _group(text, name)])
     except ValueError as error:
         raise EngineUnavailable(f"/metrics cannot be read: {error}") from error
-    return Samples(
-        [Sample(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
-    )
+
+
+def _group(page: str, name: str) -> Iterator[str]:
+    """The samples of a metric. The format keeps them in one group, so the search ends after the first one."""
+    start = f"\n{name}"
+    at = page.find(start)
+    while at >= 0 and not page.startswith(("{", " "), at + len(start)):  # a longer name
+        at = page.find(start, at + 1)
+    while at >= 0 and page.startswith((f"{start}{{", f"{start} "), at):
+        stop = page.find("\n", at + 1)
+        yield page[at + 1 : stop] if stop >= 0 else page[at + 1 :]
+        at = stop
+
+
+def _sample(name: str, line: str) -> Sample:
+    """A line is `name{labels} value`, perhaps with a time stamp. Raises ValueError for any other."""
+    series, brace, rest = line.rpartition("}") if "{" in line else line.partition(" ")
+    values = rest.split(None, 1)
+    if not brace or not values:
+        raise ValueError(f"{line!r} is not a sample")
+    return Sample(name, _labels(series + brace), float(values[0]))
+
+
+@lru_cache(_SERIES)
+def _labels(series: str) -> Mapping[str, str]:
+    """The labels of `name{labels}`. Raises ValueError."""
+    (family,) = text_string_to_metric_families(f"{series} 0")
+    (sample,) = family.samples
+    return sample.labels

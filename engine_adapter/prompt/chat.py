@@ -6,7 +6,6 @@ and puts prompt embeddings where their content parts stood.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 import threading
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine_adapter.errors import ChatError, EngineSpecError
+from engine_adapter.off_loop import off_loop
 from engine_adapter.prompt.chat_messages import NormalMessages, normalize_messages
 from engine_adapter.prompt.content_format import content_format
 from engine_adapter.prompt.encoders import Encoder, exact_encoder
@@ -113,7 +113,7 @@ class ChatTokenizer:
     async def off_loop(self, chars: int, work: Callable[[], _Result]) -> _Result:
         """Does `work`, which encodes a text of `chars` characters: here if it takes about 1 ms at most, else
         in a thread, so that it does not block the event loop."""
-        return work() if chars <= self._encoder.chars_per_ms else await asyncio.to_thread(work)
+        return await off_loop(work, ms=chars / self._encoder.chars_per_ms)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; ids outside the vocabulary are left out."""

@@ -15,6 +15,7 @@ import structlog
 from starlette.responses import JSONResponse, Response
 
 from engine_adapter import EngineError, Headers, JsonBody, route_of
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
@@ -105,7 +106,7 @@ class DataPlane:
             if kind.startswith(("multipart/", "audio/")):
                 return exchange.chunks(limit)
         raw = await exchange.read(limit)
-        return _parse(raw) if raw else None
+        return await off_loop(lambda: _parse(raw), ms=len(raw) / JSON_BYTES_PER_MS) if raw else None
 
     def _models(self) -> Response:
         cards = [_model_card(name, model) for name, model in self.flow.fleet.served().items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from time import monotonic
+from zlib import crc32
 
 import structlog
 
@@ -101,10 +102,12 @@ class Monitor:
 
     async def _until_lost(self, engine: Engine) -> None:
         """Checks a connected engine until a check fails or the process is another one."""
+        pause_s = self._interval_s * _phase(engine.id)
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(pause_s):
                     await engine.check_now.wait()
+            pause_s = self._interval_s
             # Cleared before the check: a request that fails during the check asks for another one.
             engine.check_now.clear()
             async with asyncio.timeout(self._timeout_s):
@@ -192,3 +195,8 @@ class Monitor:
         if engine.can(Capability.PROMPT_TABLES):
             for table in self._tables.list():
                 await engine.adapter.put_prompt_table(table)
+
+
+def _phase(engine_id: str) -> float:
+    """Where in the interval an engine is checked, 0–1: not where others are that connected with it."""
+    return crc32(engine_id.encode()) / 2**32

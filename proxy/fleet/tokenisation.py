@@ -17,6 +17,7 @@ from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
 from proxy.prompt import Exactness, Load, PromptBuilder, PromptTables, verify_exactness
+from proxy.runtime import settle
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -64,6 +65,7 @@ class Tokenisation:
         builder.reason = f"the tokenizer {source!r} is being loaded"
         await verify_exactness(builder, engine.adapter)  # with no tokenizer here, no engine is asked
         is_settled = await builder.load(source, self._load)
+        settle()
         await self._check(pool, builder, engine)
         while not is_settled and (pool.engines or pool.away):
             await asyncio.sleep(RELOAD_S)

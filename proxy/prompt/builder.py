@@ -19,6 +19,7 @@ from engine_adapter import (
     KvTarget,
     common_prefix,
 )
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
@@ -27,6 +28,7 @@ from proxy.prompt.extra_ids import extra_ids_of
 from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.media import find_media, media_fields, texts_only
 from proxy.prompt.render import (
+    COMPLETIONS_PATH,
     ChatInput,
     CompletionInput,
     PromptInput,
@@ -230,7 +232,8 @@ class PromptBuilder:
             BadRequest: a field that no engine can take, or a prompt beyond the model's context.
             ChatError, PromptTableError: messages or extra ids that break their rules, with the field.
         """
-        source = read_prompt(path, body)
+        per_ms = TOKEN_ID_BYTES_PER_MS if path == COMPLETIONS_PATH else JSON_BYTES_PER_MS
+        source = await off_loop(lambda: read_prompt(path, body), ms=len(body.raw) / per_ms)
         if source is None:
             return None
         tokens = await self._tokenise(source, path, body, Owner(salt, lora, tenant))

@@ -8,7 +8,6 @@ its salt.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import hashlib
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter import JsonBody
+from engine_adapter.off_loop import off_loop
 from proxy.errors import BadRequest
 
 # The field of a part that holds an item → its kind, in chats, Responses and Messages. The field decides, not
@@ -216,9 +216,7 @@ class MediaUuids:
 
     async def _check(self, size: int, parts: Sequence[MediaPart], salt: str | None) -> None:
         """Refuses a uuid with new content. Requests that an engine refused count: it may hold the item."""
-        digests = (
-            _digests(parts) if size <= _BYTES_PER_MS else await asyncio.to_thread(lambda: _digests(parts))
-        )
+        digests = await off_loop(lambda: _digests(parts), ms=size / _BYTES_PER_MS)
         for part, digest in zip(parts, digests, strict=True):
             if digest is None:
                 continue

@@ -350,8 +350,8 @@ class FakeVllm:
         if self.options.identity:
             lines.append(f"process_start_time_seconds {int(self._started)}")
         if self.options.log_stats:
-            for rank, core in enumerate(self.cores):
-                lines += self._metrics_of(rank, core)
+            by_rank = [self._metrics_of(rank, core) for rank, core in enumerate(self.cores)]
+            lines += dict.fromkeys(line for same in zip(*by_rank, strict=True) for line in same)
         return "\n".join(lines) + "\n"
 
     def _metrics_of(self, rank: int, core: EngineCore) -> Iterator[str]:

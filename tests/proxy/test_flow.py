@@ -1,6 +1,7 @@
 """The read path over real sockets: retries, salts, aliases, and nothing left behind."""
 
 import asyncio
+import gc
 import json
 from array import array
 from contextlib import asynccontextmanager
@@ -75,6 +76,23 @@ class TestRetries:
         assert len(engine.seen) == 1
         assert other.seen[0].body == body
         assert client.proxy.fleet.engines["a"].state == "ready"
+
+    async def test_a_body_that_all_engines_refuse_is_let_go_at_once(self, engine, other, client):
+        """Not when the garbage collector comes by: many of them could fill the memory until then."""
+
+        async def script(exchange):
+            await exchange.send({"message": "full"}, status=503)
+
+        engine.script = other.script = script
+        gc.collect()
+        gc.disable()
+        try:
+            response = await client.post(CHAT, json=ASK)
+            await client.proxy.settled()
+            assert not [each for each in gc.get_objects() if type(each) is JsonBody]
+        finally:
+            gc.enable()
+        assert response.status_code == 503
 
     @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
     @pytest.mark.parametrize("point", ["before headers", "after headers"])

@@ -1,7 +1,10 @@
+import time
+import timeit
+
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.http.prometheus_text import read_samples
+from engine_adapter.http.prometheus_text import Sample, read_samples
 
 PAGE = b"""\
 # HELP busy:requests Requests now.
@@ -33,6 +36,34 @@ def test_a_page_of_another_kind(page):
         page = b"started " + page
     with pytest.raises(EngineUnavailable, match="/metrics cannot be read"):
         read_samples(page, ("started",))
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_sample_with_its_time_and_one_at_the_end(end):
+    samples = read_samples(f'a{{note="}} 1"}} 2 1395066363000\nb 3{end}'.encode(), ("a", "b"))
+    assert samples.all("a") == [Sample("a", {"note": "} 1"}, 2.0)]
+    assert samples.sum("b") == 3
+
+
+def test_the_same_series_with_other_values():
+    first, second = (read_samples(b'a{x="1"} %d\na{x="2"} 5\n' % value, ("a",)) for value in (1, 2))
+    assert (first.sum("a"), second.sum("a"), second.sum("a", x="1")) == (6, 7, 2)
+
+
+def test_a_large_page_costs_little_more_than_a_small_one():
+    """It is read each second for each engine: only lines of the requested metrics may be looked at."""
+    others = b"".join(b'other_%d{le="0.5",engine="0"} 1.0\n' % n for n in range(3000))
+
+    def cpu_s(page):
+        spent = []
+        for _ in range(20):
+            begun = time.thread_time()
+            read_samples(page, ("busy:requests", "config_info", "started_seconds"))
+            spent.append(time.thread_time() - begun)
+        return min(spent)
+
+    line_by_line = min(timeit.repeat(lambda: (PAGE + others).decode().splitlines(), number=1, repeat=20))
+    assert cpu_s(PAGE + others) - cpu_s(PAGE) < line_by_line
 
 
 def test_a_page_without_any():

@@ -252,6 +252,24 @@ class TestSuspicion:
         await world.state(engine, EngineState.READY)
 
 
+async def test_engines_that_connect_at_once_are_not_checked_at_once():
+    """All checks in one tick would keep requests waiting for as long as they take together."""
+    world, checked = World(interval_s=0.5), []
+    loop = asyncio.get_running_loop()
+
+    async def load():
+        checked.append(loop.time())
+        return EngineLoad(0, 0)
+
+    for number in range(64):
+        _, adapter = world.add(f"engine-{number}")
+        adapter.load = load
+    await world.until(lambda: len(checked) >= 128)
+    await world.tasks.stop()
+    most = max(sum(begun <= each < begun + 0.05 for each in checked) for begun in checked)
+    assert most <= 24
+
+
 async def test_a_draining_engine_stays_so(world):
     engine, adapter = world.add()
     await world.state(engine, EngineState.READY)

@@ -1,3 +1,4 @@
+import time
 from array import array
 
 import pytest
@@ -85,6 +86,30 @@ def test_prompts_whose_tokens_the_engine_told_are_counted(fleet):
     name = "kvpin_tokenisation_checks_total"
     assert value(metrics, name, result="same", **LABELS) == 2
     assert value(metrics, name, result="different", **LABELS) == 1
+
+
+def test_the_page_of_many_engines_takes_little_of_the_loop(fleet):
+    """256 engines took 90 ms, which all requests waited for."""
+    metrics = Metrics(fleet)
+    for number in range(256):
+        engine = fleet.add(FakeAdapter(f"engine-{number}"))
+        fleet.join(engine, INFO)
+        placement = Placement(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
+        metrics.observe(record(placement=placement, reported_tokens=32, first_byte_s=0.04, duration_s=1.5))
+    spent = []
+    for _ in range(10):
+        begun = time.thread_time()
+        page = metrics.render()
+        spent.append(time.thread_time() - begun)
+    assert page.count(b"kvpin_request_seconds_bucket") == 256 * 15
+    assert min(spent) < 0.03
+
+
+def test_the_lag_of_the_loop(fleet):
+    metrics = Metrics(fleet)
+    metrics.loop_lag.observe(0.3)
+    assert value(metrics, "kvpin_loop_lag_seconds_bucket", le="0.2") == 0
+    assert value(metrics, "kvpin_loop_lag_seconds_bucket", le="0.5") == 1
 
 
 async def test_gauges_are_read_from_the_fleet(fleet):

@@ -1,0 +1,126 @@
+"""Families of counters and histograms, and their lines in Prometheus' text format.
+
+prometheus_client took 90 ms for the page of 256 engines, all of it on the event loop. Here each series
+keeps the text of its name and labels, so that a page costs one format per series. Only the event loop's
+thread may use a family.
+
+Format: https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+
+
+def head(name: str, kind: str, text: str) -> str:
+    """The two lines before the series of a family: `kind` is its type, `text` says what it counts."""
+    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
+
+
+@lru_cache(16_384)
+def labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """`{name="value",…}`; empty without names."""
+    pairs = (f'{name}="{value.translate(_ESCAPES)}"' for name, value in zip(names, values, strict=True))
+    return f"{{{','.join(pairs)}}}" if names else ""
+
+
+def gauge(
+    name: str, text: str, names: tuple[str, ...], series: Iterable[tuple[tuple[str, ...], float]]
+) -> str:
+    """A family of values as they are now: each a pair of label values and number."""
+    lines = [f"{name}{labelled(names, values)} {float(number)}\n" for values, number in series]
+    return head(name, "gauge", text) + "".join(lines)
+
+
+class Count:
+    """One series of a counter."""
+
+    __slots__ = ("line", "number")
+
+    def __init__(self, line: str) -> None:
+        """`line` is the series' name and labels."""
+        self.line = line
+        self.number = 0
+
+    def add(self, number: int = 1) -> None:
+        """Counts `number` more."""
+        self.number += number
+
+
+class Counter:
+    """Numbers that only grow, one for each combination of label values."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
+        """`name` ends in `_total`."""
+        self._name, self._labels = name, tuple(labels)
+        self._head = head(name, "counter", text)
+        self._series: dict[tuple[str, ...], Count] = {}
+
+    def of(self, *values: str) -> Count:
+        """The series with these label values. It appears on the page from now on."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = Count(f"{self._name}{labelled(self._labels, values)}")
+        return series
+
+    def lines(self) -> Iterator[str]:
+        """The family's part of the page."""
+        yield self._head
+        for series in self._series.values():
+            yield f"{series.line} {series.number}.0\n"
+
+
+class Buckets:
+    """One series of a histogram."""
+
+    __slots__ = ("_bounds", "counts", "page", "sum")
+
+    def __init__(self, bounds: Sequence[float], page: str) -> None:
+        """`page` is the format of its lines: a `%d` per bucket, one for the count, a `%r` for the sum."""
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.page = page
+
+    def observe(self, value: float) -> None:
+        """Counts one value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+
+class Histogram:
+    """How often values fell into each of some ranges, for each combination of label values."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
+        """`bounds` are the upper ends of the ranges, in rising order; a last range has no end."""
+        self._name, self._labels, self._bounds = name, tuple(labels), tuple(bounds)
+        self._head = head(name, "histogram", text)
+        self._series: dict[tuple[str, ...], Buckets] = {}
+
+    def of(self, *values: str) -> Buckets:
+        """The series with these label values. It appears on the page from now on."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = Buckets(self._bounds, self._page(values))
+        return series
+
+    def lines(self) -> Iterator[str]:
+        """The family's part of the page."""
+        yield self._head
+        for series in self._series.values():
+            totals = (*accumulate(series.counts),)
+            yield series.page % (*totals, totals[-1], series.sum)
+
+    def _page(self, values: tuple[str, ...]) -> str:
+        """See `Buckets`."""
+        names, plain = (*self._labels, "le"), labelled(self._labels, values).replace("%", "%%")
+        lines = []
+        for bound in (*(str(float(bound)) for bound in self._bounds), "+Inf"):
+            labels = labelled(names, (*values, bound)).replace("%", "%%")
+            lines.append(f"{self._name}_bucket{labels} %d.0\n")
+        return f"{''.join(lines)}{self._name}_count{plain} %d.0\n{self._name}_sum{plain} %r\n"

@@ -1,0 +1,64 @@
+"""The page is compared with what prometheus_client writes and reads."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Counter as TheirCounter
+from prometheus_client import Histogram as TheirHistogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from proxy.observe.families import Counter, Histogram, gauge
+
+NASTY = 'a "quoted" \\ name,\nwith 100%d of it} 1'
+
+
+def samples(page):
+    families = text_string_to_metric_families(page)
+    return {
+        (family.name, family.type, sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_counters_are_as_theirs():
+    registry = CollectorRegistry()
+    theirs = TheirCounter("kvpin_x", "What x is", ("model", "status"), registry=registry)
+    ours = Counter("kvpin_x_total", "What x is", ("model", "status"))
+    for model, number in (("m", 1), (NASTY, 12_345_678), ("m", 2), ("zero", 0)):
+        theirs.labels(model, "200").inc(number)
+        ours.of(model, "200").add(number)
+    assert samples("".join(ours.lines())) == samples(generate_latest(registry).decode())
+    assert len(samples("".join(ours.lines()))) == 3
+
+
+@pytest.mark.parametrize("labels", [(), ("model",)])
+def test_histograms_are_as_theirs(labels):
+    registry = CollectorRegistry()
+    bounds = (0.001, 0.5, 2)
+    theirs = TheirHistogram("kvpin_y", "What y is", labels, buckets=bounds, registry=registry)
+    ours = Histogram("kvpin_y", "What y is", labels, bounds)
+    values = (NASTY,) * len(labels)
+    for number in (0, 0.001, 0.0011, 0.5, 1, 2, 2.1, 1e9):
+        (theirs.labels(*values) if labels else theirs).observe(number)
+        ours.of(*values).observe(number)
+    assert samples("".join(ours.lines())) == samples(generate_latest(registry).decode())
+
+
+def test_a_gauge():
+    page = gauge("kvpin_z", "What z is", ("engine",), [(("a",), True), ((NASTY,), 7)])
+    assert list(samples(page).values()) == [1, 7]
+    assert page.startswith("# HELP kvpin_z What z is\n# TYPE kvpin_z gauge\n")
+
+
+def test_a_family_without_series_is_on_the_page():
+    pages = ("".join(f.lines()) for f in (Counter("c_total", "C", ("l",)), Histogram("h", "H", ("l",), (1,))))
+    found = [family for page in pages for family in text_string_to_metric_families(page)]
+    assert [(family.type, family.samples) for family in found] == [("counter", []), ("histogram", [])]
+
+
+def test_a_series_is_made_once():
+    family = Counter("c_total", "C", ("l",))
+    assert family.of("a") is family.of("a")
+    with pytest.raises(ValueError, match="zip"):
+        family.of("a", "b")

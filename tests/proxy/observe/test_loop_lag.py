@@ -1,0 +1,71 @@
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.observe.loop_lag import LoopLag
+
+
+async def run_while(work, *, explain):
+    """Runs `work` beside the measurement; returns the lags, in seconds."""
+    lags = []
+    task = asyncio.create_task(LoopLag(lags.append, explain=explain).run())
+    await asyncio.sleep(0.12)
+    work()
+    await asyncio.sleep(0.12)
+    task.cancel()
+    await asyncio.wait([task])
+    return lags
+
+
+def block_with_a_secret():
+    secret = "a prompt"
+    time.sleep(0.3)
+    return secret
+
+
+async def test_a_block_is_measured_once():
+    lags = await run_while(block_with_a_secret, explain=False)
+    assert max(lags) == pytest.approx(0.28, abs=0.1)
+    assert sum(lag > 0.2 for lag in lags) == 1
+    assert min(lags) >= 0
+
+
+async def test_on_demand_the_log_names_what_blocked_and_none_of_its_values():
+    with capture_logs() as logs:
+        await run_while(block_with_a_secret, explain=True)
+    line = next(line for line in logs if line["blocked_s"] > 0.2)
+    assert line["event"].startswith("the event loop was blocked")
+    assert line["running"][0].startswith("block_with_a_secret (observe/test_loop_lag.py:")
+    assert "a prompt" not in str(line)
+
+
+async def test_garbage_collection_is_told_apart():
+    objects = [[] for _ in range(300_000)]
+
+    def collect():
+        begun = time.perf_counter()
+        while time.perf_counter() < begun + 0.2:
+            gc.collect()
+
+    with capture_logs() as logs:
+        await run_while(collect, explain=True)
+    line = max(logs, key=lambda line: line["blocked_s"])
+    assert line["garbage_collection_s"] > 0.1
+    assert objects
+
+
+async def test_a_loop_that_is_not_blocked_says_nothing_and_leaves_nothing_behind():
+    callbacks = len(gc.callbacks)
+    with capture_logs() as logs:
+        lags = await run_while(lambda: None, explain=True)
+    assert lags
+    assert not [line for line in logs if line["blocked_s"] > 0.25]
+    assert len(gc.callbacks) == callbacks
+    for thread in threading.enumerate():
+        if thread.name == "loop-lag":
+            thread.join(1)
+            assert not thread.is_alive()
