@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from engine_adapter.events.keys import KeyReader, MalformedEvents
+from engine_adapter.events.fields import MalformedEvents
+from engine_adapter.events.keys import KeyReader
 from engine_adapter.events.wire import EventReader, Snapshot
 from engine_adapter.events.zmq_inbox import Inbox, ReplayClient, replay_client, subscription
 from engine_adapter.types import CacheCleared, KvEvent, ViewCurrent, ViewLost

@@ -9,7 +9,8 @@ from the start of a prompt. Such a run is not counted, so at worst kvpin believe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from engine_adapter.types import (
     BlocksRemoved,

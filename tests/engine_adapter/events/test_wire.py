@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.events.keys import BlockKeys, MalformedEvents
+from engine_adapter.events import fields as module
+from engine_adapter.events.fields import (
+    ClearedFields,
+    MalformedEvents,
+    RemovedFields,
+    StoredFields,
+    decode_fields,
+)
+from engine_adapter.events.keys import BlockKeys
 from engine_adapter.events.wire import (
+    EventBatch,
     EventReader,
     decode_batch,
     decode_snapshot,
@@ -33,11 +42,13 @@ SALTED = BlocksStored(
     Tier.HOST, None, (21, 22), token_array([1, 2, 900, 4]), 2, extra_array([0, 0, 2**64 - 1, 0]), "tenant-Ü"
 )
 CHILD = BlocksStored(Tier.DISK, 22, (23,), token_array([5, 6]), 2)
+# A timestamp that makes a batch too long for one pass.
+LONG = b"x" * 20_000
 REMOVED = BlocksRemoved(Tier.HOST, (21, b"\x01"))
 
 
-def wire(*events):
-    return msgspec.msgpack.encode([1.5, list(events), 0])
+def wire(*events, timestamp=1.5):
+    return msgspec.msgpack.encode([timestamp, list(events), 0])
 
 
 def stored(**changes):
@@ -49,6 +60,12 @@ def stored(**changes):
         "block_size": 2,
     }
     return fields | changes
+
+
+def as_array(fields):
+    """The array form, with every place filled."""
+    names = {"BlockStored": StoredFields, "BlockRemoved": RemovedFields, "AllBlocksCleared": ClearedFields}
+    return [fields["type"], *(fields.get(name) for name in names[fields["type"]].__struct_fields__[:10])]
 
 
 def test_every_event_survives_the_wire():
@@ -146,12 +163,29 @@ def test_events_of_groups_that_are_not_followed_are_left_out_and_not_counted():
     assert (reader.skipped, reader.groups.several) == (0, True)
 
 
-def test_events_are_decoded_one_at_a_time():
-    events = EventReader().read(wire(stored(), {"type": "BlockMoved"}))
-    assert isinstance(next(events), BlocksStored)
-    assert next(events, None) is None
+def test_a_long_batch_is_decoded_event_by_event(monkeypatch):
+    """So that others get a turn before it is read to its end."""
+    decoded = []
+    monkeypatch.setattr(module, "_map", lambda raw: decoded.append(raw) or StoredFields((1,)))
+    events = decode_fields(wire(stored(), stored(), timestamp=LONG))
+    assert next(events) == StoredFields((1,))
+    assert len(decoded) == 1
 
 
+@pytest.mark.parametrize("timestamp", [1.5, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("form", [lambda event: event, as_array], ids=["maps", "arrays"])
+def test_a_batch_means_the_same_in_either_form_however_long_it_is(form, timestamp):
+    events = [event_fields(event) for event in (PLAIN, SALTED, CHILD, REMOVED, CacheCleared())]
+    batch = decode_batch(wire(*map(form, events), timestamp=timestamp))
+    assert batch == EventBatch((PLAIN, SALTED, CHILD, REMOVED, CacheCleared()))
+
+
+def test_both_forms_in_one_batch():
+    batch = decode_batch(wire(event_fields(PLAIN), as_array(event_fields(CHILD))))
+    assert batch == EventBatch((PLAIN, CHILD))
+
+
+@pytest.mark.parametrize("timestamp", [1.5, LONG], ids=["short", "long"])
 @pytest.mark.parametrize(
     "bad",
     [
@@ -180,8 +214,8 @@ def test_events_are_decoded_one_at_a_time():
         5,
     ],
 )
-def test_an_unreadable_event_is_skipped_and_the_others_kept(bad):
-    batch = decode_batch(wire(bad, {"type": "AllBlocksCleared"}))
+def test_an_unreadable_event_is_skipped_and_the_others_kept(bad, timestamp):
+    batch = decode_batch(wire(bad, {"type": "AllBlocksCleared"}, timestamp=timestamp))
     assert batch.events == (CacheCleared(),)
     assert batch.skipped == 1
 
@@ -207,7 +241,7 @@ def test_deep_nesting_is_malformed():
 
 def test_another_engine_brings_its_own_reader():
     event = stored(extra_keys=[["tenantA"]], lora_name="ada")
-    batch = decode_batch(wire(event), lambda fields: BlockKeys(salt=fields["extra_keys"][0][0]))
+    batch = decode_batch(wire(event), lambda fields: BlockKeys(salt=fields.extra_keys[0][0]))
     assert batch.events[0].salt == "tenantA"
 
 
