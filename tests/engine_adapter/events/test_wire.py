@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.events import fields as module
-from engine_adapter.events.fields import (
-    ClearedFields,
-    MalformedEvents,
-    RemovedFields,
-    StoredFields,
-    decode_fields,
-)
+from engine_adapter.events.fields import ClearedFields, MalformedEvents, RemovedFields, StoredFields
 from engine_adapter.events.keys import BlockKeys
 from engine_adapter.events.wire import (
     EventBatch,
@@ -161,15 +154,6 @@ def test_events_of_groups_that_are_not_followed_are_left_out_and_not_counted():
         BlocksRemoved(Tier.GPU, (0,)),
     )
     assert (reader.skipped, reader.groups.several) == (0, True)
-
-
-def test_a_long_batch_is_decoded_event_by_event(monkeypatch):
-    """So that others get a turn before it is read to its end."""
-    decoded = []
-    monkeypatch.setattr(module, "_map", lambda raw: decoded.append(raw) or StoredFields((1,)))
-    events = decode_fields(wire(stored(), stored(), timestamp=LONG))
-    assert next(events) == StoredFields((1,))
-    assert len(decoded) == 1
 
 
 @pytest.mark.parametrize("timestamp", [1.5, LONG], ids=["short", "long"])
