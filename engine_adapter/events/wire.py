@@ -41,6 +41,8 @@ _TIER_OF: dict[str | None, Tier] = {
     "STORAGE": Tier.DISK,
     "EXTERNAL": Tier.DISK,
 }
+# vLLM sends an event for each block that it evicts. As many that follow each other are merged.
+_MERGED_BLOCKS = 64
 _NO_TOKENS: TokenIds[int] = array("i")
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_snapshot = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw]).decode
@@ -78,10 +80,30 @@ class EventReader:
 
     def read(self, payload: bytes) -> Iterator[KvEvent]:
         """The events of the batch whose last frame is `payload`. An unreadable event is skipped and counted.
+        Removals that follow each other are one event.
 
         Raises:
             MalformedEvents: on the first event, if the payload is not a batch.
         """
+        gone: BlocksRemoved | None = None
+        for event in self._events(payload):
+            if isinstance(event, BlocksRemoved):
+                if gone is None:
+                    gone = event
+                elif event.tier is gone.tier and len(gone.hashes) < _MERGED_BLOCKS:
+                    gone = BlocksRemoved(gone.tier, gone.hashes + event.hashes)
+                else:
+                    yield gone
+                    gone = event
+                continue
+            if gone is not None:
+                yield gone
+                gone = None
+            yield event
+        if gone is not None:
+            yield gone
+
+    def _events(self, payload: bytes) -> Iterator[KvEvent]:
         for fields in decode_fields(payload):
             try:
                 event = self._event(fields)

@@ -86,6 +86,21 @@ def test_the_payload_is_as_the_wire_document_says():
     assert removed == {"type": "BlockRemoved", "block_hashes": [21, b"\x01"], "medium": "CPU"}
 
 
+def test_removals_that_follow_each_other_are_one_event():
+    """vLLM sends one for each block that it evicts. Their order among the others stays."""
+    gone = [BlocksRemoved(Tier.GPU, (n,)) for n in range(3)]
+    batch = decode_batch(encode_batch([*gone, REMOVED, PLAIN, *gone, CacheCleared(), gone[0]], timestamp=1.0))
+    together = BlocksRemoved(Tier.GPU, (0, 1, 2))
+    assert batch.events == (together, REMOVED, PLAIN, together, CacheCleared(), gone[0])
+
+
+def test_many_removals_are_several_events():
+    gone = [BlocksRemoved(Tier.GPU, (n,)) for n in range(200)]
+    events = decode_batch(encode_batch(gone, timestamp=1.0)).events
+    assert [len(event.hashes) for event in events] == [64, 64, 64, 8]
+    assert tuple(name for event in events for name in event.hashes) == tuple(range(200))
+
+
 def test_defaults_may_be_left_out():
     (event,) = decode_batch(wire({"type": "BlockRemoved", "block_hashes": [3]})).events
     assert event == BlocksRemoved(Tier.GPU, (3,))
