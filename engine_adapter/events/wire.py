@@ -41,8 +41,8 @@ _TIER_OF: dict[str | None, Tier] = {
     "STORAGE": Tier.DISK,
     "EXTERNAL": Tier.DISK,
 }
-# vLLM sends an event for each block that it evicts. As many that follow each other are merged.
-_MERGED_BLOCKS = 64
+# Joined events have about as many blocks at most.
+_JOINED_BLOCKS = 64
 _NO_TOKENS: TokenIds[int] = array("i")
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_snapshot = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw]).decode
@@ -80,28 +80,21 @@ class EventReader:
 
     def read(self, payload: bytes) -> Iterator[KvEvent]:
         """The events of the batch whose last frame is `payload`. An unreadable event is skipped and counted.
-        Removals that follow each other are one event.
+        Events of blocks that belong together are joined.
 
         Raises:
             MalformedEvents: on the first event, if the payload is not a batch.
         """
-        gone: BlocksRemoved | None = None
+        before: KvEvent | None = None
         for event in self._events(payload):
-            if isinstance(event, BlocksRemoved):
-                if gone is None:
-                    gone = event
-                elif event.tier is gone.tier and len(gone.hashes) < _MERGED_BLOCKS:
-                    gone = BlocksRemoved(gone.tier, gone.hashes + event.hashes)
-                else:
-                    yield gone
-                    gone = event
-                continue
-            if gone is not None:
-                yield gone
-                gone = None
-            yield event
-        if gone is not None:
-            yield gone
+            joined = None
+            if before is not None:
+                joined = _join(before, event)
+                if joined is None:
+                    yield before
+            before = joined or event
+        if before is not None:
+            yield before
 
     def _events(self, payload: bytes) -> Iterator[KvEvent]:
         for fields in decode_fields(payload):
@@ -124,6 +117,36 @@ class EventReader:
         if fields is None:
             raise MalformedEvents("an event of an unknown type or form")
         return CacheCleared()
+
+
+def _join(first: KvEvent, second: KvEvent) -> KvEvent | None:
+    """One event that means the same as two; None if there is none.
+
+    vLLM sends an event for each block that it evicts, SGLang one for each page that it stores or evicts.
+    """
+    if isinstance(first, BlocksRemoved) and isinstance(second, BlocksRemoved):
+        if first.tier is second.tier and len(first.hashes) < _JOINED_BLOCKS:
+            return BlocksRemoved(first.tier, first.hashes + second.hashes)
+    elif isinstance(first, BlocksStored) and isinstance(second, BlocksStored) and _continues(first, second):
+        names, token_ids = first.hashes + second.hashes, first.token_ids + second.token_ids
+        tier, size = first.tier, first.tokens_per_block
+        return BlocksStored(tier, first.parent, names, token_ids, size, None, first.salt, first.lora)
+    return None
+
+
+def _continues(first: BlocksStored, second: BlocksStored) -> bool:
+    """Whether the second run of blocks follows the first, with the same keys. A run that begins a prompt
+    stays alone: vLLM may report reuse with it."""
+    return (
+        first.parent is not None
+        and 0 < len(first.hashes) < _JOINED_BLOCKS
+        and second.parent == first.hashes[-1]
+        and second.tokens_per_block == first.tokens_per_block
+        and second.tier is first.tier
+        and first.extra_ids is second.extra_ids is None
+        and (second.salt, second.lora) == (first.salt, first.lora)
+        and bool(first.token_ids and second.token_ids)
+    )
 
 
 def decode_batch(payload: bytes, read_keys: KeyReader | None = None) -> EventBatch:

@@ -101,6 +101,52 @@ def test_many_removals_are_several_events():
     assert tuple(name for event in events for name in event.hashes) == tuple(range(200))
 
 
+def page(name, parent, **changes):
+    fields = {"tier": Tier.GPU, "token_ids": token_array([name]), "tokens_per_block": 1} | changes
+    return BlocksStored(parent=parent, hashes=(name,), **fields)
+
+
+def test_pages_that_follow_each_other_are_one_run():
+    """SGLang sends one event for each."""
+    pages = [page(n, n - 1, lora="ada") for n in range(1, 5)]
+    reader = EventReader(lambda fields: BlockKeys(lora="ada"))
+    (run,) = reader.read(encode_batch(pages, timestamp=1.0))
+    assert run == BlocksStored(Tier.GPU, 0, (1, 2, 3, 4), token_array([1, 2, 3, 4]), 1, None, None, "ada")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (page(1, None), page(2, 1)),
+        (page(1, 0), page(2, 7)),
+        (page(1, 0), page(2, 1, tier=Tier.HOST)),
+        (page(1, 0), page(2, 1, tokens_per_block=2, token_ids=token_array([1, 2]))),
+        (page(1, 0), page(2, 1, extra_ids=extra_array([5]))),
+        (page(1, 0, extra_ids=extra_array([5])), page(2, 1)),
+        (page(1, 0), page(2, 1, salt="s")),
+        (page(1, 0), page(2, 1, token_ids=token_array([]))),
+        (page(1, 0), removed_page := BlocksRemoved(Tier.GPU, (1,))),
+        (removed_page, page(2, 1)),
+        (removed_page, BlocksRemoved(Tier.HOST, (1,))),
+    ],
+    ids=[
+        *(
+            "begins a prompt",
+            "another parent",
+            "tier",
+            "size",
+            "an image",
+            "after an image",
+            "salt",
+            "a name",
+        ),
+        *("stored, removed", "removed, stored", "removed elsewhere"),
+    ],
+)
+def test_events_that_do_not_belong_together_stay_apart(first, second):
+    assert decode_batch(encode_batch([first, second], timestamp=1.0)).events == (first, second)
+
+
 def test_defaults_may_be_left_out():
     (event,) = decode_batch(wire({"type": "BlockRemoved", "block_hashes": [3]})).events
     assert event == BlocksRemoved(Tier.GPU, (3,))
