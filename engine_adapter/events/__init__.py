@@ -2,6 +2,7 @@
 
 subscriber.py  a ZMQ stream without holes: sequence numbers, replay, restarts
 zmq_inbox.py   receives off the event loop           sources.py  where an engine publishes
-wire.py        msgpack → events                      groups.py   engines with several KV cache groups
+fields.py      msgpack → fields, in one pass
+wire.py        fields → events, and back             groups.py   engines with several KV cache groups
 keys.py        the keys beside a block's tokens, typed: LoRA, image, salt, embeddings
 """

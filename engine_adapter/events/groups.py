@@ -1,12 +1,13 @@
 """Chooses the KV cache group to follow, for models with several kinds of attention.
- vLLM keeps a block table for each group and sends events of each, under the same block hashes. kvpin follows
+
+vLLM keeps a block table for each group and sends events of each, under the same block hashes. kvpin follows
 the group with full attention, because a prompt can be reused at most that far. The other groups may hold
 less, so with more than one group predictions are never firm.
 """
 
 from __future__ import annotations
 
-from engine_adapter.events.keys import Fields
+from engine_adapter.events.fields import RemovedFields, StoredFields
 
 _FULL = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
@@ -22,24 +23,27 @@ class KvGroups:
         self._followed: object = None
         self.several = False
 
-    def follows(self, fields: Fields) -> bool:
+    def follows(self, fields: StoredFields | RemovedFields) -> bool:
         """Whether the event belongs to the followed group, or the engine names no groups.
 
         A store says what kind its group is; a removal has only the group's number.
         """
-        group = fields.get("group_idx")
+        group = fields.group_idx
         if group is None or group == self._followed:
             return True
-        if self._followed is None and _is_full(fields):
-            self._followed = group
-            return True
+        kind = None
+        if isinstance(fields, StoredFields):
+            kind = fields.kv_cache_spec_kind
+            if self._followed is None and _is_full(fields):
+                self._followed = group
+                return True
         # A removal before the first store says nothing about the group.
-        self.several = self.several or self._followed is not None or "kv_cache_spec_kind" in fields
+        self.several = self.several or self._followed is not None or kind is not None
         return False
 
 
-def _is_full(fields: Fields) -> bool:
-    kind = fields.get("kv_cache_spec_kind")
+def _is_full(fields: StoredFields) -> bool:
+    kind = fields.kv_cache_spec_kind
     if kind is None:
-        return bool(fields.get("token_ids"))
+        return bool(fields.token_ids)
     return isinstance(kind, str) and kind in _FULL

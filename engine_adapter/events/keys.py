@@ -8,21 +8,15 @@ is ambiguous, readers choose so that at worst a prediction is missing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from engine_adapter.events.fields import MalformedEvents, StoredFields
 from engine_adapter.prompt.extra_ids import UINT64_MAX, extra_id
 from engine_adapter.prompt.media import mark_media
-from engine_adapter.types import ExtraIds, MediaSpan, TokenIds
-
-Fields = Mapping[str, Any]
+from engine_adapter.types import ExtraIds, MediaSpan, TokenIds, token_array
 
 _EXTRA_IDS, _CACHE_SALT = "extra_ids", "cache_salt"
-
-
-class MalformedEvents(ValueError):
-    """The bytes are not a batch of KV events, or an event breaks the format. The text says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +39,8 @@ class BlockKeys:
     complete: bool = True
 
 
-# Reads the fields of a BlockStored that holds `len(block_hashes)` blocks of `block_size` tokens.
-KeyReader = Callable[[Fields], BlockKeys]
+# Reads the keys of `len(block_hashes)` blocks of `block_size` tokens.
+KeyReader = Callable[[StoredFields], BlockKeys]
 
 _TEXT = BlockKeys()
 _INCOMPLETE = BlockKeys(complete=False)
@@ -55,7 +49,7 @@ _INCOMPLETE = BlockKeys(complete=False)
 # --- the embedded engine ---------------------------------------------------------------------------
 
 
-def read_named_keys(fields: Fields) -> BlockKeys:
+def read_named_keys(fields: StoredFields) -> BlockKeys:
     """Reads the embedded engine's `extra_keys`: per block nil or `[[name, value]…]`.
 
     Raises:
@@ -64,7 +58,7 @@ def read_named_keys(fields: Fields) -> BlockKeys:
     per_block = _per_block(fields)
     if not any(per_block):
         return _TEXT
-    block_bytes = 8 * fields["block_size"]
+    block_bytes = 8 * fields.size
     pieces: list[bytes] = []
     salt: str | None = None
     for index, keys in enumerate(per_block):
@@ -133,7 +127,7 @@ class _Found:
         return ids
 
 
-def read_vllm_keys(fields: Fields) -> BlockKeys:
+def read_vllm_keys(fields: StoredFields) -> BlockKeys:
     """Reads vLLM's `extra_keys`: per block nil or, without names and in this order, the LoRA adapter's
     name, an `[identifier, offset]` for each multimodal item in it, the cache salt, and a digest of prompt
     embeddings.
@@ -146,19 +140,19 @@ def read_vllm_keys(fields: Fields) -> BlockKeys:
     Raises:
         MalformedEvents: a key in an unexpected place, or a LoRA adapter without its name.
     """
-    lora = fields.get("lora_name")
-    if fields.get("extra_keys") is None and str(fields.get("medium") or "GPU").upper() != "GPU":
+    lora = fields.lora_name
+    if fields.extra_keys is None and (fields.medium or "GPU").upper() != "GPU":
         # Events of offloaded blocks leave the keys out, also of salted blocks.
         return _INCOMPLETE
-    if lora is None and fields.get("lora_id") is not None:
+    if lora is None and fields.lora_id is not None:
         raise MalformedEvents("a LoRA adapter without its name")
-    if not isinstance(lora, str | None):
+    if lora is not None and not isinstance(lora, str):
         raise MalformedEvents("lora_name is a string")
     per_block = _per_block(fields)
     if not any(per_block):
         return BlockKeys(lora=lora) if lora is not None else _TEXT
-    size = fields["block_size"]
-    begins = fields.get("parent_block_hash") is None
+    size = fields.size
+    begins = fields.parent_block_hash is None
     found = _Found()
     for index, keys in enumerate(per_block):
         _read_block(keys, found, index * size, size, lora=lora, first=begins and index == 0)
@@ -190,26 +184,25 @@ def _read_block(
 # --- SGLang ----------------------------------------------------------------------------------------
 
 
-def read_sglang_keys(fields: Fields) -> BlockKeys:
+def read_sglang_keys(fields: StoredFields) -> BlockKeys:
     """Reads SGLang's fields: `lora_name`, `cache_salt` (in `metadata` before 0.5.21) and the tokens. Tokens
     of images, audio and video are numbers up to 2**62, made from the item's hash.
 
     Raises:
-        MalformedEvents: keys of another engine, or unreadable tokens, such as the pairs that EAGLE
-            speculative decoding caches.
+        MalformedEvents: keys of another engine, or a token beyond 64 bits.
     """
-    lora, salt, metadata = fields.get("lora_name"), fields.get("cache_salt"), fields.get("metadata")
+    lora, salt, metadata = fields.lora_name, fields.cache_salt, fields.metadata
     if isinstance(lora, dict):  # the array form of 0.5.18 to 0.5.20 has metadata in this place
         lora, metadata = None, lora
     if isinstance(metadata, dict):
         salt = metadata.get("cache_salt", salt)
-    if fields.get("extra_keys") is not None:
+    if fields.extra_keys is not None:
         raise MalformedEvents("SGLang's events have no extra_keys")
-    if lora is None and fields.get("lora_id") is not None:
+    if lora is None and fields.lora_id is not None:
         raise MalformedEvents("a LoRA adapter without its name")
     if not isinstance(lora, str | None) or not isinstance(salt, str | None):
         raise MalformedEvents("lora_name and cache_salt are strings")
-    token_ids, extra_ids = narrow_tokens(fields["token_ids"])
+    token_ids, extra_ids = narrow_tokens(fields.token_ids)
     return BlockKeys(extra_ids, salt or None, lora or None, token_ids)
 
 
@@ -221,14 +214,12 @@ def narrow_tokens(raw: Sequence[int]) -> tuple[TokenIds[int], ExtraIds[int] | No
         MalformedEvents: a value is not a 64-bit integer.
     """
     try:
-        return array("i", raw), None
+        return token_array(raw), None
     except OverflowError:
         pass
-    except TypeError as error:
-        raise MalformedEvents(f"token_ids: {error}") from error
     try:
         wide = array("q", raw)
-    except (TypeError, OverflowError) as error:
+    except OverflowError as error:
         raise MalformedEvents(f"token_ids: {error}") from error
     known: dict[int, int] = {}
     token_ids, extra_ids = array("i", bytes(4 * len(wide))), array("Q", bytes(8 * len(wide)))
@@ -243,12 +234,12 @@ def narrow_tokens(raw: Sequence[int]) -> tuple[TokenIds[int], ExtraIds[int] | No
     return token_ids, extra_ids
 
 
-def _per_block(fields: Fields) -> list[list[object]]:
+def _per_block(fields: StoredFields) -> list[list[object]]:
     """The keys of each block; [] when no block has any."""
-    raw = fields.get("extra_keys")
+    raw = fields.extra_keys
     if raw is None:
         return []
-    if not isinstance(raw, list) or len(raw) != len(fields["block_hashes"]):
+    if not isinstance(raw, list) or len(raw) != len(fields.block_hashes):
         raise MalformedEvents("extra_keys needs one entry per block")
     if not any(raw):
         return []

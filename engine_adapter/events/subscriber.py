@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from engine_adapter.events.keys import KeyReader, MalformedEvents
+from engine_adapter.events.fields import MalformedEvents
+from engine_adapter.events.keys import KeyReader
 from engine_adapter.events.wire import EventReader, Snapshot
 from engine_adapter.events.zmq_inbox import Inbox, ReplayClient, replay_client, subscription
 from engine_adapter.types import CacheCleared, KvEvent, ViewCurrent, ViewLost
@@ -150,48 +151,61 @@ class KvEventSubscriber:
         """One view, from its start until it is lost."""
         cursor = _Cursor(EventReader(self._read_keys))
         with replay_client(self._endpoints.replay) as replay:
-            if self._snapshot is not None:
-                held = await self._snapshot()
-                cursor.last, cursor.complete = held.sequence, True
-                for event in held.events:
-                    yield event
-            async with aclosing(self._catch_up(replay, cursor)) as events:
+            async with aclosing(self._start(replay, cursor)) as events:
                 async for event in events:
                     yield event
-            yield cursor.report()
             while True:
                 frames = await inbox.receive(self._idle_check_s)
                 if frames is None:
-                    async with aclosing(self._check(replay, cursor)) as events:
-                        async for event in events:
-                            yield event
+                    missed = self._check(replay, cursor)
+                elif (message := self._live(cursor, frames)) is None:
                     continue
-                message = self._numbered(frames)
-                if message is not None:
-                    async with aclosing(self._go_on(replay, cursor, *message)) as events:
-                        async for event in events:
-                            yield event
+                elif cursor.last is None or message[0] == cursor.last + 1:
+                    for event in self._take(cursor, *message):
+                        yield event
+                    continue
+                else:
+                    missed = self._fill_gap(replay, cursor, message[0])
+                async with aclosing(missed) as events:
+                    async for event in events:
+                        yield event
 
-    async def _go_on(
-        self, replay: ReplayClient | None, cursor: _Cursor, sequence: int, payload: bytes
-    ) -> AsyncGenerator[KvEvent, None]:
-        """The events of a published batch and of any missing before it; none if a replay brought it
+    async def _start(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
+        """What the engine holds, as far as it can tell, up to the last batch that it replays."""
+        if self._snapshot is not None:
+            held = await self._snapshot()
+            cursor.last, cursor.complete = held.sequence, True
+            for event in held.events:
+                yield event
+        async with aclosing(self._catch_up(replay, cursor)) as events:
+            async for event in events:
+                yield event
+        yield cursor.report()
+
+    def _live(self, cursor: _Cursor, frames: list[bytes]) -> tuple[int, bytes] | None:
+        """Number and payload of a published batch; None if it is of another topic, or a replay brought it
         already."""
+        message = self._numbered(frames)
+        if message is None:
+            return None
+        sequence, _ = message
         if cursor.last_live is not None and sequence <= cursor.last_live:
             raise _StartOverError(f"sequence fell from {cursor.last_live} to {sequence}")
         cursor.last_live = sequence
-        if cursor.last is None or sequence == cursor.last + 1:
-            for event in self._take(cursor, sequence, payload):
+        return message if cursor.last is None or sequence > cursor.last else None
+
+    async def _fill_gap(
+        self, replay: ReplayClient | None, cursor: _Cursor, sequence: int
+    ) -> AsyncGenerator[KvEvent, None]:
+        """The events of the batches that did not arrive, and of this one after them."""
+        self.counts.gaps += 1
+        self.counts.replays += replay is not None
+        first = (cursor.last or 0) + 1
+        async with aclosing(self._catch_up(replay, cursor, until=sequence)) as events:
+            async for event in events:
                 yield event
-        elif sequence > cursor.last:
-            self.counts.gaps += 1
-            self.counts.replays += replay is not None
-            first = cursor.last + 1
-            async with aclosing(self._catch_up(replay, cursor, until=sequence)) as events:
-                async for event in events:
-                    yield event
-            if cursor.last < sequence:
-                raise _StartOverError(f"batches {first} to {sequence} are lost")
+        if cursor.last is None or cursor.last < sequence:
+            raise _StartOverError(f"batches {first} to {sequence} are lost")
 
     async def _check(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
         """Events that were published but did not arrive."""

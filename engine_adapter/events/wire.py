@@ -1,8 +1,6 @@
-"""KV events on the wire: vLLM's batches, which SGLang and the embedded engine send too.
+"""KV events on the wire ⇄ typed events. vLLM, SGLang and the embedded engine send the same batches.
 
-A batch is msgpack `[ts, [event…], rank]`; an event is a map `{"type": …}` (vLLM from 0.24 on, SGLang from
-0.5.21 on, and the embedded engine) or an array `[type, …]` in field order (those before). Fields at their
-default may be left out. Each engine has its own reader for the keys beside a block's tokens: see keys.py.
+fields.py decodes a batch. Each engine has its own reader for the keys beside a block's tokens: see keys.py.
 """
 
 from __future__ import annotations
@@ -14,8 +12,15 @@ from typing import Any
 
 import msgspec
 
+from engine_adapter.events.fields import (
+    Fields,
+    MalformedEvents,
+    RemovedFields,
+    StoredFields,
+    decode_fields,
+)
 from engine_adapter.events.groups import KvGroups
-from engine_adapter.events.keys import Fields, KeyReader, MalformedEvents, named_keys, read_named_keys
+from engine_adapter.events.keys import KeyReader, named_keys, read_named_keys
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
@@ -23,10 +28,11 @@ from engine_adapter.types import (
     KvEvent,
     Tier,
     TokenIds,
+    token_array,
 )
 
 _MEDIUM_OF = {Tier.GPU: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
-_TIER_OF: dict[object, Tier] = {
+_TIER_OF: dict[str | None, Tier] = {
     None: Tier.GPU,  # engines that leave it out mean the GPU
     "GPU": Tier.GPU,
     "CPU": Tier.HOST,
@@ -35,27 +41,11 @@ _TIER_OF: dict[object, Tier] = {
     "STORAGE": Tier.DISK,
     "EXTERNAL": Tier.DISK,
 }
-_FIELDS = {  # order of the array form
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-        "kv_cache_spec_kind",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
+# Joined events have about as many blocks at most.
+_JOINED_BLOCKS = 64
 _NO_TOKENS: TokenIds[int] = array("i")
-_HASHES = frozenset({int, bytes})
 _pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder().decode
-_unpack_list = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_unpack_snapshot = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,38 +79,74 @@ class EventReader:
         self.skipped = 0
 
     def read(self, payload: bytes) -> Iterator[KvEvent]:
-        """The events of the batch whose last frame is `payload`, decoded one at a time. An unreadable event
-        is skipped and counted.
+        """The events of the batch whose last frame is `payload`. An unreadable event is skipped and counted.
+        Events of blocks that belong together are joined.
 
         Raises:
             MalformedEvents: on the first event, if the payload is not a batch.
         """
-        try:
-            _, events, *_ = _unpack_list(payload)
-            raw_events = _unpack_list(events)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise MalformedEvents(f"a batch is [ts, [event…], rank]: {error}") from error
-        for raw in raw_events:
+        before: KvEvent | None = None
+        for event in self._events(payload):
+            joined = None
+            if before is not None:
+                joined = _join(before, event)
+                if joined is None:
+                    yield before
+            before = joined or event
+        if before is not None:
+            yield before
+
+    def _events(self, payload: bytes) -> Iterator[KvEvent]:
+        for fields in decode_fields(payload):
             try:
-                event = self._event(_unpack(raw))
-            except (MalformedEvents, msgspec.MsgspecError, ValueError, RecursionError):
+                event = self._event(fields)
+            except MalformedEvents:
                 self.skipped += 1
             else:
                 if event is not None:
                     yield event
 
-    def _event(self, raw: object) -> KvEvent | None:
+    def _event(self, fields: Fields | None) -> KvEvent | None:
         """The event, None if its group is not followed."""
-        kind, fields = _kind_and_fields(raw)
-        if kind == "BlockStored":
+        if isinstance(fields, StoredFields):
             return _stored(fields, self._read_keys) if self.groups.follows(fields) else None
-        if kind == "BlockRemoved":
+        if isinstance(fields, RemovedFields):
             if not self.groups.follows(fields):
                 return None
-            return BlocksRemoved(_tier(fields), _hashes(fields))
-        if kind == "AllBlocksCleared":
-            return CacheCleared()
-        raise MalformedEvents(f"unknown event type {kind!r}")
+            return BlocksRemoved(_tier(fields.medium), fields.block_hashes)
+        if fields is None:
+            raise MalformedEvents("an event of an unknown type or form")
+        return CacheCleared()
+
+
+def _join(first: KvEvent, second: KvEvent) -> KvEvent | None:
+    """One event that means the same as two; None if there is none.
+
+    vLLM sends an event for each block that it evicts, SGLang one for each page that it stores or evicts.
+    """
+    if isinstance(first, BlocksRemoved) and isinstance(second, BlocksRemoved):
+        if first.tier is second.tier and len(first.hashes) < _JOINED_BLOCKS:
+            return BlocksRemoved(first.tier, first.hashes + second.hashes)
+    elif isinstance(first, BlocksStored) and isinstance(second, BlocksStored) and _continues(first, second):
+        names, token_ids = first.hashes + second.hashes, first.token_ids + second.token_ids
+        tier, size = first.tier, first.tokens_per_block
+        return BlocksStored(tier, first.parent, names, token_ids, size, None, first.salt, first.lora)
+    return None
+
+
+def _continues(first: BlocksStored, second: BlocksStored) -> bool:
+    """Whether the second run of blocks follows the first, with the same keys. A run that begins a prompt
+    stays alone: vLLM may report reuse with it."""
+    return (
+        first.parent is not None
+        and 0 < len(first.hashes) < _JOINED_BLOCKS
+        and second.parent == first.hashes[-1]
+        and second.tokens_per_block == first.tokens_per_block
+        and second.tier is first.tier
+        and first.extra_ids is second.extra_ids is None
+        and (second.salt, second.lora) == (first.salt, first.lora)
+        and bool(first.token_ids and second.token_ids)
+    )
 
 
 def decode_batch(payload: bytes, read_keys: KeyReader | None = None) -> EventBatch:
@@ -151,9 +177,10 @@ def decode_snapshot(payload: bytes) -> Snapshot:
         MalformedEvents: the bytes are not a snapshot, or one of its events is unreadable.
     """
     batch = decode_batch(payload)
-    sequence = _unpack(_unpack_list(payload)[0])
-    if type(sequence) is not int:
-        raise MalformedEvents("a snapshot is [seq, [event…]]")
+    try:
+        sequence, _ = _unpack_snapshot(payload)
+    except msgspec.MsgspecError as error:
+        raise MalformedEvents(f"a snapshot is [seq, [event…]]: {error}") from error
     if batch.skipped:
         raise MalformedEvents(f"{batch.skipped} events of the snapshot cannot be read")
     return Snapshot(sequence, batch.events)
@@ -189,56 +216,33 @@ def _stored_fields(event: BlocksStored) -> dict[str, Any]:
     return fields
 
 
-def _kind_and_fields(raw: object) -> tuple[object, Fields]:
-    """Type and named fields of an event in either form."""
-    if isinstance(raw, dict):
-        return raw.get("type"), raw
-    if isinstance(raw, list) and raw:
-        kind = raw[0]
-        names = _FIELDS.get(kind, ()) if isinstance(kind, str) else ()
-        return kind, dict(zip(names, raw[1:], strict=False))
-    raise MalformedEvents("an event is a map or an array that starts with its type")
-
-
-def _stored(fields: Fields, read_keys: KeyReader) -> BlocksStored:
-    tier, hashes, size = _tier(fields), _hashes(fields), fields.get("block_size")
-    parent, raw_tokens = fields.get("parent_block_hash"), fields.get("token_ids")
-    if parent is not None and type(parent) not in _HASHES:
-        raise MalformedEvents("parent_block_hash is a block hash or nil")
-    if not isinstance(raw_tokens, list):
-        raise MalformedEvents("token_ids is a list of token ids")
-    if not raw_tokens:
+def _stored(fields: StoredFields, read_keys: KeyReader) -> BlocksStored:
+    tier, parent, hashes = _tier(fields.medium), fields.parent_block_hash, fields.block_hashes
+    size, tokens = fields.size, fields.token_ids
+    if not tokens:
         # Offloaded blocks: the hashes name blocks stored earlier, and the other fields are empty.
-        return BlocksStored(tier, parent, hashes, _NO_TOKENS, size if type(size) is int else 0)
-    if type(size) is not int or size < 1:
+        return BlocksStored(tier, parent, hashes, _NO_TOKENS, size)
+    if size < 1:
         raise MalformedEvents("block_size is a positive integer")
-    if len(raw_tokens) != size * len(hashes):
-        raise MalformedEvents(f"{len(raw_tokens)} token ids for {len(hashes)} blocks of {size}")
+    if len(tokens) != size * len(hashes):
+        raise MalformedEvents(f"{len(tokens)} token ids for {len(hashes)} blocks of {size}")
     keys = read_keys(fields)
     if not keys.complete:
         return BlocksStored(tier, parent, hashes, _NO_TOKENS, size)
-    token_ids = _tokens(raw_tokens) if keys.token_ids is None else keys.token_ids
+    token_ids = _tokens(tokens) if keys.token_ids is None else keys.token_ids
     return BlocksStored(tier, parent, hashes, token_ids, size, keys.extra_ids, keys.salt, keys.lora)
 
 
 def _tokens(raw: list[int]) -> TokenIds[int]:
     try:
-        return array("i", raw)
-    except (TypeError, OverflowError) as error:
+        return token_array(raw)
+    except OverflowError as error:
         raise MalformedEvents(f"token_ids: {error}") from error
 
 
-def _hashes(fields: Fields) -> tuple[int | bytes, ...]:
-    raw = fields.get("block_hashes")
-    if not isinstance(raw, list) or not set(map(type, raw)) <= _HASHES:
-        raise MalformedEvents("block_hashes is a list of integers or bytes")
-    return tuple(raw)
-
-
-def _tier(fields: Fields) -> Tier:
+def _tier(medium: str | None) -> Tier:
     """Where the blocks lie."""
-    medium = fields.get("medium")
-    try:
-        return _TIER_OF[medium] if medium is None else _TIER_OF[medium.upper()]
-    except (AttributeError, KeyError) as error:
-        raise MalformedEvents(f"unknown medium {medium!r}") from error
+    tier = _TIER_OF.get(medium) or _TIER_OF.get(medium and medium.upper())
+    if tier is None:
+        raise MalformedEvents(f"unknown medium {medium!r}")
+    return tier

@@ -8,8 +8,9 @@ from the start of a prompt. Such a run is not counted, so at worst kvpin believe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+
+from msgspec.structs import replace
 
 from engine_adapter.types import (
     BlocksRemoved,
@@ -35,22 +36,22 @@ class Copies:
         self._kept: set[int | bytes] | None = None
         self._is_complete = False
 
-    def count(self, event: KvEvent) -> Iterator[KvEvent]:
+    def count(self, event: KvEvent) -> Iterable[KvEvent]:
         """The event as it is to be passed on, after any removals it causes."""
         match event:
             case BlocksStored(tier=Tier.GPU):
                 self._store(event)
             case BlocksRemoved(tier=Tier.GPU):
-                event = replace(event, hashes=tuple(filter(self._is_last, event.hashes)))
-                if not event.hashes:
-                    return
+                last = tuple([name for name in event.hashes if self._is_last(name)])
+                if len(last) < len(event.hashes):
+                    return (replace(event, hashes=last),) if last else ()
             case ViewLost():
                 self._begin(set())
             case CacheCleared():
                 self._begin(None)
             case ViewCurrent(complete=complete):
-                yield from self._settle(is_complete=complete)
-        yield event
+                return (*self._settle(is_complete=complete), event)
+        return (event,)
 
     def _begin(self, kept: set[int | bytes] | None) -> None:
         self._copies.clear()

@@ -8,6 +8,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineError, NotSupported
 from engine_adapter.hold import RequestBody
@@ -175,7 +177,7 @@ def _of_gpu(event: KvEvent) -> KvEvent | None:
     """An event of vLLM's GPU with the client's own salt; None for one of a lower tier."""
     match event:
         case BlocksStored(tier=Tier.GPU, salt=salt, lora=lora):
-            return replace(event, salt=without_lora(salt, lora))
+            return structs.replace(event, salt=without_lora(salt, lora))
         case BlocksStored() | BlocksRemoved() if event.tier is not Tier.GPU:
             return None
         case _:

@@ -10,7 +10,9 @@ can at worst misroute a request: engines compare content themselves.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from struct import Struct, iter_unpack
 
 from xxhash import xxh3_64_intdigest
@@ -55,8 +57,8 @@ def extend(
         tokens_per_block: block size in tokens.
     """
     step, blocks = 4 * tokens_per_block, len(token_ids) // tokens_per_block
-    pack = Struct(f"<Q{step}s").pack
-    tokens = iter_unpack(f"{step}s", token_ids.tobytes()[: step * blocks])
+    pack, split = _codec(step)
+    tokens = split(token_ids.tobytes()[: step * blocks])
     if extra_ids is None:
         return tuple([parent := xxh3_64_intdigest(pack(parent, block)) for (block,) in tokens])
     extras = iter_unpack(f"{2 * step}s", extra_ids.tobytes()[: 2 * step * blocks])
@@ -66,6 +68,12 @@ def extend(
         parent = xxh3_64_intdigest(content if extra == text else content + extra)
         hashes.append(parent)
     return tuple(hashes)
+
+
+@lru_cache(maxsize=64)
+def _codec(step: int) -> tuple[Callable[..., bytes], Callable[[bytes], Iterator[tuple[bytes]]]]:
+    """Packs a parent with a block of `step` bytes; splits bytes into blocks."""
+    return Struct(f"<Q{step}s").pack, Struct(f"{step}s").iter_unpack
 
 
 def chain(

@@ -125,7 +125,8 @@ class Locations:
             if segment is None:
                 at += 1
                 continue
-            start = segments.position(segment, block)
+            # Engines evict a chain from its end, so the blocks are mostly the end of their segment.
+            start = segments.position(segment, block, len(blocks) - at)
             same = segments.equal(segment, start, blocks, at)
             for mask, n in self._take(segment, start, start + same, bits):
                 lost[mask & of] = lost.get(mask & of, 0) + n
@@ -167,11 +168,12 @@ class Locations:
 
     def _insert(self, chain: tuple[BlockHash, ...], at: int, mask: int, after: BlockHash | None) -> int:
         """Puts unknown blocks of the chain, from `at` on, into one segment; returns how many."""
-        parts, segment = self._parts, self._open(after, mask)
+        parts, segment = self._parts, None if after is None else self._open(after, mask)
         if segment is None:
             segment = segments.new((), mask)
             self._set_of(segment).add(segment)
-        fresh = chain[at : at + SEGMENT_BLOCKS - segment.ends[-1]]
+        room = SEGMENT_BLOCKS - segment.ends[-1]
+        fresh = chain if not at and len(chain) <= room else chain[at : at + room]
         for n, block in enumerate(fresh):
             if parts[block >> _PART].setdefault(block, segment) is not segment:
                 fresh = fresh[:n]
@@ -179,10 +181,10 @@ class Locations:
         segments.extend(segment, fresh)
         return len(fresh)
 
-    def _open(self, after: BlockHash | None, mask: int) -> Segment | None:
+    def _open(self, after: BlockHash, mask: int) -> Segment | None:
         """The segment that ends in the block `after`, if it has room and its end has the location bits
         `mask`."""
-        segment = self._parts[after >> _PART].get(after) if after is not None else None
+        segment = self._parts[after >> _PART].get(after)
         if segment is None or segment.masks[-1] != mask:
             return None
         end = segment.ends[-1]

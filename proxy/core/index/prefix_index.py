@@ -34,6 +34,18 @@ _READ = {f"{held:x}": ((held & -held).bit_length() - 1, held & _ON_GPU > 0) for 
 _COUNTED = [
     [held >> place & 1 for place in range(3)] + [held & _ON_GPU == _PENDING] for held in range(_ALL + 1)
 ]
+# For each digit and the bits that are cleared of it: which counts change, and by how much.
+_CHANGES = [
+    [
+        tuple(
+            (at, now - then)
+            for at, (then, now) in enumerate(zip(_COUNTED[held], _COUNTED[held & ~bits], strict=True))
+            if now != then
+        )
+        for bits in range(_ALL + 1)
+    ]
+    for held in range(_ALL + 1)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +206,8 @@ class PrefixIndex:
         """Clears some of the engine's four bits of blocks."""
         shift, counts = self._shifts[engine], self._counts[engine]
         for mask, blocks in self._locations.clear(bits << shift, hashes, _ALL << shift).items():
-            had = mask >> shift
-            for at, (then, now) in enumerate(zip(_COUNTED[had], _COUNTED[had & ~bits], strict=True)):
-                counts[at] += (now - then) * blocks
+            for at, change in _CHANGES[mask >> shift][bits]:
+                counts[at] += change * blocks
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
         """How far each engine holds a chain, for the engines that hold its first block."""

@@ -105,6 +105,12 @@ class Run:
         self._extra_ids = ids
         return kept[done:], ids[done:]
 
+    def place_of(self, name: Name) -> int:
+        """Where the block with this name is; it must be in the run."""
+        names = self.names
+        # Engines continue a chain at its end, and evict it from there.
+        return len(names) - 1 if names[-1] == name else names.index(name)
+
     def hashes_of(self, at: int) -> Sequence[BlockHash]:
         """The pool blocks that end in the block at `at`."""
         start = self._lead + at * self.size
@@ -119,7 +125,10 @@ class Run:
         if self.is_whole:
             each = size // pool
             inner = self._hashes[first * each : end * each]
-            del inner[each - 1 :: each]
+            if len(inner) == each:
+                inner.pop()
+            else:
+                del inner[each - 1 :: each]
             return inner
         for stop in range(self._lead + (first + 1) * size, self._lead + (end + 1) * size, size):
             inner += self._hashes[(stop - size) // pool : (stop - 1) // pool]

@@ -48,16 +48,18 @@ def new(hashes: tuple[BlockHash, ...], mask: int) -> Segment:
 def extend(segment: Segment, hashes: tuple[BlockHash, ...]) -> None:
     """Adds blocks with the location bits of the last one. There must be room for them."""
     ends, size = segment.ends, segment.ends[-1] + len(hashes)
-    segment.hashes = (*segment.hashes[: ends[-1]], *hashes)
+    segment.hashes = segment.hashes[: ends[-1]] + hashes
     segment.ends = _WHOLE[size] if len(ends) == 1 else (*ends[:-1], size)
 
 
-def position(segment: Segment, block: BlockHash) -> int:
-    """The place of the block, which must be in the segment."""
-    mine, first, last = segment.hashes, segment.first, segment.ends[-1] - 1
+def position(segment: Segment, block: BlockHash, rest: int = 1) -> int:
+    """The place of the block, which must be in the segment. The fastest to find are the first one and the one
+    that begins the last `rest` blocks."""
+    mine, first = segment.hashes, segment.first
     if mine[first] == block:
         return first
-    return last if mine[last] == block else mine.index(block, first)
+    likely = segment.ends[-1] - rest
+    return likely if likely > first and mine[likely] == block else mine.index(block, first)
 
 
 def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) -> int:

@@ -14,8 +14,10 @@ from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
+    ExtraIds,
     KvEvent,
     Tier,
+    TokenIds,
     ViewLost,
 )
 from proxy.core.index.blocks import BlockHash
@@ -99,31 +101,47 @@ class EngineView:
     # --- stored ------------------------------------------------------------------------------------
 
     def _store(self, event: BlocksStored) -> None:
-        names, size, bit = event.hashes, event.tokens_per_block, TIER_BITS[event.tier]
+        names, size = event.hashes, event.tokens_per_block
         run = self._run_for(event)
         if run is None or len(event.token_ids) != len(names) * size:
             # Its content is unknown, so no request can match it.
             self.counts.orphaned += 1
             return
-        at = 0
-        while at < len(names):
-            if len(run.names) == RUN_BLOCKS:
-                run = Run(run.after(RUN_BLOCKS - 1), size, self._tokens_per_block)
-            end = min(at + RUN_BLOCKS - len(run.names), len(names))
-            extra_ids = event.extra_ids[at * size : end * size] if event.extra_ids is not None else None
-            first, part, after = len(run.names), names[at:end], run.last
-            hashes = run.append(part, event.token_ids[at * size : end * size], extra_ids, bit)
-            if run.shares:
-                self._share(run.inner(first), event.tier)
-            for name_at, name in enumerate(part, first):
-                here = self._runs[place(name)]
-                old = here.setdefault(name, run)
-                if old is not run:
-                    self._take_over(old, name, run, name_at, event.tier)
-                    here[name] = run
-            self._index.store(self._engine, event.tier, hashes, after)
-            at = end
-        self.counts.stored += len(names)
+        at, extra_ids = 0, event.extra_ids
+        while RUN_BLOCKS - len(run.names) < len(names) - at:
+            end = at + RUN_BLOCKS - len(run.names)
+            here = slice(at * size, end * size)
+            part = extra_ids[here] if extra_ids is not None else None
+            self._append(run, names[at:end], event.token_ids[here], part, event.tier)
+            run, at = Run(run.after(RUN_BLOCKS - 1), size, self._tokens_per_block), end
+        if at:
+            names, token_ids = names[at:], event.token_ids[at * size :]
+            extra_ids = extra_ids[at * size :] if extra_ids is not None else None
+            self._append(run, names, token_ids, extra_ids, event.tier)
+        else:
+            self._append(run, names, event.token_ids, extra_ids, event.tier)
+        self.counts.stored += len(event.hashes)
+
+    def _append(
+        self,
+        run: Run,
+        names: tuple[Name, ...],
+        token_ids: TokenIds[int],
+        extra_ids: ExtraIds[int] | None,
+        tier: Tier,
+    ) -> None:
+        """Stores blocks that follow the run and fit into it."""
+        first, after = len(run.names), run.last
+        hashes = run.append(names, token_ids, extra_ids, TIER_BITS[tier])
+        if run.shares:
+            self._share(run.inner(first), tier)
+        for at, name in enumerate(names, first):
+            here = self._runs[place(name)]
+            old = here.setdefault(name, run)
+            if old is not run:
+                self._take_over(old, name, run, at, tier)
+                here[name] = run
+        self._index.store(self._engine, tier, hashes, after)
 
     def _run_for(self, event: BlocksStored) -> Run | None:
         """The run that the event's blocks continue, or a new one; None if their parent is unknown."""
@@ -135,7 +153,7 @@ class EngineView:
         run = self._runs[place(event.parent)].get(event.parent)
         if run is None:
             return None
-        at = run.names.index(event.parent)
+        at = run.place_of(event.parent)
         if at == len(run.names) - 1 and run.size == size:
             return run
         return Run(run.after(at), size, self._tokens_per_block)
@@ -143,7 +161,7 @@ class EngineView:
     def _take_over(self, old: Run, name: Name, run: Run, at: int, tier: Tier) -> None:
         """Moves a known block to `run`, with the tiers that hold it, if its content is the same. Equal hashes
         say that, equal names do not."""
-        old_at = old.names.index(name)
+        old_at = old.place_of(name)
         bits = old.held_at(old_at)
         if old.hashes_of(old_at) == run.hashes_of(at):
             if bits & TIER_BITS[tier]:  # counted twice now
@@ -165,7 +183,7 @@ class EngineView:
             if run is None:
                 unknown += 1
                 continue
-            at = run.names.index(name)
+            at = run.place_of(name)
             if not run.held_at(at) & TIER_BITS[event.tier]:
                 run.hold(at, TIER_BITS[event.tier])
                 self._share(run.inner(at, at + 1), event.tier)
@@ -176,21 +194,30 @@ class EngineView:
     # --- removed -----------------------------------------------------------------------------------
 
     def _remove(self, event: BlocksRemoved) -> None:
-        bit, hashes = TIER_BITS[event.tier], list[BlockHash]()
+        bit, ended = TIER_BITS[event.tier], list[Sequence[BlockHash]]()
+        before, falls = 0, 0
         for name in event.hashes:
             here = self._runs[place(name)]
             run = here.get(name)
             if run is None:
                 continue
-            at = run.names.index(name)
-            if not run.held_at(at) & bit:
+            at = run.place_of(name)
+            held = run.held_at(at)
+            if not held & bit:
                 continue
-            hashes += self._ended(run, at, event.tier)
-            if run.held_at(at) == bit:
+            ended.append(self._ended(run, at, event.tier))
+            falls += at < before
+            before = at
+            if held == bit:
                 del here[name]
-                self._remember(name, run, at)
+                if self._recalled is not None:
+                    self._remember(self._recalled, name, run, at)
             run.release(at, bit)
             self.counts.removed += 1
+        if falls > len(ended) // 2:
+            # vLLM evicts a chain from its end. The index is faster with blocks in the order of the chain.
+            ended.reverse()
+        hashes = ended[0] if len(ended) == 1 else [block for each in ended for block in each]
         self._index.remove(self._engine, event.tier, hashes)
 
     def _ended(self, run: Run, at: int, tier: Tier) -> Sequence[BlockHash]:
@@ -199,7 +226,8 @@ class EngineView:
         if not run.shares:
             return hashes
         inner = run.inner(at, at + 1)
-        return [*self._unshare(inner, tier), *hashes[len(inner) :]]
+        ended = self._unshare(inner, tier)
+        return hashes if len(ended) == len(inner) else [*ended, *hashes[len(inner) :]]
 
     def _share(self, inner: Sequence[BlockHash], tier: Tier) -> None:
         """One more block on the tier holds these entries."""
@@ -222,12 +250,13 @@ class EngineView:
                 ended.append(block)
         return ended
 
-    def _remember(self, name: Name, run: Run, at: int) -> None:
-        if self._recalled is None or not run.is_whole:
-            return
-        self._recalled[name] = run.hashes_of(at)
-        if len(self._recalled) > MAX_RECALLED:
-            self._recalled.popitem(last=False)
+    def _remember(
+        self, recalled: OrderedDict[Name, Sequence[BlockHash]], name: Name, run: Run, at: int
+    ) -> None:
+        if run.is_whole:
+            recalled[name] = run.hashes_of(at)
+            if len(recalled) > MAX_RECALLED:
+                recalled.popitem(last=False)
 
     def _recall(self, name: Name) -> Run | None:
         """A run of one block that was removed lately; None if it is not remembered."""

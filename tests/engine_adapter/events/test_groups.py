@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from engine_adapter.events.fields import RemovedFields, StoredFields
 from engine_adapter.events.groups import KvGroups
 
 
 def stored(group=None, kind=None, tokens=(1, 2)):
-    return {"group_idx": group, "kv_cache_spec_kind": kind, "token_ids": list(tokens)}
+    return StoredFields((1,), token_ids=list(tokens), group_idx=group, kv_cache_spec_kind=kind)
 
 
 def removed(group=None):
-    return {"block_hashes": [1], "group_idx": group}
+    return RemovedFields((1,), group_idx=group)
 
 
 def test_an_engine_that_knows_no_groups_is_followed():

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_adapter.events.fields import MalformedEvents, StoredFields
 from engine_adapter.events.keys import (
     BlockKeys,
-    MalformedEvents,
     narrow_tokens,
     read_named_keys,
     read_sglang_keys,
@@ -26,8 +26,13 @@ SIZE = 4
 DIGEST = bytes(range(32))
 
 
-def run(*per_block, parent=None, **fields):
+def run(*per_block, **changes):
     """Fields of blocks of 4 tokens, with these keys."""
+    return msgspec.convert(event(*per_block, **changes), StoredFields)
+
+
+def event(*per_block, parent=None, **fields):
+    """The same on the wire."""
     n = max(len(per_block), 1)
     return {
         "type": "BlockStored",
@@ -160,13 +165,12 @@ class TestVllm:
     @pytest.mark.parametrize("bad", ["salt", [None, None], [5], [["a"], None]])
     def test_one_entry_a_block(self, bad):
         with pytest.raises(MalformedEvents):
-            read_vllm_keys(run(None) | {"extra_keys": bad})
+            read_vllm_keys(run(extra_keys=bad))
 
     @pytest.mark.parametrize("medium", ["CPU", "cpu", "STORAGE"])
     def test_offloaded_blocks_without_keys_are_names_and_no_text(self, medium):
-        fields = run(medium=medium)
-        assert read_vllm_keys(fields) == BlockKeys(complete=False)
-        batch = decode_batch(msgspec.msgpack.encode([0, [fields], 0]), read_vllm_keys)
+        assert read_vllm_keys(run(medium=medium)) == BlockKeys(complete=False)
+        batch = decode_batch(msgspec.msgpack.encode([0, [event(medium=medium)], 0]), read_vllm_keys)
         assert batch.events == (BlocksStored(Tier.HOST, None, (1,), token_array([]), SIZE),) or (
             batch.events == (BlocksStored(Tier.DISK, None, (1,), token_array([]), SIZE),)
         )
@@ -196,10 +200,8 @@ class TestVllm:
 
 
 class TestSglang:
-    def sglang(self, **fields):
-        event = run(None, None)
-        del event["extra_keys"]
-        return event | fields
+    def sglang(self, **changes):
+        return run(None, None, **{"extra_keys": None, **changes})
 
     def test_text_has_none(self):
         assert read_sglang_keys(self.sglang()) == BlockKeys(token_ids=token_array(range(8)))
@@ -209,8 +211,8 @@ class TestSglang:
         assert keys == BlockKeys(salt="s", lora="ada", token_ids=token_array(range(8)))
 
     def test_the_array_form_with_metadata_where_vllm_has_the_adapter(self):
-        event = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", {"cache_salt": "s"}]
-        batch = decode_batch(msgspec.msgpack.encode([0, [event]]), read_sglang_keys)
+        array = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", {"cache_salt": "s"}]
+        batch = decode_batch(msgspec.msgpack.encode([0, [array]]), read_sglang_keys)
         assert batch.events == (
             BlocksStored(Tier.GPU, None, (1, 2), token_array(range(8)), 4, None, "s", None),
         )
@@ -227,10 +229,7 @@ class TestSglang:
     @pytest.mark.parametrize(
         "fields",
         [
-            {"token_ids": [[1, 2], [2, 3]]},  # EAGLE
-            {"token_ids": [1, "2"]},
             {"token_ids": [1, 2**63]},
-            {"token_ids": [2**40, None]},
             {"extra_keys": [["salt"]]},
             {"lora_id": 1},
             {"cache_salt": 5},
@@ -241,6 +240,12 @@ class TestSglang:
     def test_what_it_cannot_read(self, fields):
         with pytest.raises(MalformedEvents):
             read_sglang_keys(self.sglang(**fields))
+
+    @pytest.mark.parametrize("token_ids", [[[1, 2], [2, 3]], [1, "2"], [2**40, None]])
+    def test_pairs_of_tokens_as_eagle_has_them_and_other_things_are_unreadable(self, token_ids):
+        odd = event(None, None, extra_keys=None, token_ids=token_ids)
+        batch = decode_batch(msgspec.msgpack.encode([0, [odd]]), read_sglang_keys)
+        assert (batch.events, batch.skipped) == ((), 1)
 
     @given(st.lists(st.integers(-(2**63), 2**63 - 1)))
     def test_narrow_tokens_tell_all_values_apart(self, raw):

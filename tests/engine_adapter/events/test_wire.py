@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.events.keys import BlockKeys, MalformedEvents
+from engine_adapter.events.fields import ClearedFields, MalformedEvents, RemovedFields, StoredFields
+from engine_adapter.events.keys import BlockKeys
 from engine_adapter.events.wire import (
+    EventBatch,
     EventReader,
     decode_batch,
     decode_snapshot,
@@ -33,11 +35,13 @@ SALTED = BlocksStored(
     Tier.HOST, None, (21, 22), token_array([1, 2, 900, 4]), 2, extra_array([0, 0, 2**64 - 1, 0]), "tenant-Ü"
 )
 CHILD = BlocksStored(Tier.DISK, 22, (23,), token_array([5, 6]), 2)
+# A timestamp that makes a batch too long for one pass.
+LONG = b"x" * 20_000
 REMOVED = BlocksRemoved(Tier.HOST, (21, b"\x01"))
 
 
-def wire(*events):
-    return msgspec.msgpack.encode([1.5, list(events), 0])
+def wire(*events, timestamp=1.5):
+    return msgspec.msgpack.encode([timestamp, list(events), 0])
 
 
 def stored(**changes):
@@ -49,6 +53,12 @@ def stored(**changes):
         "block_size": 2,
     }
     return fields | changes
+
+
+def as_array(fields):
+    """The array form, with every place filled."""
+    names = {"BlockStored": StoredFields, "BlockRemoved": RemovedFields, "AllBlocksCleared": ClearedFields}
+    return [fields["type"], *(fields.get(name) for name in names[fields["type"]].__struct_fields__[:10])]
 
 
 def test_every_event_survives_the_wire():
@@ -74,6 +84,67 @@ def test_the_payload_is_as_the_wire_document_says():
         ],
     }
     assert removed == {"type": "BlockRemoved", "block_hashes": [21, b"\x01"], "medium": "CPU"}
+
+
+def test_removals_that_follow_each_other_are_one_event():
+    """vLLM sends one for each block that it evicts. Their order among the others stays."""
+    gone = [BlocksRemoved(Tier.GPU, (n,)) for n in range(3)]
+    batch = decode_batch(encode_batch([*gone, REMOVED, PLAIN, *gone, CacheCleared(), gone[0]], timestamp=1.0))
+    together = BlocksRemoved(Tier.GPU, (0, 1, 2))
+    assert batch.events == (together, REMOVED, PLAIN, together, CacheCleared(), gone[0])
+
+
+def test_many_removals_are_several_events():
+    gone = [BlocksRemoved(Tier.GPU, (n,)) for n in range(200)]
+    events = decode_batch(encode_batch(gone, timestamp=1.0)).events
+    assert [len(event.hashes) for event in events] == [64, 64, 64, 8]
+    assert tuple(name for event in events for name in event.hashes) == tuple(range(200))
+
+
+def page(name, parent, **changes):
+    fields = {"tier": Tier.GPU, "token_ids": token_array([name]), "tokens_per_block": 1} | changes
+    return BlocksStored(parent=parent, hashes=(name,), **fields)
+
+
+def test_pages_that_follow_each_other_are_one_run():
+    """SGLang sends one event for each."""
+    pages = [page(n, n - 1, lora="ada") for n in range(1, 5)]
+    reader = EventReader(lambda fields: BlockKeys(lora="ada"))
+    (run,) = reader.read(encode_batch(pages, timestamp=1.0))
+    assert run == BlocksStored(Tier.GPU, 0, (1, 2, 3, 4), token_array([1, 2, 3, 4]), 1, None, None, "ada")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (page(1, None), page(2, 1)),
+        (page(1, 0), page(2, 7)),
+        (page(1, 0), page(2, 1, tier=Tier.HOST)),
+        (page(1, 0), page(2, 1, tokens_per_block=2, token_ids=token_array([1, 2]))),
+        (page(1, 0), page(2, 1, extra_ids=extra_array([5]))),
+        (page(1, 0, extra_ids=extra_array([5])), page(2, 1)),
+        (page(1, 0), page(2, 1, salt="s")),
+        (page(1, 0), page(2, 1, token_ids=token_array([]))),
+        (page(1, 0), removed_page := BlocksRemoved(Tier.GPU, (1,))),
+        (removed_page, page(2, 1)),
+        (removed_page, BlocksRemoved(Tier.HOST, (1,))),
+    ],
+    ids=[
+        *(
+            "begins a prompt",
+            "another parent",
+            "tier",
+            "size",
+            "an image",
+            "after an image",
+            "salt",
+            "a name",
+        ),
+        *("stored, removed", "removed, stored", "removed elsewhere"),
+    ],
+)
+def test_events_that_do_not_belong_together_stay_apart(first, second):
+    assert decode_batch(encode_batch([first, second], timestamp=1.0)).events == (first, second)
 
 
 def test_defaults_may_be_left_out():
@@ -146,12 +217,20 @@ def test_events_of_groups_that_are_not_followed_are_left_out_and_not_counted():
     assert (reader.skipped, reader.groups.several) == (0, True)
 
 
-def test_events_are_decoded_one_at_a_time():
-    events = EventReader().read(wire(stored(), {"type": "BlockMoved"}))
-    assert isinstance(next(events), BlocksStored)
-    assert next(events, None) is None
+@pytest.mark.parametrize("timestamp", [1.5, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("form", [lambda event: event, as_array], ids=["maps", "arrays"])
+def test_a_batch_means_the_same_in_either_form_however_long_it_is(form, timestamp):
+    events = [event_fields(event) for event in (PLAIN, SALTED, CHILD, REMOVED, CacheCleared())]
+    batch = decode_batch(wire(*map(form, events), timestamp=timestamp))
+    assert batch == EventBatch((PLAIN, SALTED, CHILD, REMOVED, CacheCleared()))
 
 
+def test_both_forms_in_one_batch():
+    batch = decode_batch(wire(event_fields(PLAIN), as_array(event_fields(CHILD))))
+    assert batch == EventBatch((PLAIN, CHILD))
+
+
+@pytest.mark.parametrize("timestamp", [1.5, LONG], ids=["short", "long"])
 @pytest.mark.parametrize(
     "bad",
     [
@@ -180,8 +259,8 @@ def test_events_are_decoded_one_at_a_time():
         5,
     ],
 )
-def test_an_unreadable_event_is_skipped_and_the_others_kept(bad):
-    batch = decode_batch(wire(bad, {"type": "AllBlocksCleared"}))
+def test_an_unreadable_event_is_skipped_and_the_others_kept(bad, timestamp):
+    batch = decode_batch(wire(bad, {"type": "AllBlocksCleared"}, timestamp=timestamp))
     assert batch.events == (CacheCleared(),)
     assert batch.skipped == 1
 
@@ -207,7 +286,7 @@ def test_deep_nesting_is_malformed():
 
 def test_another_engine_brings_its_own_reader():
     event = stored(extra_keys=[["tenantA"]], lora_name="ada")
-    batch = decode_batch(wire(event), lambda fields: BlockKeys(salt=fields["extra_keys"][0][0]))
+    batch = decode_batch(wire(event), lambda fields: BlockKeys(salt=fields.extra_keys[0][0]))
     assert batch.events[0].salt == "tenantA"
 
 

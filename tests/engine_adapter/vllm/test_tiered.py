@@ -3,10 +3,10 @@
 import json
 from array import array
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from engine_adapter import EngineSpecError, JsonBody, NotSupported, make_adapter
 from engine_adapter.lmcache.salts import salt_for

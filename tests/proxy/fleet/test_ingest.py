@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import structlog
+from msgspec import structs
 
 from engine_adapter import (
     BlocksStored,
@@ -70,7 +71,9 @@ async def test_events_tell_whose_salts_an_engine_holds_kv_under():
     world = World()
     world.ingest = Ingest(world.fleet, world.tasks, {"red-1": "red"}.get)
     world.ingest.follow(world.engine, world.pool)
-    await world.say(*(replace(STORED, hashes=(n,), salt=s) for n, s in enumerate(["red-1", "mine", None])))
+    await world.say(
+        *(structs.replace(STORED, hashes=(n,), salt=s) for n, s in enumerate(["red-1", "mine", None]))
+    )
     assert world.engine.salts.of("red") == {"red-1"}
     assert len(world.pool.index) == 3
     await world.tasks.stop()
@@ -180,10 +183,25 @@ async def test_an_engine_that_left_is_followed_no_more(world):
     assert len(world.pool.index) == 0
 
 
+async def test_engines_share_the_time_that_requests_wait(world):
+    """Their turns follow each other before a request gets one."""
+    assert world.ingest._turn_s() == module.TURN_S
+    for name in "bcde":
+        engine = world.fleet.add(FakeAdapter(name))
+        world.ingest.follow(engine, world.fleet.join(engine, world.engine.info))
+    await asyncio.sleep(0.01)
+    assert world.ingest._turn_s() == pytest.approx(module.TURN_S / 5)
+    for engine in world.fleet.engines.values():
+        world.ingest.leave(engine)
+    await asyncio.sleep(0.01)
+    assert world.ingest._turn_s() == module.TURN_S
+
+
 @pytest.mark.parametrize("events", [1, 100])
 async def test_a_flood_of_blocks_leaves_turns_to_requests(world, monkeypatch, events):
     """As many events, or as one."""
     monkeypatch.setattr(module, "TURN_S", 0.0)
+    monkeypatch.setattr(module, "MIN_TURN_S", 0.0)
     blocks, turns = 25_600, []
 
     async def others():
