@@ -108,13 +108,12 @@ def _same_environment() -> bool:
         theirs: Environment = _compile_jinja_template("").environment
     except (ImportError, AttributeError):
         return False
-    return _abilities(environment) == _abilities(theirs)
+    return isinstance(environment, type(theirs)) and _abilities(environment) == _abilities(theirs)
 
 
 def _abilities(made: Environment) -> tuple[object, ...]:
     return (
         made.sandboxed,
-        {base.__name__ for base in type(made).__mro__},
         *(frozenset(names) for names in (made.filters, made.tests, made.globals)),
         sorted(tag for extension in made.extensions.values() for tag in extension.tags),
         (made.trim_blocks, made.lstrip_blocks, made.keep_trailing_newline, made.autoescape),

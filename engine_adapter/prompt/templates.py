@@ -19,8 +19,9 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from engine_adapter.prompt.sandbox import Sandbox
 
 TEMPLATE_ERRORS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
@@ -204,10 +205,8 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)  # noqa: DTZ005 - templates mean local time
 
 
-def _make_environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _make_environment() -> Sandbox:
+    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _tojson
     made.globals |= {
         "raise_exception": _raise_exception,
