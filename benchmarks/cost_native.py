@@ -104,7 +104,11 @@ class MockEngine:
 
     def pace(self, interval_us: int) -> None:
         """From now on streams send a chunk every `interval_us`, whole milliseconds; 0: all at once."""
-        httpx.get(f"{self.url}/mock/interval_us/{interval_us}").raise_for_status()
+        httpx.get(f"{self.url}/mock/interval_us/{interval_us}", timeout=READY_S).raise_for_status()
+
+    def finish(self) -> None:
+        """Ends paced streams with their next chunk, until `pace` is called again."""
+        httpx.get(f"{self.url}/mock/finish", timeout=READY_S).raise_for_status()
 
 
 @contextmanager

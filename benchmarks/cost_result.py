@@ -12,6 +12,8 @@ from cost_work import LOADS, Load
 
 FIRST, NEXT = "first", "next"
 MISSED = "✗"
+# Of the picture, side by side.
+PANELS = 4
 # Goals for kvpin beside those of the loads.
 MEMORY_GOAL_MB = 250
 TAIL_LOAD, TAIL_GOAL = "small c64", 3  # p99 ÷ p50
@@ -114,9 +116,12 @@ def draw(found: Figures, path: Path) -> None:
 
     loads = [load for load in LOADS if any(figure.load == load.name for figure in found.figures)]
     rows = _rows(found)
-    canvas = Canvas(figsize=(3.2 * len(loads) + 2.5, 0.45 * len(rows) + 1.6), layout="constrained")
-    panels = canvas.subplots(1, len(loads), sharey=True, squeeze=False)[0]
-    for panel, load in zip(panels, loads, strict=True):
+    lines, columns = -(-len(loads) // PANELS), min(len(loads), PANELS)
+    canvas = Canvas(figsize=(3.2 * columns + 2.5, (0.4 * len(rows) + 0.8) * lines), layout="constrained")
+    panels = canvas.subplots(lines, columns, sharey=True, squeeze=False).flat
+    for panel in panels[len(loads) :]:
+        panel.remove()
+    for panel, load in zip(panels, loads, strict=False):
         for at, (router, turn) in enumerate(rows):
             figures = _of(found, router, turn, load)
             if not figures:
@@ -129,7 +134,7 @@ def draw(found: Figures, path: Path) -> None:
                 panel.plot([goal, goal], [at - 0.45, at + 0.45], "--", color="tab:red", linewidth=1.5)
         panel.set_title(load.name, fontsize=10)
         panel.margins(x=0.2)
-    panels[0].set_yticks(range(len(rows)), [_title(*row) for row in rows], fontsize=8)
+    panels[0].set_yticks(range(len(rows)), [_title(*row) for row in rows])
     panels[0].invert_yaxis()
     canvas.supxlabel("CPU of the router per request, µs (dashed: goal)", fontsize=9)
     canvas.savefig(path, dpi=110)

@@ -120,12 +120,12 @@ def _asgi(place: Place) -> Start:
 
 
 def _nginx(place: Place) -> Start:
-    configuration = place.directory / "nginx.conf"
+    home = place.directory / "nginx"
+    home.mkdir(exist_ok=True)
+    configuration = home / "nginx.conf"
     servers = "".join(f"server {url.removeprefix('http://')};" for url in place.engines)
-    configuration.write_text(
-        NGINX.format(home=place.directory, servers=servers, port=place.port), encoding="utf-8"
-    )
-    return Start([install_nginx(), "-p", place.directory, "-c", configuration], "/health")
+    configuration.write_text(NGINX.format(home=home, servers=servers, port=place.port), encoding="utf-8")
+    return Start([install_nginx(), "-p", home, "-c", configuration], "/health")
 
 
 NGINX = """

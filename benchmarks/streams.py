@@ -48,8 +48,8 @@ from router_peers import RouterUnavailableError
 ENGINES = 2
 INTERVAL_S = 0.1
 OPEN_PER_S = 200
-# Streams go on for this many times as long as opening all should take.
-OPENING_TAKES = 1.5
+# Nobody waits for the last one: the engines are told when to finish.
+ENDLESS_CHUNKS = 1_000_000
 # Of kvpin: a connection to a client and one to an engine for each stream, and some files of its own.
 FILES_PER_STREAM, OTHER_FILES = 2, 500
 PROBE_S = 0.1
@@ -111,8 +111,9 @@ def hold_streams(
     Raises:
         RouterUnavailableError, NativeError: something does not start.
     """
-    chunks = round((OPENING_TAKES * streams / OPEN_PER_S + seconds) / INTERVAL_S)
-    load = Load("streams", prompt_tokens, streams, streams, streams, chunks)
+    for engine in engines:
+        engine.pace(round(INTERVAL_S * 1e6))
+    load = Load("streams", prompt_tokens, streams, streams, streams, ENDLESS_CHUNKS)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bodies, warm_ups = directory / "bodies", directory / "warm-ups"
@@ -142,7 +143,7 @@ def _watched(
     pid: int,
     engines: list[MockEngine],
 ) -> Held:
-    """What `seconds` with all streams open show; then waits for their end."""
+    """What `seconds` with all streams open show; then ends them."""
     others = [client.pid, *(engine.process.pid for engine in engines)]
     lag, began, open_mb = _lag(port), time.monotonic(), rss_mb(pid)
     kvpin_s, others_s = cpu_s(pid), sum(map(cpu_s, others))
@@ -154,6 +155,8 @@ def _watched(
     took = time.monotonic() - began
     kvpin_s, others_s = cpu_s(pid) - kvpin_s, sum(map(cpu_s, others)) - others_s
     lag_p99 = _lag_p99(lag, _lag(port))
+    for engine in engines:
+        engine.finish()
     ended, _ = client.communicate()
     played = msgspec.json.decode(ended, type=Played)
     return Held(
@@ -273,8 +276,6 @@ def main() -> None:
         router = "kvpin-off" if arguments.no_reuse else "kvpin"
         with ExitStack() as stack:
             engines = [stack.enter_context(mock_engine()) for _ in range(ENGINES)]
-            for engine in engines:
-                engine.pace(round(INTERVAL_S * 1e6))
             for number in numbers:
                 rows.append(
                     hold_streams(

@@ -3,7 +3,7 @@
 //     engine PORT [tokenizes]
 //
 // It has the routes that kvpin asks a vLLM for. A stream has `max_tokens` chunks, each in a write of its own. They come
-// at once, or every N microseconds after `GET /mock/interval_us/N`. Each says when it was sent ("t", ns of
+// at once, or every N microseconds after `GET /mock/interval_us/N`, until `GET /mock/finish`. Each says when it was sent ("t", ns of
 // CLOCK_MONOTONIC). With `tokenizes`, POST /tokenize gives one id for every four bytes of the body.
 #include "http.h"
 
@@ -20,7 +20,7 @@ typedef struct Connection {
 } Connection;
 
 static int poller;
-static bool tokenizes;
+static bool tokenizes, finishing;
 static uint64_t interval_ms, wheel_at;
 static size_t in_wheel;
 static Connection *wheel[SLOTS];  // streams by the millisecond in which their next chunk is due
@@ -100,6 +100,7 @@ static void schedule(Connection *c, uint64_t due_ms) {
 // The next chunk, and after the last one the end; false if the connection is gone.
 static bool next_chunk(Connection *c) {
     char data[512], figures[256];
+    if (finishing) c->chunks_left = 1;
     int size = snprintf(data, sizeof data,
                         CHUNK "\"t\":%llu,\"choices\":[{\"index\":0,\"delta\":{\"content\":\" word\"},"
                               "\"logprobs\":null,\"finish_reason\":%s}]}\n\n",
@@ -206,6 +207,10 @@ static bool serve(Connection *c, const char *head, const char *body, size_t size
         answer(c, "200 OK", "text/plain; version=0.0.4; charset=utf-8", metrics.data, metrics.used);
     else if (!strncmp(path, "/mock/interval_us/", 18)) {
         interval_ms = (uint64_t)atoll(path + 18) / 1000 % SLOTS;
+        finishing = false;
+        json(c, "200 OK", "{}");
+    } else if (AT("/mock/finish")) {
+        finishing = interval_ms > 0;
         json(c, "200 OK", "{}");
     } else
         json(c, "404 Not Found", "{\"detail\":\"Not Found\"}");
