@@ -24,7 +24,7 @@ from router_peers import (
 
 ASGI = ("aiohttp==3.14.5", "uvicorn[standard]==0.54.0")
 # For the tokenizer to be loaded and checked.
-SETTLED_S = 120.0
+SETTLED_S = 300.0
 POLL_S = 0.2
 
 
