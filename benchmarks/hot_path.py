@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from harness import CACHE, kvpin
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from harness import kvpin
+from large_tokenizer import DEFAULT_MODEL, large_tokenizer, sources
+from tokenizers import Tokenizer
 
 from engine_adapter import Capability, EngineInfo, EngineSpec, JsonBody, make_adapter
 from engine_adapter.prompt.chat import ChatTokenizer
@@ -35,45 +36,8 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.prompt import PromptBuilder, PromptTables
 
-DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "engine_adapter" / "torch_engine" / "default_model"
 CHAT = "/v1/chat/completions"
 LARGE_VOCABULARY = 50_000
-# Qwen2's way of cutting text into words.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-
-
-def sources() -> list[str]:
-    """Texts to talk about, at hand everywhere: the standard library."""
-    paths = sorted(Path(os.__file__).parent.rglob("*.py"))
-    return [path.read_text(encoding="utf-8", errors="replace") for path in paths if "test" not in path.parts]
-
-
-def large_tokenizer() -> Path:
-    """A tokenizer of the size served models have, trained once on the standard library."""
-    directory = CACHE / f"tokenizer-{LARGE_VOCABULARY}"
-    if not (directory / "tokenizer.json").exists():
-        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - needed once
-
-        bpe = Tokenizer(models.BPE())
-        bpe.normalizer = normalizers.NFC()
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        bpe.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(WORDS), behavior="isolated"), byte_level]
-        )
-        bpe.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=LARGE_VOCABULARY,
-            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        bpe.train_from_iterator(sources(), trainer)
-        template = (DEFAULT_MODEL / "chat_template.jinja").read_text(encoding="utf-8")
-        PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=template).save_pretrained(directory)
-    return directory
 
 
 class Chats:
@@ -358,7 +322,10 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=400, help="chunks of a streamed answer (400)")
     parser.add_argument("--only", choices=("steps", "requests"), help="one half alone")
     options = parser.parse_args()
-    tokenizers = {"vocabulary 4,096": DEFAULT_MODEL, f"vocabulary {LARGE_VOCABULARY:,}": large_tokenizer()}
+    tokenizers = {
+        "vocabulary 4,096": DEFAULT_MODEL,
+        f"vocabulary {LARGE_VOCABULARY:,}": large_tokenizer(LARGE_VOCABULARY),
+    }
     if options.only != "requests":
         for name, source in tokenizers.items():
             print_steps(name, measure_steps(source, (200, 2000, 8000), options.repeats))

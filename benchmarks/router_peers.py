@@ -7,12 +7,13 @@ use. Their flags are their defaults unless the name says otherwise.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import CACHE, ROOT, free_port, wait_ready
@@ -93,12 +94,13 @@ ROUTERS = {
 }  # fmt: skip
 
 
-def install(release: str) -> Path:
-    """The virtual environment of a release, made if it is not there.
+def install(*releases: str) -> Path:
+    """The virtual environment of some releases, made if it is not there; the first gives it its name.
 
     Raises:
         RouterUnavailableError: pip's last words.
     """
+    release = releases[0]
     home = CACHE / "routers" / release.replace("==", "-")
     done = home / "installed"
     if done.exists():
@@ -106,13 +108,54 @@ def install(release: str) -> Path:
     print(f"installing {release} in {home}", file=sys.stderr)
     for command in (
         [sys.executable, "-m", "venv", "--clear", home],
-        [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-input", release],
+        [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-input", *releases],
     ):
         ran = subprocess.run(command, check=False, capture_output=True, text=True)
         if ran.returncode:
             raise RouterUnavailableError(f"{release} cannot be installed: {_last_line(ran.stderr)}")
     done.touch()
     return home
+
+
+def install_nginx() -> Path:
+    """The nginx on the PATH, else Debian's package, unpacked without being installed.
+
+    Raises:
+        RouterUnavailableError: apt's last words.
+    """
+    installed = shutil.which("nginx")
+    if installed is not None:
+        return Path(installed)
+    home = CACHE / "routers" / "nginx"
+    binary = home / "usr" / "sbin" / "nginx"
+    if not binary.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        print(f"unpacking Debian's nginx in {home}", file=sys.stderr)
+        for command in ("apt-get download nginx", "dpkg-deb -x nginx_*.deb ."):
+            try:
+                ran = subprocess.run(
+                    ["sh", "-c", command], cwd=home, check=False, capture_output=True, text=True
+                )
+            except OSError as error:
+                raise RouterUnavailableError(f"nginx cannot be unpacked: {error}") from error
+            if ran.returncode:
+                raise RouterUnavailableError(f"nginx cannot be unpacked: {_last_line(ran.stderr)}")
+    return binary
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a router is started.
+
+    Attributes:
+        command: its command line.
+        health: the route that answers 200 once it is ready.
+        environment: what it needs beyond that of this process.
+    """
+
+    command: Sequence[str | Path]
+    health: str
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -123,24 +166,36 @@ def running(router: str, engines: Sequence[Engine], log: Path) -> Iterator[tuple
         RouterUnavailableError: it is not ready in time; the message has the end of its log.
     """
     port = free_port()
-    command, environment, health = _command(router, engines, port)
+    with started(router, start_of(router, engines, port), port, log) as process:
+        yield f"http://127.0.0.1:{port}", lambda: cpu_s(process.pid)
+
+
+@contextmanager
+def started(
+    name: str, start: Start, port: int, log: Path, core: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a router and ends it; `core` is the only one it may use.
+
+    Raises:
+        RouterUnavailableError: it is not ready in time; the message has the end of its log.
+    """
+    pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            [*pinned, *start.command],
             cwd=ROOT,
-            env={**os.environ, **environment},
+            env={**os.environ, **start.environment},
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,
         )
-    url = f"http://127.0.0.1:{port}"
     try:
         try:
-            wait_ready(f"{url}{health}", process, READY_S)
+            wait_ready(f"http://127.0.0.1:{port}{start.health}", process, READY_S)
         except (RuntimeError, TimeoutError) as error:
             said = _last_line(log.read_text(errors="replace"))
-            raise RouterUnavailableError(f"{router} did not start: {error}; it said: {said}") from error
-        yield url, lambda: cpu_s(process.pid)
+            raise RouterUnavailableError(f"{name} did not start: {error}; it said: {said}") from error
+        yield process
     finally:
         end(process)
 
@@ -171,16 +226,18 @@ def cpu_s(group: int) -> float:
     return ticks / _TICKS
 
 
-def _command(
-    router: str, engines: Sequence[Engine], port: int
-) -> tuple[list[str | Path], dict[str, str], str]:
-    """Command line, environment, and the route that answers once it is ready."""
+def start_of(router: str, engines: Sequence[Engine], port: int) -> Start:
+    """How one of `ROUTERS` is started before the engines.
+
+    Raises:
+        RouterUnavailableError: it cannot be installed.
+    """
     known = ROUTERS[router]
     if known.release is None:
         command: list[str | Path] = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port)]
         for engine in engines:
             command += ["--engine", f"vllm={engine.url}"]
-        return command, {"ENABLE_KV_CACHE_REUSE": str(int(router == KVPIN))}, "/health/ready"
+        return Start(command, "/health/ready", {"ENABLE_KV_CACHE_REUSE": str(int(router == KVPIN))})
     home = install(known.release)
     is_sglang = known.release == _SGLANG
     start = ["-m", "sglang_router.launch_router"] if is_sglang else ["-m", "vllm_router.launch_router"]
@@ -191,7 +248,7 @@ def _command(
         command += ["--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_TOKENS)]
         for engine in engines:
             command += ["--kv-event-source", f"{engine.url}={engine.events}"]
-    return command, {}, "/health"
+    return Start(command, "/health")
 
 
 def _last_line(text: str) -> str:

@@ -8,8 +8,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    scripts_dir = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(scripts_dir))
     yield
-    names = ("router_work", "router_client", "router_peers", "router_result", "mock_engine", "harness")
-    for name in names:
-        sys.modules.pop(name, None)
+    for path in scripts_dir.glob("*.py"):
+        sys.modules.pop(path.stem, None)

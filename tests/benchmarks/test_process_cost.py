@@ -1,0 +1,51 @@
+"""The kernel's count of CPU time and memory, of a process and those it started."""
+
+import subprocess
+import sys
+
+import pytest
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+sys.stdin.read()
+child.communicate()
+"""
+BUSY = """
+import sys, time
+while time.process_time() < 0.3:
+    pass
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def cost():
+    import process_cost
+
+    return process_cost
+
+
+@pytest.fixture
+def family():
+    command = [sys.executable, "-c", PARENT, BUSY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        yield parent.pid, int(parent.stdout.readline())
+        parent.stdin.close()
+
+
+def test_descendants_count(cost, family):
+    parent, child = family
+    assert cost.tree(parent) == [parent, child]
+    alone = cost.rss_mb(child)
+    assert cost.rss_mb(parent) > alone > 1
+    while cost.cpu_s(child) < 0.3:
+        pass
+    assert cost.cpu_s(parent) > cost.cpu_s(child)
+
+
+def test_a_process_that_ended_costs_nothing(cost):
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    assert (cost.cpu_s(process.pid), cost.rss_mb(process.pid)) == (0, 0)

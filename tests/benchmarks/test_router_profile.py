@@ -1,0 +1,50 @@
+"""Profiles: samples are summed by package and scaled to the CPU of a request."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def profile():
+    import router_profile
+
+    return router_profile
+
+
+def test_samples_count_for_the_innermost_frame(profile):
+    serve = f"serve ({ROOT}/proxy/flow.py:10)"
+    python = "/usr/lib/python3.11"
+    folded = "\n".join(
+        [
+            f"{serve};place ({ROOT}/proxy/core/placement/decision.py:5) 3",
+            f"{serve};match ({ROOT}/proxy/core/placement/rates.py:7) 1",
+            f"{serve} 2",
+            f"{serve};send ({ROOT}/.venv/lib/python3.11/site-packages/aiohttp/client.py:1) 4",
+            f"run ({python}/asyncio/runners.py:118) 5",
+            f"{serve};loads ({python}/json/decoder.py:3) 6",
+            f"{serve};__init__ (<string>:3) 7",
+            f"run ({python}/threading.py:1);_worker ({python}/concurrent/futures/thread.py:81) 100",
+        ]
+    )
+    assert profile.by_package(folded) == {
+        "proxy/core/placement": 4,
+        "proxy/flow": 2,
+        "aiohttp": 4,
+        "event loop": 5,
+        "json/decoder": 6,
+        "generated code": 7,
+    }
+
+
+def test_rows_are_ranked_and_add_up(profile):
+    column = profile.scaled({"a": 1, "b": 3}, 200.0)
+    assert column == {"a": 50, "b": 150}
+    lines = profile.markdown({"small": column, "long": {"a": 70.0}}).splitlines()
+    assert lines[2:] == ["| b | 150 | 0 |", "| a | 50 | 70 |", "| **all** | 200 | 70 |"]
+
+
+def test_no_samples_are_no_costs(profile):
+    assert profile.scaled({}, 100.0) == {}
