@@ -16,7 +16,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engine_adapter import EngineError, JsonBody, route_of
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.errors import BadRequest, BodyTooLarge, NoEngine, NotFound, ProxyError
@@ -105,7 +104,7 @@ class DataPlane:
         if kind.startswith(("multipart/", "audio/")) and route.startswith(FILE_ROUTES):
             return chunks
         raw = b"".join([chunk async for chunk in chunks])
-        return await off_loop(lambda: _parse(raw), ms=len(raw) / JSON_BYTES_PER_MS) if raw else None
+        return _parse(raw) if raw else None
 
     def _models(self) -> Response:
         cards = [_model_card(name, model) for name, model in self.flow.fleet.served().items()]
