@@ -14,8 +14,11 @@ import msgspec
 import structlog
 from starlette.responses import JSONResponse, Response
 
+<<<<<<< HEAD
 from engine_adapter import EngineError, Headers, JsonBody, route_of
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+=======
+from engine_adapter import EngineError, JsonBody, route_of
+>>>>>>> fleet
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
@@ -99,6 +102,7 @@ class DataPlane:
         """The parsed JSON body, or the unread stream of a file upload."""
         headers, limit = exchange.headers, self.max_body_bytes
         length = headers.get("content-length", "")
+<<<<<<< HEAD
         if length.isdigit() and int(length) > limit:
             raise BodyTooLarge(f"the body has {length} bytes; the limit is {limit}")
         if route.startswith(FILE_ROUTES):
@@ -106,7 +110,16 @@ class DataPlane:
             if kind.startswith(("multipart/", "audio/")):
                 return exchange.chunks(limit)
         raw = await exchange.read(limit)
-        return await off_loop(lambda: _parse(raw), ms=len(raw) / JSON_BYTES_PER_MS) if raw else None
+        return _parse(raw) if raw else None
+=======
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            raise BodyTooLarge(f"the body has {length} bytes; the limit is {self.max_body_bytes}")
+        chunks = _chunks(receive, self.max_body_bytes, body_read)
+        if kind.startswith(("multipart/", "audio/")) and route.startswith(FILE_ROUTES):
+            return chunks
+        raw = b"".join([chunk async for chunk in chunks])
+        return _parse(raw) if raw else None
+>>>>>>> fleet
 
     def _models(self) -> Response:
         cards = [_model_card(name, model) for name, model in self.flow.fleet.served().items()]

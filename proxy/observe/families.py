@@ -24,8 +24,10 @@ def head(name: str, kind: str, text: str) -> str:
 
 @lru_cache(16_384)
 def labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """`{name="value",…}`; empty without names."""
-    pairs = (f'{name}="{value.translate(_ESCAPES)}"' for name, value in zip(names, values, strict=True))
+    """`{name="value",…}`, by name; empty without names."""
+    pairs = (
+        f'{name}="{value.translate(_ESCAPES)}"' for name, value in sorted(zip(names, values, strict=True))
+    )
     return f"{{{','.join(pairs)}}}" if names else ""
 
 

@@ -1,4 +1,6 @@
+import asyncio
 import json
+import time
 from array import array
 
 import httpx
@@ -144,3 +146,20 @@ async def test_a_failure_to_close_one_engine_does_not_keep_the_others_open():
         ("b", "disk full"),
         ("p0", "gone"),
     ]
+
+
+@pytest.mark.parametrize(("level", "explained"), [("info", 0), ("debug", 1)])
+async def test_a_blocked_loop_is_measured_and_at_debug_explained(level, explained):
+    proxy = Proxy(Settings(engines=(ELSEWHERE,), logs={"level": level}), AiohttpTransport())
+    with capture_logs() as logs:
+        proxy.start()
+        await asyncio.sleep(0.1)
+        time.sleep(0.3)  # noqa: ASYNC251 - the block
+        await asyncio.sleep(0.1)
+        await proxy.stop()
+    page = proxy.metrics.render().decode()
+    assert 'kvpin_loop_lag_seconds_bucket{le="0.2"} ' in page
+    assert proxy.metrics.loop_lag.sum > 0.2
+    blocked = [line for line in logs if line["event"].startswith("the event loop was blocked")]
+    assert bool(blocked) == bool(explained)
+    assert all("test_app.py" in str(line["running"]) for line in blocked if line["blocked_s"] > 0.2)

@@ -1,4 +1,5 @@
 import base64
+import threading
 from array import array
 
 import msgspec
@@ -10,6 +11,7 @@ from engine_adapter import Capability, ChatError, JsonBody, PromptTableError
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, PromptTables
+from proxy.prompt.render import read_prompt
 from tests.fakes import prompts_of
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -56,6 +58,20 @@ async def test_text_and_token_ids(build, embedded, engine):
     bare = await build(embedded, COMPLETIONS, prompt=["hello"], add_special_tokens=False)
     assert bare.token_ids == text.token_ids[1:]
     assert (await build(embedded, COMPLETIONS, prompt=[[5, 6]])).token_ids == array("i", [5, 6])
+
+
+@pytest.mark.parametrize(("tokens", "leaves"), [(2_000, False), (100_000, True)])
+async def test_a_long_list_of_token_ids_is_read_off_the_loop(build, info_of, monkeypatch, tokens, leaves):
+    readers = []
+
+    def read(*args):
+        readers.append(threading.current_thread())
+        return read_prompt(*args)
+
+    monkeypatch.setattr("proxy.prompt.builder.read_prompt", read)
+    prompt = await build(info_of(max_model_len=None), COMPLETIONS, prompt=[5] * tokens)
+    assert len(prompt.token_ids) == tokens
+    assert (readers[0] is not threading.current_thread()) == leaves
 
 
 async def test_who_made_the_ids_and_whether_they_are_exact(build, info_of, tables, engine):
