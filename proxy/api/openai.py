@@ -87,12 +87,16 @@ class DataPlane:
                 return _send(self._models(), exchange)
             if asked.startswith("/v1/models/"):
                 return _send(self._model(unquote(path.removeprefix("/v1/models/"))), exchange)
-        body = await self._body(route_of(path), exchange)
-        session = session_of(tenant, headers, body)
-        passed_on = passed_on_headers(headers, self.tenants)
-        return await self.flow.serve(
-            Call(own_id, method, path, passed_on, body, tenant, client_id, session), reply
-        )
+        # No name for the call here: its body is freed before the answer ends.
+        return await self.flow.serve(await self._call(exchange, path, tenant, own_id, client_id), reply)
+
+    async def _call(
+        self, exchange: Exchange, path: str, tenant: str | None, own_id: str, client_id: str | None
+    ) -> Call:
+        """The request, read as far as the flow needs it."""
+        headers, body = exchange.headers, await self._body(route_of(path), exchange)
+        passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, body)
+        return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session)
 
     async def _body(self, route: str, exchange: Exchange) -> JsonBody | AsyncIterator[bytes] | None:
         """The parsed JSON body, or the unread stream of a file upload."""

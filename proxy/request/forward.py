@@ -101,8 +101,10 @@ class Forwarder:
         Raises:
             EngineUnavailable, EngineRejected: before anything was sent to the client.
         """
-        outgoing = adapter.prepare(call.method, call.path, call.headers, hold.body)
-        async with await self._transport.send(outgoing) as response:
+        # Nothing here keeps the request: its body may be long.
+        async with await self._transport.send(
+            adapter.prepare(call.method, call.path, call.headers, hold.body)
+        ) as response:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 return await _answer_error(response, reply, headers)
             kept = [(n.lower(), v) for n, v in response.headers.items() if n.lower() not in _NOT_PASSED_ON]
