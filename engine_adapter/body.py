@@ -82,6 +82,10 @@ class JsonBody:
         }
         return changed
 
+    def forget(self) -> None:
+        """Frees the memory: the body was sent and is not needed again. To read it now is a bug."""
+        del self.raw, self._fields, self._scalars
+
 
 def _checked(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:
     """Decodes `raw`; every fault of the client's becomes a msgspec.DecodeError."""

@@ -115,6 +115,7 @@ class Flow:
         failed: dict[str, EngineError] = {}
         try:
             ready = await self.prepare(call)
+            call = ready.call
             record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
@@ -203,6 +204,7 @@ class Flow:
                     await look_below(pool, engine, lease, ready.prompt, ready.chain)
                     placement = record.placement = lease.refine(hold)
                     record.note = hold.note
+                    reply.on_start = lambda: _forget_bodies(call, hold)
                     outcome = await self.forwarder.forward(
                         engine.adapter,
                         call,
@@ -270,6 +272,13 @@ def _body_for(engine: Engine, ready: Ready) -> RequestBody:
     if engine.info is not None and call.model == pool.model != engine.info.model:
         changes["model"] = engine.info.model
     return call.body.replace(**changes) if changes else call.body
+
+
+def _forget_bodies(call: Call, hold: Hold) -> None:
+    """Frees a request's body, which no engine gets any more. A stream may run for minutes."""
+    for body in {call.body, hold.body}:
+        if isinstance(body, JsonBody):
+            body.forget()
 
 
 def _final(failures: Sequence[EngineError]) -> EngineRejected | EngineFailed:

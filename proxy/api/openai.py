@@ -14,11 +14,7 @@ import msgspec
 import structlog
 from starlette.responses import JSONResponse, Response
 
-<<<<<<< HEAD
 from engine_adapter import EngineError, Headers, JsonBody, route_of
-=======
-from engine_adapter import EngineError, JsonBody, route_of
->>>>>>> fleet
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
@@ -91,18 +87,21 @@ class DataPlane:
                 return _send(self._models(), exchange)
             if asked.startswith("/v1/models/"):
                 return _send(self._model(unquote(path.removeprefix("/v1/models/"))), exchange)
-        body = await self._body(route_of(path), exchange)
-        session = session_of(tenant, headers, body)
-        passed_on = passed_on_headers(headers, self.tenants)
-        return await self.flow.serve(
-            Call(own_id, method, path, passed_on, body, tenant, client_id, session), reply
-        )
+        # No name for the call here: its body is freed before the answer ends.
+        return await self.flow.serve(await self._call(exchange, path, tenant, own_id, client_id), reply)
+
+    async def _call(
+        self, exchange: Exchange, path: str, tenant: str | None, own_id: str, client_id: str | None
+    ) -> Call:
+        """The request, read as far as the flow needs it."""
+        headers, body = exchange.headers, await self._body(route_of(path), exchange)
+        passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, body)
+        return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session)
 
     async def _body(self, route: str, exchange: Exchange) -> JsonBody | AsyncIterator[bytes] | None:
         """The parsed JSON body, or the unread stream of a file upload."""
         headers, limit = exchange.headers, self.max_body_bytes
         length = headers.get("content-length", "")
-<<<<<<< HEAD
         if length.isdigit() and int(length) > limit:
             raise BodyTooLarge(f"the body has {length} bytes; the limit is {limit}")
         if route.startswith(FILE_ROUTES):
@@ -111,15 +110,6 @@ class DataPlane:
                 return exchange.chunks(limit)
         raw = await exchange.read(limit)
         return _parse(raw) if raw else None
-=======
-        if length.isdigit() and int(length) > self.max_body_bytes:
-            raise BodyTooLarge(f"the body has {length} bytes; the limit is {self.max_body_bytes}")
-        chunks = _chunks(receive, self.max_body_bytes, body_read)
-        if kind.startswith(("multipart/", "audio/")) and route.startswith(FILE_ROUTES):
-            return chunks
-        raw = b"".join([chunk async for chunk in chunks])
-        return _parse(raw) if raw else None
->>>>>>> fleet
 
     def _models(self) -> Response:
         cards = [_model_card(name, model) for name, model in self.flow.fleet.served().items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -107,12 +107,14 @@ class Reply:
         started: status and headers were sent.
         complete: the client has the whole answer. A disconnect from now on is no cancellation.
         events: number of stream events sent.
+        on_start: called when the answer begins. From then on no other engine can be tried.
     """
 
-    __slots__ = ("_client", "complete", "events", "started")
+    __slots__ = ("_client", "complete", "events", "on_start", "started")
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self.on_start: Callable[[], None] | None = None
         self.started = False
         self.complete = False
         self.events = 0
@@ -121,6 +123,8 @@ class Reply:
         """Sends status and headers; names are in lower case."""
         self._client.start(status, headers)
         self.started = True
+        if self.on_start is not None:
+            self.on_start()
 
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""

@@ -101,9 +101,10 @@ class Forwarder:
         Raises:
             EngineUnavailable, EngineRejected: before anything was sent to the client.
         """
-        request = adapter.prepare(call.method, call.path, call.headers, hold.body)
-        async with await self._transport.send(request) as response:
-            del request  # its body may be large, and the answer may be long
+        # Nothing here keeps the request: its body may be long.
+        async with await self._transport.send(
+            adapter.prepare(call.method, call.path, call.headers, hold.body)
+        ) as response:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 return await _answer_error(response, reply, headers)
             kept = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]

@@ -111,3 +111,28 @@ def test_a_value_that_cannot_be_read_is_named(value, param):
 def test_a_hint_that_cannot_be_read_is_none(value):
     body = JsonBody(b'{"user": %s, "seed": 7}' % value)
     assert [body.hint(name) for name in ("user", "seed", "none")] == [None, 7, None]
+
+
+def test_scalars_are_decoded_once_and_what_callers_may_change_is_their_own():
+    body = JsonBody(b'{"model": "m", "n": null, "messages": [1]}')
+    assert body.get("model") is body.get("model")
+    assert (body.get("n"), body.get("none")) == (None, None)
+    body.get("messages").append(2)
+    assert body.get("messages") == [1]
+
+
+def test_a_change_is_seen_by_the_new_body_alone():
+    body = JsonBody(b'{"model": "m", "stream": true}')
+    assert (body.get("model"), body.get("stream")) == ("m", True)
+    changed = body.replace(model="n", stream=None)
+    assert (changed.get("model"), changed.get("stream")) == ("n", None)
+    assert (body.get("model"), body.get("stream")) == ("m", True)
+
+
+def test_a_forgotten_body_cannot_be_read():
+    body = JsonBody(b'{"model": "m"}')
+    changed = body.replace(model="n")
+    body.forget()
+    with pytest.raises(AttributeError):
+        body.get("model")
+    assert (changed.get("model"), changed.raw) == ("n", b'{"model":"n"}')

@@ -20,6 +20,7 @@ from engine_adapter import (
     JsonBody,
     ViewCurrent,
 )
+from proxy import flow as flow_module
 from proxy.core.index.view import EngineView
 from proxy.core.placement.demand import MIN_UTILISATION
 from proxy.fleet import lease
@@ -38,6 +39,7 @@ from tests.fakes import (
     FakeEngine,
     client_of,
     connect_to,
+    event,
     is_openai_error,
     post,
     prompts_of,
@@ -281,6 +283,30 @@ class TestRetries:
             client_of(proxy) as client,
         ):
             assert (await client.post(CHAT, json=ASK)).headers["x-kvpin-engine"] == "c"
+
+    async def test_a_body_is_kept_until_no_engine_can_get_it_any_more(
+        self, engine, other, client, monkeypatch
+    ):
+        bodies, kept = [], flow_module._body_for
+
+        def note(engine, ready):
+            bodies.append(kept(engine, ready))
+            return bodies[-1]
+
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event("1"))
+            await exchange.left.wait()
+
+        monkeypatch.setattr(flow_module, "_body_for", note)
+        await engine.stop()
+        other.script = script
+        async with client.stream("POST", CHAT, json=STREAM) as response:
+            async for _ in response.aiter_raw():
+                break
+            assert {len(body.raw) for body in bodies if hasattr(body, "raw")} == set()
+            assert len(bodies) >= 1
+        await client.proxy.settled()
 
     async def test_an_upload_cannot_be_repeated(self, engine, other, client):
         await engine.stop()
