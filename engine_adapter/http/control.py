@@ -51,6 +51,8 @@ _ENDS_HERE = frozenset(
 )
 _KEYS = frozenset({"authorization", "x-api-key"})
 _OWN_PREFIX = b"x-kvpin-"
+# What nearly every client's `connection` says.
+_NAMES_NO_HEADER = (b"keep-alive", b"close")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 
@@ -93,11 +95,9 @@ def prepare_request(
     engine = _engine_of(spec)
     pairs = Headers.pairs_of(headers)
     ends_here = engine.ends_here
-    named = {
-        name.strip().lower() for key, value in pairs if key == b"connection" for name in value.split(b",")
-    }
-    if named:
-        ends_here = ends_here | named
+    for name, value in pairs:
+        if name == b"connection" and value not in _NAMES_NO_HEADER:
+            ends_here |= {each.strip().lower() for each in value.split(b",")}
     kept = [pair for pair in pairs if pair[0] not in ends_here and not pair[0].startswith(_OWN_PREFIX)]
     kept += engine.headers
     if isinstance(body, JsonBody):
