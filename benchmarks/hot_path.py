@@ -254,7 +254,7 @@ async def measure_requests(source: Path, requests: int, chunks: int, *, reuse: b
         url = await asyncio.to_thread(running.__enter__)
         try:
             port = int(url.rpartition(":")[2])
-            pid = _listener(port)
+            pid = listener_of(port)
             for name, size, streamed, fields in plan:
                 InstantEngine.chunks = streamed
                 count = max(requests // 20, 8) if streamed else requests
@@ -270,7 +270,7 @@ async def measure_requests(source: Path, requests: int, chunks: int, *, reuse: b
     return loads
 
 
-def _listener(port: int) -> int:
+def listener_of(port: int) -> int:
     """The process that was started with `--port PORT`."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         words = path.read_bytes().split(b"\0")

@@ -11,6 +11,7 @@ second process (tokenizer_process.py) and builds only the one that was found.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from array import array
@@ -22,6 +23,11 @@ import msgspec
 
 from engine_adapter.prompt.cuts import AddedToken, cut_tokens
 from engine_adapter.types import TokenIds
+
+# fastokens encodes in the calling thread. By default it has a helper thread for each other core, with caches
+# of its own. With one of them, 126,000 tokens took 1.9 ms of CPU instead of 1.4, which is other requests'
+# time. fastokens reads this when it first encodes.
+os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
 _TEXTS = (
     "Hello, world!",

@@ -7,10 +7,13 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import httpx
 import typer
+
+if TYPE_CHECKING:
+    import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = 0.2
@@ -74,6 +77,8 @@ class AdminClient:
         return operation
 
     def _call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - JSON
+        import httpx  # noqa: PLC0415 - `kvpin serve` starts without it
+
         headers = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
         # The base_url of clients, with its /v1, is taken too.
         base = self.url.rstrip("/").removesuffix("/v1").removesuffix("/admin")
@@ -111,7 +116,7 @@ def _error_of(answer: httpx.Response) -> str:
         message, param = str(error["message"]), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{answer.request.url}: {answer.status_code} {answer.reason_phrase}"
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
+    if answer.status_code == HTTPStatus.UNAUTHORIZED:
         return "the admin key is missing or wrong: use --admin-key or KVPIN_ADMIN_KEY (401)"
     return f"{_with_flags(message, param)} ({answer.status_code})"
 

@@ -1,5 +1,7 @@
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -186,3 +188,19 @@ def test_special_tokens_in_a_text_count_as_the_tokenizer_says(split):
     ids = encoder.encode(text, add_special_tokens=False).tolist()
     assert ids == tokenizer.encode(text, add_special_tokens=False)
     assert (1 in ids) is not split
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_long_text_is_encoded_in_the_calling_thread():
+    code = f"""
+import os
+from pathlib import Path
+from engine_adapter.prompt.encoders import FastokensEncoder
+before = len(os.listdir("/proc/self/task"))
+description = Path({str(DEFAULT_MODEL)!r}, "tokenizer.json").read_text()
+encoder = FastokensEncoder(description, lambda: None, split_special_tokens=False)
+encoder.encode("def encode(text): return 1234 # words\\n" * 20_000, add_special_tokens=False)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "0\n"
