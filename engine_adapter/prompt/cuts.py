@@ -1,9 +1,9 @@
 """Where a text can be cut so that its pieces, encoded alone, give the ids of the whole.
 
 A tokenizer first finds its added tokens in the text, from left to right. It then normalises, splits and
-encodes what lies between two of them without a look at the rest. So a text can be cut before an added token if
-the token is found there whatever surrounds it. `cut_tokens` proves this from the tokenizer's list of added
-tokens. `find_cut` picks one that chats contain, and compares cut and whole texts as well.
+encodes what lies between two of them without a look at the rest. So a text can be cut before an added token
+that is found there whatever surrounds it. `cut_tokens` proves this from the tokenizer's list of added tokens.
+`find_cut` picks one that chats contain, and compares cut and whole texts as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sandbox that chat templates run in: jinja2's, with a short way for what templates read most.
 
-Half of the time that a template takes goes into jinja2's checks of each `message.role` and `content.strip`. They
-always say the same of keys of a plain dict, and of the methods of a plain string.
+Up to two thirds of a template's time go into jinja2's checks of each `message.role` and `content.strip`. The
+result is always the same for the keys of a plain dict and the methods of a plain string.
 """
 
 from __future__ import annotations

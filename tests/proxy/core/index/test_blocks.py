@@ -114,3 +114,11 @@ class TestWorkedExample:
 )
 def test_the_last_prompt_token_is_never_reusable(n_tokens, size, reusable):
     assert reusable_tokens(n_tokens, size) == reusable
+
+
+@given(TOKENS, st.integers(1, 5), st.integers(0, 40), st.booleans())
+def test_a_chain_continues_from_known_blocks(values, tokens_per_block, n_known, has_extras):
+    tokens = ids(values)
+    extra = extras([value % 3 for value in values]) if has_extras else None
+    whole = chain(ROOT, tokens, extra, tokens_per_block)
+    assert chain(ROOT, tokens, extra, tokens_per_block, whole.hashes[:n_known]) == whole
