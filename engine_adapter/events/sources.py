@@ -17,7 +17,8 @@ def check_address(name: str, address: str | None) -> None:
 
 
 def reachable_endpoint(endpoint: str, engine_url: str) -> str | None:
-    """Turns a socket's bind address into one to connect to; None if only the engine's machine can reach it.
+    """Turns a socket's bind address into one to connect to; None if it is no ZMQ address, or if only the
+    engine's machine can reach it.
 
     Args:
         endpoint: ZMQ address, e.g. `tcp://*:5557`; a wildcard becomes the engine's host.
@@ -26,11 +27,12 @@ def reachable_endpoint(endpoint: str, engine_url: str) -> str | None:
     host = _host(engine_url)
     scheme, _, address = endpoint.partition("://")
     bound, _, port = address.rpartition(":")
-    if scheme != "tcp":
-        return endpoint if scheme == "ipc" and _is_loopback(host) else None
-    if bound in _WILDCARDS:
-        return f"tcp://{host}:{port}"
-    return None if _is_loopback(bound) and not _is_loopback(host) else endpoint
+    if scheme == "tcp" and bound in _WILDCARDS:
+        endpoint, bound = f"tcp://{host}:{port}", host
+    is_local = scheme == "ipc" or _is_loopback(bound)
+    if not _ADDRESS.fullmatch(endpoint) or (is_local and not _is_loopback(host)):
+        return None
+    return endpoint
 
 
 def _host(url: str) -> str:

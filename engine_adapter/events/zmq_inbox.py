@@ -77,13 +77,20 @@ def subscription(endpoint: str, topic: str) -> Iterator[Inbox]:
     sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
     monitor = sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
-        sub.connect(endpoint)
+        _connect(sub, endpoint)
         yield Inbox(sub, monitor)
     finally:
         sub.disable_monitor()
         monitor.close(linger=0)
         sub.close(linger=0)
         context.term()
+
+
+def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise EngineUnavailable(f"cannot connect to its KV events: {error}") from error
 
 
 class ReplayClient:
@@ -115,7 +122,7 @@ def replay_client(endpoint: str | None) -> Iterator[ReplayClient | None]:
     # A ROUTER drops what does not fit. The engine's buffer limits how much it sends.
     dealer.setsockopt(zmq.RCVHWM, 0)
     try:
-        dealer.connect(endpoint)
+        _connect(dealer, endpoint)
         yield ReplayClient(dealer)
     finally:
         dealer.close(linger=0)

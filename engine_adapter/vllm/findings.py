@@ -74,7 +74,7 @@ def _event_findings(facts: Facts, spec: VllmSpec) -> tuple[Finding, ...]:
     if source is not None and source.publishes:
         return (
             Finding(
-                f"its events at {source.endpoint} can be reached only from its own machine",
+                f"its events at {source.endpoint} cannot be reached from here",
                 'give --kv-events-config an "endpoint" such as tcp://*:5557, or name the address that '
                 "reaches it: events=tcp://HOST:PORT",
             ),

@@ -138,8 +138,12 @@ class Engine:
         self.check_now.set()
 
     def abandon(self) -> None:
-        """The engine is lost: ends its requests. Those whose answer has not begun are retried elsewhere."""
-        failed, self._failed = self._failed + len(self.leases), 0
+        """The engine is lost: ends its requests. Those whose answer has not begun are retried elsewhere.
+
+        Called again at each failed attempt to connect. Logs each request once: an answer that is still read
+        stays a while.
+        """
+        failed, self._failed = self._failed + sum(not lease.is_lost for lease in self.leases), 0
         if failed:
             log.warning("requests failed because their engine was lost", engine=self.id, requests=failed)
         for lease in self.leases:

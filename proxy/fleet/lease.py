@@ -50,6 +50,7 @@ class Lease:
         found: leading blocks that the engine is expected to hold; the request computes the others.
         begun: the answer has begun, or never will.
         report: what the engine reported about its answer.
+        is_lost: its engine was lost while it ran.
     """
 
     engine: LeasedEngine
@@ -62,10 +63,10 @@ class Lease:
     succeeded: bool = False
     found: int = 0
     report: Report | None = None
+    is_lost: bool = False
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     _patience: asyncio.Timeout | None = None
     _answer: IncomingResponse | None = None
-    _is_lost: bool = False
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
@@ -150,7 +151,7 @@ class Lease:
 
     def give_up(self) -> None:
         """The engine is lost: ends the wait for its answer, or breaks off an answer that stays silent."""
-        self._is_lost = True
+        self.is_lost = True
         if self._answer is not None:
             self._watch(self._answer)
         elif self._patience is not None:
@@ -161,7 +162,7 @@ class Lease:
         self._answer = answer
         if self._patience is not None:
             self._patience.reschedule(None)
-        if self._is_lost:
+        if self.is_lost:
             self._watch(answer)
         self.first_byte_s = time.monotonic() - self.started
         self.begun.set()

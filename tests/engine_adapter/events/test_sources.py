@@ -18,6 +18,11 @@ from engine_adapter.events.sources import check_address, reachable_endpoint
         ("ipc:///tmp/events", "http://gpu7:8000", None),
         ("inproc://events", "http://127.0.0.1:8000", None),
         ("nowhere", "http://127.0.0.1:8000", None),
+        ("tcp://gpu7", "http://gpu7:8000", None),
+        ("tcp://*:events", "http://gpu7:8000", None),
+        ("tcp://a b:5557", "http://gpu7:8000", None),
+        ("tcp://:5557", "http://gpu7:8000", None),
+        ("", "http://gpu7:8000", None),
     ],
 )
 def test_a_bind_address_as_it_is_reached(endpoint, url, reached):

@@ -96,3 +96,10 @@ async def test_a_question_and_its_answer(bound):
 async def test_without_an_endpoint_there_is_no_client():
     with replay_client(None) as replay:
         assert replay is None
+
+
+@pytest.mark.parametrize("endpoint", ["", "tcp://gpu7", "nowhere"])
+def test_an_address_that_is_none_is_an_engine_that_is_not_there(endpoint):
+    for connecting in (subscription(endpoint, ""), replay_client(endpoint)):
+        with pytest.raises(EngineUnavailable, match="cannot connect to its KV events"), connecting:
+            pass

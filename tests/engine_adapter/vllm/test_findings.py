@@ -64,13 +64,22 @@ async def test_a_replay_that_does_not_answer():
         assert "replay=tcp://HOST:PORT" in finding.remedy
 
 
+async def test_an_event_address_that_is_none_is_a_finding():
+    """Connecting to it would fail again and again."""
+    async with discovered() as (facts, spec, _):
+        odd = replace(facts, source=changed(facts.source, endpoint="tcp://gpu7"))
+        assert event_endpoints(odd, spec) is None
+        (finding,) = findings_of(odd, spec)
+        assert "tcp://gpu7 cannot be reached from here" in finding.problem
+
+
 async def test_events_that_stay_on_the_engines_machine():
     async with discovered() as (facts, spec, _):
         bound = changed(facts.source, endpoint="tcp://127.0.0.1:5557", replay_endpoint=None)
         there, remote = replace(facts, source=bound), replace(spec, url="http://gpu7:8000")
         assert event_endpoints(there, remote) is None
         (finding,) = findings_of(there, remote)
-        assert "tcp://127.0.0.1:5557 can be reached only from its own machine" in finding.problem
+        assert "tcp://127.0.0.1:5557 cannot be reached from here" in finding.problem
         told = engine_spec("vllm", remote.url, events="tcp://gpu7:6000")
         assert event_endpoints(there, told) == EventEndpoints("tcp://gpu7:6000", None, "kv@tiny")
 

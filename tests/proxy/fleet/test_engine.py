@@ -50,10 +50,9 @@ class TestEngine:
             engine.state = EngineState.DOWN
             engine.abandon()
             engine.suspect(RuntimeError("a stream that the loss ended"))
-            engine.abandon()
+            engine.abandon()  # at the next attempt to connect
         assert [(log["event"], log.get("requests")) for log in logs] == [
             ("a request failed: checking its engine", None),
             ("requests failed because their engine was lost", 6),
-            ("requests failed because their engine was lost", 1),
         ]
         assert engine.last_error == "reset"
