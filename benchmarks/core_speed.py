@@ -125,12 +125,12 @@ class Kvpin:
             matched = time.perf_counter()
             candidates = [placer.candidate(now, engine, matches.get(engine)) for engine in self.engines]
             placement = placer.place(now, candidates, prompt)
-            placed = time.perf_counter()
+            decided = time.perf_counter()
             placed = placer.begin(now, placement, prompt)
             placer.end(now, placed, None)
             placer.settled(placed)
             ended = time.perf_counter()
-            note(times, begun, chained, matched, placed, ended)
+            note(times, begun, chained, matched, decided, ended)
         for tokens in prompts:
             begun = time.perf_counter()
             hashes = plain_chain(tokens)

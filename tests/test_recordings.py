@@ -100,10 +100,10 @@ class Reference:
         for block, name in enumerate(event["block_hashes"]):
             self.entries[name] = []
             for at in range(block * size, (block + 1) * size, POOL):
-                data = struct.pack("<Q16i", parent, *tokens[at : at + POOL])
+                data = struct.pack("<16i", *tokens[at : at + POOL])
                 if any(extra[at : at + POOL]):
                     data += struct.pack("<16Q", *extra[at : at + POOL])
-                parent = xxh3_64_intdigest(data)
+                parent = xxh3_64_intdigest(data, parent)
                 self.entries[name].append(parent)
 
     def check(self, index):

@@ -30,10 +30,9 @@ def reason_of(placement: Placement) -> Reason:
     """Which case a placement is."""
     if placement.rule == "least loaded":
         return Reason.BALANCED
-    chosen, others = placement.chosen, _others(placement)
-    if not others:
+    chosen, elsewhere = placement.chosen, placement.elsewhere
+    if elsewhere is None:
         return Reason.ONLY
-    elsewhere = max(cost.cached_tokens for cost in others)
     if elsewhere > chosen.cached_tokens:
         return Reason.RELEASED
     if not chosen.cached_tokens:

@@ -150,7 +150,7 @@ async def test_a_failure_to_close_one_engine_does_not_keep_the_others_open():
 
 @pytest.mark.parametrize(("level", "explained"), [("info", 0), ("debug", 1)])
 async def test_a_blocked_loop_is_measured_and_at_debug_explained(level, explained):
-    proxy = Proxy(Settings(engines=(ELSEWHERE,), logs={"level": level}), AiohttpTransport())
+    proxy = Proxy(Settings(engines=(ELSEWHERE,), logs={"level": level}), HttpTransport())
     with capture_logs() as logs:
         proxy.start()
         await asyncio.sleep(0.1)

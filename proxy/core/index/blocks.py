@@ -1,6 +1,6 @@
 """Cache identity: a prompt as a chain of block hashes.
 
-    h_i = xxh3_64(h_{i-1} ‖ int32 tokens ‖ extra ids if any is non-zero)
+    h_i = xxh3_64(int32 tokens ‖ extra ids if any is non-zero, seed h_{i-1})
 
 The root h_0 hashes a namespace whose parts have a type and a length, so that keys of two kinds never collide
 by being the same string. Equal hashes mean equal content up to that block, in the same namespace. A collision
@@ -10,10 +10,8 @@ can at worst misroute a request: engines compare content themselves.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from struct import Struct, iter_unpack
+from struct import iter_unpack
 
 from xxhash import xxh3_64_intdigest
 
@@ -57,23 +55,15 @@ def extend(
         tokens_per_block: block size in tokens.
     """
     step, blocks = 4 * tokens_per_block, len(token_ids) // tokens_per_block
-    pack, split = _codec(step)
-    tokens = split(token_ids.tobytes()[: step * blocks])
+    tokens = iter_unpack(f"{step}s", token_ids.tobytes()[: step * blocks])
     if extra_ids is None:
-        return tuple([parent := xxh3_64_intdigest(pack(parent, block)) for (block,) in tokens])
+        return tuple([parent := xxh3_64_intdigest(block, parent) for (block,) in tokens])
     extras = iter_unpack(f"{2 * step}s", extra_ids.tobytes()[: 2 * step * blocks])
     text, hashes = bytes(2 * step), list[BlockHash]()
     for (block,), (extra,) in zip(tokens, extras, strict=True):
-        content = pack(parent, block)
-        parent = xxh3_64_intdigest(content if extra == text else content + extra)
+        parent = xxh3_64_intdigest(block if extra == text else block + extra, parent)
         hashes.append(parent)
     return tuple(hashes)
-
-
-@lru_cache(maxsize=64)
-def _codec(step: int) -> tuple[Callable[..., bytes], Callable[[bytes], Iterator[tuple[bytes]]]]:
-    """Packs a parent with a block of `step` bytes; splits bytes into blocks."""
-    return Struct(f"<Q{step}s").pack, Struct(f"{step}s").iter_unpack
 
 
 def chain(

@@ -19,10 +19,11 @@ Without reuse, or if the prompt is not known, the engine with the fewest request
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from engine_adapter.hold import Forecast
 from proxy.core.index.blocks import Chain, reusable_tokens
@@ -131,33 +132,57 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A decision: the engine, the cached tokens it should report, and the cost of every candidate.
+    """A decision: the engine, the cached tokens it should report, and what every candidate costs.
 
     Attributes:
-        engine: the one chosen.
+        chosen: the cost of the engine that was chosen.
         predicted_tokens: cached tokens it should report.
         n_tokens: prompt tokens.
-        costs: of every candidate.
+        all_costs: builds the cost of every candidate from what was known at the decision. Few requests are
+            explained, so costs are built when somebody asks.
         rule: what decided: "lowest cost" or "least loaded".
+        elsewhere: most tokens of the prompt that another candidate would reuse; None without another.
         firm: False if the prediction counts blocks that requests in flight have yet to leave, or the engine
             may hold more than is known.
         gpu_tokens: predicted tokens that lie on the GPU.
         strain: how many times a second of prefill counted, see `Outlook`.
     """
 
-    engine: str
+    chosen: Cost
     predicted_tokens: int
     n_tokens: int
-    costs: tuple[Cost, ...]
+    all_costs: Callable[[], tuple[Cost, ...]] = field(compare=False, repr=False)
     rule: str
+    elsewhere: int | None = None
     firm: bool = True
     gpu_tokens: int = 0
     strain: float = 1.0
 
+    @classmethod
+    def of(
+        cls,
+        engine: str,
+        predicted_tokens: int,
+        n_tokens: int,
+        costs: tuple[Cost, ...],
+        rule: str,
+        *,
+        strain: float = 1.0,
+    ) -> Placement:
+        """A decision for `engine` whose costs are all built."""
+        chosen = next(cost for cost in costs if cost.engine == engine)
+        elsewhere = max((cost.cached_tokens for cost in costs if cost is not chosen), default=None)
+        return cls(chosen, predicted_tokens, n_tokens, partial(tuple, costs), rule, elsewhere, strain=strain)
+
     @property
-    def chosen(self) -> Cost:
-        """The terms of the engine that was chosen."""
-        return next(cost for cost in self.costs if cost.engine == self.engine)
+    def engine(self) -> str:
+        """The engine that was chosen."""
+        return self.chosen.engine
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """The cost of every candidate, in their order."""
+        return self.all_costs()
 
     @property
     def uncached_tokens(self) -> int:
@@ -167,8 +192,7 @@ class Placement:
     @property
     def work(self) -> Work:
         """The engine's work before the first token."""
-        chosen = self.chosen
-        return Work(self.uncached_tokens, chosen.host_tokens, chosen.disk_tokens)
+        return Work(self.uncached_tokens, self.chosen.host_tokens, self.chosen.disk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,109 +226,191 @@ def predict(chain: Chain, match: Match, tokens_per_block: int) -> int:
     return held // tokens_per_block * tokens_per_block if held < most else most
 
 
-def cost_of(candidate: Candidate, chain: Chain, outlook: Outlook = CALM) -> Cost:
-    """The terms of the cost rule for one engine, without regret."""
-    foreseen, load, rates = candidate.forecast, candidate.load, candidate.rates
-    if foreseen is not None:
-        return _foreseen(candidate, foreseen, outlook)
+class Reuse(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """What an engine reuses of a prompt, and what the rest takes. Engines that hold the same part of the
+    prompt and are equally fast share one. Times in seconds.
+
+    Attributes:
+        cached_tokens: prompt tokens it would reuse.
+        host_tokens: how many of those are on its host tier.
+        disk_tokens: how many are on its disk.
+        pending_tokens: how many requests in flight have yet to leave.
+        restore_s: to bring KV back from lower tiers.
+        prefill_s: to compute the rest.
+        stream_s: what each decoding stream adds to that.
+        congestion_s: what later requests wait for it.
+    """
+
+    cached_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    pending_tokens: int
+    restore_s: float
+    prefill_s: float
+    stream_s: float
+    congestion_s: float
+
+
+def _reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
+    foreseen, match, rates = candidate.forecast, candidate.match, candidate.rates
     cached = host = disk = pending = 0
     restore_s = 0.0
-    match = candidate.match
-    if match is not NOTHING:
-        cached = predict(chain, match, candidate.tokens_per_block)
-        if match.gpu != match.blocks:
-            host = min(match.host * chain.tokens_per_block, cached)
-            disk = min(match.disk * chain.tokens_per_block, cached - host)
-            pending = min(match.pending * chain.tokens_per_block, cached - host - disk)
+    if foreseen is not None:
+        cached, restore_s, prefill_s = foreseen.cached_tokens, foreseen.restore_s, foreseen.prefill_s
+    else:
+        if match is not NOTHING:
+            size, cached = chain.tokens_per_block, predict(chain, match, candidate.tokens_per_block)
+            host = min(match.host * size, cached)
+            disk = min(match.disk * size, cached - host)
+            pending = min(match.pending * size, cached - host - disk)
             restore_s = rates.restore_s(host, disk)
-    queue_s, prefill_s = load.queue_s, rates.prefill_s(chain.n_tokens - cached)
-    in_use = candidate.in_use
-    room_s = in_use.wait_s(chain.hashes, outlook.answer_s) if in_use is not None and in_use.blocks else 0.0
-    interference_s = prefill_s * rates.pool.interference * load.decoding
+        prefill_s = rates.prefill_s(chain.n_tokens - cached)
+    stream_s = prefill_s * rates.pool.interference
     congestion_s = (restore_s + prefill_s) * (outlook.strain - 1)
-    later_s = (outlook.turns - 1) * candidate.busy * outlook.rest_s
-    return Cost(
-        candidate.engine,
-        queue_s,
-        room_s,
-        restore_s,
-        prefill_s,
-        interference_s,
-        congestion_s,
-        later_s,
-        None,
-        queue_s + room_s + restore_s + prefill_s + interference_s + congestion_s + later_s,
-        cached,
-        host,
-        disk,
-        pending,
-        load.in_flight,
-        candidate.free_blocks,
-        candidate.turn,
-        candidate.is_last,
-    )
+    return Reuse(cached, host, disk, pending, restore_s, prefill_s, stream_s, congestion_s)
 
 
-def _foreseen(candidate: Candidate, forecast: Forecast, outlook: Outlook) -> Cost:
-    congestion_s = (forecast.restore_s + forecast.prefill_s) * (outlook.strain - 1)
-    later_s = (outlook.turns - 1) * candidate.busy * outlook.rest_s
-    own_s = forecast.wait_s + forecast.restore_s + forecast.prefill_s + forecast.interference_s
-    return Cost(
-        engine=candidate.engine,
-        queue_s=forecast.wait_s,
-        restore_s=forecast.restore_s,
-        prefill_s=forecast.prefill_s,
-        interference_s=forecast.interference_s,
-        congestion_s=congestion_s,
-        later_s=later_s,
-        total_s=own_s + congestion_s + later_s,
-        cached_tokens=forecast.cached_tokens,
-        in_flight=candidate.load.in_flight,
-        free_blocks=candidate.free_blocks,
-        turn=candidate.turn,
-        is_last=candidate.is_last,
-    )
+class Scores:
+    """What each candidate costs: its total at once, its terms when somebody asks.
+
+    Everything that changes later is noted here at once. So the terms are those that the decision saw, however
+    late they are asked for.
+
+    Attributes:
+        totals: seconds in all, without regret, of each candidate.
+    """
+
+    __slots__ = ("_built", "_candidates", "_kinds", "_outlook", "_reuses", "_rooms", "totals")
+
+    def __init__(self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> None:
+        totals, reuses, rooms = list[float](), list[Reuse](), list[float]()
+        self._built: dict[int, Cost] = {}
+        shared: dict[object, Reuse] = {}
+        blocks, more_turns, rest_s = len(chain.hashes), outlook.turns - 1, outlook.rest_s
+        for candidate in candidates:
+            foreseen, load, in_use, room_s = candidate.forecast, candidate.load, candidate.in_use, 0.0
+            if foreseen is None:
+                rates = candidate.rates
+                key = id(candidate.match), candidate.tokens_per_block, id(rates.pool), rates.pace
+                reuse = shared.get(key)
+                if reuse is None:
+                    reuse = shared[key] = _reuse_of(candidate, chain, outlook)
+                queue_s, interference_s = load.queue_s, reuse.stream_s * load.decoding
+                if in_use is not None and in_use.blocks + blocks > in_use.capacity:
+                    room_s = in_use.wait_s(chain.hashes, outlook.answer_s)
+            else:
+                reuse = shared[candidate.engine] = _reuse_of(candidate, chain, outlook)
+                queue_s, interference_s = foreseen.wait_s, foreseen.interference_s
+            later_s = more_turns * candidate.busy * rest_s
+            totals.append(
+                queue_s
+                + room_s
+                + reuse.restore_s
+                + reuse.prefill_s
+                + interference_s
+                + reuse.congestion_s
+                + later_s
+            )
+            reuses.append(reuse)
+            rooms.append(room_s)
+        self._candidates, self._outlook, self._kinds = candidates, outlook, list(shared.values())
+        self.totals, self._reuses, self._rooms = totals, reuses, rooms
+
+    def within(self, limit_s: float) -> list[int]:
+        """The candidates whose totals are at most `limit_s`, the lowest first."""
+        totals = self.totals
+        found = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
+        found.sort(key=lambda at: (totals[at], self.among_equals(at)))
+        return found
+
+    def among_equals(self, at: int) -> tuple[bool, int, int, int]:
+        """The order of candidates whose costs are equal, best first."""
+        candidate = self._candidates[at]
+        return not candidate.is_last, -(candidate.free_blocks or 0), candidate.turn, at
+
+    def with_regret(self, at: int, regret_s: float) -> Cost:
+        """The cost of a candidate, with the cost of what it evicts."""
+        total_s = self.totals[at] + regret_s
+        self._built[at] = cost = replace(self.cost(at), regret_s=regret_s, total_s=total_s)
+        return cost
+
+    def elsewhere(self, best: int) -> int | None:
+        """Most tokens of the prompt that a candidate other than `best` would reuse; None without another."""
+        own = self._reuses[best]
+        is_shared = self._reuses.count(own) > 1
+        return max((each.cached_tokens for each in self._kinds if is_shared or each is not own), default=None)
+
+    def costs(self) -> tuple[Cost, ...]:
+        """The cost of every candidate, in their order."""
+        return tuple([self.cost(at) for at in range(len(self.totals))])
+
+    def cost(self, at: int) -> Cost:
+        """The terms of one candidate."""
+        built = self._built.get(at)
+        if built is not None:
+            return built
+        candidate, reuse, outlook = self._candidates[at], self._reuses[at], self._outlook
+        foreseen, load = candidate.forecast, candidate.load
+        self._built[at] = cost = Cost(
+            engine=candidate.engine,
+            queue_s=load.queue_s if foreseen is None else foreseen.wait_s,
+            room_s=self._rooms[at],
+            restore_s=reuse.restore_s,
+            prefill_s=reuse.prefill_s,
+            interference_s=reuse.stream_s * load.decoding if foreseen is None else foreseen.interference_s,
+            congestion_s=reuse.congestion_s,
+            later_s=(outlook.turns - 1) * candidate.busy * outlook.rest_s,
+            total_s=self.totals[at],
+            cached_tokens=reuse.cached_tokens,
+            host_tokens=reuse.host_tokens,
+            disk_tokens=reuse.disk_tokens,
+            pending_tokens=reuse.pending_tokens,
+            in_flight=load.in_flight,
+            free_blocks=candidate.free_blocks,
+            turn=candidate.turn,
+            is_last=candidate.is_last,
+        )
+        return cost
+
+
+def cost_of(candidate: Candidate, chain: Chain, outlook: Outlook = CALM) -> Cost:
+    """The terms of the cost rule for one engine, without regret."""
+    return Scores([candidate], chain, outlook).cost(0)
 
 
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
     """The engine that costs least. `candidates` is not empty."""
-    costs = [cost_of(candidate, chain, outlook) for candidate in candidates]
-    order = [(cost.total_s, *_among_equals(cost, at)) for at, cost in enumerate(costs)]
-    order.sort()
-    least, looked_at = inf, list[int]()
-    for total_s, *_, at in order[:MAX_LOOKS]:
-        if total_s > least + TIE_S:
+    scores = Scores(candidates, chain, outlook)
+
+    def look(at: int) -> float:
+        """The total of a candidate, with its regret."""
+        regret_s = _regret_s(candidates[at], scores.cost(at), chain, outlook)
+        return scores.with_regret(at, regret_s).total_s
+
+    looked_at = scores.within(min(scores.totals))[:1]
+    least = look(looked_at[0])
+    for at in scores.within(least + TIE_S)[1:MAX_LOOKS]:
+        if scores.totals[at] > least + TIE_S:
             break  # costs more, even without its regret
-        costs[at] = _with_regret(costs[at], candidates[at], chain, outlook)
-        least = min(least, costs[at].total_s)
+        least = min(least, look(at))
         looked_at.append(at)
-    best = min(
-        (at for at in looked_at if costs[at].total_s <= least + TIE_S),
-        key=lambda at: _among_equals(costs[at], at),
-    )
+    equal = [at for at in looked_at if scores.cost(at).total_s <= least + TIE_S]
+    best = min(equal, key=scores.among_equals)
+    chosen, candidate = scores.cost(best), candidates[best]
     return Placement(
-        engine=costs[best].engine,
-        predicted_tokens=costs[best].cached_tokens,
+        chosen=chosen,
+        predicted_tokens=chosen.cached_tokens,
         n_tokens=chain.n_tokens,
-        costs=tuple(costs),
+        all_costs=scores.costs,
         rule="lowest cost",
-        firm=_is_firm(candidates[best]),
-        gpu_tokens=_on_gpu(candidates[best], costs[best], chain),
+        elsewhere=scores.elsewhere(best),
+        firm=_is_firm(candidate),
+        gpu_tokens=_on_gpu(candidate, chosen, chain),
         strain=outlook.strain,
     )
 
 
-def _among_equals(cost: Cost, at: int) -> tuple[bool, int, int, int]:
-    """The order of engines whose costs are equal, best first."""
-    return not cost.is_last, -(cost.free_blocks or 0), cost.turn, at
-
-
-def _with_regret(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) -> Cost:
-    regret_s = _regret_s(cost, candidate, chain, outlook)
-    return msgspec.structs.replace(cost, regret_s=regret_s, total_s=cost.total_s + regret_s)
-
-
-def _regret_s(cost: Cost, candidate: Candidate, chain: Chain, outlook: Outlook) -> float:
+def _regret_s(candidate: Candidate, cost: Cost, chain: Chain, outlook: Outlook) -> float:
     """The cost of computing or restoring again what this placement evicts, if it is requested again."""
     if candidate.forecast is not None:
         return candidate.forecast.regret_s * outlook.strain
@@ -344,4 +450,4 @@ def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Pl
         Cost(c.engine, in_flight=c.load.in_flight, turn=c.turn, is_last=c.is_last) for c in candidates
     )
     best = min(costs, key=lambda cost: (cost.in_flight, not cost.is_last, cost.turn))
-    return Placement(best.engine, 0, n_tokens, costs, "least loaded")
+    return Placement.of(best.engine, 0, n_tokens, costs, "least loaded")

@@ -272,8 +272,7 @@ class EngineLedger:
         """Drops prefills that are over: those whose end is not seen when they were expected to end, others
         after FORGET_S. Returns the prefill that the engine is computing."""
         while self._prefills:
-            ticket = next(iter(self._prefills))
-            first = self._prefills[ticket]
+            ticket, first = next(iter(self._prefills.items()))
             ends = self._turn + (FORGET_S if first.seen else first.expected_s)
             if now < ends:
                 return first

@@ -61,6 +61,12 @@ class EngineBook:
     epoch: int = 0
     worked: Recent = field(default_factory=Recent)
 
+    def forget(self) -> None:
+        """The engine lost its KV."""
+        self.residents.clear()
+        if self.on_gpu is not None:
+            self.on_gpu.clear()
+
 
 @dataclass(slots=True, eq=False)
 class PlacedRequest:
@@ -127,15 +133,14 @@ class Placer:
     def remove(self, engine: str) -> None:
         """Removes an engine and everything it held."""
         self.index.remove_engine(engine)
-        self.books.pop(engine, None)
+        book = self.books.pop(engine, None)
+        if book is not None:
+            book.forget()  # costs of past decisions still refer to it
 
     def wipe(self, engine: str) -> None:
         """The engine lost its KV, or its events were lost."""
         self.index.wipe(engine)
-        book = self.books[engine]
-        book.residents.clear()
-        if book.on_gpu is not None:
-            book.on_gpu.clear()
+        self.books[engine].forget()
 
     # --- placement ---------------------------------------------------------------------------------
 
@@ -168,6 +173,7 @@ class Placer:
             free = room = max(book.gpu_blocks - gpu - pending, 0)
             if book.host_blocks:
                 room += max(book.host_blocks - host, 0)
+        busy = book.worked.sum(now) / WINDOW_S
         return Candidate(
             engine,
             book.tokens_per_block,
@@ -182,7 +188,7 @@ class Placer:
             forecast,
             complete,
             is_last,
-            min(book.worked.sum(now) / WINDOW_S, 1.0),
+            min(busy, 1.0),
             book.in_use,
         )
 

@@ -17,7 +17,7 @@ def test_without_a_command_it_shows_its_help(kvpin):
 
 
 def test_importing_it_loads_no_server_and_no_model():
-    heavy = ["torch", "transformers", "numpy", "starlette", "httptools", "pydantic", "uvicorn", "httpx", "rich"]
+    heavy = ["torch", "transformers", "numpy", "starlette", "httptools", "pydantic", "httpx", "rich"]
     program = f"import sys, proxy.cli; print([m for m in {heavy} if m in sys.modules])"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert output.stdout == "[]\n"

@@ -35,7 +35,7 @@ def value(metrics, name, **labels):
 
 
 def record(**fields):
-    placement = Placement("a", 32, 40, (Cost("a"),), "lowest cost")
+    placement = Placement.of("a", 32, 40, (Cost("a"),), "lowest cost")
     prompt = Prompt(array("i", range(40)))
     defaults = {"placement": placement, "prompt": prompt, "status": 200, "attempts": ["b", "a"]}
     return RequestRecord("r", 0.0, "/v1/x", "m", None, stream=True, **{**defaults, **fields})
@@ -60,7 +60,7 @@ def test_placements_are_counted_by_what_decided_them(fleet):
     metrics = Metrics(fleet)
     for cached in (0, 16, 16):
         costs = Cost("a"), Cost("b", cached_tokens=cached, queue_s=1.0)
-        metrics.observe(record(placement=Placement("a", 0, 40, costs, "lowest cost")))
+        metrics.observe(record(placement=Placement.of("a", 0, 40, costs, "lowest cost")))
     assert value(metrics, "kvpin_placements_total", model="m", reason="spread") == 1
     assert value(metrics, "kvpin_placements_total", model="m", reason="released") == 2
 

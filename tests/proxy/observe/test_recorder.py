@@ -101,7 +101,7 @@ class TestHasher:
 
 class TestLine:
     def test_what_replay_reads_and_what_else_is_known(self):
-        placement = Placement("e1", 64, 200, (Cost("e1"),), "lowest cost")
+        placement = Placement.of("e1", 64, 200, (Cost("e1"),), "lowest cost")
         told = record(placement=placement, first_byte_s=0.0125, reported_tokens=64, output_tokens=7, events=9)
         line = msgspec.to_builtins(line_of(Hasher(), 1.5, told, told.prompt))
         assert len(line.pop("hash_ids")) == 3

@@ -46,13 +46,13 @@ class TestNamespaceRoot:
 class TestChain:
     def test_hashes_are_what_the_design_says(self):
         tokens = ids([1, 2, 3, 4])
-        first = xxh3_64_intdigest(ROOT.to_bytes(8, "little") + ids([1, 2]).tobytes())
-        second = xxh3_64_intdigest(first.to_bytes(8, "little") + ids([3, 4]).tobytes())
+        first = xxh3_64_intdigest(ids([1, 2]).tobytes(), ROOT)
+        second = xxh3_64_intdigest(ids([3, 4]).tobytes(), first)
         assert chain(ROOT, tokens, None, 2).hashes == (first, second)
 
     def test_extra_ids_are_hashed_after_the_tokens(self):
         tokens, extra = ids([1, 100]), extras([0, 7])
-        expected = xxh3_64_intdigest(ROOT.to_bytes(8, "little") + tokens.tobytes() + extra.tobytes())
+        expected = xxh3_64_intdigest(tokens.tobytes() + extra.tobytes(), ROOT)
         assert chain(ROOT, tokens, extra, 2).hashes == (expected,)
 
     def test_the_tail_has_no_block_but_counts_as_tokens(self):

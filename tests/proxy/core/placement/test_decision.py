@@ -218,6 +218,14 @@ class TestPlace:
         costs = place([dear, cheap], prompt(), BUSY).costs
         assert [cost.regret_s for cost in costs] == [None, 0.0]
 
+    @pytest.mark.parametrize(
+        ("gpu", "elsewhere"), [((4,), None), ((4, 2), 32), ((4, 0), 0), ((2, 4), 32), ((4, 4), 64)]
+    )
+    def test_tells_what_another_engine_would_reuse(self, gpu, elsewhere):
+        held = [candidate(str(at), match=Match(gpu=blocks)) for at, blocks in enumerate(gpu)]
+        placement = place(held, prompt(160))
+        assert (placement.chosen.cached_tokens, placement.elsewhere) == (64, elsewhere)
+
     def test_nor_that_of_more_than_so_many_of_which_each_gets_its_turn(self):
         turns = dict.fromkeys(map(str, range(MAX_LOOKS + 4)), 0)
         for turn in range(1, 3 * len(turns) + 1):

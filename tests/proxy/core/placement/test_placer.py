@@ -151,7 +151,30 @@ class TestPlacement:
     def test_nothing_changes_before_a_request_begins(self, placer):
         before = [place(placer, 0.0, prompt(1)) for _ in range(3)]
         assert before[0] == before[1] == before[2]
+        assert before[0].costs == before[1].costs == before[2].costs
         assert (len(placer.index), [book.turn for book in placer.books.values()]) == (0, [0, 0])
+
+    def test_a_cost_asked_for_later_is_the_one_that_was_decided_with(self, placer):
+        """Loads, rates, caches and memory in use have all changed by then."""
+        serve(placer, 0.0, prompt(1))
+        serve(placer, 5.0, prompt(2, blocks=80))
+        chain = prompt(1, blocks=95)
+        early, late = place(placer, 10.0, chain), place(placer, 10.0, chain)
+        at_once = early.costs
+        for name in "abab":
+            placer.begin(10.0, place(placer, 10.0, prompt(7, blocks=90), name), prompt(7, blocks=90))
+        placer.rates.computed(1000, 9.0, 3)
+        placer.wipe("a")
+        assert late.costs == at_once
+        assert late.chosen in late.costs
+        assert place(placer, 11.0, chain).costs != at_once
+
+    def test_what_was_removed_is_not_kept_alive_by_what_explains_old_decisions(self, placer):
+        serve(placer, 0.0, prompt(1))
+        books = list(placer.books.values())
+        for name in "ab":
+            placer.remove(name)
+        assert [len(book.residents) for book in books] == [0, 0]
 
     def test_what_is_about_to_be_computed_draws_what_shares_it(self, placer):
         chain = prompt(1, blocks=90)
