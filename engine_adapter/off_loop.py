@@ -24,7 +24,8 @@ TOKEN_ID_BYTES_PER_MS = 48 * 1024
 # Work that is expected to take longer leaves the loop.
 MOST_MS = 1.0
 
-_threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="off-loop")
+# Each thread that encodes holds caches of about 16 MB.
+_threads = ThreadPoolExecutor(min(2, os.cpu_count() or 1), thread_name_prefix="off-loop")
 
 
 async def off_loop(work: Callable[[], _Result], *, ms: float) -> _Result:

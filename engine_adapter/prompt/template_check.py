@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jinja2 import Environment
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine_adapter.errors import ChatError
 from engine_adapter.prompt.chat_messages import normalize_messages
@@ -108,12 +109,12 @@ def _same_environment() -> bool:
         theirs: Environment = _compile_jinja_template("").environment
     except (ImportError, AttributeError):
         return False
-    return isinstance(environment, type(theirs)) and _abilities(environment) == _abilities(theirs)
+    return _abilities(environment) == _abilities(theirs)
 
 
 def _abilities(made: Environment) -> tuple[object, ...]:
     return (
-        made.sandboxed,
+        isinstance(made, ImmutableSandboxedEnvironment),
         *(frozenset(names) for names in (made.filters, made.tests, made.globals)),
         sorted(tag for extension in made.extensions.values() for tag in extension.tags),
         (made.trim_blocks, made.lstrip_blocks, made.keep_trailing_newline, made.autoescape),
