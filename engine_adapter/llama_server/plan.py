@@ -17,6 +17,9 @@ from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import Tier, TokenIds
 
 LEAST_GAIN = 16  # least shared tokens for a restore: all chats share their first tokens
+# Fewer shared tokens than this are no reason to overwrite a conversation: a template and its default system
+# prompt are as long.
+LEAST_SHARED = 64
 SETTLE_S = 0.005  # time to find out what an answer left
 LEAST_REST = 0.25  # an overdue operation is expected to take this share of its usual time longer
 
@@ -269,6 +272,9 @@ def _choice(slot: Slot, kept: int, file: _File[Entry] | None, ask: _Ask) -> Plan
     cached = min(kept, ask.most) if file is None else file.reused
     others = ask.streams - (slot.operation is Operation.REQUEST)
     save_s, regret_s = _loss(slot, kept, others, ask)
+    if kept < min(LEAST_SHARED, len(slot.tokens)):
+        # What an empty slot would have to compute as well. Else all new conversations go through one slot.
+        regret_s += ask.rates.prefill_s(min(kept, ask.most))
     io_s = save_s + (0.0 if file is None else file.seconds)
     return Plan(
         slot=slot.id,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.llama_server.plan import LEAST_GAIN, Rates, density, plan, worth_saving
+from engine_adapter.llama_server.plan import LEAST_GAIN, LEAST_SHARED, Rates, density, plan, worth_saving
 from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
 from engine_adapter.types import Tier, TokenIds
 
@@ -108,6 +108,15 @@ def test_a_new_conversation_takes_an_empty_slot():
     choice = decide(run(100), [slot(0, run(5000, 5100)), slot(1), slot(2, run(6000, 6100))])
     assert (choice.slot, choice.regret_s, choice.save_first) == (1, 0.0, False)
     assert choice.why == "slot 1 is the cheapest for a full prefill of 100 tokens"
+
+
+@pytest.mark.parametrize("saved", [0, 120])
+def test_a_few_shared_tokens_are_no_reason_to_overwrite_a_conversation(saved):
+    held, prompt = slot(0, run(120), saved=saved), array("i", [*range(20), *range(900, 1000)])
+    assert decide(prompt, [held, slot(1)]).slot == 1
+    longer = slot(0, run(2000), saved=2000)
+    choice = decide(array("i", [*range(1000), 7]), [longer, slot(1)])
+    assert (choice.slot, choice.cached_tokens) == (0, 1000), "a shared document is"
 
 
 def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
@@ -392,6 +401,8 @@ def every_total(prompt, slots, saved, rates, now):
             io += entry.size / rates.disk_bytes_s if entry.tier is Tier.DISK else 0.0
         prefill = (len(prompt) - max(min(gain, len(prompt) - 1), 0)) / rates.prefill_tok_s
         later = regret(each, kept, each.length if save_first else each.saved, rates, now)
+        if kept < min(LEAST_SHARED, len(each.tokens)):
+            later += max(min(kept, len(prompt) - 1), 0) / rates.prefill_tok_s
         totals[each.id, entry and entry.name, save_first] = wait + io * (1 + others) + prefill + later
     return totals
 
