@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.media import mark_media
@@ -17,8 +18,8 @@ from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
 
 ANSWER_S = 2.0
 """How long a request waits for an engine to tokenise it."""
-# A chat of this many messages, in a body of this many bytes, is rendered in about 1 ms. More leaves the loop.
-_MESSAGES_PER_MS, _BYTES_PER_MS = 64, 256 * 1024
+# A chat of this many messages is rendered in about 1 ms.
+_MESSAGES_PER_MS = 64
 
 
 class PromptTokenizer(Protocol):
@@ -88,8 +89,7 @@ class LocalTokenizer:
             )
 
         messages = len(source.messages) if isinstance(source.messages, list) else 0
-        is_short = messages <= _MESSAGES_PER_MS and size <= _BYTES_PER_MS
-        return render() if is_short else await asyncio.to_thread(render)
+        return await off_loop(render, ms=max(messages / _MESSAGES_PER_MS, size / JSON_BYTES_PER_MS))
 
     def _encode(self, pieces: Iterable[str]) -> list[TokenIds[int]]:
         return [self.tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
