@@ -111,14 +111,14 @@ class TestSave:
         async with contents.keeping(entry):
             assert (list(contents.entries()), world.entries()) == ([], [entry])
 
-    async def test_one_may_take_longer_than_other_questions(self, two_slots, monkeypatch):
-        monkeypatch.setattr(control, "_ANSWER_S", 0.05)
+    async def test_one_may_take_longer_than_other_questions(self, two_slots):
+        assert slot_io.MOVE_S > control.ANSWER_S
         async with keeper_world(two_slots) as world:
             lease = await world.ask(prompt_of(1))
             with stopped(two_slots):
                 saving = asyncio.create_task(world.save(lease.slot))
                 with pytest.raises(EngineUnavailable):
-                    await world.control.get("/props")
+                    await world.control.call("GET", "/props", answer_s=0.05)
             assert await saving
             (entry,) = world.entries()
             assert world.table[lease.slot].tokens == entry.tokens == await world.truth(lease.slot)
