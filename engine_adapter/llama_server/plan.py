@@ -272,7 +272,7 @@ def _choice(slot: Slot, kept: int, file: _File[Entry] | None, ask: _Ask) -> Plan
     cached = min(kept, ask.most) if file is None else file.reused
     others = ask.streams - (slot.operation is Operation.REQUEST)
     save_s, regret_s = _loss(slot, kept, others, ask)
-    if kept < min(LEAST_SHARED, len(slot.tokens)):
+    if kept < min(LEAST_SHARED, len(slot.tokens), len(ask.prompt)):
         # What an empty slot would have to compute as well. Else all new conversations go through one slot.
         regret_s += ask.rates.prefill_s(min(kept, ask.most))
     io_s = save_s + (0.0 if file is None else file.seconds)

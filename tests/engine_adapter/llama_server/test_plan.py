@@ -117,6 +117,8 @@ def test_a_few_shared_tokens_are_no_reason_to_overwrite_a_conversation(saved):
     longer = slot(0, run(2000), saved=2000)
     choice = decide(array("i", [*range(1000), 7]), [longer, slot(1)])
     assert (choice.slot, choice.cached_tokens) == (0, 1000), "a shared document is"
+    choice = decide(run(20), [held, slot(1)])
+    assert (choice.slot, choice.cached_tokens) == (0, 19), "a short prompt that is asked again is"
 
 
 def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
@@ -401,7 +403,7 @@ def every_total(prompt, slots, saved, rates, now):
             io += entry.size / rates.disk_bytes_s if entry.tier is Tier.DISK else 0.0
         prefill = (len(prompt) - max(min(gain, len(prompt) - 1), 0)) / rates.prefill_tok_s
         later = regret(each, kept, each.length if save_first else each.saved, rates, now)
-        if kept < min(LEAST_SHARED, len(each.tokens)):
+        if kept < min(LEAST_SHARED, len(each.tokens), len(prompt)):
             later += max(min(kept, len(prompt) - 1), 0) / rates.prefill_tok_s
         totals[each.id, entry and entry.name, save_first] = wait + io * (1 + others) + prefill + later
     return totals
