@@ -22,7 +22,7 @@ from proxy.api.exchange import Exchange
 
 log = structlog.get_logger(__name__)
 
-# The longest head of a request, in bytes.
+# The longest head of a request, in bytes, and the most between two pieces of its body or after the last one.
 MAX_HEAD = 65_536
 Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
@@ -57,7 +57,7 @@ class Http1Protocol(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         self._parser: Any = _parser(self)  # httptools has no types
         self._target, self._headers = b"", _no_headers()
-        self._head_bytes = 0  # of a head that is not complete
+        self._head_bytes = 0  # of a head that is not complete, or of what follows a piece of a body
         self._reading: Exchange | None = None  # its body arrives
         self._current: Exchange | None = None  # its answer runs
         self._waiting: list[Exchange] = []  # pipelined behind it
@@ -123,7 +123,7 @@ class Http1Protocol(asyncio.Protocol):
             if is_bug and not isinstance(error.__context__, httptools.HttpParserInvalidURLError):
                 log.exception("request crashed")
             self._refuse(400, b"Invalid HTTP request received.")
-        if self._head_bytes > MAX_HEAD and self._reading is None:
+        if self._head_bytes > MAX_HEAD:
             self._refuse(431, b"The head of the request is too long.")
 
     def on_message_begin(self) -> None:
@@ -163,6 +163,7 @@ class Http1Protocol(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """The parser found a piece of a body."""
+        self._head_bytes = 0
         if self._reading is not None:
             self._reading.feed(body)
 

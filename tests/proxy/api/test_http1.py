@@ -276,6 +276,22 @@ class TestRefusals:
             connection.sendall(piece)
         assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
 
+    @pytest.mark.parametrize(
+        ("begin", "piece"),
+        [
+            (b"5\r\nhello\r\n0\r\n", b"x: %b\r\n" % (b"y" * 1000)),
+            (b"5\r\nhello\r\n0\r\nx-long: ", b"z" * 1000),
+            (b"5\r\nhello\r\n5;", b"z" * 1000),
+        ],
+        ids=["trailers", "a trailer", "a chunk's extension"],
+    )
+    def test_what_stands_beside_a_body_has_an_end(self, connection, begin, piece):
+        connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + begin)
+        time.sleep(0.05)  # so that the pieces come apart
+        for _ in range(MAX_HEAD // 1000 + 1):
+            connection.sendall(piece)
+        assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
+
     def test_a_long_body_is_no_long_head(self, connection):
         body = b"hello" * 100_000
         head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
