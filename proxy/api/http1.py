@@ -3,7 +3,7 @@
     bytes → parser → Exchange → the site's handler, in a task of its own → bytes
 
 uvicorn opens the port, counts connections and tasks, and stops in order. A connection serves one request at a
-time: while an answer runs, a pipelined request waits, and the connection is not read.
+time: while an answer runs, pipelined requests wait. When many wait, the connection is not read.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ log = structlog.get_logger(__name__)
 
 # The longest head of a request, in bytes, and the most between two pieces of its body or after the last one.
 MAX_HEAD = 65_536
+# Pipelined requests at which a connection is not read any more: its client's disconnect would go unnoticed.
+MAX_WAITING = 8
 Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 
@@ -159,7 +161,8 @@ class Http1Protocol(asyncio.Protocol):
             self._begin(exchange)
         else:
             self._waiting.append(exchange)
-            self.pause_reading()
+            if len(self._waiting) >= MAX_WAITING:
+                self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
         """The parser found a piece of a body."""

@@ -5,6 +5,7 @@ import contextlib
 import re
 import select
 import socket
+import threading
 import time
 
 import pytest
@@ -17,6 +18,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n"
 GET = b"GET %b HTTP/1.1\r\nhost: localhost\r\n%b\r\n"
 LAST = GET % (b"/say", b"connection: close\r\n")
 IDLE_S = 0.5
+LEFT = threading.Event()
 
 
 def answer(exchange, body=b"", status=200, headers=()):
@@ -69,6 +71,11 @@ async def stuck(exchange):
     answer(exchange, b"%d0" % exchange._arrived)
 
 
+async def endless(exchange):
+    exchange.on_left = LEFT.set
+    await exchange.until_left()
+
+
 async def crash(exchange):
     exchange.start(200, [])
     exchange.write(b"so far so good")
@@ -79,7 +86,7 @@ async def inject(exchange):
     answer(exchange, headers=[(b"x-note", b"a\r\nx-other: b")])
 
 
-HANDLERS = (say, upload, refuse, nothing, stream, much, stuck, crash, inject)
+HANDLERS = (say, upload, refuse, nothing, stream, much, stuck, endless, crash, inject)
 BY_PATH = {b"/" + each.__name__.encode(): each for each in HANDLERS}
 
 
@@ -158,6 +165,23 @@ class TestRequests:
         order = re.findall(rb"three|hello|'GET', ", answers)
         assert order == [b"three", b"hello", b"three", b"'GET', "]
         assert answers.count(b"HTTP/1.1 200 OK") == 4
+
+    def test_a_client_that_leaves_pipelined_requests_behind_is_noticed(self, connection):
+        LEFT.clear()
+        connection.sendall(GET % (b"/endless", b"") + (HEAD + b"\r\nhello") * 3)
+        time.sleep(0.05)
+        connection.close()
+        assert LEFT.wait(5)
+
+    def test_many_pipelined_requests_are_not_all_taken_at_once(self, connection):
+        long = b"GET /say HTTP/1.1\r\nhost: x\r\nx-long: %b\r\n\r\n" % (b"y" * 60_000)
+        connection.sendall(GET % (b"/endless", b""))
+        connection.settimeout(0.2)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 64 << 20:
+                sent += connection.send(long)
+        assert sent < 32 << 20
 
     def test_nothing_is_read_behind_a_request_that_ends_the_connection(self, connection):
         connection.sendall(LAST + HEAD + b"\r\nhello")
