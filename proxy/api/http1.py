@@ -82,9 +82,9 @@ class Http1Protocol(asyncio.Protocol):
         self._state.connections.discard(self)
         if self._timer is not None:
             self._timer.cancel()
-        self.resume_writing()
-        left, self._current, self._reading = self._current, None, None
         self._waiting.clear()
+        self._end_fullness()
+        left, self._current, self._reading = self._current, None, None
         self._parser = None  # it refers to this connection
         if left is not None:
             left.leave()
@@ -103,7 +103,8 @@ class Http1Protocol(asyncio.Protocol):
             self._current.keep_alive = False
 
     def _close_if_idle(self) -> None:
-        idle_s = self._loop.time() - self._idle_since if self._current is None else 0.0
+        is_idle = self._current is None and not self._waiting
+        idle_s = self._loop.time() - self._idle_since if is_idle else 0.0
         if idle_s >= self._idle_s:
             self.transport.close()
         else:
@@ -157,7 +158,7 @@ class Http1Protocol(asyncio.Protocol):
         )
         self._headers = _no_headers()  # trailers must not become headers
         self._close_after = not exchange.keep_alive
-        if self._current is None:
+        if self._current is None and not self.is_full:
             self._begin(exchange)
         else:
             self._waiting.append(exchange)
@@ -197,8 +198,8 @@ class Http1Protocol(asyncio.Protocol):
 
     def _refuse(self, status: int, reason: bytes) -> None:
         """The client sent no HTTP: it can be read no further. An answer to an earlier request still ends."""
-        current, self._reading = self._current, self._reading
-        if current is not None and current is not self._reading:
+        current = self._current
+        if self._waiting or (current is not None and current is not self._reading):
             self._reading = None
             self._end()
             return
@@ -236,7 +237,11 @@ class Http1Protocol(asyncio.Protocol):
             self._close_after = True
             self.transport.close()
             return
-        if self._waiting:
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begins the next request, once the client has read enough of the answers before it."""
+        if self._waiting and not self.is_full:
             self._begin(self._waiting.pop(0))
         self.resume_reading()
 
@@ -253,6 +258,11 @@ class Http1Protocol(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
+        self._end_fullness()
+        if self._current is None:
+            self._go_on()
+
+    def _end_fullness(self) -> None:
         self.is_full = False
         if self._room is not None and not self._room.done():
             self._room.set_result(None)

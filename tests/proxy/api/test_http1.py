@@ -183,6 +183,18 @@ class TestRequests:
                 sent += connection.send(long)
         assert sent < 32 << 20
 
+    def test_a_client_that_reads_no_answers_is_not_read(self, connection):
+        request = GET % (b"/say", b"x-long: %b\r\n" % (b"y" * 1000))
+        connection.settimeout(0.2)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 32 << 20:
+                sent += connection.send(request * 100)
+        assert sent < 16 << 20
+        connection.settimeout(10)
+        # What was read is answered.
+        assert everything(connection).count(b"HTTP/1.1 200") == sent // len(request)
+
     def test_nothing_is_read_behind_a_request_that_ends_the_connection(self, connection):
         connection.sendall(LAST + HEAD + b"\r\nhello")
         assert everything(connection).count(b"HTTP/1.1") == 1
