@@ -66,6 +66,10 @@ async def much(exchange):
     exchange.finish()
 
 
+async def huge(exchange):
+    answer(exchange, b"x" * (32 << 20))
+
+
 async def stuck(exchange):
     await asyncio.sleep(1)
     answer(exchange, b"%d0" % exchange._arrived)
@@ -86,7 +90,7 @@ async def inject(exchange):
     answer(exchange, headers=[(b"x-note", b"a\r\nx-other: b")])
 
 
-HANDLERS = (say, upload, refuse, nothing, stream, much, stuck, endless, crash, inject)
+HANDLERS = (say, upload, refuse, nothing, stream, much, huge, stuck, endless, crash, inject)
 BY_PATH = {b"/" + each.__name__.encode(): each for each in HANDLERS}
 
 
@@ -305,6 +309,15 @@ class TestRefusals:
         answer = everything(connection)
         assert answer.endswith(b"0\r\n\r\n")
         assert b"HTTP/1.1 400" not in answer
+
+    def test_a_refusal_is_not_taken_for_the_answer_to_a_request_that_waits(self, connection):
+        connection.sendall(GET % (b"/huge", b"") + GET % (b"/say", b""))
+        time.sleep(0.2)  # the answer fills the socket
+        connection.sendall(b"hello\r\n\r\n")
+        time.sleep(0.1)
+        answers = everything(connection)
+        assert answers.count(b"x") >= 32 << 20
+        assert b"HTTP/1.1 400" not in answers
 
     @pytest.mark.parametrize("piece", [b"x: %b\r\n" % (b"y" * 1000), b"z" * 1000])
     def test_a_head_without_end(self, connection, piece):
