@@ -10,6 +10,8 @@ from typing import Protocol
 from engine_adapter import HeaderPairs, Headers
 from proxy.errors import BodyTooLarge
 
+# A piece of a body that is shorter than this is added to the one before it: each object takes 33 bytes more.
+_SMALL = 512
 # Unread bytes of a streamed body at which its connection is not read any more.
 HIGH_WATER = 65_536
 _STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each, each.phrase.encode()) for each in http.HTTPStatus}
@@ -90,7 +92,7 @@ class Exchange:
         self.keep_alive = keep_alive and not is_1_0
         self._connection, self._is_1_0 = connection, is_1_0
         # The request's body.
-        self._chunks: list[bytes] = []
+        self._chunks: list[bytes | bytearray] = []  # the first one is bytes
         self._arrived = self._unread = 0  # bytes
         self._complete = self._invited = False
         self._pauses = True
@@ -149,7 +151,12 @@ class Exchange:
         """Takes bytes of the body. What arrives after the answer, for which nobody reads it, is dropped."""
         if self.finished:
             return
-        self._chunks.append(chunk)
+        if self._chunks and len(chunk) < _SMALL:
+            if not isinstance(self._chunks[-1], bytearray):
+                self._chunks.append(bytearray())
+            self._chunks[-1] += chunk
+        else:
+            self._chunks.append(chunk)
         self._arrived += len(chunk)
         self._unread += len(chunk)
         if self._unread > HIGH_WATER and self._pauses:
@@ -195,7 +202,7 @@ class Exchange:
 
     def _take(self) -> bytes:
         chunks, self._chunks, self._unread = self._chunks, [], 0
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
 
     # --- the answer -----------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
     bytes → parser → Exchange → the site's handler, in a task of its own → bytes
 
 uvicorn opens the port, counts connections and tasks, and stops in order. A connection serves one request at a
-time: while an answer runs, a pipelined request waits, and the connection is not read.
+time: while an answer runs, pipelined requests wait. When many wait, the connection is not read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from proxy.api.exchange import Exchange
 
 log = structlog.get_logger(__name__)
 
-# The longest head of a request, in bytes.
+# The longest head of a request, in bytes, and the most between two pieces of its body or after the last one.
 MAX_HEAD = 65_536
+# Pipelined requests at which a connection is not read any more: its client's disconnect would go unnoticed.
+MAX_WAITING = 8
 Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 
@@ -57,7 +59,7 @@ class Http1Protocol(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         self._parser: Any = _parser(self)  # httptools has no types
         self._target, self._headers = b"", _no_headers()
-        self._head_bytes = 0  # of a head that is not complete
+        self._head_bytes = 0  # of a head that is not complete, or of what follows a piece of a body
         self._reading: Exchange | None = None  # its body arrives
         self._current: Exchange | None = None  # its answer runs
         self._waiting: list[Exchange] = []  # pipelined behind it
@@ -80,9 +82,9 @@ class Http1Protocol(asyncio.Protocol):
         self._state.connections.discard(self)
         if self._timer is not None:
             self._timer.cancel()
-        self.resume_writing()
-        left, self._current, self._reading = self._current, None, None
         self._waiting.clear()
+        self._end_fullness()
+        left, self._current, self._reading = self._current, None, None
         self._parser = None  # it refers to this connection
         if left is not None:
             left.leave()
@@ -101,7 +103,8 @@ class Http1Protocol(asyncio.Protocol):
             self._current.keep_alive = False
 
     def _close_if_idle(self) -> None:
-        idle_s = self._loop.time() - self._idle_since if self._current is None else 0.0
+        is_idle = self._current is None and not self._waiting
+        idle_s = self._loop.time() - self._idle_since if is_idle else 0.0
         if idle_s >= self._idle_s:
             self.transport.close()
         else:
@@ -123,7 +126,7 @@ class Http1Protocol(asyncio.Protocol):
             if is_bug and not isinstance(error.__context__, httptools.HttpParserInvalidURLError):
                 log.exception("request crashed")
             self._refuse(400, b"Invalid HTTP request received.")
-        if self._head_bytes > MAX_HEAD and self._reading is None:
+        if self._head_bytes > MAX_HEAD:
             self._refuse(431, b"The head of the request is too long.")
 
     def on_message_begin(self) -> None:
@@ -155,14 +158,16 @@ class Http1Protocol(asyncio.Protocol):
         )
         self._headers = _no_headers()  # trailers must not become headers
         self._close_after = not exchange.keep_alive
-        if self._current is None:
+        if self._current is None and not self.is_full:
             self._begin(exchange)
         else:
             self._waiting.append(exchange)
-            self.pause_reading()
+            if len(self._waiting) >= MAX_WAITING:
+                self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
         """The parser found a piece of a body."""
+        self._head_bytes = 0
         if self._reading is not None:
             self._reading.feed(body)
 
@@ -193,8 +198,8 @@ class Http1Protocol(asyncio.Protocol):
 
     def _refuse(self, status: int, reason: bytes) -> None:
         """The client sent no HTTP: it can be read no further. An answer to an earlier request still ends."""
-        current, self._reading = self._current, self._reading
-        if current is not None and current is not self._reading:
+        current = self._current
+        if self._waiting or (current is not None and current is not self._reading):
             self._reading = None
             self._end()
             return
@@ -232,7 +237,11 @@ class Http1Protocol(asyncio.Protocol):
             self._close_after = True
             self.transport.close()
             return
-        if self._waiting:
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begins the next request, once the client has read enough of the answers before it."""
+        if self._waiting and not self.is_full:
             self._begin(self._waiting.pop(0))
         self.resume_reading()
 
@@ -249,6 +258,11 @@ class Http1Protocol(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
+        self._end_fullness()
+        if self._current is None:
+            self._go_on()
+
+    def _end_fullness(self) -> None:
         self.is_full = False
         if self._room is not None and not self._room.done():
             self._room.set_result(None)

@@ -1,5 +1,7 @@
 """What an exchange writes, piece by piece. How requests are read is tested on sockets in test_http1.py."""
 
+import tracemalloc
+
 import pytest
 
 from engine_adapter import Headers
@@ -20,6 +22,9 @@ class Connection:
 
     def write(self, data):
         self.writes.append(data)
+
+    def pause_reading(self):
+        pass
 
     def answered(self, exchange):
         self.ended.append(exchange)
@@ -94,3 +99,17 @@ def test_who_has_left_is_sent_nothing(connection):
     exchange.write(b"one")
     exchange.finish()
     assert (told, connection.writes) == ([True], [])
+
+
+async def test_a_body_in_small_pieces_takes_little_more_than_its_length(connection):
+    exchange, pieces = exchange_on(connection, "POST"), 200_000
+    tracemalloc.start()
+    for _ in range(pieces):
+        exchange.feed(bytes(bytearray(b"ab")))  # an object of its own, as the parser gives it
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    exchange.feed(b"c" * 1000)
+    exchange.feed(b"d")
+    exchange.feed_end()
+    assert taken < 3 * 2 * pieces
+    assert await exchange.read(1 << 20) == b"ab" * pieces + b"c" * 1000 + b"d"

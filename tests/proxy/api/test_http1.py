@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import re
+import select
 import socket
+import threading
 import time
 
 import pytest
@@ -16,6 +18,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n"
 GET = b"GET %b HTTP/1.1\r\nhost: localhost\r\n%b\r\n"
 LAST = GET % (b"/say", b"connection: close\r\n")
 IDLE_S = 0.5
+LEFT = threading.Event()
 
 
 def answer(exchange, body=b"", status=200, headers=()):
@@ -63,9 +66,18 @@ async def much(exchange):
     exchange.finish()
 
 
+async def huge(exchange):
+    answer(exchange, b"x" * (32 << 20))
+
+
 async def stuck(exchange):
     await asyncio.sleep(1)
     answer(exchange, b"%d0" % exchange._arrived)
+
+
+async def endless(exchange):
+    exchange.on_left = LEFT.set
+    await exchange.until_left()
 
 
 async def crash(exchange):
@@ -78,7 +90,7 @@ async def inject(exchange):
     answer(exchange, headers=[(b"x-note", b"a\r\nx-other: b")])
 
 
-HANDLERS = (say, upload, refuse, nothing, stream, much, stuck, crash, inject)
+HANDLERS = (say, upload, refuse, nothing, stream, much, huge, stuck, endless, crash, inject)
 BY_PATH = {b"/" + each.__name__.encode(): each for each in HANDLERS}
 
 
@@ -157,6 +169,35 @@ class TestRequests:
         order = re.findall(rb"three|hello|'GET', ", answers)
         assert order == [b"three", b"hello", b"three", b"'GET', "]
         assert answers.count(b"HTTP/1.1 200 OK") == 4
+
+    def test_a_client_that_leaves_pipelined_requests_behind_is_noticed(self, connection):
+        LEFT.clear()
+        connection.sendall(GET % (b"/endless", b"") + (HEAD + b"\r\nhello") * 3)
+        time.sleep(0.05)
+        connection.close()
+        assert LEFT.wait(5)
+
+    def test_many_pipelined_requests_are_not_all_taken_at_once(self, connection):
+        long = b"GET /say HTTP/1.1\r\nhost: x\r\nx-long: %b\r\n\r\n" % (b"y" * 60_000)
+        connection.sendall(GET % (b"/endless", b""))
+        connection.settimeout(0.2)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 64 << 20:
+                sent += connection.send(long)
+        assert sent < 32 << 20
+
+    def test_a_client_that_reads_no_answers_is_not_read(self, connection):
+        request = GET % (b"/say", b"x-long: %b\r\n" % (b"y" * 1000))
+        connection.settimeout(0.2)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 32 << 20:
+                sent += connection.send(request * 100)
+        assert sent < 16 << 20
+        connection.settimeout(10)
+        # What was read is answered.
+        assert everything(connection).count(b"HTTP/1.1 200") == sent // len(request)
 
     def test_nothing_is_read_behind_a_request_that_ends_the_connection(self, connection):
         connection.sendall(LAST + HEAD + b"\r\nhello")
@@ -269,11 +310,37 @@ class TestRefusals:
         assert answer.endswith(b"0\r\n\r\n")
         assert b"HTTP/1.1 400" not in answer
 
+    def test_a_refusal_is_not_taken_for_the_answer_to_a_request_that_waits(self, connection):
+        connection.sendall(GET % (b"/huge", b"") + GET % (b"/say", b""))
+        time.sleep(0.2)  # the answer fills the socket
+        connection.sendall(b"hello\r\n\r\n")
+        time.sleep(0.1)
+        answers = everything(connection)
+        assert answers.count(b"x") >= 32 << 20
+        assert b"HTTP/1.1 400" not in answers
+
     @pytest.mark.parametrize("piece", [b"x: %b\r\n" % (b"y" * 1000), b"z" * 1000])
     def test_a_head_without_end(self, connection, piece):
         connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: ")
         for _ in range(MAX_HEAD // 1000 + 1):
             connection.sendall(piece)
+        assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
+
+    @pytest.mark.parametrize(
+        ("begin", "piece"),
+        [
+            (b"5\r\nhello\r\n0\r\n", b"x: %b\r\n" % (b"y" * 1000)),
+            (b"5\r\nhello\r\n0\r\nx-long: ", b"z" * 1000),
+            (b"5\r\nhello\r\n5;", b"z" * 1000),
+        ],
+        ids=["trailers", "a trailer", "a chunk's extension"],
+    )
+    def test_what_stands_beside_a_body_has_an_end(self, connection, begin, piece):
+        connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + begin)
+        sent = 0
+        while sent < 8 * MAX_HEAD and not select.select([connection], [], [], 0.001)[0]:
+            connection.sendall(piece)
+            sent += len(piece)
         assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
 
     def test_a_long_body_is_no_long_head(self, connection):
