@@ -42,7 +42,9 @@ def test_no_exception_for_a_file_that_is_gone():
     assert set(ELSEWHERE) <= set(SOURCES)
 
 
-@pytest.mark.parametrize("source", [path for path in SOURCES if path.count("/") > 1 and path not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "source", [path for path in SOURCES if path.count("/") > 1 and path not in ELSEWHERE]
+)
 def test_every_file_of_a_package_is_on_the_map_in_its_docstring(source):
     folder, _, name = source.rpartition("/")
     text = (ROOT / folder / "__init__.py").read_text(encoding="utf-8")
