@@ -73,8 +73,8 @@ async def measure(tokenizer: Path, requests: int) -> None:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--vocabulary", type=int, default=150_000)
+    parser.add_argument("--requests", type=int, default=2000, help="half short, half long (2000)")
+    parser.add_argument("--vocabulary", type=int, default=150_000, help="entries of the tokenizer (150000)")
     options = parser.parse_args()
     asyncio.run(measure(make_tokenizer(options.vocabulary), options.requests))
 

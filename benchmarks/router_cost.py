@@ -27,7 +27,7 @@ import msgspec
 from cost_native import MockEngine, NativeError, check_machine, mock_engine, play, write_bodies
 from cost_result import FIRST, NEXT, Figure, Figures, Memory, draw, markdown, quantile
 from cost_routers import SUBJECTS, running
-from cost_work import LOADS, Chats, Load
+from cost_work import LOADS, Chats, Load, some_of
 from large_tokenizer import QWEN_ENTRIES, QWEN_TEMPLATE, large_tokenizer
 from process_cost import cpu_s, rss_mb
 from router_peers import RouterUnavailableError
@@ -196,24 +196,13 @@ def _arguments() -> argparse.Namespace:
     names = [load.name for load in LOADS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--routers", type=_chosen(SUBJECTS), default=list(SUBJECTS), help="of " + ",".join(SUBJECTS)
+        "--routers", type=some_of(SUBJECTS), default=list(SUBJECTS), help="some of " + ",".join(SUBJECTS)
     )
-    parser.add_argument("--loads", type=_chosen(names), default=names, help="of " + ",".join(names))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--loads", type=some_of(names), default=names, help="some of " + ",".join(names))
+    parser.add_argument("--repeats", type=int, default=3, help="all routers in turn, so many times (3)")
     parser.add_argument("--out", type=Path, default=Path("router_cost"), help="directory (router_cost)")
     parser.add_argument("--quick", action="store_true", help="one repeat, a sixteenth of the requests")
     return parser.parse_args()
-
-
-def _chosen(known):  # noqa: ANN001, ANN202 - argparse's
-    def read(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
-        return names
-
-    return read
 
 
 if __name__ == "__main__":

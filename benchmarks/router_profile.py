@@ -23,7 +23,7 @@ from pathlib import Path
 
 from cost_native import MockEngine, NativeError, check_machine, mock_engine, pinned, play, write_bodies
 from cost_routers import KVPIN, SUBJECTS, running
-from cost_work import LOADS, Chats, Load
+from cost_work import LOADS, Chats, Load, some_of
 from harness import ROOT
 from large_tokenizer import QWEN_ENTRIES, QWEN_TEMPLATE, large_tokenizer
 from process_cost import cpu_s
@@ -162,7 +162,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--router", choices=kvpins, default=KVPIN)
     parser.add_argument(
-        "--loads", type=lambda text: text.split(","), default=list(PROFILED), help=f"of {names}"
+        "--loads", type=some_of(names), default=list(PROFILED), help="some of " + ",".join(names)
     )
     parser.add_argument("--seconds", type=float, default=10, help="of each load (10)")
     parser.add_argument("--out", type=Path, default=Path("router_profile"), help="directory (router_profile)")

@@ -6,7 +6,7 @@ engine sent it, and the client notes how long it took. Loop lag is kvpin's own m
 it stands the time of a health request.
 
     python benchmarks/streams.py [--streams 2000,5000,10000] [--seconds 60] [--prompt-tokens 1000]
-                                 [--no-reuse] [--json PATH]
+                                 [--no-reuse] [--json PATH] [--quick]
 
 A row whose chunks arrive at less than 99% of the engines' pace shows more streams than these cores feed.
 """
@@ -261,12 +261,17 @@ def raise_file_limit(files: int) -> None:
 def main() -> None:
     """Holds each number of streams and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", default="2000,5000,10000", help="how many at once, one run for each")
+    parser.add_argument(
+        "--streams", default="2000,5000,10000", help="how many at once, one run for each (2000,5000,10000)"
+    )
     parser.add_argument("--seconds", type=float, default=60, help="with all streams open (60)")
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="of each request (1000)")
     parser.add_argument("--no-reuse", action="store_true", help="kvpin with reuse off")
-    parser.add_argument("--json", type=Path, default=None, help="all figures")
+    parser.add_argument("--json", type=Path, default=None, help="file for all figures")
+    parser.add_argument("--quick", action="store_true", help="200 streams for 5 s")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.streams, arguments.seconds = "200", 5.0
     numbers = [int(number) for number in arguments.streams.split(",")]
     rows = []
     try:

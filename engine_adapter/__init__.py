@@ -1,4 +1,7 @@
-"""All that differs between engines, behind one facade: `proxy` imports only from here.
+"""All that differs between engines, behind one facade.
+
+`proxy` reaches the adapters only through it. What both sides compute alike, `proxy` imports from its module:
+`prompt/`, `types.py`, `off_loop.py`.
 
 base.py        the contract of every adapter     types.py       the data both sides share
 errors.py      its errors                        undeclared.py  methods that an engine lacks
@@ -19,7 +22,7 @@ from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.detect import detect_kind
 from engine_adapter.end_with_parent import ends_with_parent
-from engine_adapter.engine_command import ENGINE_MODULE, run_engine_cli
+from engine_adapter.engine_command import run_engine_cli
 from engine_adapter.errors import (
     ChatError,
     EngineError,
@@ -63,7 +66,6 @@ from engine_adapter.types import (
     KvVerb,
     Pinned,
     PromptTable,
-    RenderedPrompt,
     Tier,
     ViewCurrent,
     ViewLost,
@@ -71,7 +73,6 @@ from engine_adapter.types import (
 
 __all__ = [
     "ENGINE_KINDS",
-    "ENGINE_MODULE",
     "ENGINE_OPTIONS",
     "AnswerReader",
     "BelowGpu",
@@ -107,7 +108,6 @@ __all__ = [
     "Pinned",
     "PromptTable",
     "PromptTableError",
-    "RenderedPrompt",
     "RequestBody",
     "SelfPlaced",
     "Tier",

@@ -24,6 +24,7 @@ from engine_adapter import (
     EngineRejected,
     EngineUnavailable,
     Hold,
+    IncomingResponse,
     JsonBody,
     RequestBody,
 )
@@ -194,6 +195,11 @@ class Flow:
         """
         record.placement, pool, call = placement, ready.pool, ready.call
         known, engine = ready.prompt is not None and ready.prompt.whole, pool.engines[placement.engine]
+
+        def began(answer: IncomingResponse) -> None:
+            lease.first_byte(answer, streamed=call.streams)
+            record.first_byte_s = lease.first_byte_s  # now, because the client may leave before the end
+
         with pool.lease(
             placement, ready.chain, streams=call.streams, known=known, session=ready.session
         ) as lease:
@@ -211,9 +217,8 @@ class Flow:
                         hold,
                         reply,
                         _headers(call, placement, hold),
-                        lambda answer: lease.first_byte(answer, streamed=call.streams),
+                        began,
                     )
-            record.first_byte_s = lease.first_byte_s
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
             _note_outcome(record, outcome)
             self._check_tokens(pool, engine, hold, record)

@@ -1,5 +1,6 @@
 """Checks what an import loads, and that each source file has its test file. The linter checks layers."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +40,12 @@ def test_every_source_file_has_its_test_file(source):
 
 def test_no_exception_for_a_file_that_is_gone():
     assert set(ELSEWHERE) <= set(SOURCES)
+
+
+@pytest.mark.parametrize(
+    "source", [path for path in SOURCES if path.count("/") > 1 and path not in ELSEWHERE]
+)
+def test_every_file_of_a_package_is_on_the_map_in_its_docstring(source):
+    folder, _, name = source.rpartition("/")
+    text = (ROOT / folder / "__init__.py").read_text(encoding="utf-8")
+    assert name in (ast.get_docstring(ast.parse(text)) or "")

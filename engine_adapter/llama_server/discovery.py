@@ -46,7 +46,6 @@ class ServerFacts:
         instance: a word that is new in each process, None on servers without one. Sleep keeps it.
         is_sleeping: it was asleep, so the KV of all its slots is gone.
         has_slots: `GET /slots` is allowed.
-        has_metrics: `GET /metrics` is allowed.
         can_save: it has a `--slot-save-path`.
         fingerprint: digest of the model and the LoRA adapters that make its KV.
         is_unified: all slots share one KV pool (`-kvu`); None while unknown.
@@ -66,7 +65,6 @@ class ServerFacts:
     instance: str | None
     is_sleeping: bool
     has_slots: bool
-    has_metrics: bool
     can_save: bool
     fingerprint: str
     is_unified: bool | None = None
@@ -132,7 +130,6 @@ class _Props(msgspec.Struct, frozen=True):
     media_marker: str | None = None
     is_sleeping: bool = False
     endpoint_slots: bool = False
-    endpoint_metrics: bool = False
 
 
 class _Slot(msgspec.Struct, frozen=True):
@@ -171,7 +168,6 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
         instance=props.media_marker,
         is_sleeping=props.is_sleeping,
         has_slots=props.endpoint_slots,
-        has_metrics=props.endpoint_metrics,
         can_save=await _can_save(control),
         fingerprint=await _fingerprint(control, props, meta, local),
         is_unified=False if props.total_slots == 1 else None,

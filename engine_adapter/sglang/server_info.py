@@ -194,10 +194,7 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         cache_report=raw.enable_cache_report,
         radix_cache=not raw.disable_radix_cache,
         hicache=raw.enable_hierarchical_cache,
-        # A size in gigabytes replaces the ratio, and does not say how many tokens fit.
-        host_ratio=(raw.hicache_ratio or 0.0)
-        if raw.enable_hierarchical_cache and not raw.hicache_size
-        else 0,
+        host_ratio=_host_ratio(raw),
         lora=bool(raw.enable_lora or loras),
         speculative=raw.speculative_algorithm,
         completion_template=raw.completion_template is not None,
@@ -230,7 +227,7 @@ def _page_size(raw: _Raw) -> int | None:
 
 
 def _host_ratio(raw: _Raw) -> float:
-    # A size in gigabytes replaces the ratio. It does not give the number of tokens.
+    # A size in gigabytes replaces the ratio. It does not say how many tokens fit.
     return (raw.hicache_ratio or 0.0) if raw.enable_hierarchical_cache and not raw.hicache_size else 0.0
 
 

@@ -23,8 +23,6 @@ _HIDDEN = frozenset(
         "password", "prompt", "secret", "text", "token_ids",
     }
 )  # fmt: skip
-# At `info` these libraries repeat our lines, or write one for each request.
-_QUIET_LIBRARIES = ("httpx", "httpcore", "uvicorn.access")
 
 
 def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
@@ -57,9 +55,6 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
-    logging.getLogger("uvicorn.error").addFilter(_is_new)
-    for name in _QUIET_LIBRARIES:
-        logging.getLogger(name).setLevel(max(level, logging.WARNING))
 
 
 def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:  # noqa: ARG001 - structlog's
@@ -67,12 +62,6 @@ def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventD
     for name in event.keys() & _HIDDEN:
         event[name] = "[hidden]"
     return event
-
-
-def _is_new(record: logging.LogRecord) -> bool:
-    """Drops uvicorn's line about an answer that does not end. kvpin breaks a stream off on purpose when its
-    engine dies, and has logged why."""
-    return not record.getMessage().startswith("ASGI callable returned without completing response")
 
 
 def _renderers(pretty: bool, stream: TextIO) -> list[Processor]:

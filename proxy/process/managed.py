@@ -17,15 +17,17 @@ import time
 from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-import httpx
 import structlog
 
 from engine_adapter import (
     EngineSpecError,
+    EngineUnavailable,
+    HttpTransport,
+    OutgoingRequest,
     ends_with_parent,
     health_path,
     managed_advice,
@@ -259,8 +261,7 @@ class ManagedEngine:
     async def _watch_health(self, process: Process) -> None:
         """Marks the engine ready; ends the process if the engine later stays unhealthy."""
         last_good = time.monotonic()
-        timeout = httpx.Timeout(max(self._timing.poll_s, 1.0))
-        async with httpx.AsyncClient(trust_env=False, timeout=timeout) as client:
+        async with aclosing(HttpTransport()) as client:
             while True:
                 if await self._is_healthy(client):
                     last_good = time.monotonic()
@@ -281,11 +282,14 @@ class ManagedEngine:
                     return
                 await asyncio.sleep(self._timing.poll_s)
 
-    async def _is_healthy(self, client: httpx.AsyncClient) -> bool:
+    async def _is_healthy(self, client: HttpTransport) -> bool:
+        request = OutgoingRequest("GET", self._health_url)
         try:
-            return (await client.get(self._health_url)).is_success
-        except httpx.HTTPError:
+            async with asyncio.timeout(max(self._timing.poll_s, 1.0)), await client.send(request) as answer:
+                await answer.read()
+        except (EngineUnavailable, TimeoutError):
             return False
+        return 200 <= answer.status < 300  # noqa: PLR2004 - HTTP
 
     async def _end(self, process: Process) -> None:
         """Sends SIGTERM, and after the grace time SIGKILL, to the process and all its children."""

@@ -373,11 +373,6 @@ class Scores:
         return cost
 
 
-def cost_of(candidate: Candidate, chain: Chain, outlook: Outlook = CALM) -> Cost:
-    """The terms of the cost rule for one engine, without regret."""
-    return Scores([candidate], chain, outlook).cost(0)
-
-
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
     """The engine that costs least. `candidates` is not empty."""
     scores = Scores(candidates, chain, outlook)

@@ -57,7 +57,7 @@ async def test_a_server_as_it_should_be(found, save_dir):
     assert (facts.slots, facts.slot_ctx, facts.train_ctx, facts.vocab_size) == (3, 1024, 32768, 4096)
     assert facts.local_model == gguf_path("tiny")
     assert facts.model_path == facts.model == str(gguf_path("tiny"))
-    assert (facts.has_slots, facts.has_metrics, facts.can_save) == (True, True, True)
+    assert (facts.has_slots, facts.can_save) == (True, True)
     assert (facts.is_sleeping, facts.is_unified, facts.ram_cache) == (False, False, False)
     assert (facts.modalities, facts.findings) == (frozenset(), ())
     assert "<|im_start|>" in facts.chat_template

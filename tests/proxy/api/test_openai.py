@@ -71,6 +71,9 @@ class TestClientLeaves:
             async for _ in response.aiter_raw():
                 break
         await self.gone(engine.seen[0])
+        await proxy.settled()
+        assert proxy.last.status == 499
+        assert proxy.last.first_byte_s > 0  # counts, although nobody read the rest
 
     async def test_during_a_whole_answer(self, engine, proxy):
         async def script(exchange):

@@ -94,7 +94,7 @@ def test_the_page_of_many_engines_takes_little_of_the_loop(fleet):
     for number in range(256):
         engine = fleet.add(FakeAdapter(f"engine-{number}"))
         fleet.join(engine, INFO)
-        placement = Placement(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
+        placement = Placement.of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
         metrics.observe(record(placement=placement, reported_tokens=32, first_byte_s=0.04, duration_s=1.5))
     spent = []
     for _ in range(10):

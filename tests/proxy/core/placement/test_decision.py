@@ -13,7 +13,7 @@ from proxy.core.placement.decision import (
     Candidate,
     Cost,
     Outlook,
-    cost_of,
+    Scores,
     place,
     place_least_loaded,
     predict,
@@ -29,6 +29,10 @@ BUSY = Outlook(now=100.0, strain=3.0, returns=lambda _idle_s: 1.0)
 
 def prompt(n_tokens=1600, size=16):
     return Chain(tuple(range(n_tokens // size)), n_tokens, size)
+
+
+def cost_of(candidate, chain, outlook=CALM):
+    return Scores([candidate], chain, outlook).cost(0)
 
 
 def rates(tok_s=1000.0, interference=0.0):
