@@ -314,7 +314,7 @@ def stop_in_mid_save(one: Behind) -> tuple[str, Path]:
 
 
 def test_a_server_killed_in_mid_save_leaves_nothing_behind(serve):
-    one = serve()
+    one = serve(slots=1)
     long, half = stop_in_mid_save(one)
     whole = one.directory.glob("*.json")
     known = {path.with_suffix(".bin").name for path in whole}
@@ -330,10 +330,9 @@ def test_a_server_killed_in_mid_save_leaves_nothing_behind(serve):
     assert one.files() == known
     assert cached(one.ask(long)) < 16
     one.until_saved()
-    for name in ("Cyd", "Dan"):
-        one.ask(story(name))
+    one.ask(story("Cyd"))
     assert is_hit(one.ask(long))
-    assert one.count("restores") >= 1
+    assert one.count("restores") == 1
     one.until_saved()
     assert half.name not in one.files()
     assert len(one.warnings("engine is lost")) == 1
