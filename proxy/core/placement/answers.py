@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 
-# The fit uses the last answers, once there are enough of them. It is repeated after every few answers.
+# The fit uses the last answers, once there are enough of them, and is repeated after every few. Once the
+# window is full, it is repeated for each new window only: a fit of 2,000 pairs takes milliseconds.
 WINDOW = 64
 MIN_ANSWERS = 16
 REFIT = 8
@@ -89,7 +90,7 @@ class AnswerFit:
         self._until_fit -= 1
         if self._until_fit > 0:
             return None
-        self._until_fit = REFIT
+        self._until_fit = REFIT if len(self._answers) < WINDOW else WINDOW
         return fit(self._answers)
 
 

@@ -74,16 +74,13 @@ def test_longer_answers_that_take_less_time_cost_no_less_than_nothing():
     assert fit([Answer(64_000, n, 64.0 - n) for n in range(1, 40)]).step_s == 0.0
 
 
-def test_it_is_made_of_the_last_answers_every_few_of_them():
+def test_it_is_made_of_the_last_answers_every_few_of_them_then_once_a_window():
     fits = AnswerFit()
-    made = [fits.add(Answer(1000, 0, 1.0)) for _ in range(MIN_ANSWERS + 2 * REFIT)]
-    assert [at for at, each in enumerate(made, 1) if each] == [
-        MIN_ANSWERS,
-        MIN_ANSWERS + REFIT,
-        MIN_ANSWERS + 2 * REFIT,
-    ]
+    made = [fits.add(Answer(1000, 0, 1.0)) for _ in range(3 * WINDOW)]
+    found = [at for at, each in enumerate(made, 1) if each]
+    assert found == [*range(MIN_ANSWERS, WINDOW + 1, REFIT), 2 * WINDOW, 3 * WINDOW]
     last = [found for _ in range(WINDOW) if (found := fits.add(Answer(1000, 0, 3.0)))]
-    assert last[-1] == Fit(0.003, 0.0)
+    assert last == [Fit(0.003, 0.0)]
 
 
 def test_half_of_the_weight_lies_below_the_median():
