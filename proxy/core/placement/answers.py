@@ -15,14 +15,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, combinations
+from math import inf
+
+import msgspec
 
 # The fit uses the last answers, once there are enough of them, and is repeated after every few. Once the
-# window is full, it is repeated for each new window only: a fit of 2,000 pairs takes milliseconds.
+# window is full, it is repeated for each new window only, and at most once in REFIT_S seconds: a fit of 2,000
+# pairs takes milliseconds.
 WINDOW = 64
 MIN_ANSWERS = 16
 REFIT = 8
+REFIT_S = 1.0
 # Prompt tokens that cost as much as a decode step, until answers of different kinds are seen: 100 to 300 on
 # GPUs, 10 to 50 on CPUs.
 STEP_TOKENS = 64
@@ -30,8 +34,7 @@ STEP_TOKENS = 64
 GUESS_WEIGHT = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True, gc=False):
     """What an engine reported about an answer; None where it did not.
 
     Attributes:
@@ -45,8 +48,7 @@ class Report:
     prefill: tuple[int, float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, gc=False):
     """One whole answer.
 
     Attributes:
@@ -65,8 +67,7 @@ class Answer:
         return self.prefilled / (self.prefilled + STEP_TOKENS * self.output)
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(msgspec.Struct, frozen=True, gc=False):
     """Seconds for each prompt token, and for each token of an answer."""
 
     token_s: float
@@ -83,14 +84,17 @@ class AnswerFit:
     def __init__(self) -> None:
         self._answers = deque[Answer](maxlen=WINDOW)
         self._until_fit = MIN_ANSWERS
+        self._not_before = -inf
 
-    def add(self, answer: Answer) -> Fit | None:
+    def add(self, now: float, answer: Answer) -> Fit | None:
         """Notes an answer. Returns a new fit from time to time, None in between."""
         self._answers.append(answer)
         self._until_fit -= 1
-        if self._until_fit > 0:
+        if self._until_fit > 0 or now < self._not_before:
             return None
-        self._until_fit = REFIT if len(self._answers) < WINDOW else WINDOW
+        self._until_fit = REFIT
+        if len(self._answers) == WINDOW:
+            self._until_fit, self._not_before = WINDOW, now + REFIT_S
         return fit(self._answers)
 
 

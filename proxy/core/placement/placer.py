@@ -286,7 +286,7 @@ class Placer:
             rates.learn(Sample(Work(tokens), seconds, spent.decoding, blurred=others > 0))
         elif output is not None:
             computing_s = spent.seconds - rates.restore_s(work.host, work.disk)
-            rates.answered(Answer(own + others, output, computing_s))
+            rates.answered(now, Answer(own + others, output, computing_s))
         if output is not None and self.rates.fit is not None:
             self.demand.answered(now, output * self.rates.fit.step_s)
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from statistics import fmean, median, median_low, quantiles
 from weakref import WeakKeyDictionary
 
 from engine_adapter.types import Tier
-from proxy.core.placement.answers import Answer, AnswerFit, Fit
+from proxy.core.placement.answers import REFIT, Answer, AnswerFit, Fit
 from proxy.core.placement.load import Sample, Work
 
 # Prior: a small model on a CPU. Only ratios between engines matter at first.
@@ -100,16 +99,17 @@ class PoolRates:
         octave = tokens.bit_length()
         samples = self._samples.setdefault(octave, deque(maxlen=WINDOW))
         samples.append((tokens, seconds / (1 + self.interference * decoding)))
-        self._points[octave] = median(n for n, _ in samples), median(s for _, s in samples)
+        self._points[octave] = median([n for n, _ in samples]), median([s for _, s in samples])
         self._redraw()
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, now: float, answer: Answer) -> None:
         """Learns from a whole answer. Does nothing once a first token has been seen."""
         if self._samples:
             return
-        self.fit = self._answers.add(answer) or self.fit
-        if self.fit is not None:
-            self._points[0] = TYPICAL_TOKENS, TYPICAL_TOKENS * self.fit.token_s
+        fit = self._answers.add(now, answer)
+        if fit is not None:
+            self.fit = fit
+            self._points[0] = TYPICAL_TOKENS, TYPICAL_TOKENS * fit.token_s
             self._redraw()
 
     def usual(self, engine: EngineRates, ratio: float) -> float:
@@ -165,9 +165,9 @@ class PoolRates:
         by_streams = sorted(self._slowdowns)
         half = len(by_streams) // 2
         quiet, busy = by_streams[:half], by_streams[half:]
-        apart = fmean(n for n, _ in busy) - fmean(n for n, _ in quiet)
+        apart = fmean([n for n, _ in busy]) - fmean([n for n, _ in quiet])
         if apart >= 1:
-            slower = median(times for _, times in busy) - median(times for _, times in quiet)
+            slower = median([times for _, times in busy]) - median([times for _, times in quiet])
             self.interference = min(max(slower / apart, 0.0), MAX_INTERFERENCE)
 
 
@@ -184,6 +184,7 @@ class EngineRates:
         self.pace = 1.0
         self._samples = deque[tuple[int, float]](maxlen=WINDOW)  # (tokens, seconds with nothing decoding)
         self._answers = deque[Answer](maxlen=WINDOW)
+        self._until_pace = REFIT
 
     @property
     def prefill_tok_s(self) -> float:
@@ -196,6 +197,8 @@ class EngineRates:
 
     def restore_s(self, host_tokens: int, disk_tokens: int) -> float:
         """Seconds to restore these tokens from the two lower tiers."""
+        if not (host_tokens or disk_tokens):
+            return 0.0
         host_s = host_tokens / self.pool.restore_tok_s(Tier.HOST)
         return host_s + disk_tokens / self.pool.restore_tok_s(Tier.DISK)
 
@@ -223,15 +226,16 @@ class EngineRates:
             self._samples.append((work.computed, alone_s))
             self._relearn_pace([seconds / pool.prefill_s(tokens) for tokens, seconds in self._samples])
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, now: float, answer: Answer) -> None:
         """Learns from a whole answer of the engine."""
         if answer.seconds <= 0 or answer.prefilled < 1:
             return
-        pool = self.pool
-        pool.answered(replace(answer, seconds=answer.seconds / self.pace))
+        self.pool.answered(now, Answer(answer.prefilled, answer.output, answer.seconds / self.pace))
         self._answers.append(answer)
-        fit = pool.fit
-        if fit is not None:
+        self._until_pace -= 1
+        fit = self.pool.fit
+        if self._until_pace <= 0 and fit is not None:
+            self._until_pace = REFIT
             self._relearn_pace([each.seconds / fit.seconds(each) for each in self._answers])
 
     def _relearn_pace(self, ratios: Sequence[float]) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from proxy.core.placement.answers import (
     MIN_ANSWERS,
     REFIT,
+    REFIT_S,
     STEP_TOKENS,
     WINDOW,
     Answer,
@@ -76,11 +77,20 @@ def test_longer_answers_that_take_less_time_cost_no_less_than_nothing():
 
 def test_it_is_made_of_the_last_answers_every_few_of_them_then_once_a_window():
     fits = AnswerFit()
-    made = [fits.add(Answer(1000, 0, 1.0)) for _ in range(3 * WINDOW)]
+    made = [fits.add(float(at), Answer(1000, 0, 1.0)) for at in range(3 * WINDOW)]
     found = [at for at, each in enumerate(made, 1) if each]
     assert found == [*range(MIN_ANSWERS, WINDOW + 1, REFIT), 2 * WINDOW, 3 * WINDOW]
-    last = [found for _ in range(WINDOW) if (found := fits.add(Answer(1000, 0, 3.0)))]
+    last = [found for at in range(WINDOW) if (found := fits.add(1000.0 + at, Answer(1000, 0, 3.0)))]
     assert last == [Fit(0.003, 0.0)]
+
+
+def test_a_full_window_is_fitted_once_in_a_while_however_many_answers_come():
+    fits, a_second = AnswerFit(), 20 * WINDOW
+    made = [fits.add(at / a_second * REFIT_S, Answer(1000, 0, 1.0)) for at in range(3 * a_second)]
+    assert [at for at, each in enumerate(made, 1) if each] == [
+        *range(MIN_ANSWERS, WINDOW + 1, REFIT),
+        *(WINDOW + seconds * a_second for seconds in (1, 2)),
+    ]
 
 
 def test_half_of_the_weight_lies_below_the_median():

@@ -169,7 +169,7 @@ class TestOthers:
 
 def answer(rates, prefilled, output, seconds, *, times=1):
     for _ in range(times):
-        rates.answered(Answer(prefilled, output, seconds))
+        rates.answered(0.0, Answer(prefilled, output, seconds))
 
 
 class TestWholeAnswers:
