@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from engine_adapter import EngineInfo, EngineUnavailable, Hold, IncomingResponse
 from proxy.core.index.blocks import BlockHash, Chain
@@ -100,7 +102,7 @@ class Lease:
         """This request computes all that the engine does not hold, also what others have pending."""
         book, placement = self.placed.book, self.placement
         match = self.placer.match(chain).get(book.engine, NOTHING)
-        predicted = predict(chain, replace(match, pending=0), book.tokens_per_block)
+        predicted = predict(chain, match.blocks - match.pending, book.tokens_per_block)
         self.found = predicted // chain.tokens_per_block
         gpu_tokens = min(placement.gpu_tokens, predicted)
         self.placement = replace(placement, predicted_tokens=predicted, gpu_tokens=gpu_tokens)

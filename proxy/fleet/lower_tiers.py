@@ -8,7 +8,8 @@ leave there. Later placements count with these entries; predictions do not, as t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from engine_adapter import BelowGpu, Tier
 from proxy.core.index.blocks import BlockHash, Chain

@@ -19,11 +19,9 @@ Without reuse, or if the prompt is not known, the engine with the fewest request
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
-from msgspec.structs import replace
 
 from engine_adapter.hold import Forecast
 from proxy.core.index.blocks import Chain, reusable_tokens
@@ -130,8 +128,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         return self.queue_s + self.room_s + self.restore_s + self.prefill_s + self.interference_s
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """A decision: the engine, the cached tokens it should report, and what every candidate costs.
 
     Attributes:
@@ -151,7 +148,7 @@ class Placement:
     chosen: Cost
     predicted_tokens: int
     n_tokens: int
-    all_costs: Callable[[], tuple[Cost, ...]] = field(compare=False, repr=False)
+    all_costs: Callable[[], tuple[Cost, ...]]
     rule: str
     elsewhere: int | None = None
     firm: bool = True
@@ -195,8 +192,7 @@ class Placement:
         return Work(self.uncached_tokens, self.chosen.host_tokens, self.chosen.disk_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(msgspec.Struct, frozen=True, gc=False):
     """What a placement costs other requests.
 
     Attributes:
@@ -220,9 +216,10 @@ class Outlook:
 CALM = Outlook(0.0, 1.0, lambda _idle_s: 0.0)
 
 
-def predict(chain: Chain, match: Match, tokens_per_block: int) -> int:
-    """Cached tokens that an engine with that block size will report for the chain."""
-    held, most = match.blocks * chain.tokens_per_block, reusable_tokens(chain.n_tokens, tokens_per_block)
+def predict(chain: Chain, blocks: int, tokens_per_block: int) -> int:
+    """Cached tokens that an engine with that block size will report, if it holds so many leading blocks of
+    the chain."""
+    held, most = blocks * chain.tokens_per_block, reusable_tokens(chain.n_tokens, tokens_per_block)
     return held // tokens_per_block * tokens_per_block if held < most else most
 
 
@@ -239,6 +236,7 @@ class Reuse(msgspec.Struct, frozen=True, gc=False, eq=False):
         prefill_s: to compute the rest.
         stream_s: what each decoding stream adds to that.
         congestion_s: what later requests wait for it.
+        total_s: all of this for a request that is alone on the engine.
     """
 
     cached_tokens: int
@@ -249,6 +247,7 @@ class Reuse(msgspec.Struct, frozen=True, gc=False, eq=False):
     prefill_s: float
     stream_s: float
     congestion_s: float
+    total_s: float
 
 
 def _reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
@@ -259,7 +258,7 @@ def _reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
         cached, restore_s, prefill_s = foreseen.cached_tokens, foreseen.restore_s, foreseen.prefill_s
     else:
         if match is not NOTHING:
-            size, cached = chain.tokens_per_block, predict(chain, match, candidate.tokens_per_block)
+            size, cached = chain.tokens_per_block, predict(chain, match.blocks, candidate.tokens_per_block)
             host = min(match.host * size, cached)
             disk = min(match.disk * size, cached - host)
             pending = min(match.pending * size, cached - host - disk)
@@ -267,7 +266,8 @@ def _reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
         prefill_s = rates.prefill_s(chain.n_tokens - cached)
     stream_s = prefill_s * rates.pool.interference
     congestion_s = (restore_s + prefill_s) * (outlook.strain - 1)
-    return Reuse(cached, host, disk, pending, restore_s, prefill_s, stream_s, congestion_s)
+    total_s = restore_s + prefill_s + congestion_s
+    return Reuse(cached, host, disk, pending, restore_s, prefill_s, stream_s, congestion_s, total_s)
 
 
 class Scores:
@@ -278,49 +278,45 @@ class Scores:
 
     Attributes:
         totals: seconds in all, without regret, of each candidate.
+        reuses: what each candidate reuses.
+        regrets: cost of what candidates evict and will be requested again, by their position; only of those
+            for which it was computed.
     """
 
-    __slots__ = ("_built", "_candidates", "_kinds", "_outlook", "_reuses", "_rooms", "totals")
+    __slots__ = ("_candidates", "_kinds", "_later_s", "_rooms", "regrets", "reuses", "totals")
 
     def __init__(self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> None:
-        totals, reuses, rooms = list[float](), list[Reuse](), list[float]()
-        self._built: dict[int, Cost] = {}
+        totals, reuses = list[float](), list[Reuse]()
+        rooms: dict[int, float] = {}
         shared: dict[object, Reuse] = {}
-        blocks, more_turns, rest_s = len(chain.hashes), outlook.turns - 1, outlook.rest_s
+        blocks, later_s = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s
         for candidate in candidates:
-            foreseen, load, in_use, room_s = candidate.forecast, candidate.load, candidate.in_use, 0.0
+            foreseen = candidate.forecast
             if foreseen is None:
-                rates = candidate.rates
+                load, in_use, rates = candidate.load, candidate.in_use, candidate.rates
                 key = id(candidate.match), candidate.tokens_per_block, id(rates.pool), rates.pace
                 reuse = shared.get(key)
                 if reuse is None:
                     reuse = shared[key] = _reuse_of(candidate, chain, outlook)
-                queue_s, interference_s = load.queue_s, reuse.stream_s * load.decoding
+                total_s = load.queue_s + reuse.total_s + reuse.stream_s * load.decoding
                 if in_use is not None and in_use.blocks + blocks > in_use.capacity:
-                    room_s = in_use.wait_s(chain.hashes, outlook.answer_s)
+                    room_s = rooms[len(totals)] = in_use.wait_s(chain.hashes, outlook.answer_s)
+                    total_s += room_s
             else:
                 reuse = shared[candidate.engine] = _reuse_of(candidate, chain, outlook)
-                queue_s, interference_s = foreseen.wait_s, foreseen.interference_s
-            later_s = more_turns * candidate.busy * rest_s
-            totals.append(
-                queue_s
-                + room_s
-                + reuse.restore_s
-                + reuse.prefill_s
-                + interference_s
-                + reuse.congestion_s
-                + later_s
-            )
+                total_s = foreseen.wait_s + reuse.total_s + foreseen.interference_s
+            totals.append(total_s + later_s * candidate.busy)
             reuses.append(reuse)
-            rooms.append(room_s)
-        self._candidates, self._outlook, self._kinds = candidates, outlook, list(shared.values())
-        self.totals, self._reuses, self._rooms = totals, reuses, rooms
+        self._candidates, self._kinds, self._later_s, self._rooms = candidates, shared, later_s, rooms
+        self.totals, self.reuses = totals, reuses
+        self.regrets: dict[int, float] = {}
 
     def within(self, limit_s: float) -> list[int]:
         """The candidates whose totals are at most `limit_s`, the lowest first."""
         totals = self.totals
         found = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
-        found.sort(key=lambda at: (totals[at], self.among_equals(at)))
+        if len(found) > 1:
+            found.sort(key=lambda at: (totals[at], self.among_equals(at)))
         return found
 
     def among_equals(self, at: int) -> tuple[bool, int, int, int]:
@@ -328,17 +324,12 @@ class Scores:
         candidate = self._candidates[at]
         return not candidate.is_last, -(candidate.free_blocks or 0), candidate.turn, at
 
-    def with_regret(self, at: int, regret_s: float) -> Cost:
-        """The cost of a candidate, with the cost of what it evicts."""
-        total_s = self.totals[at] + regret_s
-        self._built[at] = cost = replace(self.cost(at), regret_s=regret_s, total_s=total_s)
-        return cost
-
     def elsewhere(self, best: int) -> int | None:
         """Most tokens of the prompt that a candidate other than `best` would reuse; None without another."""
-        own = self._reuses[best]
-        is_shared = self._reuses.count(own) > 1
-        return max((each.cached_tokens for each in self._kinds if is_shared or each is not own), default=None)
+        own = self.reuses[best]
+        is_shared = self.reuses.count(own) > 1
+        others = [each.cached_tokens for each in self._kinds.values() if is_shared or each is not own]
+        return max(others, default=None)
 
     def costs(self) -> tuple[Cost, ...]:
         """The cost of every candidate, in their order."""
@@ -346,21 +337,19 @@ class Scores:
 
     def cost(self, at: int) -> Cost:
         """The terms of one candidate."""
-        built = self._built.get(at)
-        if built is not None:
-            return built
-        candidate, reuse, outlook = self._candidates[at], self._reuses[at], self._outlook
+        candidate, reuse, regret_s = self._candidates[at], self.reuses[at], self.regrets.get(at)
         foreseen, load = candidate.forecast, candidate.load
-        self._built[at] = cost = Cost(
+        return Cost(
             engine=candidate.engine,
             queue_s=load.queue_s if foreseen is None else foreseen.wait_s,
-            room_s=self._rooms[at],
+            room_s=self._rooms.get(at, 0.0),
             restore_s=reuse.restore_s,
             prefill_s=reuse.prefill_s,
             interference_s=reuse.stream_s * load.decoding if foreseen is None else foreseen.interference_s,
             congestion_s=reuse.congestion_s,
-            later_s=(outlook.turns - 1) * candidate.busy * outlook.rest_s,
-            total_s=self.totals[at],
+            later_s=self._later_s * candidate.busy,
+            regret_s=regret_s,
+            total_s=self.totals[at] + (regret_s or 0.0),
             cached_tokens=reuse.cached_tokens,
             host_tokens=reuse.host_tokens,
             disk_tokens=reuse.disk_tokens,
@@ -370,26 +359,21 @@ class Scores:
             turn=candidate.turn,
             is_last=candidate.is_last,
         )
-        return cost
 
 
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
     """The engine that costs least. `candidates` is not empty."""
     scores = Scores(candidates, chain, outlook)
-
-    def look(at: int) -> float:
-        """The total of a candidate, with its regret."""
-        regret_s = _regret_s(candidates[at], scores.cost(at), chain, outlook)
-        return scores.with_regret(at, regret_s).total_s
-
-    looked_at = scores.within(min(scores.totals))[:1]
-    least = look(looked_at[0])
+    totals, regrets = scores.totals, scores.regrets
+    first = scores.within(min(totals))[0]
+    regrets[first] = _regret_s(candidates[first], scores.reuses[first], chain, outlook)
+    least = totals[first] + regrets[first]
     for at in scores.within(least + TIE_S)[1:MAX_LOOKS]:
-        if scores.totals[at] > least + TIE_S:
+        if totals[at] > least + TIE_S:
             break  # costs more, even without its regret
-        least = min(least, look(at))
-        looked_at.append(at)
-    equal = [at for at in looked_at if scores.cost(at).total_s <= least + TIE_S]
+        regrets[at] = _regret_s(candidates[at], scores.reuses[at], chain, outlook)
+        least = min(least, totals[at] + regrets[at])
+    equal = [at for at, regret_s in regrets.items() if totals[at] + regret_s <= least + TIE_S]
     best = min(equal, key=scores.among_equals)
     chosen, candidate = scores.cost(best), candidates[best]
     return Placement(
@@ -405,7 +389,7 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
     )
 
 
-def _regret_s(candidate: Candidate, cost: Cost, chain: Chain, outlook: Outlook) -> float:
+def _regret_s(candidate: Candidate, reuse: Reuse, chain: Chain, outlook: Outlook) -> float:
     """The cost of computing or restoring again what this placement evicts, if it is requested again."""
     if candidate.forecast is not None:
         return candidate.forecast.regret_s * outlook.strain
@@ -413,11 +397,11 @@ def _regret_s(candidate: Candidate, cost: Cost, chain: Chain, outlook: Outlook) 
     if residents is None or room is None:
         return 0.0
     size, rates, returns = chain.tokens_per_block, candidate.rates, outlook.returns
-    lost = residents.lost(outlook.now, (chain.n_tokens - cost.cached_tokens) // size - room, returns)
+    lost = residents.lost(outlook.now, (chain.n_tokens - reuse.cached_tokens) // size - room, returns)
     lost_s = rates.prefill_s(round(lost * size))
     if candidate.on_gpu is not None:
         # A block that leaves only the GPU is restored, not computed.
-        in_need = (chain.n_tokens - cost.cached_tokens + cost.host_tokens) // size
+        in_need = (chain.n_tokens - reuse.cached_tokens + reuse.host_tokens) // size
         moved = candidate.on_gpu.lost(outlook.now, in_need - (candidate.free_blocks or 0), returns)
         lost_s += rates.restore_s(round(moved * size), 0)
     return lost_s * outlook.strain
@@ -427,7 +411,7 @@ def _on_gpu(candidate: Candidate, cost: Cost, chain: Chain) -> int:
     """Predicted tokens that lie on the GPU."""
     if candidate.forecast is not None:
         return cost.cached_tokens
-    return predict(chain, Match(gpu=candidate.match.lead), candidate.tokens_per_block)
+    return predict(chain, candidate.match.lead, candidate.tokens_per_block)
 
 
 def _is_firm(candidate: Candidate) -> bool:

@@ -34,8 +34,7 @@ class LoadView(msgspec.Struct, frozen=True, gc=False):
 IDLE = LoadView()
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, gc=False):
     """The work of a request before its first token: tokens to compute, and tokens to restore by tier."""
 
     computed: int
@@ -43,8 +42,7 @@ class Work:
     disk: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True, gc=False):
     """Engine time that one prompt took: a mean over prompts that kept the engine busy without a gap.
 
     Attributes:

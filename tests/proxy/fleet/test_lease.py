@@ -1,9 +1,9 @@
 import asyncio
 from array import array
-from dataclasses import replace
 from time import monotonic
 
 import pytest
+from msgspec.structs import replace
 
 from engine_adapter import Hold, Tier
 from proxy.core.index.prefix_index import Match

@@ -75,7 +75,7 @@ class TestPredict:
         ],
     )
     def test_is_what_the_engine_will_report(self, n_tokens, match, size, expected):
-        assert predict(prompt(n_tokens), match, size) == expected
+        assert predict(prompt(n_tokens), match.blocks, size) == expected
 
 
 class TestTerms:
@@ -169,7 +169,7 @@ class TestPlace:
         assert placement.uncached_tokens == 160
         assert placement.rule == "lowest cost"
         assert [cost.engine for cost in placement.costs] == ["a", "b"]
-        assert placement.chosen is placement.costs[1]
+        assert placement.chosen == placement.costs[1]
 
     def test_says_what_it_asks_of_the_engine(self):
         match = Match(gpu=10, host=5, disk=3, lead=10)

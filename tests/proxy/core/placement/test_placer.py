@@ -150,7 +150,7 @@ class TestPlacement:
 
     def test_nothing_changes_before_a_request_begins(self, placer):
         before = [place(placer, 0.0, prompt(1)) for _ in range(3)]
-        assert before[0] == before[1] == before[2]
+        assert before[0].chosen == before[1].chosen == before[2].chosen
         assert before[0].costs == before[1].costs == before[2].costs
         assert (len(placer.index), [book.turn for book in placer.books.values()]) == (0, [0, 0])
 
