@@ -55,7 +55,10 @@ class Fleet:
 
     def pool_of(self, engine: Engine) -> Pool | None:
         """The pool of an engine; None while it is not connected."""
-        return next((pool for pool in self.pools.values() if engine.id in pool.engines), None)
+        for pool in self.pools.values():
+            if engine.id in pool.engines:
+                return pool
+        return None
 
     def join(self, engine: Engine, info: EngineInfo) -> Pool:
         """The engine has connected: adds it to the pool of its model. Makes the pool if needed."""

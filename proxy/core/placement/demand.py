@@ -43,18 +43,15 @@ class Demand:
         self._returns = [PRIOR] * AGES
         self._until_refresh = REFRESH
         self._until_half = HALF_LIFE
-        self._seconds, self._squares = Recent(), Recent()
-        self._answers, self._answering = Recent(), Recent()
+        self._prefills, self._answers = Recent(), Recent()  # seconds
 
     def worked(self, now: float, seconds: float) -> None:
         """An engine spent `seconds` on a prompt before its first token."""
-        self._seconds.add(now, seconds)
-        self._squares.add(now, seconds * seconds)
+        self._prefills.add(now, seconds)
 
     def answered(self, now: float, seconds: float) -> None:
         """An answer took `seconds` from its first token to its last."""
-        self._answers.add(now, 1)
-        self._answering.add(now, seconds)
+        self._answers.add(now, seconds)
 
     def asked(self, now: float, chain: Chain, computed: int) -> None:
         """A prompt was requested, and an engine had to compute `computed` tokens of it."""
@@ -86,19 +83,18 @@ class Demand:
     def utilisation(self, now: float, engines: int) -> float:
         """Share of their time that `engines` engines spent on prompts lately; MIN_UTILISATION to
         MAX_UTILISATION."""
-        busy = self._seconds.sum(now) / (engines * WINDOW_S)
+        busy = self._prefills.sum(now) / (engines * WINDOW_S)
         return min(max(busy, MIN_UTILISATION), MAX_UTILISATION)
 
-    def rest_s(self, now: float) -> float:
-        """Seconds left of the prefill that a prompt finds running, on average: E[s²] / 2E[s], because long
-        prefills are found more often."""
-        seconds = self._seconds.sum(now)
-        return self._squares.sum(now) / (2 * seconds) if seconds else 0.0
+    @property
+    def rest_s(self) -> float:
+        """Seconds left of the prefill that a prompt finds running, on average."""
+        return self._prefills.rest
 
-    def answer_s(self, now: float) -> float:
+    @property
+    def answer_s(self) -> float:
         """Seconds that answers took lately, from their first token to their last; 0 if there were none."""
-        answers = self._answers.sum(now)
-        return self._answering.sum(now) / answers if answers else 0.0
+        return self._answers.mean
 
     def _refresh(self) -> None:
         self._until_refresh = REFRESH

@@ -6,7 +6,6 @@ common, so only every 64th block of a prompt is noted; it stands for the 64 that
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from proxy.core.index.blocks import BlockHash
@@ -26,13 +25,14 @@ class InUse:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.blocks = 0
-        self._requests: Counter[BlockHash] = Counter()  # noted block → requests that hold it
+        self._requests: dict[BlockHash, int] = {}  # noted block → requests that hold it
 
     def add(self, hashes: Sequence[BlockHash]) -> None:
         """A request for a prompt with these blocks begins."""
         requests = self._requests
         self.blocks += self._beside(hashes)
-        requests.update(hashes[STRIDE - 1 :: STRIDE])
+        for mark in hashes[STRIDE - 1 :: STRIDE]:
+            requests[mark] = requests.get(mark, 0) + 1
 
     def remove(self, hashes: Sequence[BlockHash]) -> None:
         """That request has ended."""

@@ -202,7 +202,7 @@ class Placer:
         """What a placement costs other requests now."""
         demand = self.demand
         strain = 1 / (1 - demand.utilisation(now, len(self.books)))
-        return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s(now), demand.answer_s(now))
+        return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s, demand.answer_s)
 
     # --- requests ----------------------------------------------------------------------------------
 
