@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from msgspec.structs import replace
 
@@ -36,17 +36,52 @@ class LeasedEngine(Protocol):
         """Blocks it has removed."""
 
     @property
+    def leases(self) -> set[Lease]:
+        """The requests on it."""
+
+    @property
     def unanswered(self) -> list[Lease]:
         """Its requests whose answer has not begun."""
 
 
+class Patience:
+    """The wait for an answer, as a context: it ends when the engine is lost, and has no limit otherwise.
+
+    Raises:
+        EngineUnavailable: the engine was lost. An engine that hangs never says so itself.
+    """
+
+    def __init__(self) -> None:
+        self._timeout = asyncio.timeout(None)
+
+    def lose(self) -> None:
+        """The engine is lost."""
+        self._timeout.reschedule(0)
+
+    def answered(self) -> None:
+        """The answer has begun. It is not broken off, even if the engine was lost just before."""
+        self._timeout.reschedule(None)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:  # its own; others pass
+            raise EngineUnavailable("the engine was lost before it answered") from None
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A request's hold on an engine.
+    """A request's hold on an engine, as a context.
 
     Attributes:
         started: when it was placed, in monotonic seconds.
         removals: blocks the engine had removed by then.
+        ended: called once it is over.
         first_byte_s: seconds from placement to the first byte; None before that.
         succeeded: the answer is complete, and its tokens are as predicted: the engine now holds the prompt.
         found: leading blocks that the engine is expected to hold; the request computes the others.
@@ -61,29 +96,31 @@ class Lease:
     placed: PlacedRequest
     started: float
     removals: int
+    ended: Callable[[Lease], None]
     first_byte_s: float | None = None
     succeeded: bool = False
     found: int = 0
     report: Report | None = None
     is_lost: bool = False
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    _patience: asyncio.Timeout | None = None
+    _patience: Patience | None = None
     _answer: IncomingResponse | None = None
 
-    @asynccontextmanager
-    async def patience(self) -> AsyncIterator[None]:
-        """Ends the wait for an answer when the engine is lost. Has no effect once the answer has begun.
+    def __enter__(self) -> Self:
+        self.engine.leases.add(self)
+        return self
 
-        Raises:
-            EngineUnavailable: the engine was lost. An engine that hangs never says so itself.
-        """
-        try:
-            async with asyncio.timeout(None) as self._patience:
-                yield
-        except TimeoutError:
-            if self._patience is None or not self._patience.expired():
-                raise
-            raise EngineUnavailable("the engine was lost before it answered") from None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.leases.discard(self)
+        self.begun.set()
+        self.ended(self)
+
+    def patience(self) -> Patience:
+        """Ends the wait for an answer when the engine is lost. Has no effect once the answer has begun."""
+        self._patience = Patience()
+        return self._patience
 
     async def gather(self) -> None:
         """Waits if another request is already computing this prefix and the engine would compute it twice.
@@ -157,13 +194,13 @@ class Lease:
         if self._answer is not None:
             self._watch(self._answer)
         elif self._patience is not None:
-            self._patience.reschedule(0)
+            self._patience.lose()
 
     def first_byte(self, answer: IncomingResponse, *, streamed: bool) -> None:
         """The answer has begun. A stream's first byte is its first token; other answers are whole by then."""
         self._answer = answer
         if self._patience is not None:
-            self._patience.reschedule(None)
+            self._patience.answered()
         if self.is_lost:
             self._watch(answer)
         self.first_byte_s = time.monotonic() - self.started

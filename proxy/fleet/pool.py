@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Sequence
+from functools import partial
 from time import monotonic
 
 from engine_adapter import Capability, EngineAdapter, Tier
@@ -137,7 +137,6 @@ class Pool:
         """Chooses among `candidates`; by load alone when the prompt is not known."""
         return self.placer.place(monotonic(), candidates, chain)
 
-    @contextmanager
     def lease(
         self,
         placement: Placement,
@@ -146,28 +145,25 @@ class Pool:
         streams: bool = False,
         known: bool = True,
         session: Session | None = None,
-    ) -> Iterator[Lease]:
-        """A request's hold on its engine: counts its load and marks its blocks pending.
+    ) -> Lease:
+        """A request's hold on its engine, to be entered at once: counts its load, marks its blocks pending.
 
         Nothing is learned from a request whose tokens are not all `known`.
         """
-        engine, placer = self.engines[placement.engine], self.placer
-        now = monotonic()
-        placed = placer.begin(now, placement, chain, streams=streams, known=known, session=session)
-        lease = Lease(engine, placement, placer, placed, now, engine.removals)
-        engine.leases.add(lease)
-        try:
-            yield lease
-        finally:
-            engine.leases.discard(lease)
-            lease.begun.set()
-            computed = lease.placement.uncached_tokens if lease.succeeded else None
-            placer.end(monotonic(), placed, computed, lease.report)
-            if lease.succeeded and chain is not None:
-                self.learn(engine, chain.hashes)
-                asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, placed)
-            else:
-                placer.settled(placed)
+        engine, now = self.engines[placement.engine], monotonic()
+        placed = self.placer.begin(now, placement, chain, streams=streams, known=known, session=session)
+        ended = partial(self._ended, engine)
+        return Lease(engine, placement, self.placer, placed, now, engine.removals, ended)
+
+    def _ended(self, engine: Engine, lease: Lease) -> None:
+        placer, placed = self.placer, lease.placed
+        computed = lease.placement.uncached_tokens if lease.succeeded else None
+        placer.end(monotonic(), placed, computed, lease.report)
+        if lease.succeeded and placed.chain is not None:
+            self.learn(engine, placed.chain.hashes)
+            asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, placed)
+        else:
+            placer.settled(placed)
 
     def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
         """The engine served this chain. Without healthy events, it is assumed to hold it now."""

@@ -6,7 +6,6 @@ included, follows the full rule for the engine that the ablation chose.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -118,7 +117,7 @@ class Kvpin:
         chose."""
         placer = self._placer
         if self._without == "congestion":
-            calm = dataclasses.replace(placer.outlook(now), strain=1.0)
+            calm = replace(placer.outlook(now), strain=1.0)
             altered = place(candidates, chain, calm)
         elif self._alter is not None:
             altered = placer.place(now, [self._alter(candidate) for candidate in candidates], chain)
