@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Container, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic
 
 from engine_adapter import Capability, EngineAdapter, Tier
@@ -21,6 +21,10 @@ from proxy.request.session import Session
 
 # Seconds that blocks stay pending after their request ends: events of its last step may still arrive.
 PENDING_LINGER_S = 0.25
+# Namespaces whose roots are remembered: one for each tenant and LoRA adapter.
+ROOTS = 4096
+
+_root_of = lru_cache(ROOTS)(namespace_root)
 
 
 class Pool:
@@ -46,7 +50,7 @@ class Pool:
 
     def root_of(self, salt: str | None, lora: str | None = None) -> BlockHash:
         """The namespace root of the model, a salt and a LoRA adapter."""
-        return namespace_root(self.model, lora=lora, salt=salt)
+        return _root_of(self.model, lora=lora, salt=salt)
 
     @property
     def loras(self) -> frozenset[str]:
@@ -125,13 +129,17 @@ class Pool:
     def _able(self, lora: str | None, without: Container[str]) -> list[Engine]:
         """The ready engines that serve the LoRA adapter; if there is none, the suspect ones. One broken
         connection must not empty a small pool."""
-        able = [
-            engine
-            for engine in self.engines.values()
-            if engine.id not in without and (lora is None or lora in engine.loras)
-        ]
-        ready = [engine for engine in able if engine.state is EngineState.READY]
-        return ready or [engine for engine in able if engine.state is EngineState.SUSPECT]
+        for state in (EngineState.READY, EngineState.SUSPECT):
+            able = [
+                engine
+                for engine in self.engines.values()
+                if engine.state is state
+                and engine.id not in without
+                and (lora is None or lora in engine.loras)
+            ]
+            if able:
+                return able
+        return []
 
     def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
         """Chooses among `candidates`; by load alone when the prompt is not known."""

@@ -77,8 +77,10 @@ class RestoreAhead:
         if prompt is None or placement is None or record.error is not None or not prompt.whole:
             return
         engine = self._fleet.engines.get(placement.engine)
-        pool = self._fleet.pool_of(engine) if engine is not None else None
-        if engine is None or pool is None or not _is_able(engine):
+        if engine is None or not _is_able(engine):
+            return
+        pool = self._fleet.pool_of(engine)
+        if pool is None:
             return
         hashes = record.chain.hashes if record.chain is not None else ()
         now = self._clock()

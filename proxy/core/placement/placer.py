@@ -171,8 +171,8 @@ class Placer:
         if book.gpu_blocks is not None:
             gpu, host, _, pending = self.index.counts(engine)
             free = room = max(book.gpu_blocks - gpu - pending, 0)
-            if book.host_blocks:
-                room += max(book.host_blocks - host, 0)
+            if book.host_blocks > host:
+                room += book.host_blocks - host
         busy = book.worked.sum(now) / WINDOW_S
         return Candidate(
             engine,
