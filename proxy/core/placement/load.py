@@ -91,6 +91,7 @@ class _Begun(NamedTuple):
 
 @dataclass(slots=True)
 class _Prefill:
+    ticket: int
     work: Work | None  # None if it is not known
     expected_s: float
     placed: float
@@ -133,6 +134,7 @@ class EngineLedger:
     def __init__(self) -> None:
         self.served = 0
         self._prefills: dict[int, _Prefill] = {}  # by ticket, in the order they were placed
+        self._first: _Prefill | None = None  # of them: the one that the engine is computing
         self._expected_s = 0.0  # of all of them
         self._decoding = set[int]()
         self._turn = 0.0  # when the engine began the first of the prefills
@@ -163,7 +165,9 @@ class EngineLedger:
         if not seen:
             self._busy = None
             self._whole[self.served] = _Begun(now, self._computed, self._unknown)
-        self._prefills[self.served] = _Prefill(work, expected_s, now, seen)
+        prefill = self._prefills[self.served] = _Prefill(self.served, work, expected_s, now, seen)
+        if self._first is None:
+            self._first = prefill
         self._expected_s += expected_s
         return self.served
 
@@ -209,8 +213,7 @@ class EngineLedger:
             return None
         self._settle(now)
         for each in [n for n, prefill in self._prefills.items() if n <= ticket and not prefill.seen]:
-            if next(iter(self._prefills)) == each:
-                self._turn = now
+            self._turn_of(each, now)
             self._take(each, computed=True)
             self._decoding.add(each)
         self._decoding.discard(ticket)
@@ -222,8 +225,7 @@ class EngineLedger:
     def end(self, now: float, ticket: int) -> None:
         """The request is over: answered, failed or cancelled."""
         self._whole.pop(ticket, None)
-        if next(iter(self._prefills), None) == ticket:
-            self._turn = now
+        self._turn_of(ticket, now)
         self._drop(ticket)
 
     def reported(self, now: float, requests: int) -> None:
@@ -238,7 +240,7 @@ class EngineLedger:
 
     def view(self, now: float) -> LoadView:
         """The load now."""
-        first = self._settle(now) if self._prefills else None
+        first = self._settle(now)
         streams = len(self._decoding)
         if self._foreign:
             streams += self._others(now)
@@ -266,19 +268,22 @@ class EngineLedger:
         as late again, so that an engine that hangs does not look idle."""
         return abs(self._turn + first.expected_s - now)
 
+    def _turn_of(self, ticket: int, now: float) -> None:
+        """The engine is done with a request. If it was computing that one, it turns to the next."""
+        if self._first is not None and self._first.ticket == ticket:
+            self._turn = now
+
     def _settle(self, now: float) -> _Prefill | None:
         """Drops prefills that are over: those whose end is not seen when they were expected to end, others
         after FORGET_S. Returns the prefill that the engine is computing."""
-        while self._prefills:
-            ticket, first = next(iter(self._prefills.items()))
+        while (first := self._first) is not None:
             ends = self._turn + (FORGET_S if first.seen else first.expected_s)
             if now < ends:
                 return first
-            self._drop(ticket, computed=not first.seen)
-            following = next(iter(self._prefills.values()), first)
-            self._turn = max(ends, following.placed)
+            self._drop(first.ticket, computed=not first.seen)
+            self._turn = max(ends, (self._first or first).placed)
             if not first.seen:
-                self._decoding.add(ticket)
+                self._decoding.add(first.ticket)
         return None
 
     def _drop(self, ticket: int, *, computed: bool = False) -> None:
@@ -291,6 +296,8 @@ class EngineLedger:
         """Takes a prefill out of the queue. It counts as computed, or as unknown."""
         prefill = self._prefills.pop(ticket, None)
         if prefill is not None:
+            if prefill is self._first:
+                self._first = next(iter(self._prefills.values()), None)
             self._expected_s = self._expected_s - prefill.expected_s if self._prefills else 0.0
             if computed and prefill.work is not None:
                 self._computed += prefill.work.computed
