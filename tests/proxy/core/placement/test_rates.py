@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import Tier
-from proxy.core.placement.answers import Answer
+from proxy.core.placement.answers import REFIT, Answer
 from proxy.core.placement.load import Sample, Work
 from proxy.core.placement.rates import (
     DEFAULT_PREFILL_TOK_S,
@@ -191,6 +191,12 @@ class TestWholeAnswers:
     def test_no_time_and_no_tokens_teach_nothing(self, rates, pool):
         answer(rates, 1000, 5, 0.0, times=WINDOW), answer(rates, 0, 0, 1.0, times=WINDOW)
         assert not pool.learned
+
+    def test_teach_a_pace_every_few_of_them(self, rates, pool, monkeypatch):
+        asked, usual = [], pool.usual
+        monkeypatch.setattr(pool, "usual", lambda *each: asked.append(each) or usual(*each))
+        answer(rates, 1000, 0, 1.0, times=10 * REFIT)
+        assert 0 < len(asked) <= 10
 
     def test_slower_hardware_has_its_own_pace(self, pool):
         fast, slow = EngineRates(pool), EngineRates(pool)
