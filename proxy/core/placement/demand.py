@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import log2
 
 from proxy.core.index.blocks import BlockHash, Chain
-from proxy.core.placement.recent import WINDOW_S, Recent
+from proxy.core.placement.recent import Rate, Recent
 
 # Prompts that may come back. Older ones count as never coming back.
 MAX_PROMPTS = 50_000
@@ -44,6 +44,13 @@ class Demand:
         self._until_refresh = REFRESH
         self._until_half = HALF_LIFE
         self._prefills, self._answers = Recent(), Recent()  # seconds
+        self._placed = Rate()  # seconds of work
+
+    def placed(self, now: float, seconds: float, *, learned: bool = True) -> None:
+        """A prompt was placed that will take an engine `seconds` before its first token. If no rate was
+        `learned`, that is a guess. It counts in the first burst only: a pool may never learn a rate."""
+        if learned or self._placed.is_young(now):
+            self._placed.add(now, seconds)
 
     def worked(self, now: float, seconds: float) -> None:
         """An engine spent `seconds` on a prompt before its first token."""
@@ -81,9 +88,9 @@ class Demand:
         return min(1 / (1 - self._returns[0]), MAX_TURNS)
 
     def utilisation(self, now: float, engines: int) -> float:
-        """Share of their time that `engines` engines spent on prompts lately; MIN_UTILISATION to
-        MAX_UTILISATION."""
-        busy = self._prefills.sum(now) / (engines * WINDOW_S)
+        """Share of their time that `engines` engines need for the prompts placed lately; MIN_UTILISATION to
+        MAX_UTILISATION. Prompts in queues count: a burst makes work dear before any of it is done."""
+        busy = self._placed.per_s(now) / engines
         return min(max(busy, MIN_UTILISATION), MAX_UTILISATION)
 
     @property

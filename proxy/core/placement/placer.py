@@ -22,7 +22,7 @@ from proxy.core.placement.demand import Demand
 from proxy.core.placement.in_use import InUse
 from proxy.core.placement.load import EngineLedger, Sample, Spent, Work
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.recent import WINDOW_S, Recent
+from proxy.core.placement.recent import Rate
 from proxy.core.placement.residents import Residents
 
 # Conversations whose last engine is remembered: more than run at a time.
@@ -59,7 +59,7 @@ class EngineBook:
     in_use: InUse | None
     turn: int = 0
     epoch: int = 0
-    worked: Recent = field(default_factory=Recent)
+    worked: Rate = field(default_factory=Rate)
 
     def forget(self) -> None:
         """The engine lost its KV."""
@@ -173,7 +173,7 @@ class Placer:
             free = room = max(book.gpu_blocks - gpu - pending, 0)
             if book.host_blocks > host:
                 room += book.host_blocks - host
-        busy = book.worked.sum(now) / WINDOW_S
+        busy = book.worked.per_s(now)
         return Candidate(
             engine,
             book.tokens_per_block,
@@ -228,7 +228,9 @@ class Placer:
             if book.in_use is not None:
                 book.in_use.add(chain.hashes)
         known = known and chain is not None
-        ticket = book.ledger.begin(now, book.rates.price(work), work if known else None, seen=streams)
+        seconds = book.rates.price(work)
+        self.demand.placed(now, seconds, learned=self.rates.learned)
+        ticket = book.ledger.begin(now, seconds, work if known else None, seen=streams)
         return PlacedRequest(book, ticket, chain, work)
 
     def _note(self, session: Hashable, engine: str) -> None:

@@ -6,10 +6,14 @@ from math import exp
 
 # The last minutes: long enough to see many prompts, short enough to follow the day.
 WINDOW_S = 120.0
+# The last seconds: a burst counts while it lasts.
+RATE_S = 10.0
+# A rate over less time than this would be that of its first amount.
+YOUNG_S = 1.5
 
 
 class Recent:
-    """The amounts of the last minutes. The weight of each fades by a factor of e in WINDOW_S."""
+    """Means of the amounts of the last minutes. The weight of each fades by a factor of e in WINDOW_S."""
 
     __slots__ = ("_at", "_count", "_squares", "_sum")
 
@@ -24,10 +28,6 @@ class Recent:
         self._squares = self._squares * kept + amount * amount
         self._at = now
 
-    def sum(self, now: float) -> float:
-        """What is left of everything that was added."""
-        return self._sum * exp((self._at - now) / WINDOW_S) if self._sum else 0.0
-
     @property
     def mean(self) -> float:
         """The mean amount; 0 if there was none."""
@@ -38,3 +38,35 @@ class Recent:
         """What is left on average of an amount of time, for somebody who comes while it runs: E[s²] / 2E[s],
         because long times are found more often. 0 if there was none."""
         return self._squares / (2 * self._sum) if self._sum else 0.0
+
+
+class Rate:
+    """What is added per second, lately. Each amount fades by a factor of e in RATE_S. Before that much time
+    has passed, the rate is that since the first amount."""
+
+    __slots__ = ("_at", "_first", "_sum")
+
+    def __init__(self) -> None:
+        self._sum = self._at = 0.0
+        self._first: float | None = None
+
+    def add(self, now: float, amount: float) -> None:
+        """Adds an amount now."""
+        if self._first is None:
+            self._first = now
+        self._sum = self._faded(now) + amount
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """The rate now; 0 if nothing was added."""
+        if self._first is None:
+            return 0.0
+        age = max(now - self._first, YOUNG_S)
+        return self._faded(now) / (RATE_S * (1 - exp(-age / RATE_S)))
+
+    def is_young(self, now: float) -> bool:
+        """Whether the first amount was added less than RATE_S ago, or none was."""
+        return self._first is None or now - self._first < RATE_S
+
+    def _faded(self, now: float) -> float:
+        return self._sum * exp((self._at - now) / RATE_S)

@@ -1,6 +1,7 @@
 import pytest
 
 from engine_adapter.types import Tier
+from proxy.core.placement.recent import Rate
 from proxy.replay.arrivals import speedup_for_load
 from proxy.replay.engine import EngineModel
 from proxy.replay.kvpin import TERMS, Kvpin
@@ -55,6 +56,7 @@ def lost(policy):
     policy.stored(0, Tier.GPU, [1])
     prompt = ask([1, *range(91, 100)], tail=0)
     assert answered(policy, prompt) == 0
+    policy._placer.books["e0"].worked = Rate()  # that it is busy is another term
     policy._placer.demand._returns = [0.9] * len(policy._placer.demand._returns)
 
 

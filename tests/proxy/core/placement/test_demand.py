@@ -14,7 +14,7 @@ from proxy.core.placement.demand import (
     Demand,
     continued,
 )
-from proxy.core.placement.recent import WINDOW_S
+from proxy.core.placement.recent import RATE_S, YOUNG_S
 
 
 @pytest.fixture
@@ -105,21 +105,27 @@ class TestReturns:
 
 
 class TestUtilisation:
-    def test_rises_with_work_and_decays_without(self, demand):
+    def test_counts_what_was_placed_in_the_last_seconds(self, demand):
         assert demand.utilisation(50.0, 1) == MIN_UTILISATION
-        shares = []
         for second in range(600):
-            demand.worked(float(second), 0.8)
-            shares.append(demand.utilisation(float(second), 1))
-        assert shares == sorted(shares)
-        assert shares[int(WINDOW_S)] == pytest.approx(0.8 * (1 - 1 / 2.718), rel=0.02)
-        assert shares[-1] == pytest.approx(0.8, rel=0.02)
-        assert demand.utilisation(599.0 + WINDOW_S, 1) == pytest.approx(shares[-1] / 2.718, rel=0.01)
-        assert demand.utilisation(599.0, 2) == pytest.approx(shares[-1] / 2)
+            demand.placed(float(second), 0.8)
+        busy = demand.utilisation(599.0, 1)
+        assert busy == pytest.approx(0.8, rel=0.06)
+        assert demand.utilisation(599.0, 2) == pytest.approx(busy / 2)
+        assert demand.utilisation(599.0 + RATE_S, 1) == pytest.approx(busy / 2.718, rel=0.01)
         assert demand.utilisation(9999.0, 1) == MIN_UTILISATION
 
+    def test_of_a_young_pool_is_that_since_its_first_prompt(self, demand):
+        for tenth in range(21):
+            demand.placed(7 + tenth / 10, 0.05)
+        assert demand.utilisation(9.0, 1) == pytest.approx(0.5, rel=0.1)
+
+    def test_of_one_prompt_is_not_that_of_its_first_moment(self, demand):
+        demand.placed(7.0, 0.3)
+        assert demand.utilisation(7.0, 1) == pytest.approx(0.3 / YOUNG_S, rel=0.1)
+
     def test_of_too_much_work_is_not_infinite(self, demand):
-        demand.worked(0.0, 10.0**9)
+        demand.placed(0.0, 10.0**9)
         assert demand.utilisation(0.0, 1) == MAX_UTILISATION
 
 
@@ -137,5 +143,5 @@ def test_what_answers_take_is_that_of_the_last_while(demand):
     demand.answered(0.0, 2.0)
     demand.answered(0.0, 4.0)
     assert demand.answer_s == pytest.approx(3.0)
-    demand.answered(100 * WINDOW_S, 9.0)
+    demand.answered(12_000.0, 9.0)
     assert demand.answer_s == pytest.approx(9.0)

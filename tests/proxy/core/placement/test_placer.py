@@ -206,9 +206,9 @@ class TestPlacement:
             placer.end(second + 0.9, placed, None)
             placer.settled(placed)
         # 0.8 s of every second, of two engines.
-        assert place(placer, 600.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.02)
+        assert place(placer, 600.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.05)
         # Those that a request cannot go to are engines nevertheless.
-        assert place(placer, 600.0, prompt(1), "b").strain == pytest.approx(1 / 0.6, rel=0.02)
+        assert place(placer, 600.0, prompt(1), "b").strain == pytest.approx(1 / 0.6, rel=0.05)
 
     def test_what_is_brought_back_is_work_too(self, placer):
         serve(placer, 0.0, prompt(0, blocks=100), took_s=0.1)
@@ -231,11 +231,13 @@ class TestPlacement:
             placer.end(11.0, stream, None)
         assert place(placer, 11.0, prompt(3, blocks=90), "a").costs[0].room_s == 0.0
 
-    def test_at_rates_that_nothing_taught_nobody_is_busy(self, placer):
+    def test_at_rates_that_nothing_taught_nobody_is_busy_for_long(self, placer):
         for second in range(100):
             chain = prompt(second, blocks=200)
             placement = place(placer, float(second), chain)
             placer.end(second + 0.9, placer.begin(float(second), placement, chain, streams=False), 3201)
+            if second == 5:
+                assert place(placer, 6.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.1)
         assert place(placer, 100.0, prompt(1)).strain == pytest.approx(1 / 0.9)
         assert placer.candidate(100.0, "a").busy == 0.0
 

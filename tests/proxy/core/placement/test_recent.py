@@ -2,25 +2,27 @@ from math import e
 
 import pytest
 
-from proxy.core.placement.recent import WINDOW_S, Recent
+from proxy.core.placement.recent import RATE_S, WINDOW_S, YOUNG_S, Rate, Recent
 
 
-def test_what_is_older_counts_less():
-    recent = Recent()
-    assert recent.sum(1000.0) == 0.0
-    recent.add(1000.0, 3.0)
-    recent.add(1000.0, 1.0)
-    assert recent.sum(1000.0) == 4.0
-    assert recent.sum(1000.0 + WINDOW_S) == pytest.approx(4 / e)
-    recent.add(1000.0 + WINDOW_S, 1.0)
-    assert recent.sum(1000.0 + WINDOW_S) == pytest.approx(4 / e + 1)
-
-
-def test_what_happens_evenly_adds_up_to_a_window_of_it():
-    recent = Recent()
+def test_a_rate_is_that_of_the_last_seconds():
+    rate = Rate()
+    assert rate.is_young(0.0)
+    assert rate.per_s(1000.0) == 0.0
     for at in range(100_000):
-        recent.add(at / 100, 0.02)
-    assert recent.sum(1000.0) == pytest.approx(2 * WINDOW_S, rel=1e-3)
+        rate.add(at / 100, 0.02)
+    assert not rate.is_young(1000.0)
+    assert rate.per_s(1000.0) == pytest.approx(2.0, rel=1e-3)
+    assert rate.per_s(1000.0 + RATE_S) == pytest.approx(2 / e, rel=1e-3)
+
+
+def test_a_young_rate_is_that_since_its_first_amount():
+    rate = Rate()
+    rate.add(1000.0, 3.0)
+    assert rate.is_young(1009.0)
+    assert rate.per_s(1000.0) == pytest.approx(3 / YOUNG_S, rel=0.1)
+    rate.add(1004.0, 3.0)
+    assert rate.per_s(1004.0) == pytest.approx(6 / 4, rel=0.1)
 
 
 def test_means_are_of_what_has_not_faded():
