@@ -175,8 +175,8 @@ class Pool:
             self.index.store(engine.id, Tier.GPU, hashes)
             self.index.remove(engine.id, Tier.GPU, engine.learned.learn(hashes))
 
-    def forget(self, engine: Engine, hashes: Sequence[BlockHash]) -> None:
-        """The engine was asked to flush these blocks."""
+    def forget(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
+        """The engine was asked to flush the blocks of this chain."""
         engine.learned.forget(hashes)
         self.index.drop(engine.id, hashes)
 

@@ -62,21 +62,25 @@ def position(segment: Segment, block: BlockHash, rest: int = 1) -> int:
     return likely if likely > first and mine[likely] == block else mine.index(block, first)
 
 
+def common(one: Sequence[BlockHash], start: int, other: Sequence[BlockHash], at: int, blocks: int) -> int:
+    """How many of `blocks` blocks of a chain from `start` on equal those of another from `at` on; the first
+    ones must."""
+    if one[start + blocks - 1] == other[at + blocks - 1]:
+        return blocks
+    same, differs = 0, blocks - 1
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        if one[start + middle] == other[at + middle]:
+            same = middle
+        else:
+            differs = middle
+    return differs
+
+
 def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) -> int:
     """How many blocks of the chain from `at` on equal those of the segment from `start` on; the first one
     must."""
-    mine = segment.hashes
-    blocks = min(segment.ends[-1] - start, len(chain) - at)
-    if mine[start + blocks - 1] == chain[at + blocks - 1]:
-        return blocks
-    same, other = 0, blocks - 1
-    while other - same > 1:
-        middle = (same + other) // 2
-        if mine[start + middle] == chain[at + middle]:
-            same = middle
-        else:
-            other = middle
-    return other
+    return common(segment.hashes, start, chain, at, min(segment.ends[-1] - start, len(chain) - at))
 
 
 def equal(segment: Segment, start: int, blocks: tuple[BlockHash, ...], at: int) -> int:
