@@ -64,14 +64,23 @@ class Locations:
             segment = parts[block >> _PART].get(block)
             if segment is None:
                 return
-            blocks = segments.whole(segment, chain, at)
-            if blocks:
-                yield segment.masks[0], blocks
-            else:
-                start = segments.position(segment, block)
-                blocks = segments.agreed(segment, start, chain, at)
-                for mask, begin, until in segments.runs(segment, start, start + blocks):
-                    yield mask, until - begin
+            masks, hashes, first, stop = segment.masks, segment.hashes, segment.first, segment.ends[-1]
+            after = at + stop - first
+            # Most segments are a part of the chain as they are, and all their blocks lie at the same places.
+            # This is `segments.whole`: a look-up is faster without the call.
+            if (
+                len(masks) == 1
+                and after <= end
+                and hashes[first] == block
+                and hashes[stop - 1] == chain[after - 1]
+            ):
+                yield masks[0], stop - first
+                at = after
+                continue
+            start = segments.position(segment, block)
+            blocks = segments.agreed(segment, start, chain, at)
+            for mask, begin, until in segments.runs(segment, start, start + blocks):
+                yield mask, until - begin
             at += blocks
 
     def mark(

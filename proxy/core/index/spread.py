@@ -40,16 +40,16 @@ def few(bits: int) -> Spread[K, V]:
 def halve(parts: Spread[int, V], at: int) -> None:
     """Makes two dicts of the one at this place, unless no other place shares it. The places are those of
     keys with 64 bits, by their high bits."""
-    part, shift = parts[at], 65 - len(parts).bit_length()
-    start, end = at, at + 1
+    part, start, end = parts[at], at, at + 1
     while start and parts[start - 1] is part:
         start -= 1
     while end < len(parts) and parts[end] is part:
         end += 1
     middle = (start + end) // 2
     if middle > start:
-        lower = {key: value for key, value in part.items() if key >> shift < middle}
-        upper = {key: value for key, value in part.items() if key >> shift >= middle}
+        first = middle << 65 - len(parts).bit_length()  # the smallest key of the upper half
+        lower = {key: value for key, value in part.items() if key < first}
+        upper = {key: value for key, value in part.items() if key >= first}
         parts[start:end] = [lower] * (middle - start) + [upper] * (end - middle)
 
 
