@@ -11,6 +11,7 @@ from typing import Protocol
 
 from engine_adapter import EngineInfo, EngineUnavailable, Hold, IncomingResponse
 from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.index.prefix_index import Match
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import NOTHING, Placement, predict
 from proxy.core.placement.gather import leader, patience_s
@@ -100,7 +101,8 @@ class Lease:
         """This request computes all that the engine does not hold, also what others have pending."""
         book, placement = self.placed.book, self.placement
         match = self.placer.match(chain).get(book.engine, NOTHING)
-        predicted = predict(chain, replace(match, pending=0), book.tokens_per_block)
+        stored = Match(match.gpu, match.host, match.disk)
+        predicted = predict(chain, stored, book.tokens_per_block)
         self.found = predicted // chain.tokens_per_block
         gpu_tokens = min(placement.gpu_tokens, predicted)
         self.placement = replace(placement, predicted_tokens=predicted, gpu_tokens=gpu_tokens)
