@@ -178,7 +178,11 @@ async def test_over_sockets_with_every_third_batch_lost(name):
 
 def where_all(index):
     locations = index._locations
-    return {block: locations.get(block) for part in locations._parts for block in part}
+    return {
+        block: locations.get(block)
+        for part in {id(part): part for part in locations._parts}.values()
+        for block in part
+    }
 
 
 def at_rest(view, payloads):

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from engine_adapter import EngineInfo, EngineUnavailable, Hold, IncomingResponse
 from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.index.prefix_index import Match
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import NOTHING, Placement, predict
 from proxy.core.placement.gather import leader, patience_s

@@ -7,8 +7,6 @@ leave there. Later placements count with these entries; predictions do not, as t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from msgspec.structs import replace
 
 from engine_adapter import BelowGpu, Tier
@@ -50,7 +48,7 @@ def expect_below(pool: Pool, engine: Engine, chain: Chain | None) -> None:
     blocks = _whole_tokens(engine, chain) // pool.tokens_per_block
     if chain is not None and blocks:
         for each in _sharing(pool, engine):
-            _hint(pool, each, Tier.HOST, chain.hashes[:blocks])
+            _hint(pool, each, chain.hashes, blocks, blocks)
 
 
 def _whole_tokens(engine: Engine, chain: Chain | None) -> int:
@@ -64,19 +62,19 @@ def _note(pool: Pool, engine: Engine, chain: Chain, below: BelowGpu) -> None:
     host = below.host // pool.tokens_per_block
     held = (below.host + below.disk) // pool.tokens_per_block
     for each in _sharing(pool, engine):
-        _forget(pool, each, chain.hashes[host:])
-        _hint(pool, each, Tier.HOST, chain.hashes[:host])
-        _hint(pool, each, Tier.DISK, chain.hashes[host:held])
+        each.below.forget(chain.hashes, host)
+        _remove(pool, each, chain.hashes[host:])
+        _hint(pool, each, chain.hashes, host, held)
 
 
-def _hint(pool: Pool, engine: Engine, tier: Tier, hashes: tuple[BlockHash, ...]) -> None:
-    pool.index.store(engine.id, tier, hashes)
-    _forget(pool, engine, engine.below.learn(hashes))
+def _hint(pool: Pool, engine: Engine, hashes: tuple[BlockHash, ...], host: int, held: int) -> None:
+    """The first blocks of a chain, `host` of them, lie on the host tier, those up to `held` on disk."""
+    pool.index.store(engine.id, Tier.HOST, hashes[:host])
+    pool.index.store(engine.id, Tier.DISK, hashes[host:held])
+    _remove(pool, engine, engine.below.learn(hashes[:held]))
 
 
-def _forget(pool: Pool, engine: Engine, hashes: Iterable[BlockHash]) -> None:
-    hashes = tuple(hashes)
-    engine.below.forget(hashes)
+def _remove(pool: Pool, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
     for tier in _LOWER:
         pool.index.remove(engine.id, tier, hashes)
 

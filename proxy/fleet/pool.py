@@ -167,20 +167,22 @@ class Pool:
         placer, placed = self.placer, lease.placed
         computed = lease.placement.uncached_tokens if lease.succeeded else None
         placer.end(monotonic(), placed, computed, lease.report)
-        if lease.succeeded and placed.chain is not None:
-            self.learn(engine, placed.chain.hashes)
-            asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, placed)
-        else:
+        if not lease.succeeded or placed.chain is None:
             placer.settled(placed)
+        elif not self.learn(engine, placed.chain.hashes):
+            asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, placed)
 
-    def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
-        """The engine served this chain. Without healthy events, it is assumed to hold it now."""
-        if engine.audit.trust is Trust.APPROXIMATE and engine.id in self.engines:
-            self.index.store(engine.id, Tier.GPU, hashes)
-            self.index.remove(engine.id, Tier.GPU, engine.learned.learn(hashes))
+    def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> bool:
+        """The engine served this chain. Without healthy events, it is assumed to hold it now, and nothing of
+        it is pending. Returns whether it is."""
+        if engine.audit.trust is not Trust.APPROXIMATE or engine.id not in self.engines:
+            return False
+        self.index.served(engine.id, hashes)
+        self.index.remove(engine.id, Tier.GPU, engine.learned.learn(hashes))
+        return True
 
-    def forget(self, engine: Engine, hashes: Sequence[BlockHash]) -> None:
-        """The engine was asked to flush these blocks."""
+    def forget(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
+        """The engine was asked to flush the blocks of this chain."""
         engine.learned.forget(hashes)
         self.index.drop(engine.id, hashes)
 

@@ -3,41 +3,86 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from itertools import chain as joined
+from itertools import count
 
 from proxy.core.index.blocks import BlockHash
+from proxy.core.index.segments import common
+
+Blocks = tuple[BlockHash, ...]
 
 
 class LearnedBlocks:
     """A model of one engine's cache: least recently used blocks are evicted first, ends of prompts before
-    their beginnings."""
+    their beginnings.
+
+    Of each prompt, the model stores the stretch of blocks that no later prompt used again. Later prompts
+    share beginnings, so a stretch is always an end of its prompt, and is found by its first block. A prompt
+    takes a few steps, however long it is.
+    """
 
     def __init__(self, capacity: int) -> None:
         """`capacity` is in blocks."""
         self.capacity = capacity
-        self._blocks: OrderedDict[BlockHash, None] = OrderedDict()
+        self._size = 0
+        self._served = count()  # numbers the prompts
+        self._stretches: OrderedDict[int, Blocks] = OrderedDict()  # the next to be evicted first
+        self._numbers: dict[BlockHash, int] = {}  # first block of a stretch → its number
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return self._size
 
-    def learn(self, hashes: Iterable[BlockHash]) -> tuple[BlockHash, ...]:
-        """The engine has just served this chain. Returns the blocks that it evicts for it.
+    def learn(self, chain: Blocks) -> Blocks:
+        """The engine has just served this chain, which begins at its root. Returns the blocks that it evicts
+        for it.
 
         Engines evict a prompt from its end. The blocks are returned in the order of their chains, beginnings
         first: the index clears 64 of those in one step, and others one by one.
         """
-        blocks = self._blocks
-        for block in reversed(tuple(hashes)):
-            blocks[block] = None
-            blocks.move_to_end(block)
-        surplus = max(len(blocks) - self.capacity, 0)
-        return tuple([blocks.popitem(last=False)[0] for _ in range(surplus)][::-1])
+        self.forget(chain)
+        self._put(next(self._served), chain)
+        self._size += len(chain)
+        stretches, evicted = self._stretches, list[Blocks]()
+        while self._size > self.capacity:
+            number, stretch = stretches.popitem(last=False)
+            kept = max(len(stretch) - (self._size - self.capacity), 0)
+            if kept:
+                stretches[number] = stretch[:kept]
+                stretches.move_to_end(number, last=False)
+            else:
+                del self._numbers[stretch[0]]
+            self._size -= len(stretch) - kept
+            evicted.append(stretch[kept:])
+        return evicted[0] if len(evicted) == 1 else tuple(joined.from_iterable(reversed(evicted)))
 
-    def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Removes blocks that kvpin flushed on the engine; unknown ones are ignored."""
-        for block in hashes:
-            self._blocks.pop(block, None)
+    def forget(self, chain: Blocks, start: int = 0) -> None:
+        """Removes the blocks of a chain from place `start` on; unknown ones are ignored. The chain begins at
+        its root. Blocks that follow them in a longer prompt stay."""
+        for first in self._numbers.keys() & chain:
+            at, number = chain.index(first), self._numbers[first]
+            stretch = self._stretches[number]
+            begin = max(start - at, 0)
+            end = common(stretch, 0, chain, at, min(len(stretch), len(chain) - at))
+            if begin < end:
+                before, after = stretch[:begin], stretch[end:]
+                del self._numbers[first]
+                self._size -= end - begin
+                if before and after:
+                    # The engine cannot reuse these without the blocks that were removed.
+                    self._put(follows := next(self._served), after)
+                    self._stretches.move_to_end(follows, last=False)
+                self._put(number, before or after)
+
+    def _put(self, number: int, stretch: Blocks) -> None:
+        """Stores a stretch: in the place of the one with this number, or as the most recently used."""
+        if stretch:
+            self._stretches[number] = stretch
+            self._numbers[stretch[0]] = number
+        else:
+            self._stretches.pop(number, None)
 
     def clear(self) -> None:
         """The engine lost everything."""
-        self._blocks.clear()
+        self._size = 0
+        self._stretches.clear()
+        self._numbers.clear()

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from proxy.core.index import segments
 from proxy.core.index.blocks import BlockHash
 from proxy.core.index.segments import SEGMENT_BLOCKS, Segment
-from proxy.core.index.spread import Spread, spread
+from proxy.core.index.spread import FULL, Spread, few, halve
 
-# With 10 million blocks, each of the 4,096 dicts has 2,400, and growing one takes 0.1 ms. Dicts with fewer
-# than 32,768 places also need half the memory for their tables.
+# 10 million blocks fill 4,096 dicts. Dicts with fewer than 32,768 places also need half the memory for their
+# tables.
 _PART_BITS = 12
 _PART = 64 - _PART_BITS
 # Segments are in sets by their address, whose last four bits are 0.
@@ -35,7 +35,7 @@ class Locations:
     """
 
     def __init__(self) -> None:
-        self._parts: Spread[BlockHash, Segment] = spread(_PART_BITS)
+        self._parts: Spread[BlockHash, Segment] = few(_PART_BITS)
         self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
         self.retired = 0
         self._leaving = 0  # retired bits that the current pass clears
@@ -43,7 +43,7 @@ class Locations:
 
     def __len__(self) -> int:
         """Blocks that have a location."""
-        return sum(map(len, self._parts))
+        return sum(map(len, {id(part): part for part in self._parts}.values()))
 
     def get(self, block: BlockHash) -> int:
         """The block's location bits."""
@@ -67,6 +67,7 @@ class Locations:
             masks, hashes, first, stop = segment.masks, segment.hashes, segment.first, segment.ends[-1]
             after = at + stop - first
             # Most segments are a part of the chain as they are, and all their blocks lie at the same places.
+            # This is `segments.whole`: a look-up is faster without the call.
             if (
                 len(masks) == 1
                 and after <= end
@@ -89,8 +90,9 @@ class Locations:
         after: BlockHash | None = None,
         again: Counter[BlockHash] | None = None,
         beside: int = 0,
+        off: int = 0,
     ) -> tuple[int, int]:
-        """Sets a location bit of consecutive blocks of one chain.
+        """Sets a location bit of consecutive blocks of one chain, and clears others.
 
         Args:
             bit: the location bit.
@@ -98,6 +100,7 @@ class Locations:
             after: the block before them, if known.
             again: counts the blocks that had the bit before.
             beside: another location bit.
+            off: the location bits to clear, which do not include `bit`.
 
         Returns:
             How many blocks had not had the bit, and how many of those have `beside`.
@@ -109,9 +112,13 @@ class Locations:
             if segment is None:
                 blocks = self._insert(chain, at, bit, chain[at - 1] if at else after)
                 added += blocks
+            elif (blocks := segments.whole(segment, chain, at)) and not segment.masks[0] & bit:
+                both += blocks if segment.masks[0] & beside else 0
+                added += blocks
+                segment.masks = ((segment.masks[0] | bit) & ~off,)
             else:
                 start = segments.position(segment, block)
-                blocks = segments.equal(segment, start, chain, at)
+                blocks = segments.agreed(segment, start, chain, at)
                 had = 0
                 for mask, begin, end in segments.runs(segment, start, start + blocks):
                     if mask & bit:
@@ -120,8 +127,8 @@ class Locations:
                             again.update(segment.hashes[begin:end])
                     elif mask & beside:
                         both += end - begin
-                if had < blocks:
-                    segments.change(segment, start, start + blocks, on=bit)
+                if had < blocks or off:
+                    segments.change(segment, start, start + blocks, on=bit, off=off)
                     added += blocks - had
             at += blocks
         return added, both
@@ -190,6 +197,8 @@ class Locations:
             if parts[block >> _PART].setdefault(block, segment) is not segment:
                 fresh = fresh[:n]
                 break
+        if len(parts[block >> _PART]) > FULL:
+            halve(parts, block >> _PART)
         segments.extend(segment, fresh)
         return len(fresh)
 

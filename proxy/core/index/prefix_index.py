@@ -11,7 +11,8 @@ prefix gathers on one engine. They end with the request; by then events or usage
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash
@@ -48,8 +49,7 @@ _CHANGES = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
     """How many leading blocks of a chain one engine holds, by the fastest tier each lies on.
 
     `lead` counts the leading blocks that are on the GPU or will be.
@@ -59,12 +59,22 @@ class Match:
     host: int = 0
     disk: int = 0
     pending: int = 0
-    lead: int = field(default=0, compare=False)
+    lead: int = 0
 
     @property
     def blocks(self) -> int:
         """All of them."""
         return self.gpu + self.host + self.disk + self.pending
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Match) and self._tiers == other._tiers
+
+    def __hash__(self) -> int:
+        return hash(self._tiers)
+
+    @property
+    def _tiers(self) -> tuple[int, int, int, int]:
+        return self.gpu, self.host, self.disk, self.pending
 
 
 class PrefixIndex:
@@ -124,13 +134,20 @@ class PrefixIndex:
     ) -> None:
         """These consecutive blocks of one chain now lie on `tier` of the engine. `after` is the block before
         them, if known."""
-        at, shift, counts = _PLACES[tier], self._shifts[engine], self._counts[engine]
-        beside = _PENDING << shift if tier is Tier.GPU else 0
-        added, awaited = self._locations.mark(1 << shift + at, tuple(hashes), after, beside=beside)
-        counts[at] += added
-        counts[_AT_PENDING] -= awaited
+        self._store(engine, tier, tuple(hashes), after)
         if self._locations.retired:
             self._tidy()
+
+    def _store(
+        self, engine: str, tier: Tier, hashes: tuple[BlockHash, ...], after: BlockHash | None, off: int = 0
+    ) -> None:
+        """Sets the engine's bit for the tier, and clears `off`, which must not change any count."""
+        at, shift, counts = _PLACES[tier], self._shifts[engine], self._counts[engine]
+        beside = _PENDING << shift if tier is Tier.GPU else 0
+        bit = 1 << shift + at
+        added, awaited = self._locations.mark(bit, hashes, after, beside=beside, off=off << shift)
+        counts[at] += added
+        counts[_AT_PENDING] -= awaited
 
     def remove(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
         """These blocks left `tier` of the engine. They need not be one chain, and may be unknown; consecutive
@@ -192,6 +209,22 @@ class PrefixIndex:
         start = flight.end(chain[-1]) if chain else None
         if start is not None:
             self._clear(engine, _PENDING, flight.last_of(chain[start:]))
+
+    def served(self, engine: str, hashes: tuple[BlockHash, ...]) -> None:
+        """A request for this chain has ended and left it on the GPU: `store` and `end_pending` in one."""
+        flight = self._flights[engine]
+        start = flight.end(hashes[-1]) if hashes else None
+        if start is None:
+            self.store(engine, Tier.GPU, hashes)
+            return
+        self.store(engine, Tier.GPU, hashes[:start])
+        pending = hashes[start:]
+        last = flight.last_of(pending)
+        if len(last) == len(pending):
+            self._store(engine, Tier.GPU, pending, None, off=_PENDING)
+        else:
+            self._store(engine, Tier.GPU, pending, None)
+            self._clear(engine, _PENDING, last)
 
     def _stored(self, chain: Sequence[BlockHash], shift: int) -> int:
         """Leading blocks of the chain that a tier of the engine holds."""

@@ -62,21 +62,34 @@ def position(segment: Segment, block: BlockHash, rest: int = 1) -> int:
     return likely if likely > first and mine[likely] == block else mine.index(block, first)
 
 
+def whole(segment: Segment, chain: Sequence[BlockHash], at: int) -> int:
+    """How many blocks the segment has, if all lie at the same places and are those of the chain from `at` on;
+    else 0."""
+    hashes, first, end = segment.hashes, segment.first, segment.ends[-1]
+    after = at + end - first
+    alike = len(segment.masks) == 1 and after <= len(chain)
+    return end - first if alike and hashes[first] == chain[at] and hashes[end - 1] == chain[after - 1] else 0
+
+
+def common(one: Sequence[BlockHash], start: int, other: Sequence[BlockHash], at: int, blocks: int) -> int:
+    """How many of `blocks` blocks of a chain from `start` on equal those of another from `at` on; the first
+    ones must."""
+    if one[start + blocks - 1] == other[at + blocks - 1]:
+        return blocks
+    same, differs = 0, blocks - 1
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        if one[start + middle] == other[at + middle]:
+            same = middle
+        else:
+            differs = middle
+    return differs
+
+
 def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) -> int:
     """How many blocks of the chain from `at` on equal those of the segment from `start` on; the first one
     must."""
-    mine = segment.hashes
-    blocks = min(segment.ends[-1] - start, len(chain) - at)
-    if mine[start + blocks - 1] == chain[at + blocks - 1]:
-        return blocks
-    same, other = 0, blocks - 1
-    while other - same > 1:
-        middle = (same + other) // 2
-        if mine[start + middle] == chain[at + middle]:
-            same = middle
-        else:
-            other = middle
-    return other
+    return common(segment.hashes, start, chain, at, min(segment.ends[-1] - start, len(chain) - at))
 
 
 def equal(segment: Segment, start: int, blocks: tuple[BlockHash, ...], at: int) -> int:
@@ -100,10 +113,10 @@ def runs(segment: Segment, start: int, end: int) -> Sequence[tuple[int, int, int
 
 def change(segment: Segment, start: int, end: int, on: int = 0, off: int = 0) -> None:
     """Sets the location bits `on` and clears the bits `off` of the blocks between two places."""
-    masks, ends, at = list[int](), list[int](), segment.first
-    if start == at and end == segment.ends[0] and len(segment.masks) == 1:
+    if start == segment.first and end == segment.ends[0] and len(segment.masks) == 1:
         segment.masks = ((segment.masks[0] | on) & ~off,)
         return
+    masks, ends, at = list[int](), list[int](), segment.first
     for mask, stop in zip(segment.masks, segment.ends, strict=True):
         for upto, bits in ((min(stop, start), mask), (min(stop, end), (mask | on) & ~off), (stop, mask)):
             if upto <= at:

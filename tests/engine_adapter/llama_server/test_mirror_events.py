@@ -295,7 +295,11 @@ def _indexed(events):
     assert view.counts.orphaned == 0
     bits = {Tier.GPU: 1, Tier.HOST: 2, Tier.DISK: 4}
     locations = index._locations
-    where = {block: locations.get(block) for part in locations._parts for block in part}
+    where = {
+        block: locations.get(block)
+        for part in {id(part): part for part in locations._parts}.values()
+        for block in part
+    }
     return {tier: {block for block, at in where.items() if at & bits[tier]} for tier in Tier}
 
 

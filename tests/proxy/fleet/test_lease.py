@@ -57,9 +57,16 @@ class TestLease:
         assert engine.ledger.in_flight == 0
         assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
         pool.index.remove("a", Tier.GPU, chain.hashes)
-        assert pool.index.pending("a") == 2
+        assert not pool.index.match(chain.hashes)
+
+    async def test_blocks_stay_pending_while_events_may_still_tell_of_them(self, fleet):
+        add_ready(fleet, "a").audit.synced()
+        pool, chain, leasing = self.lease(fleet)
+        with leasing as lease:
+            lease.succeeded = True
+        assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
         await asyncio.sleep(PENDING_LINGER_S * 1.5)
-        assert not pool.index.pending("a")
+        assert not pool.index.match(chain.hashes)
 
     async def test_a_hold_that_knows_better_refines_its_placement(self, fleet):
         add_ready(fleet, "a")

@@ -142,14 +142,11 @@ class TestLearning:
     def test_a_flush_is_forgotten(self, fleet):
         engine = add_ready(fleet, "a")
         pool = fleet.pools["m"]
-        pool.learn(engine, (1, 2))
+        pool.learn(engine, (1, 2, 3))
         pool.index.store("a", Tier.HOST, (2,))
-        pool.forget(engine, (2,))
-        assert (pool.index.held("a", Tier.GPU), pool.index.held("a", Tier.HOST), len(engine.learned)) == (
-            1,
-            0,
-            1,
-        )
+        pool.forget(engine, (1, 2))
+        held = pool.index.held("a", Tier.GPU), pool.index.held("a", Tier.HOST), len(engine.learned)
+        assert held == (1, 0, 1)
         pool.wipe(engine)
         assert (len(pool.index), len(engine.learned)) == (0, 0)
 

@@ -1,38 +1,129 @@
+from collections import OrderedDict
+from itertools import product
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from proxy.core.index.learned import LearnedBlocks
+
+# Every chain of six blocks, of two kinds of token; a block is named by all tokens up to it.
+CHAINS = [
+    tuple(int("1" + "".join(tokens[: at + 1])) for at in range(6)) for tokens in product("01", repeat=6)
+]
+
+
+class LearnedMachine(RuleBasedStateMachine):
+    """Against a cache that stores block by block."""
+
+    chains = st.builds(lambda chain, end: chain[:end], st.sampled_from(CHAINS), st.integers(0, 6))
+
+    def __init__(self):
+        super().__init__()
+        self.learned, self.blocks = LearnedBlocks(12), OrderedDict()
+
+    @rule(chain=chains)
+    def learn(self, chain):
+        for block in reversed(chain):
+            self.blocks[block] = None
+            self.blocks.move_to_end(block)
+        surplus = max(len(self.blocks) - self.learned.capacity, 0)
+        gone = [self.blocks.popitem(last=False)[0] for _ in range(surplus)]
+        assert self.learned.learn(chain) == tuple(reversed(gone))
+
+    @rule(chain=chains)
+    def flush(self, chain):
+        for block in chain:
+            self.blocks.pop(block, None)
+        self.learned.forget(chain)
+
+    @rule(chain=chains, start=st.integers(0, 6))
+    def lose_an_end(self, chain, start):
+        """Only where nothing follows it: else other blocks are evicted next, see below."""
+        if not any(chain == other[: len(chain)] and other[-1] in self.blocks for other in CHAINS):
+            for block in chain[start:]:
+                self.blocks.pop(block, None)
+            self.learned.forget(chain, start)
+
+    @rule(capacity=st.sampled_from([3, 12, 20]))
+    def resize(self, capacity):
+        self.learned.capacity = capacity
+
+    @rule()
+    def clear(self):
+        self.learned.clear()
+        self.blocks.clear()
+
+    @invariant()
+    def same_blocks(self):
+        assert len(self.learned) == len(self.blocks)
+        stretches = self.learned._stretches
+        assert {block for stretch in stretches.values() for block in stretch} == set(self.blocks)
+        assert self.learned._numbers == {stretch[0]: number for number, stretch in stretches.items()}
+
+
+TestLearnedMachine = LearnedMachine.TestCase
+TestLearnedMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+@pytest.fixture
+def learned():
+    return LearnedBlocks(6)
 
 
 def test_the_least_recently_served_prompt_makes_room_leaves_first():
     learned = LearnedBlocks(4)
-    assert learned.learn([1, 2]) == ()
-    assert learned.learn([1, 3, 4]) == ()
-    assert learned.learn([5, 6]) == (4, 2)
+    assert learned.learn((1, 2)) == ()
+    assert learned.learn((1, 3, 4)) == ()
+    assert learned.learn((5, 6)) == (4, 2)
     assert len(learned) == 4
 
 
 def test_serving_again_keeps():
     learned = LearnedBlocks(3)
-    learned.learn([1])
-    learned.learn([2, 3])
-    learned.learn([1])
-    assert learned.learn([4]) == (3,)
+    learned.learn((1,))
+    learned.learn((2, 3))
+    learned.learn((1,))
+    assert learned.learn((4,)) == (3,)
 
 
 def test_a_prompt_longer_than_the_cache_keeps_its_beginning():
     learned = LearnedBlocks(2)
-    assert learned.learn([1, 2, 3]) == (3,)
+    assert learned.learn((1, 2, 3)) == (3,)
 
 
-def test_evicted_blocks_are_told_in_the_order_of_their_chains():
-    learned = LearnedBlocks(6)
-    learned.learn([1, 2, 3])
-    learned.learn([4, 5, 6])
-    assert learned.learn([7, 8, 9, 10, 11]) == (5, 6, 1, 2, 3)
+def test_the_next_turn_takes_over_the_blocks_of_the_last(learned):
+    learned.learn((1, 2))
+    learned.learn((1, 2, 3, 4))
+    assert len(learned) == 4
+    assert len(learned._stretches) == 1
+
+
+def test_evicted_blocks_are_told_in_the_order_of_their_chains(learned):
+    learned.learn((1, 2, 3))
+    learned.learn((4, 5, 6))
+    assert learned.learn((7, 8, 9, 10, 11)) == (5, 6, 1, 2, 3)
 
 
 def test_forget_and_clear():
     learned = LearnedBlocks(2)
-    learned.learn([1, 2])
-    learned.forget([2, 9])
-    assert learned.learn([3]) == ()
+    learned.learn((1, 2))
+    learned.forget((1, 2, 9), 1)
+    assert learned.learn((3,)) == ()
     learned.clear()
     assert len(learned) == 0
+
+
+def test_a_forgotten_beginning_leaves_the_rest_to_be_evicted_in_its_turn(learned):
+    learned.learn((1, 2, 3))
+    learned.learn((4, 5, 6))
+    learned.forget((1, 2))
+    assert learned.learn((7, 8, 9, 10)) == (6, 3)
+
+
+def test_what_follows_a_forgotten_middle_is_evicted_next(learned):
+    learned.learn((1, 2))
+    learned.learn((3, 4, 5, 6))
+    learned.forget((3, 4, 5), 2)
+    assert learned.learn((7, 8)) == (6,)

@@ -22,7 +22,8 @@ BLOCKS = sorted({block for chain in CHAINS for block in chain})
 
 def segments_of(where):
     """All of them, each once."""
-    return {id(segment): segment for part in where._parts for segment in part.values()}.values()
+    parts = {id(part): part for part in where._parts}.values()
+    return {id(segment): segment for part in parts for segment in part.values()}.values()
 
 
 def blocks_of(segment):
@@ -55,6 +56,7 @@ class LocationsMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(locations, "SEGMENT_BLOCKS", 5)
         self.patch.setattr(locations, "SLICE_STEPS", 1)
+        self.patch.setattr(locations, "FULL", 3)
         self.where, self.masks, self.retired = Locations(), Counter(), 0
 
     @rule(
@@ -64,20 +66,22 @@ class LocationsMachine(RuleBasedStateMachine):
         end=places,
         told=st.booleans(),
         beside=st.sampled_from([0, 1, 4]),
+        off=st.sampled_from([0, 0, 1, 4, 6]),
     )
-    def mark(self, bit, chain, start, end, told, beside):
+    def mark(self, bit, chain, start, end, told, beside, off):
         if bit & self.retired:
             return
         beside &= ~self.retired
+        off &= ~self.retired & ~bit
         blocks = chain[start:end]
         again = Counter()
         after = chain[start - 1] if start and told else None
-        added, both = self.where.mark(bit, blocks, after, again, beside)
+        added, both = self.where.mark(bit, blocks, after, again, beside, off)
         had = {block for block in blocks if self.masks[block] & bit}
         assert (added, again) == (len(blocks) - len(had), Counter(had))
         assert both == sum(self.masks[block] & beside > 0 for block in blocks if block not in had)
         for block in blocks:
-            self.masks[block] |= bit
+            self.masks[block] = (self.masks[block] | bit) & ~off
 
     @rule(bits=st.sampled_from([1, 2, 4, 3, 7]), blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
     def clear_any(self, bits, blocks):

@@ -258,10 +258,25 @@ class IndexMachine(RuleBasedStateMachine):
             starts = [start for other, start in self.in_flight[engine] if other == chain]
             self.in_flight[engine].remove((chain, max(starts)))
 
+    @rule(engine=engines, at=st.integers(0, 5))
+    def served(self, engine, at):
+        if self.in_flight[engine]:
+            chain, _ = self.in_flight[engine][at % len(self.in_flight[engine])]
+            self.index.served(engine, chain)
+            self.held[engine][Tier.GPU] |= set(chain)
+            starts = [start for other, start in self.in_flight[engine] if other == chain]
+            self.in_flight[engine].remove((chain, max(starts)))
+
     @rule(engine=engines, chain=chains)
     def end_what_never_began(self, engine, chain):
         if chain not in [known for known, _ in self.in_flight[engine]]:
             self.index.end_pending(engine, chain)
+
+    @rule(engine=engines, chain=chains, end=places)
+    def served_what_never_began(self, engine, chain, end):
+        if chain[:end] not in [known for known, _ in self.in_flight[engine]]:
+            self.index.served(engine, chain[:end])
+            self.held[engine][Tier.GPU] |= set(chain[:end])
 
     @rule(engine=engines)
     def wipe(self, engine):
@@ -331,6 +346,25 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_what_is_served_becomes_stored_unless_others_await_it():
+    index = PrefixIndex()
+    index.add_engine("a")
+    index.add_pending("a", (1, 2, 3))
+    index.add_pending("a", (1, 2, 4))
+    index.served("a", (1, 2, 3))
+    assert index.match((1, 2, 4)) == {"a": Match(gpu=2, pending=1)}
+    index.remove("a", Tier.GPU, (1, 2, 3))
+    assert index.match((1, 2, 4)) == {"a": Match(pending=3)}
+    index.served("a", (1, 2, 4))
+    index.remove("a", Tier.GPU, (1, 2, 4))
+    assert len(index) == 0
+
+
+def test_matches_are_equal_by_tiers():
+    assert {Match(gpu=1, lead=1), Match(gpu=1), Match(host=1)} == {Match(gpu=1), Match(host=1)}
+    assert Match(gpu=1) != 1
 
 
 def test_dropped_blocks_are_no_longer_awaited():
