@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import JsonBody
-from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai
+from engine_adapter.http.openai_answer import USAGE as USAGE_OBJECT
+from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, pass_marked
 from tests.fakes import DONE, event
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -165,6 +166,19 @@ class TestUsageOfAStream:
         chunk = chat_chunk(text="a") + chat_chunk(text="b")
         assert answer.feed(chunk) is chunk
 
+    @pytest.mark.parametrize("ends", [b"\n\n", b"\r\n\r\n"])
+    def test_only_events_with_a_mark_are_read(self, ends):
+        read = []
+
+        def pass_event(event):
+            read.append(event)
+            return b"<" + event + b">"
+
+        ping, null, usage = b": ping" + ends, b'data: {"usage": null}' + ends, b'data: {"usage": {}}' + ends
+        text = b'data: "\\"usage\\": {"' + ends
+        passed = pass_marked(ping + null + usage + text, (USAGE_OBJECT,), pass_event)
+        assert (passed, read) == (ping + null + b"<" + usage + b">" + text, [usage])
+
     def test_an_event_is_held_until_it_is_whole(self, answer):
         first, second = chat_chunk(text="a"), chat_chunk(text="b")
         assert answer.feed(first + second[:-1]) == first
@@ -231,6 +245,11 @@ class TestTokenIds:
         answer = hold_openai(CHAT, body_of(stream=True), ask_tokens=True, ask_usage=True).answer
         assert read(answer, data.draw(splits(asked + USAGE + DONE))) == plain + DONE
         assert (answer.prompt_tokens(), answer.cached_tokens()) == (array("i", PROMPT), 8)
+
+    def test_an_event_without_ids_keeps_its_bytes(self):
+        answer = hold_openai(CHAT, body_of(stream=True), ask_tokens=True).answer
+        event = b'data: {"choices" : [ {"delta": {"content": "a"}} ]}\n\n'
+        assert read(answer, [CHATS[0][0] + event]) == CHATS[0][1] + event
 
     def test_usage_the_client_asked_for_stays(self):
         options = {"stream_options": {"include_usage": True}}
