@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.hold import AnswerReader, Hold
-from engine_adapter.http.usage import UNREADABLE, USAGE_KEY, read_answer_usage, read_usage
+from engine_adapter.http.usage import UNREADABLE, read_answer_usage, read_usage
 from engine_adapter.types import TokenIds
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
@@ -24,8 +24,8 @@ _ENDS = (b"\n\n", b"\r\n\r\n")
 _END = re.compile(rb"\n\r?\n")
 # What marks an event that is read. Text cannot contain it: quotes in JSON strings have a backslash. Some
 # engines put `"usage": null` into every event.
-USAGE = re.compile(USAGE_KEY + rb"\s*:\s*\{")
-_IDS = re.compile(rb'token_ids"')
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_USAGE_OR_IDS = re.compile(rb'"(?:usage"\s*:\s*\{|(?:prompt_)?token_ids")')
 _NULL = msgspec.Raw(b"null")
 _Fields = dict[str, msgspec.Raw]
 # Fields that `return_token_ids` fills, in an answer and in each choice. Without it they are null.
@@ -127,7 +127,7 @@ class OpenAIAnswer:
     def _pass_events(self, events: bytes) -> bytes:
         """The client's part of whole events."""
         wants_tokens = self._hides_tokens or (self._reads_tokens and self._prompt is None)
-        return pass_marked(events, (USAGE, _IDS) if wants_tokens else (USAGE,), self._pass_event)
+        return pass_marked(events, _USAGE_OR_IDS if wants_tokens else _USAGE, self._pass_event)
 
     def _pass_event(self, event: bytes) -> bytes:
         """The client's part of an event with usage or token ids."""
@@ -174,23 +174,17 @@ def _usage_options(body: JsonBody) -> dict[str, object] | None:
     }
 
 
-def pass_marked(
-    events: bytes, marks: Iterable[re.Pattern[bytes]], pass_event: Callable[[bytes], bytes]
-) -> bytes:
-    """The client's part of whole events: that of an event with a mark comes from `pass_event`, all other
+def pass_marked(events: bytes, mark: re.Pattern[bytes], pass_event: Callable[[bytes], bytes]) -> bytes:
+    """The client's part of whole events: that of an event with the mark comes from `pass_event`, all other
     events pass as they are."""
-    places = sorted(found.start() for mark in marks for found in mark.finditer(events))
-    if not places:
-        return events
     parts, done = [], 0
-    for place in places:
-        if place >= done:  # not in an event that was read
-            ends = [found + len(end) for end in _ENDS if (found := events.rfind(end, done, place)) >= 0]
-            begin, end = max(ends, default=done), _END.search(events, place)
-            parts.append(events[done:begin])
-            done = len(events) if end is None else end.end()
-            parts.append(pass_event(events[begin:done]))
-    return b"".join([*parts, events[done:]])
+    while found := mark.search(events, done):
+        begins = [at + len(end) for end in _ENDS if (at := events.rfind(end, done, found.start())) >= 0]
+        begin, end = max(begins, default=done), _END.search(events, found.end())
+        parts.append(events[done:begin])
+        done = len(events) if end is None else end.end()
+        parts.append(pass_event(events[begin:done]))
+    return b"".join([*parts, events[done:]]) if parts else events
 
 
 def _read_event(event: bytes) -> tuple[_Fields, list[_Fields]] | None:

@@ -10,10 +10,12 @@ import re
 
 import msgspec
 
-from engine_adapter.http.openai_answer import USAGE, OpenAIAnswer, pass_marked
+from engine_adapter.http.openai_answer import OpenAIAnswer, pass_marked
 from engine_adapter.http.usage import UNREADABLE
 
-_DETAILS, _EXTENSION = "cached_tokens_details", re.compile(rb'"sglext"')
+_DETAILS = "cached_tokens_details"
+# What marks an event that is read.
+_USAGE_OR_EXTENSION = re.compile(rb'"(?:usage|sglext)"\s*:\s*\{')
 # The answer is complete.
 _FINISHED = b'"finish_reason":"'
 _NULL, _NO_CHOICES = msgspec.Raw(b"null"), msgspec.Raw(b"[]")
@@ -48,7 +50,7 @@ class DetailsAnswer(OpenAIAnswer):
 
     def _pass_events(self, events: bytes) -> bytes:
         self._finished |= _FINISHED in events
-        return pass_marked(events, (USAGE, _EXTENSION), self._pass_object)
+        return pass_marked(events, _USAGE_OR_EXTENSION, self._pass_object)
 
     def _pass_object(self, content: bytes) -> bytes:
         """What the client gets of an answer or a stream event."""
