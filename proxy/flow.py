@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
+import msgspec
 import structlog
 
 from engine_adapter import (
@@ -56,8 +57,7 @@ ENGINE_WAIT_S = 2.0
 MAX_DROPPED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(msgspec.Struct, frozen=True):
     """A request that can be placed.
 
     Attributes:
@@ -155,7 +155,7 @@ class Flow:
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(call.body, salt)
-            call = call if body is call.body else replace(call, body=body)
+            call = call if body is call.body else msgspec.structs.replace(call, body=body)
         pool = self.fleet.pool(call.model)
         lora = pool.lora_of(call.model)
         prompt = None
@@ -204,7 +204,7 @@ class Flow:
             placement, ready.chain, streams=call.streams, known=known, session=ready.session
         ) as lease:
             engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
-            async with lease.patience():
+            with lease.patience():
                 await lease.gather()
                 async with self._hold(engine, ready) as hold:
                     await look_below(pool, engine, lease, ready.prompt, ready.chain)

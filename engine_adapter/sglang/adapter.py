@@ -10,6 +10,8 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
 from engine_adapter.events.keys import read_sglang_keys
@@ -99,7 +101,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
             return request
         # Every route reads this header, and it overrides the body's rank.
         kept = [(name, value) for name, value in request.headers if name != _DP_RANK]
-        return replace(request, headers=[*kept, (_DP_RANK, b"%d" % self.spec.options.dp_rank)])
+        return structs.replace(request, headers=[*kept, (_DP_RANK, b"%d" % self.spec.options.dp_rank)])
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_adapter import EngineInfo, EngineUnavailable, Hold, IncomingResponse
 from proxy.core.index.blocks import BlockHash, Chain
@@ -38,6 +37,38 @@ class LeasedEngine(Protocol):
         """Its requests whose answer has not begun."""
 
 
+class Patience:
+    """The part of a request that ends early, with EngineUnavailable, if `end` is called.
+
+    It cancels the request's task and takes that back, as asyncio.timeout does, which takes three times as
+    long: every request has one.
+    """
+
+    __slots__ = ("_cancelled_before", "_has_ended", "_task")
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled_before = 0
+        self._has_ended = False
+
+    def end(self) -> None:
+        """The engine was lost."""
+        if self._task is not None and not self._has_ended:
+            self._has_ended = True
+            self._task.cancel()
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._cancelled_before = self._task.cancelling() if self._task is not None else 0
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        task, self._task = self._task, None
+        if task is None or not self._has_ended or task.uncancel() > self._cancelled_before:
+            return
+        if kind is asyncio.CancelledError:
+            raise EngineUnavailable("the engine was lost before it answered") from None
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """A request's hold on an engine.
@@ -65,23 +96,16 @@ class Lease:
     report: Report | None = None
     is_lost: bool = False
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    _patience: asyncio.Timeout | None = None
+    _patience: Patience = field(default_factory=Patience)
     _answer: IncomingResponse | None = None
 
-    @asynccontextmanager
-    async def patience(self) -> AsyncIterator[None]:
+    def patience(self) -> Patience:
         """Ends the wait for an answer when the engine is lost. Has no effect once the answer has begun.
 
         Raises:
             EngineUnavailable: the engine was lost. An engine that hangs never says so itself.
         """
-        try:
-            async with asyncio.timeout(None) as self._patience:
-                yield
-        except TimeoutError:
-            if self._patience is None or not self._patience.expired():
-                raise
-            raise EngineUnavailable("the engine was lost before it answered") from None
+        return self._patience
 
     async def gather(self) -> None:
         """Waits if another request is already computing this prefix and the engine would compute it twice.
@@ -154,14 +178,12 @@ class Lease:
         self.is_lost = True
         if self._answer is not None:
             self._watch(self._answer)
-        elif self._patience is not None:
-            self._patience.reschedule(0)
+        else:  # soon: an answer that is being read has begun by then
+            asyncio.get_running_loop().call_soon(self._end_patience)
 
     def first_byte(self, answer: IncomingResponse, *, streamed: bool) -> None:
         """The answer has begun. A stream's first byte is its first token; other answers are whole by then."""
         self._answer = answer
-        if self._patience is not None:
-            self._patience.reschedule(None)
         if self.is_lost:
             self._watch(answer)
         self.first_byte_s = time.monotonic() - self.started
@@ -170,6 +192,10 @@ class Lease:
             self.placer.first_token(time.monotonic(), self.placed)
         else:
             self.placer.answered(time.monotonic(), self.placed)
+
+    def _end_patience(self) -> None:
+        if self._answer is None:
+            self._patience.end()
 
     def _watch(self, answer: IncomingResponse) -> None:
         """Breaks the answer off if nothing is received for `SILENCE_S`."""
