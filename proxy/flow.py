@@ -14,10 +14,11 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import msgspec
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
 from engine_adapter import (
     Capability,
@@ -57,7 +58,7 @@ ENGINE_WAIT_S = 2.0
 MAX_DROPPED = 2
 
 
-class Ready(msgspec.Struct, frozen=True):
+class Ready(Struct, frozen=True):
     """A request that can be placed.
 
     Attributes:
@@ -155,7 +156,7 @@ class Flow:
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(call.body, salt)
-            call = call if body is call.body else msgspec.structs.replace(call, body=body)
+            call = call if body is call.body else replace(call, body=body)
         pool = self.fleet.pool(call.model)
         lora = pool.lora_of(call.model)
         prompt = None

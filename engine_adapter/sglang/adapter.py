@@ -5,8 +5,8 @@ It rests on the code of SGLang 0.5.23; docs/engines/sglang.md lists the facts.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +88,9 @@ class SglangAdapter(SelfPlaced, Undeclared):
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
         """See `EngineAdapter.hold`."""
-        return self._hold(path, body, prompt)
+        if not isinstance(body, JsonBody) or self._info is None:
+            return nullcontext(Hold(body))
+        return nullcontext(hold_request(self._info, path, body, prompt, jinja=self._jinja))
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
@@ -148,13 +150,6 @@ class SglangAdapter(SelfPlaced, Undeclared):
     async def aclose(self) -> None:
         """See `EngineAdapter.aclose`."""
         await self._control.aclose()
-
-    @asynccontextmanager
-    async def _hold(self, path: str, body: RequestBody, prompt: KvTarget | None) -> AsyncIterator[Hold]:
-        if isinstance(body, JsonBody) and self._info is not None:
-            yield hold_request(self._info, path, body, prompt, jinja=self._jinja)
-        else:
-            yield Hold(body)
 
     async def _look(self) -> ServerInfo:
         """Reads what the server reports, and the findings."""
