@@ -282,8 +282,7 @@ class Retention:
     owner: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KvTarget:
+class KvTarget(msgspec.Struct, frozen=True):
     """What a KV operation acts on.
 
     With `token_ids`: the full blocks of that prefix, under `cache_salt` and `adapter`. With `cache_salt`
@@ -303,7 +302,7 @@ class KvTarget:
     cache_salt: str | None = None
     lora: str | None = None
     exact: bool = False
-    retention: Retention | None = field(default=None, compare=False)
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,11 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
 from engine_adapter import (
     Capability,
@@ -56,8 +58,7 @@ ENGINE_WAIT_S = 2.0
 MAX_DROPPED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """A request that can be placed.
 
     Attributes:
@@ -204,7 +205,7 @@ class Flow:
             placement, ready.chain, streams=call.streams, known=known, session=ready.session
         ) as lease:
             engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
-            async with lease.patience():
+            with lease.patience():
                 await lease.gather()
                 async with self._hold(engine, ready) as hold:
                     await look_below(pool, engine, lease, ready.prompt, ready.chain)

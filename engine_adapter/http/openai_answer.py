@@ -1,27 +1,31 @@
 """Asks the engine for usage and token ids that the client did not ask for, and removes them from the answer.
 
 A stream reports usage only on request, in an extra chunk at the end. If kvpin asked for it, it removes that
-chunk. With `return_token_ids`, the answer holds the prompt's token ids: each event is read, and written again
-without them. Everything else is passed on as the engine's own bytes, event by event.
+chunk. With `return_token_ids`, the answer holds the prompt's token ids: each event with ids is read, and
+written again without them. All other events pass unread, as the engine's own bytes.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.hold import AnswerReader, Hold
-from engine_adapter.http.usage import UNREADABLE, USAGE_KEY, read_answer_usage, read_usage
+from engine_adapter.http.usage import UNREADABLE, read_answer_usage, read_usage
 from engine_adapter.types import TokenIds
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
 # The ends of an event. Engines use either; none ends lines with a carriage return alone.
 _ENDS = (b"\n\n", b"\r\n\r\n")
-_USAGE_OBJECT = re.compile(USAGE_KEY + rb"\s*:\s*\{")
+_END = re.compile(rb"\n\r?\n")
+# What marks an event that is read. Text cannot contain it: quotes in JSON strings have a backslash. Some
+# engines put `"usage": null` into every event.
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_USAGE_OR_IDS = re.compile(rb'"(?:usage"\s*:\s*\{|(?:prompt_)?token_ids")')
 _NULL = msgspec.Raw(b"null")
 _Fields = dict[str, msgspec.Raw]
 # Fields that `return_token_ids` fills, in an answer and in each choice. Without it they are null.
@@ -120,18 +124,14 @@ class OpenAIAnswer:
         """See `AnswerReader.prompt_tokens`."""
         return self._prompt
 
-    @property
-    def _wants_tokens(self) -> bool:
-        return self._hides_tokens or (self._reads_tokens and self._prompt is None)
-
     def _pass_events(self, events: bytes) -> bytes:
         """The client's part of whole events."""
-        if not self._wants_tokens and not tells_usage(events):
-            return events
-        return b"".join(map(self._pass_event, split_events(events)))
+        wants_tokens = self._hides_tokens or (self._reads_tokens and self._prompt is None)
+        return pass_marked(events, _USAGE_OR_IDS if wants_tokens else _USAGE, self._pass_event)
 
     def _pass_event(self, event: bytes) -> bytes:
-        read = _read_event(event) if self._wants_tokens or tells_usage(event) else None
+        """The client's part of an event with usage or token ids."""
+        read = _read_event(event)
         if read is None:
             return event
         answer, choices = read
@@ -141,7 +141,7 @@ class OpenAIAnswer:
             self._cached = cached if cached is not None else self._cached
             if self._hides_usage and not choices:
                 return b""
-        if self._wants_tokens:
+        if self._reads_tokens:
             self._read_prompt(answer, choices)
         if not self._hides_tokens or not choices:
             return event
@@ -174,19 +174,17 @@ def _usage_options(body: JsonBody) -> dict[str, object] | None:
     }
 
 
-def split_events(events: bytes) -> Iterator[bytes]:
-    """Single events, each with its end."""
-    at = 0
-    while at < len(events):
-        ends = [found + len(mark) for mark in _ENDS if (found := events.find(mark, at)) >= 0]
-        end = min(ends, default=len(events))
-        yield events[at:end]
-        at = end
-
-
-def tells_usage(events: bytes) -> bool:
-    """Whether events contain usage. Some engines put `"usage": null` into every event."""
-    return USAGE_KEY in events and _USAGE_OBJECT.search(events) is not None
+def pass_marked(events: bytes, mark: re.Pattern[bytes], pass_event: Callable[[bytes], bytes]) -> bytes:
+    """The client's part of whole events: that of an event with the mark comes from `pass_event`, all other
+    events pass as they are."""
+    parts, done = [], 0
+    while found := mark.search(events, done):
+        begins = [at + len(end) for end in _ENDS if (at := events.rfind(end, done, found.start())) >= 0]
+        begin, end = max(begins, default=done), _END.search(events, found.end())
+        parts.append(events[done:begin])
+        done = len(events) if end is None else end.end()
+        parts.append(pass_event(events[begin:done]))
+    return b"".join([*parts, events[done:]]) if parts else events
 
 
 def _read_event(event: bytes) -> tuple[_Fields, list[_Fields]] | None:

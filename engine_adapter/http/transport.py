@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Protocol, Self
+
+import msgspec
 
 from engine_adapter.http.headers import HeaderPairs, Headers
 
 
-@dataclass(frozen=True, slots=True)
-class OutgoingRequest:
+class OutgoingRequest(msgspec.Struct, frozen=True):
     """A request to one engine.
 
     Attributes:
@@ -28,9 +28,13 @@ class OutgoingRequest:
 
     method: str
     url: str
-    headers: HeaderPairs = field(default_factory=list, repr=False)
-    body: bytes | AsyncIterator[bytes] | None = field(default=None, repr=False)
+    headers: HeaderPairs = []  # each request gets its own
+    body: bytes | AsyncIterator[bytes] | None = None
     tls: ssl.SSLContext | None = None
+
+    def __repr__(self) -> str:
+        """Without headers and body, which may be secret."""
+        return f"OutgoingRequest({self.method!r}, {self.url!r})"
 
 
 class IncomingResponse(Protocol):

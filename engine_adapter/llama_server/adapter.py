@@ -14,6 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineSpecError, EngineUnavailable, NotSupported
 from engine_adapter.hold import Forecast, Hold, RequestBody
@@ -180,7 +182,7 @@ class LlamaServerAdapter(Undeclared):
         if isinstance(body, JsonBody) and body.get("stream") is True:
             # The server closes the connection after each stream without saying so: a next request on it would
             # be lost. With this header both sides know.
-            return replace(request, headers=[*request.headers, (b"connection", b"close")])
+            return structs.replace(request, headers=[*request.headers, (b"connection", b"close")])
         return request
 
     # --- KV -------------------------------------------------------------------------------------------

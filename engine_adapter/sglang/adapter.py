@@ -5,10 +5,12 @@ It rests on the code of SGLang 0.5.23; docs/engines/sglang.md lists the facts.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
@@ -86,7 +88,9 @@ class SglangAdapter(SelfPlaced, Undeclared):
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
         """See `EngineAdapter.hold`."""
-        return self._hold(path, body, prompt)
+        if not isinstance(body, JsonBody) or self._info is None:
+            return nullcontext(Hold(body))
+        return nullcontext(hold_request(self._info, path, body, prompt, jinja=self._jinja))
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
@@ -99,7 +103,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
             return request
         # Every route reads this header, and it overrides the body's rank.
         kept = [(name, value) for name, value in request.headers if name != _DP_RANK]
-        return replace(request, headers=[*kept, (_DP_RANK, b"%d" % self.spec.options.dp_rank)])
+        return structs.replace(request, headers=[*kept, (_DP_RANK, b"%d" % self.spec.options.dp_rank)])
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
@@ -146,13 +150,6 @@ class SglangAdapter(SelfPlaced, Undeclared):
     async def aclose(self) -> None:
         """See `EngineAdapter.aclose`."""
         await self._control.aclose()
-
-    @asynccontextmanager
-    async def _hold(self, path: str, body: RequestBody, prompt: KvTarget | None) -> AsyncIterator[Hold]:
-        if isinstance(body, JsonBody) and self._info is not None:
-            yield hold_request(self._info, path, body, prompt, jinja=self._jinja)
-        else:
-            yield Hold(body)
 
     async def _look(self) -> ServerInfo:
         """Reads what the server reports, and the findings."""

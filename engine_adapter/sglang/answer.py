@@ -6,12 +6,16 @@ own before the usage. If the client did not ask for it, it is removed. Its count
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
-from engine_adapter.http.openai_answer import OpenAIAnswer, split_events, tells_usage
+from engine_adapter.http.openai_answer import OpenAIAnswer, pass_marked
 from engine_adapter.http.usage import UNREADABLE
 
-_DETAILS, _EXTENSION = "cached_tokens_details", b'"sglext"'
+_DETAILS = "cached_tokens_details"
+# What marks an event that is read.
+_USAGE_OR_EXTENSION = re.compile(rb'"(?:usage|sglext)"\s*:\s*\{')
 # The answer is complete.
 _FINISHED = b'"finish_reason":"'
 _NULL, _NO_CHOICES = msgspec.Raw(b"null"), msgspec.Raw(b"[]")
@@ -46,9 +50,7 @@ class DetailsAnswer(OpenAIAnswer):
 
     def _pass_events(self, events: bytes) -> bytes:
         self._finished |= _FINISHED in events
-        if _EXTENSION not in events and not tells_usage(events):
-            return events
-        return b"".join(map(self._pass_object, split_events(events)))
+        return pass_marked(events, _USAGE_OR_EXTENSION, self._pass_object)
 
     def _pass_object(self, content: bytes) -> bytes:
         """What the client gets of an answer or a stream event."""

@@ -221,9 +221,8 @@ class Exchange:
         Raises:
             ValueError: a header has a line break in it.
         """
-        lines = [b"%b: %b\r\n" % pair for pair in headers]
-        head = b"".join(lines)
-        if not head.count(b"\n") == head.count(b"\r") == len(lines) or b"\0" in head:
+        head = b"\r\n".join([*map(b": ".join, headers), b""])
+        if not head.count(b"\n") == head.count(b"\r") == len(headers) or b"\0" in head:
             raise ValueError("a header of the answer has a line break in it")
         if self._awaits_invitation():
             self.keep_alive = False  # without an invitation, clients may leave the body out or send it

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from engine_adapter import HeaderPairs, Headers, JsonBody, route_of
 from proxy.request.session import Session
@@ -15,8 +16,7 @@ _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """A client's request, authenticated and read.
 
     Attributes:
@@ -32,11 +32,15 @@ class Call:
     request_id: str
     method: str
     path: str
-    headers: Headers = field(repr=False)
-    body: JsonBody | AsyncIterator[bytes] | None = field(repr=False)
+    headers: Headers
+    body: JsonBody | AsyncIterator[bytes] | None
     tenant: str | None = None
     client_id: str | None = None
     session: Session | None = None
+
+    def __repr__(self) -> str:
+        """Without headers and body, which must not get into logs."""
+        return f"Call({self.request_id!r}, {self.method!r}, {self.path!r})"
 
     @property
     def answer_id(self) -> str:

@@ -10,7 +10,8 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from engine_adapter import (
     AnswerReader,
@@ -60,8 +61,7 @@ _TAIL_BYTES = 8192
 OnFirstByte = Callable[[IncomingResponse], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """The result of a forwarded request: the status sent to the client, an error in mid-answer, and what the
     engine reported: cached tokens, generated tokens, and its own timing of the prefill if the answer is no
     stream."""

@@ -1,6 +1,7 @@
 """What is asked of an answer beyond what its client asked, and that its client sees none of it."""
 
 import json
+import re
 from array import array
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import JsonBody
-from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai
+from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, pass_marked
 from tests.fakes import DONE, event
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -165,6 +166,15 @@ class TestUsageOfAStream:
         chunk = chat_chunk(text="a") + chat_chunk(text="b")
         assert answer.feed(chunk) is chunk
 
+    @pytest.mark.parametrize("ends", [b"\n\n", b"\r\n\r\n"])
+    def test_only_events_with_a_mark_are_read(self, ends):
+        def pass_event(event):
+            return b"<" + event + b">"
+
+        ping, one, two, last = (event + ends for event in (b": ping", b"data: a", b"data: aa\ndata: a", b"b"))
+        passed = pass_marked(ping + one + ping + two + last, re.compile(b"a"), pass_event)
+        assert passed == ping + b"<" + one + b">" + ping + b"<" + two + b">" + last
+
     def test_an_event_is_held_until_it_is_whole(self, answer):
         first, second = chat_chunk(text="a"), chat_chunk(text="b")
         assert answer.feed(first + second[:-1]) == first
@@ -231,6 +241,11 @@ class TestTokenIds:
         answer = hold_openai(CHAT, body_of(stream=True), ask_tokens=True, ask_usage=True).answer
         assert read(answer, data.draw(splits(asked + USAGE + DONE))) == plain + DONE
         assert (answer.prompt_tokens(), answer.cached_tokens()) == (array("i", PROMPT), 8)
+
+    def test_an_event_without_ids_keeps_its_bytes(self):
+        answer = hold_openai(CHAT, body_of(stream=True), ask_tokens=True).answer
+        event = b'data: {"choices" : [ {"delta": {"content": "a"}} ]}\n\n'
+        assert read(answer, [CHATS[0][0] + event]) == CHATS[0][1] + event
 
     def test_usage_the_client_asked_for_stays(self):
         options = {"stream_options": {"include_usage": True}}

@@ -1,8 +1,9 @@
 import asyncio
+import dataclasses
 from array import array
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.lmcache import LmCache, tiers, verbs
@@ -77,7 +78,7 @@ class TestWhatItIs:
         lmcache.node_error = 503
         await lower.connect(str(MODEL_DIR), 32)
         lmcache.node_error = None
-        lmcache.options = replace(lmcache.options, connected=False)
+        lmcache.options = dataclasses.replace(lmcache.options, connected=False)
         assert await lower.has_changed()
 
     async def test_one_that_hangs_is_gone(self, lower, monkeypatch):

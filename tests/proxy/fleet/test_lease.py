@@ -5,7 +5,7 @@ from time import monotonic
 import pytest
 from msgspec.structs import replace
 
-from engine_adapter import Hold, Tier
+from engine_adapter import EngineUnavailable, Hold, Tier
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement.decision import place, place_least_loaded
 from proxy.core.placement.load import Work
@@ -138,7 +138,7 @@ class TestLease:
         _, _, leasing = self.lease(fleet)
         with leasing as lease:
             assert (engine.leases, engine.unanswered) == ({lease}, [lease])
-            async with lease.patience():
+            with lease.patience():
                 if when == "as":
                     engine.abandon()  # in the very moment the answer begins
                 lease.first_byte(answer, streamed=True)
@@ -152,13 +152,32 @@ class TestLease:
     async def test_an_answer_that_goes_on_outlives_a_failed_health_check(self, fleet, answer):
         engine = add_ready(fleet, "a")
         _, _, leasing = self.lease(fleet)
-        with leasing as lease:
-            async with lease.patience():
-                lease.first_byte(answer, streamed=True)
-                engine.abandon()
-                answer.received += 1
-                await asyncio.sleep(0.05)
-                assert answer.hung_up == []
-                engine.abandon()  # at the next attempt to connect
-                await asyncio.sleep(0.05)
+        with leasing as lease, lease.patience():
+            lease.first_byte(answer, streamed=True)
+            engine.abandon()
+            answer.received += 1
+            await asyncio.sleep(0.05)
+            assert answer.hung_up == []
+            engine.abandon()  # at the next attempt to connect
+            await asyncio.sleep(0.05)
         assert len(answer.hung_up) == 1
+
+    @pytest.mark.parametrize("client_left", [False, True])
+    async def test_a_wait_for_an_answer_ends_with_its_engine(self, fleet, client_left):
+        engine = add_ready(fleet, "a")
+        _, _, leasing = self.lease(fleet)
+
+        async def wait():
+            with leasing as lease, lease.patience():
+                await asyncio.sleep(60)
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        engine.abandon()
+        engine.abandon()  # at the next attempt to connect
+        await asyncio.sleep(0)
+        if client_left:
+            waiting.cancel()
+        with pytest.raises(asyncio.CancelledError if client_left else EngineUnavailable):
+            await waiting
+        assert waiting.cancelling() == int(client_left)

@@ -175,9 +175,8 @@ async def test_one_that_does_not_answer_in_time_is_down():
 
     async def wait_for_an_answer():
         pool = world.fleet.pools["m"]
-        with pool.lease(pool.place(pool.candidates(None), None), None) as lease:
-            async with lease.patience():
-                await hang()
+        with pool.lease(pool.place(pool.candidates(None), None), None) as lease, lease.patience():
+            await hang()
 
     waiting = asyncio.create_task(wait_for_an_answer())
     adapter.load = adapter.connect = hang
