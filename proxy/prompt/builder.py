@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of
 from proxy.prompt.known_chats import KnownBeginning, Owner
-from proxy.prompt.media import find_media, media_fields, texts_only
+from proxy.prompt.media import find_media, media_fields, not_plain, texts_only
 from proxy.prompt.render import (
     COMPLETIONS_PATH,
     ChatInput,
@@ -44,6 +43,8 @@ Source = Literal["local", "engine", "client"]
 Load = Callable[[str], Awaitable[ChatTokenizer]]
 # Two texts that share no leading token.
 _ANY_TEXT = ("0", "x")
+# To try a new tokenizer takes about as long, in milliseconds.
+_ADOPT_MS = 500.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,8 @@ class PromptBuilder:
         """
         try:
             tokenizer = await load(source)
-            await asyncio.to_thread(self.adopt, tokenizer)  # compiles and tries the chat template
+            # Compiles and tries the chat template. The thread's encoder cache, 16 MB, is used again there.
+            await off_loop(lambda: self.adopt(tokenizer), ms=_ADOPT_MS)
         except (EngineSpecError, EngineUnavailable) as error:
             self.reason = str(error)
             return isinstance(error, EngineSpecError)
@@ -290,7 +292,9 @@ class PromptBuilder:
             if messages is None:
                 return None
             tokens = await self._chat(
-                replace(source, messages=messages, n_media=0), body.replace(messages=messages), owner
+                replace(source, messages=messages, n_media=0, more=not_plain(messages)),
+                body.replace(messages=messages),
+                owner,
             )
             if tokens is None:
                 return None
