@@ -18,7 +18,7 @@ from engine_adapter import (
     KvTarget,
     common_prefix,
 )
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, in_own_thread, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
@@ -43,8 +43,6 @@ Source = Literal["local", "engine", "client"]
 Load = Callable[[str], Awaitable[ChatTokenizer]]
 # Two texts that share no leading token.
 _ANY_TEXT = ("0", "x")
-# To try a new tokenizer takes about as long, in milliseconds.
-_ADOPT_MS = 500.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +182,7 @@ class PromptBuilder:
         """
         try:
             tokenizer = await load(source)
-            # Compiles and tries the chat template. The thread's encoder cache, 16 MB, is used again there.
-            await off_loop(lambda: self.adopt(tokenizer), ms=_ADOPT_MS)
+            await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
         except (EngineSpecError, EngineUnavailable) as error:
             self.reason = str(error)
             return isinstance(error, EngineSpecError)
