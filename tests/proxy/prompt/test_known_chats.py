@@ -167,13 +167,15 @@ def test_text_of_any_script_and_half_a_surrogate_pair():
 
 
 def test_what_is_forgotten_frees_its_memory():
-    """No reference cycle: garbage collection comes rarely."""
-    chats, ids = KnownChats("<s>", limit_bytes=2500), encode(message("a"))
-    kept = weakref.ref(ids)
-    turned = chats.add(chats.read(message("a") + "<s>", OWNER), [ids, encode("<s>")])
-    del ids, turned
+    """At once: garbage collection comes rarely."""
+    chats, later = KnownChats("<s>", limit_bytes=20_000), encode(message("b"))
+    whole, kept = message("a") + message("b") + "<s>", weakref.ref(later)
+    chats.add(chats.read(whole, OWNER), [encode(message("a")), later, encode("<s>")])
+    del later
+    assert kept() is not None
+    turn(chats, message("c") + "<s>")
     assert kept() is None
-    assert len(turn(chats, message("a") + "<s>")[0]) == 2
+    assert turn(chats, whole)[0] == [message("b"), "<s>"]
 
 
 def test_the_beginning_outlives_what_follows_it():
