@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,13 +33,14 @@ class JsonBody:
     their bytes. Of a repeated key the last value counts, as in engines.
     """
 
-    __slots__ = ("_fields", "_scalars", "raw")
+    __slots__ = ("_fields", "_scalars", "_views", "raw")
 
     def __init__(self, raw: bytes) -> None:
         """Raises msgspec.DecodeError if `raw` is not a JSON object."""
         self.raw = raw
         self._fields = _checked(_decode_fields, raw)
         self._scalars: dict[str, Any] = {}  # decoded; not lists and objects, which callers may change
+        self._views: dict[str, Any] = {}  # decoded; no caller changes them
 
     def __contains__(self, name: str) -> bool:
         return name in self._fields
@@ -60,6 +62,16 @@ class JsonBody:
             self._scalars[name] = value
         return value
 
+    def view(self, name: str) -> Any:  # noqa: ANN401 - JSON
+        """Like `get`, but decoded once, for all who read it: do not change it."""
+        if name not in self._views:
+            self._views[name] = self.get(name)
+        return self._views[name]
+
+    def has_any(self, names: AbstractSet[str]) -> bool:
+        """Whether any of these fields is present; null counts."""
+        return not self._fields.keys().isdisjoint(names)
+
     def hint(self, name: str) -> Any:  # noqa: ANN401 - JSON
         """Like `get`, but None if the value cannot be decoded: for fields that the engine checks."""
         try:
@@ -77,14 +89,15 @@ class JsonBody:
                 fields[name] = msgspec.Raw(msgspec.json.encode(value))
         changed = JsonBody.__new__(JsonBody)
         changed.raw, changed._fields = msgspec.json.encode(fields), fields
-        changed._scalars = {  # noqa: SLF001 - likewise
-            name: value for name, value in self._scalars.items() if name not in changes
-        }
+        changed._scalars, changed._views = (  # noqa: SLF001 - likewise
+            {name: value for name, value in known.items() if name not in changes}
+            for known in (self._scalars, self._views)
+        )
         return changed
 
     def forget(self) -> None:
         """Frees the memory: the body was sent and is not needed again. To read it now is a bug."""
-        del self.raw, self._fields, self._scalars
+        del self.raw, self._fields, self._scalars, self._views
 
 
 def _checked(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:

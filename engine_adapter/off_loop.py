@@ -36,3 +36,12 @@ async def off_loop(work: Callable[[], _Result], *, ms: float) -> _Result:
     if ms <= MOST_MS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+async def in_own_thread(work: Callable[[], _Result]) -> _Result:
+    """Does `work` in a thread that ends after it, which frees what an encoder keeps for each thread."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="once")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+    finally:
+        thread.shutdown(wait=False)

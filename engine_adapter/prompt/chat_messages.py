@@ -89,15 +89,14 @@ class _Reader:
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise ChatError(f"{name}.role must be a non-empty string", param=f"{name}.role")
-        normal = dict(message)
-        content = message.get("content")
+        content, changes = message.get("content"), dict[str, Any]()
         if isinstance(content, list):
-            normal["content"] = self._parts(content, f"{name}.content")
+            changes["content"] = self._parts(content, f"{name}.content")
         elif content is not None and not isinstance(content, str):
             raise ChatError(f"{name}.content must be a string or a list of parts", param=f"{name}.content")
         if message.get("tool_calls") is not None:
-            normal["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls")
-        return normal
+            changes["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls")
+        return message | changes if changes else message
 
     def _parts(self, parts: list[Any], name: str) -> str | list[dict[str, Any]]:
         texts = [self._part(part, f"{name}[{j}]") for j, part in enumerate(parts)]

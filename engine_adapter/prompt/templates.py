@@ -73,6 +73,8 @@ def render_template(
         continue_final_message: end the text within the last message's content.
         variables: given to the template too, by name.
 
+    The template gets the messages themselves, because the sandbox keeps it from changing them.
+
     Raises:
         TEMPLATE_ERRORS: the template or its rules refuse the messages.
     """
@@ -80,15 +82,17 @@ def render_template(
     final = _mark_end(chat, template) if continue_final_message else ""
     if documents is not None and not all(isinstance(document, dict) for document in documents):
         raise TypeError("documents must be a list of objects")
-    text = compiled(template).render(
-        {
-            **variables,
-            "messages": chat,
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-        }
-    )
+    made = compiled(template)
+    # What `made.render` does, but that copies the globals one by one: half the time of a short chat.
+    seen = {
+        **environment.globals,
+        **variables,
+        "messages": chat,
+        "tools": tools,
+        "documents": documents,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    text = "".join(made.root_render_func(made.new_context(seen, shared=True)))
     return _cut_at_end(text, final) if continue_final_message else text
 
 
@@ -98,8 +102,10 @@ def compiled(template: str) -> Template:
     return environment.from_string(template)
 
 
-def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without keys that hold None, whose reasoning has the names that templates read."""
+def _prepared(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message without keys that hold None, whose reasoning has the names that templates read."""
+    if None not in message.values() and message.keys().isdisjoint(_REASONING):
+        return message
     known = {key: value for key, value in message.items() if value is not None}
     reasoning = next((known[key] for key in _REASONING if key in known), None)
     if reasoning is not None:
@@ -107,7 +113,7 @@ def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _mark_end(chat: list[dict[str, Any]], template: str) -> str:
+def _mark_end(chat: list[Mapping[str, Any]], template: str) -> str:
     """Appends the tag to the last message's content, or to its last text part; returns the text before it."""
     content = chat[-1].get("content")
     if content is None:
@@ -115,13 +121,13 @@ def _mark_end(chat: list[dict[str, Any]], template: str) -> str:
     if "content" not in template:
         raise ValueError("the template does not read the content that is to be continued")
     if not isinstance(content, list):
-        chat[-1]["content"] = content + _CONTINUE_TAG
+        chat[-1] = {**chat[-1], "content": content + _CONTINUE_TAG}
         return str(content)
     for index in reversed(range(len(content))):
         if "text" in content[index]:
             text: str = content[index]["text"]
             marked = {**content[index], "text": text + _CONTINUE_TAG}
-            chat[-1]["content"] = [*content[:index], marked, *content[index + 1 :]]
+            chat[-1] = {**chat[-1], "content": [*content[:index], marked, *content[index + 1 :]]}
             return text
     raise ValueError("the final message has no text to continue")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -19,14 +18,14 @@ from engine_adapter import (
     KvTarget,
     common_prefix,
 )
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, in_own_thread, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of
 from proxy.prompt.known_chats import KnownBeginning, Owner
-from proxy.prompt.media import find_media, media_fields, texts_only
+from proxy.prompt.media import find_media, media_fields, not_plain, texts_only
 from proxy.prompt.render import (
     COMPLETIONS_PATH,
     ChatInput,
@@ -183,7 +182,7 @@ class PromptBuilder:
         """
         try:
             tokenizer = await load(source)
-            await asyncio.to_thread(self.adopt, tokenizer)  # compiles and tries the chat template
+            await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
         except (EngineSpecError, EngineUnavailable) as error:
             self.reason = str(error)
             return isinstance(error, EngineSpecError)
@@ -290,7 +289,9 @@ class PromptBuilder:
             if messages is None:
                 return None
             tokens = await self._chat(
-                replace(source, messages=messages, n_media=0), body.replace(messages=messages), owner
+                replace(source, messages=messages, n_media=0, more=not_plain(messages)),
+                body.replace(messages=messages),
+                owner,
             )
             if tokens is None:
                 return None

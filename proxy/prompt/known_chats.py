@@ -4,7 +4,8 @@
                                                                        → the others: encoded, and remembered
 
 A segment has the same ids alone as within the whole text, see `engine_adapter/prompt/cuts.py`. It is found by
-its own text and the segment before it, so all of the text up to it is compared, not a hash of it.
+its own text and the segment before it, so all of the text up to it is compared, not a hash of it. Texts are
+kept and compared as UTF-8, which takes a quarter of the memory of a string with one emoji.
 
 Chats are known only within their namespace, which has KV of its own. So the time that a request takes does
 not tell one tenant what another sent.
@@ -21,14 +22,16 @@ from itertools import count
 
 from engine_adapter.types import TokenIds
 
-LIMIT_BYTES = 64 * 2**20
-"""Memory for the known chats of one pool: about 5 million tokens of English."""
+LIMIT_BYTES = 32 * 2**20
+"""Memory for the known chats of one pool: about 350 chats of 8,000 tokens of English."""
 # Shorter messages share a segment, because each segment costs about 1 µs.
-_LEAST_CHARS = 512
+_LEAST_BYTES = 512
 # What a segment takes beside its text: its ids, the hashes of its blocks, and the objects that hold them.
-_BYTES_PER_TOKEN, _OVERHEAD_BYTES = 7, 500
+_BYTES_PER_TOKEN, _OVERHEAD_BYTES = 7, 600
+# JSON can hold half a surrogate pair.
+_ERRORS = "surrogatepass"
 
-_Key = tuple[Hashable, str]
+_Key = tuple[Hashable, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,14 @@ class _Segment:
     """A piece of a known chat.
 
     Attributes:
+        key: what it is found under: the segment before it, or the namespace of a first one, and its text.
         number: unique. The next segment's key holds it, so nothing is found after a forgotten segment.
         token_ids: the ids of this piece.
         n_bytes: the memory it takes.
         hashes: the blocks that end within this piece; None until the chat has been hashed.
     """
 
+    key: _Key
     number: int
     token_ids: TokenIds[int]
     n_bytes: int
@@ -69,10 +74,36 @@ class _Segment:
 
 @dataclass(slots=True)
 class _Share:
-    """The known chats of one tenant; the least recently used segment comes first."""
+    """The known chats of one tenant.
+
+    Attributes:
+        segments: by key; the least recently used comes first.
+        newest: for the first part of a key, the newest segment that has it.
+        n_bytes: the memory they take.
+    """
 
     segments: OrderedDict[_Key, _Segment] = field(default_factory=OrderedDict)
+    newest: dict[Hashable, _Segment] = field(default_factory=dict)
     n_bytes: int = 0
+
+    def find(self, before: Hashable, text: bytes, start: int, cut: bytes) -> _Segment | None:
+        """The segment that a text has at `start`, after the segment `before`; None if it is not known."""
+        # Most chats only go on: then the text need not be searched, copied or hashed.
+        newest = self.newest.get(before)
+        if newest is not None:
+            piece = newest.key[1]
+            if text.startswith(piece, start) and text.startswith(cut, start + len(piece)):
+                return newest
+        end = text.find(cut, start + _LEAST_BYTES)
+        return self.segments.get((before, text[start:end])) if end >= 0 else None
+
+    def drop_oldest(self) -> int:
+        """Forgets the least recently used segment; returns the memory it took."""
+        _, segment = self.segments.popitem(last=False)
+        if self.newest.get(segment.key[0]) is segment:
+            del self.newest[segment.key[0]]
+        self.n_bytes -= segment.n_bytes
+        return segment.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +112,12 @@ class ChatText:
 
     Attributes:
         owner: whose chat it is.
-        known: the known segments, and the keys they are found under.
+        known: the known segments.
         new: the pieces after them. All but the last one are segments, too.
     """
 
     owner: Owner
-    known: Sequence[tuple[_Key, _Segment]]
+    known: Sequence[_Segment]
     new: Sequence[str]
 
     @property
@@ -131,7 +162,7 @@ class KnownChats:
 
     def __init__(self, cut: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
         """`cut` is the added token before which texts are cut, see `find_cut`."""
-        self._cut = cut
+        self._cut = cut.encode()
         self._limit = limit_bytes
         self._shares: dict[str | None, _Share] = {}
         self._numbers = count()
@@ -140,17 +171,12 @@ class KnownChats:
     def read(self, text: str, owner: Owner) -> ChatText:
         """Finds the known segments that a rendered chat begins with."""
         share = self._shares.get(owner.tenant) or _Share()
-        known = list[tuple[_Key, _Segment]]()
-        pieces = self._pieces(text)
-        parent = owner.namespace
-        for piece in pieces[:-1]:
-            key = (parent, piece)
-            segment = share.segments.get(key)
-            if segment is None:
-                break
-            known.append((key, segment))
-            parent = segment.number
-        return ChatText(owner, known, pieces[len(known) :])
+        whole, start = text.encode(errors=_ERRORS), 0
+        known, before = list[_Segment](), owner.namespace
+        while segment := share.find(before, whole, start, self._cut):
+            known.append(segment)
+            before, start = segment.number, start + len(segment.key[1])
+        return ChatText(owner, known, self._pieces(whole, start))
 
     def add(self, chat: ChatText, encoded: Sequence[TokenIds[int]]) -> tuple[TokenIds[int], KnownBeginning]:
         """Remembers the new segments. Returns the ids of the whole text, and its known beginning.
@@ -160,15 +186,14 @@ class KnownChats:
             encoded: the ids of each piece in `chat.new`.
         """
         share = self._shares.setdefault(chat.owner.tenant, _Share())
-        path = list(chat.known)
+        segments = list(chat.known)
         for piece, ids in zip(chat.new[:-1], encoded, strict=False):
-            key = (path[-1][1].number if path else chat.owner.namespace, piece)
-            path.append((key, self._keep(share, key, ids)))
+            before = segments[-1].number if segments else chat.owner.namespace
+            segments.append(self._keep(share, (before, piece.encode(errors=_ERRORS)), ids))
         # The last segment first: it is of no use without those before it.
-        for key, _ in reversed(path):
-            if key in share.segments:
-                share.segments.move_to_end(key)
-        segments = [segment for _, segment in path]
+        for segment in reversed(segments):
+            if segment.key in share.segments:
+                share.segments.move_to_end(segment.key)
         token_ids = array("i")
         for segment in segments:
             token_ids += segment.token_ids
@@ -176,20 +201,21 @@ class KnownChats:
         self._shrink()
         return token_ids, KnownBeginning(segments)
 
-    def _pieces(self, text: str) -> list[str]:
-        """The segments of a text, and the rest of it. A text's segments depend only on what precedes them."""
-        pieces, start = list[str](), 0
-        while (end := text.find(self._cut, start + _LEAST_CHARS)) >= 0:
-            pieces.append(text[start:end])
+    def _pieces(self, text: bytes, start: int) -> list[str]:
+        """The segments of a text from `start`, and the rest of it. They depend only on what precedes them."""
+        pieces = list[str]()
+        while (end := text.find(self._cut, start + _LEAST_BYTES)) >= 0:
+            pieces.append(text[start:end].decode(errors=_ERRORS))
             start = end
-        return [*pieces, text[start:]]
+        return [*pieces, text[start:].decode(errors=_ERRORS)]
 
     def _keep(self, share: _Share, key: _Key, ids: TokenIds[int]) -> _Segment:
         """The segment under this key: a request that ran meanwhile may have added it."""
         segment = share.segments.get(key)
         if segment is None:
             n_bytes = sys.getsizeof(key[1]) + _BYTES_PER_TOKEN * len(ids) + _OVERHEAD_BYTES
-            segment = share.segments[key] = _Segment(next(self._numbers), ids, n_bytes)
+            segment = _Segment(key, next(self._numbers), ids, n_bytes)
+            share.segments[key] = share.newest[key[0]] = segment
             share.n_bytes += n_bytes
             self.n_bytes += n_bytes
         return segment
@@ -198,8 +224,8 @@ class KnownChats:
         """Forgets segments until the limit is kept."""
         while self.n_bytes > self._limit:
             tenant, share = max(self._shares.items(), key=lambda each: each[1].n_bytes)
-            _, segment = share.segments.popitem(last=False)
-            share.n_bytes -= segment.n_bytes
-            self.n_bytes -= segment.n_bytes
+            fair = self._limit // len(self._shares)
+            while self.n_bytes > self._limit and share.n_bytes > fair:
+                self.n_bytes -= share.drop_oldest()
             if not share.segments:
                 del self._shares[tenant]

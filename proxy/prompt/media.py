@@ -47,6 +47,8 @@ MOST_MEDIA = 4096
 """The most images, audio, video and embeddings of one request."""
 # Request fields that hold parts, and the fields within them that do.
 _FIELDS = ("messages", "input", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
+_BESIDE_MESSAGES = frozenset(_FIELDS[1:])
+_OF_PLAIN = frozenset({"role", "content"})
 _WITHIN = ("content", "output")
 # Decoding and hashing this many bytes takes about 1 ms; more is done in a thread.
 _BYTES_PER_MS = 500_000
@@ -99,6 +101,20 @@ class MediaPart:
             else msgspec.json.encode(self.item, order="sorted")
         )
         return _digest(self.kind.encode(), content)
+
+
+def not_plain(messages: object) -> list[Any]:
+    """The messages that are more than a text that someone says. Most are not, and need no other look."""
+    return [each for each in messages if not _is_plain(each)] if isinstance(messages, list) else []
+
+
+def _is_plain(message: object) -> bool:
+    return (
+        type(message) is dict
+        and message.keys() == _OF_PLAIN
+        and type(message["content"]) is str
+        and message["role"] in ("user", "assistant", "system")
+    )
 
 
 def is_text(part: object) -> bool:
@@ -203,8 +219,8 @@ class MediaUuids:
         Raises:
             BadRequest: a uuid has other content already, or is not a string; or there are too many items.
         """
-        # JSON may write any letter as \u00xx. Most requests need no decoding here.
-        if not (b"uuid" in body.raw or b"\\u00" in body.raw):
+        # JSON may write any letter as \u00xx.
+        if not _may_hold_media(body) or not (b"uuid" in body.raw or b"\\u00" in body.raw):
             return body
         values = media_fields(body)
         parts = [part for part in find_media(values) if part.uuid is not None]
@@ -229,6 +245,18 @@ class MediaUuids:
             self._seen.move_to_end(name)
             if len(self._seen) > self._limit:
                 self._seen.popitem(last=False)
+
+
+def _may_hold_media(body: JsonBody) -> bool:
+    """Whether a request has more than plain messages. They are decoded here, which is faster than a search
+    for a word in their bytes, and which the prompt needs anyway."""
+    if body.has_any(_BESIDE_MESSAGES):
+        return True
+    try:
+        messages = body.view("messages")
+    except msgspec.DecodeError:
+        return True
+    return not (messages is None or isinstance(messages, list)) or bool(not_plain(messages))
 
 
 def _digests(parts: Sequence[MediaPart]) -> list[bytes | None]:

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from engine_adapter import JsonBody
 from engine_adapter.types import TokenIds
 from proxy.errors import BadRequest
-from proxy.prompt.media import check_number, find_media, is_text, media_fields
+from proxy.prompt.media import check_number, find_media, is_text, media_fields, not_plain
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
 _INT32_MAX = 2**31 - 1
 # Fields of a chat that some engines give their template, or that change what it writes.
-_SPECIAL = (
-    "reasoning",
-    "reasoning_effort",
-    "response_format",
-    "tool_choice",
-    "parallel_tool_calls",
-    "json_schema",
-    "grammar",
-    "thinking",
-    "task",
+_SPECIAL = frozenset(
+    {
+        "reasoning",
+        "reasoning_effort",
+        "response_format",
+        "tool_choice",
+        "parallel_tool_calls",
+        "json_schema",
+        "grammar",
+        "thinking",
+        "task",
+    }
 )
 # What all engines give their templates in the same form. The rest some leave out, rename, join differently or
 # reorder.
@@ -35,24 +38,32 @@ _OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id"})
 _OF_TOOLS, _OF_FUNCTIONS = ["type", "function"], ["name", "description", "parameters"]
 _OF_CALLS, _OF_CALLED = ["id", "type", "function"], ["name", "arguments"]
 # Fields that replace a chat's template, or change what it adds.
-_OWN_TEMPLATE = ("chat_template", "documents", "add_special_tokens")
+_OWN_TEMPLATE = frozenset({"chat_template", "documents", "add_special_tokens"})
 # Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
-_OF_THE_ENGINE = (
-    "prompt_embeds",
-    "input_embeds",
-    "input_ids",
-    "prompt_token_ids",
-    "truncate_prompt_tokens",
-    "suffix",
-    "lora_path",
-    "lora_request",
-    "extra_key",
+_OF_THE_ENGINE = frozenset(
+    {
+        "prompt_embeds",
+        "input_embeds",
+        "input_ids",
+        "prompt_token_ids",
+        "truncate_prompt_tokens",
+        "suffix",
+        "lora_path",
+        "lora_request",
+        "extra_key",
+    }
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """A chat, as its template will get it. `n_media` counts the parts that are not text."""
+    """A chat, as its template will get it.
+
+    Attributes:
+        messages: shared with all who read the request; not to be changed.
+        n_media: parts that are not text.
+        more: the messages that are not plain.
+    """
 
     param: ClassVar[str] = "messages"
     messages: object = field(repr=False)
@@ -61,6 +72,7 @@ class ChatInput:
     add_generation_prompt: bool
     continue_final_message: bool
     n_media: int = 0
+    more: Sequence[Any] = field(default=(), repr=False, compare=False)
 
     @property
     def is_text(self) -> bool:
@@ -70,10 +82,9 @@ class ChatInput:
     @property
     def has_tools(self) -> bool:
         """Whether it offers tools, or holds calls or results of tools."""
-        messages = self.messages if isinstance(self.messages, list) else ()
         return bool(self.tools) or any(
             isinstance(message, dict) and (message.get("tool_calls") or message.get("role") == "tool")
-            for message in messages
+            for message in self.more
         )
 
 
@@ -113,9 +124,9 @@ def is_special(source: ChatInput, body: JsonBody) -> bool:
     messages = source.messages
     last = messages[-1] if isinstance(messages, list) and messages else None
     continues = isinstance(last, dict) and last.get("role") == "assistant"
-    if continues or has_own_template(body) or any(name in body for name in _SPECIAL):
+    if continues or has_own_template(body) or body.has_any(_SPECIAL):
         return True
-    usual = isinstance(messages, list) and all(map(_is_usual, messages))
+    usual = isinstance(messages, list) and all(map(_is_usual, source.more))
     return not usual or not _are_like(source.tools, _OF_TOOLS, _OF_FUNCTIONS)
 
 
@@ -149,7 +160,7 @@ def _are_like(items: object, names: list[str], of_function: list[str]) -> bool:
 
 def has_own_template(body: JsonBody) -> bool:
     """Whether a chat brings its own template, or changes what the template adds."""
-    return any(body.get(name) is not None for name in _OWN_TEMPLATE)
+    return _gives(body, _OWN_TEMPLATE)
 
 
 def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
@@ -161,18 +172,20 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     Raises:
         BadRequest: naming a field that no engine accepts.
     """
-    if any(body.get(name) is not None for name in _OF_THE_ENGINE):
+    if _gives(body, _OF_THE_ENGINE):
         return None
     if path == CHAT_PATH:
         continues = _flag(body, "continue_final_message", default=False)
-        messages = body.get("messages")  # decoded once: nearly all of the body
+        messages = body.view("messages")
+        more = not_plain(messages)
         return ChatInput(
             messages=messages,
             tools=body.get("tools"),
             template_kwargs=body.get("chat_template_kwargs"),
             add_generation_prompt=_flag(body, "add_generation_prompt", default=True) and not continues,
             continue_final_message=continues,
-            n_media=_count_media(messages),
+            n_media=_count_media(more),
+            more=more,
         )
     if path == RESPONSES_PATH:
         return ResponseInput(is_text=not find_media(media_fields(body)))
@@ -189,17 +202,18 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     )
 
 
-def _count_media(messages: object) -> int:
-    """Parts of a chat that are not text. Raises BadRequest for too many."""
-    contents = [message.get("content") for message in _dicts(messages)]
+def _gives(body: JsonBody, names: AbstractSet[str]) -> bool:
+    """Whether any of these fields has a value."""
+    return body.has_any(names) and any(body.get(name) is not None for name in names)
+
+
+def _count_media(messages: list[Any]) -> int:
+    """Parts of messages that are not text. Raises BadRequest for too many."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     count = len(parts) - sum(map(is_text, parts))
     check_number(count, "messages")
     return count
-
-
-def _dicts(values: object) -> list[dict[str, Any]]:
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
 def _single_prompt(value: Any) -> str | TokenIds[int] | None:  # noqa: ANN401 - JSON

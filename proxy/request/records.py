@@ -19,7 +19,7 @@ from proxy.prompt import Prompt
 from proxy.request.calls import Call
 from proxy.request.session import Session
 
-MAX_TOKENS = 8_000_000
+MAX_TOKENS = 2_000_000
 
 
 class RequestFacts(msgspec.Struct):

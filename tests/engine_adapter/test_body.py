@@ -121,6 +121,24 @@ def test_scalars_are_decoded_once_and_what_callers_may_change_is_their_own():
     assert body.get("messages") == [1]
 
 
+def test_a_view_is_decoded_once():
+    body = JsonBody(b'{"messages": [1], "n": null}')
+    assert body.view("messages") is body.view("messages")
+    assert body.view("n") is None
+    assert body.view("none") is None
+    body.get("messages").append(2)
+    assert body.view("messages") == [1]
+    changed = body.replace(model="m")
+    assert changed.view("messages") is body.view("messages")
+    assert body.replace(messages=[3]).view("messages") == [3]
+
+
+def test_whether_any_of_some_fields_is_present():
+    body = JsonBody(b'{"a": null, "b": 1}')
+    assert body.has_any({"a", "c"})
+    assert not body.has_any({"c"})
+
+
 def test_a_change_is_seen_by_the_new_body_alone():
     body = JsonBody(b'{"model": "m", "stream": true}')
     assert (body.get("model"), body.get("stream")) == ("m", True)

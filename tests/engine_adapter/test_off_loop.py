@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from engine_adapter.off_loop import off_loop
+from engine_adapter.off_loop import in_own_thread, off_loop
 
 
 async def test_short_work_stays_on_the_loop():
@@ -13,6 +13,14 @@ async def test_short_work_stays_on_the_loop():
 
 async def test_long_work_leaves_it():
     assert (await off_loop(threading.current_thread, ms=1.1)).name.startswith("off-loop")
+
+
+async def test_a_thread_of_its_own_ends_with_its_work():
+    """An encoder keeps 16 MB for each thread that encoded."""
+    thread = await in_own_thread(threading.current_thread)
+    assert thread is not threading.current_thread()
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 async def test_the_loop_goes_on_meanwhile():

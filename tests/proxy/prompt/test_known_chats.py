@@ -1,6 +1,7 @@
 """A chat that comes turn by turn gets the ids of the whole, and only its new pieces are encoded."""
 
 import random
+import weakref
 from array import array
 
 import msgspec
@@ -140,6 +141,41 @@ def test_a_tenant_with_less_than_its_share_loses_nothing():
         assert chats.n_bytes <= 100_000
     assert len(turn(chats, whole, small)[0]) == 1
     assert len(turn(chats, "<s>0" + message("b") + "<s>", large)[0]) > 1
+
+
+def test_each_of_two_continuations_is_found(chats):
+    a, b, c = map(message, "abc")
+    turn(chats, a + b + "<s>")
+    turn(chats, a + c + "<s>")
+    for whole in (a + b, a + c):
+        assert turn(chats, whole + "<s>") == (["<s>"], len(whole) // TPB)
+
+
+def test_a_segment_ends_only_where_the_next_one_begins(chats):
+    turn(chats, message("a") + "<s>")
+    assert turn(chats, message("a", 1001) + "<s>")[0] == [message("a", 1001), "<s>"]
+    assert turn(chats, message("a", 999) + "<s>")[0] == [message("a", 999), "<s>"]
+
+
+def test_text_of_any_script_and_half_a_surrogate_pair():
+    tokens, chats = (lambda piece: array("i", map(ord, piece))), KnownChats("<s>")
+    whole = message("漢") + message("🙂") + message("\ud800") + "<s>"
+    for known in (0, 3):
+        chat = chats.read(whole, OWNER)
+        assert len(chat.known) == known
+        assert chats.add(chat, [tokens(piece) for piece in chat.new])[0] == tokens(whole)
+
+
+def test_what_is_forgotten_frees_its_memory():
+    """At once: garbage collection comes rarely."""
+    chats, later = KnownChats("<s>", limit_bytes=20_000), encode(message("b"))
+    whole, kept = message("a") + message("b") + "<s>", weakref.ref(later)
+    chats.add(chats.read(whole, OWNER), [encode(message("a")), later, encode("<s>")])
+    del later
+    assert kept() is not None
+    turn(chats, message("c") + "<s>")
+    assert kept() is None
+    assert turn(chats, whole)[0] == [message("b"), "<s>"]
 
 
 def test_the_beginning_outlives_what_follows_it():

@@ -2,6 +2,7 @@ import base64
 import json
 from array import array
 
+import msgspec
 import pytest
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
@@ -126,6 +127,19 @@ class TestUuids:
     async def test_most_requests_pass_as_they_are(self):
         for body in (chat(image()), chat(text("uuid"), text("\u0001")), body_of(prompt="uuid"), body_of()):
             assert await MediaUuids().admit(body, "salt") is body
+
+    async def test_text_is_not_searched_for_a_uuid(self):
+        plain = [{"role": role, "content": 'a "uuid"'} for role in ("system", "user", "assistant")]
+        for fields in ({"messages": plain}, {"messages": None}, {"messages": "uuid"}):
+            body = body_of(**fields)
+            assert await MediaUuids().admit(body, "salt") is body
+
+    async def test_messages_that_cannot_be_read_pass_without_a_uuid(self):
+        """The engine answers for them."""
+        body = JsonBody(b'{"messages": [{"role": "user", "content": 1e999}]}')
+        assert await MediaUuids().admit(body, "salt") is body
+        with pytest.raises(msgspec.DecodeError):
+            await MediaUuids().admit(JsonBody(body.raw.replace(b"user", b"uuid")), "salt")
 
     async def test_the_same_content_passes_again(self):
         uuids = MediaUuids()

@@ -168,3 +168,11 @@ def test_messages_that_engines_read_in_their_own_ways(message):
 )
 def test_fields_that_engines_read_in_their_own_ways(fields):
     assert special(HELLO, **fields)
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [(HELLO, False), ({"role": "tool", "content": "18"}, True), ({"tool_calls": [CALL]}, True)],
+)
+def test_whether_a_chat_has_tools(last, expected):
+    assert read(CHAT, messages=[HELLO, last]).has_tools is expected
