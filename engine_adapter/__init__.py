@@ -34,7 +34,7 @@ from engine_adapter.errors import (
 )
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, SelfPlaced
 from engine_adapter.http.client import HttpTransport
-from engine_adapter.http.control import route_of
+from engine_adapter.http.control import base_url, route_of
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
@@ -114,6 +114,7 @@ __all__ = [
     "Transport",
     "ViewCurrent",
     "ViewLost",
+    "base_url",
     "check_command",
     "check_kind",
     "common_prefix",

@@ -13,21 +13,18 @@ from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount
 
 from engine_adapter import (
-    EngineError,
     EngineSpecError,
     Transport,
     check_kind,
     make_adapter,
     prepare_managed,
 )
-from proxy import errors
 from proxy.api.admin import EngineRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle, handle_http
@@ -52,6 +49,7 @@ from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
 from proxy.process.managed import ManagedEngine
 from proxy.prompt import MediaUuids, PromptTables
+from proxy.request.error_table import ANSWERED
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
@@ -190,7 +188,7 @@ def build_app(proxy: Proxy) -> Site:
     rest = Starlette(
         routes=[admin_api(proxy), *Ops(proxy.fleet, proxy.metrics).routes()],
         exception_handlers={
-            **dict.fromkeys((errors.ProxyError, EngineError, msgspec.DecodeError), handle),
+            **dict.fromkeys(ANSWERED, handle),
             HTTPException: handle_http,
         },
     )

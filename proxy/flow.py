@@ -34,7 +34,7 @@ from proxy.core.index.blocks import Chain
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retention import retention_of
-from proxy.errors import EngineFailed, ProxyError
+from proxy.errors import EngineFailed
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -42,7 +42,7 @@ from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.fleet.pool import Pool, no_engine_for
 from proxy.prompt import MediaUuids, Prompt, audit_tokens
 from proxy.request.calls import Call, Reply
-from proxy.request.error_table import status_of
+from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.session import Session
@@ -133,7 +133,7 @@ class Flow:
                     if not self._may_retry(call, failed.values()):
                         break
             raise _final(list(failed.values())) if failed else no_engine_for(ready.lora)
-        except (ProxyError, EngineError) as error:
+        except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
             raise
         except asyncio.CancelledError:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote, unquote, unquote_to_bytes
+from urllib.parse import quote, unquote
 
 import httpx
 import msgspec
@@ -70,6 +69,10 @@ def base_url(spec: EngineSpec) -> str:
         raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is not an address: {error}") from error
     if url.scheme not in ("http", "https") or not url.host:
         raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is not an http:// or https:// address")
+    if url.userinfo:
+        raise EngineSpecError(
+            f"engine {spec.id!r}: its address has a name or password: use api_key or headers"
+        )
     if url.query or url.fragment:
         raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has a query or a fragment")
     return spec.url.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -239,11 +242,8 @@ def _engine_of(spec: EngineSpec) -> _Engine:
 
 
 def _own_headers(spec: EngineSpec) -> dict[str, str]:
-    """The headers that the operator adds to every request to the engine; names in lower case. Name and
-    password of the address become one of them."""
-    login = httpx.URL(spec.url).userinfo
-    headers = {"authorization": f"Basic {b64encode(unquote_to_bytes(login)).decode()}"} if login else {}
-    headers |= {name.lower(): value for name, value in spec.headers.items()}
+    """The headers that the operator adds to every request to the engine; names in lower case."""
+    headers = {name.lower(): value for name, value in spec.headers.items()}
     return headers | ({"authorization": f"Bearer {spec.api_key}"} if spec.api_key else {})
 
 

@@ -219,12 +219,14 @@ class Pace:
     """How long an encoder takes on this machine, learned from the texts that it encodes.
 
     A thread costs a request about 0.2 ms of CPU. The stated pace is that of text without common words, on a
-    slow machine; English takes a third of it.
+    slow machine; English takes a third of it. A row of spaces takes twenty times as long: a pace of more than
+    twice the stated one is not believed.
     """
 
     def __init__(self, chars_per_ms: int) -> None:
         """`chars_per_ms`: the pace until there are measurements, and the slowest that is expected after."""
         self._slowest = self._ms_per_char = 1 / chars_per_ms
+        self._fastest = self._slowest / 2
 
     def ms(self, chars: int) -> float:
         """Milliseconds that a text of this length is expected to take."""
@@ -235,7 +237,8 @@ class Pace:
         started = time.thread_time()
         result = work()
         seen = 1000 * (time.thread_time() - started) / chars
-        self._ms_per_char = min(self._ms_per_char + (seen - self._ms_per_char) / _SAMPLES, self._slowest)
+        learned = self._ms_per_char + (seen - self._ms_per_char) / _SAMPLES
+        self._ms_per_char = min(max(learned, self._fastest), self._slowest)
         return result
 
 

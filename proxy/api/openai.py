@@ -14,13 +14,14 @@ import msgspec
 import structlog
 from starlette.responses import JSONResponse, Response
 
-from engine_adapter import EngineError, Headers, JsonBody, route_of
+from engine_adapter import Headers, JsonBody, route_of
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
-from proxy.errors import BadRequest, BodyTooLarge, Forbidden, NoEngine, NotFound, ProxyError
+from proxy.errors import BadRequest, BodyTooLarge, Forbidden, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
+from proxy.request.error_table import ANSWERED
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
 
@@ -34,8 +35,6 @@ FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/vid
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 # Seconds an engine may take to end a stream after its client has read all of it.
 ENGINE_END_S = 1.0
-# Errors with an answer of their own. Any other is a bug.
-_ANSWERED = (ProxyError, EngineError, msgspec.DecodeError)
 # The ids on the log lines of a request, which runs in a task of its own. structlog adds every variable with
 # its prefix; to bind one through structlog would look at all of them.
 _OWN_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}request")
@@ -68,7 +67,7 @@ class DataPlane:
             # kvpin stops, and the request outlasted `graceful_shutdown_s`.
             log.info("request ended early: kvpin is stopping")
             _answer_error(NoEngine("kvpin is stopping; try again shortly"), client_id or own_id, exchange)
-        except _ANSWERED as error:
+        except ANSWERED as error:
             _answer_error(error, client_id or own_id, exchange)
         except Exception as error:
             # A bug must fail one request, not the connection or the process.

@@ -92,7 +92,8 @@ def _of_a_release(placement: Placement) -> str:
     """The sentence when another engine holds more of the prompt."""
     chosen, total = placement.chosen, placement.n_tokens
     holder = max(_others(placement), key=lambda cost: (cost.cached_tokens, -cost.total_s))
-    said = f"{holder.engine} holds {_held(holder, total)}"
+    verb = "is computing" if holder.pending_tokens == holder.cached_tokens else "holds"
+    said = f"{holder.engine} {verb} {_held(holder, total)}"
     if holder in _equals(placement):
         return f"{said}, which saves less than a millisecond{_tie(placement)}"
     obstacle = _obstacle(holder, placement, "there")

@@ -27,6 +27,8 @@ class Row:
     code: str | None = None
 
 
+# Errors with an answer of their own. Any other is a bug.
+ANSWERED = (errors.ProxyError, EngineError, msgspec.DecodeError)
 # A subclass without a row of its own answers like its nearest base.
 TABLE: dict[type[Exception], Row] = {
     errors.BadRequest: Row(400, "invalid_request_error"),

@@ -17,12 +17,14 @@ from engine_adapter import (
     AnswerReader,
     EngineAdapter,
     EngineRejected,
+    EngineSpec,
     EngineUnavailable,
     HeaderPairs,
     Headers,
     Hold,
     IncomingResponse,
     Transport,
+    base_url,
     read_answer_usage,
     read_error,
     read_streamed_usage,
@@ -108,6 +110,8 @@ class Forwarder:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 return await _answer_error(response, reply, headers)
             kept = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]
+            if response.status >= 300:  # noqa: PLR2004 - HTTP
+                kept = [_at_kvpin(pair, adapter.spec) for pair in kept]
             if hold.answer is not None:  # the reader may change the length
                 kept = [pair for pair in kept if pair[0] != b"content-length"]
             kept += _pairs(headers)
@@ -250,6 +254,14 @@ async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mappi
     await reply.start(response.status, _pairs(every))
     await reply.finish(body)
     return Outcome(response.status, error=error.message)
+
+
+def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, bytes]:
+    """A header of a redirection. One to the engine's own address leads to the same path at kvpin."""
+    name, value = header
+    own = base_url(spec).encode()
+    is_own = name == b"location" and value.startswith(own + b"/")
+    return (name, value[len(own) :]) if is_own else header
 
 
 def _retry_advice(headers: Headers) -> dict[str, str]:

@@ -50,7 +50,7 @@ def _url(value: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("an address must look like http://host:port")
     if parts.username or parts.password:
-        raise ValueError("an address must not contain credentials: use api_key")
+        raise ValueError("an address must not contain a name or password: use api_key or headers")
     if parts.query or parts.fragment:
         raise ValueError("an address must not have a query or a fragment")
     return value.rstrip("/")

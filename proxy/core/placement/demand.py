@@ -46,11 +46,17 @@ class Demand:
         self._prefills, self._answers = Recent(), Recent()  # seconds
         self._placed = Rate()  # seconds of work
 
-    def placed(self, now: float, seconds: float, *, learned: bool = True) -> None:
-        """A prompt was placed that will take an engine `seconds` before its first token. If no rate was
-        `learned`, that is a guess. It counts in the first burst only: a pool may never learn a rate."""
-        if learned or self._placed.is_young(now):
-            self._placed.add(now, seconds)
+    def placed(self, now: float, seconds: float, *, learned: bool = True) -> float:
+        """A prompt was placed that will take an engine `seconds` before its first token. Returns how many of
+        these count. If no rate was `learned`, they are a guess, which counts in the first burst only: a pool
+        may never learn a rate."""
+        counted_s = seconds if learned or self._placed.is_young(now) else 0.0
+        self._placed.add(now, counted_s)
+        return counted_s
+
+    def refused(self, now: float, counted_s: float) -> None:
+        """A prompt that was placed failed before its first token: what was counted was no work."""
+        self._placed.add(now, -counted_s)
 
     def worked(self, now: float, seconds: float) -> None:
         """An engine spent `seconds` on a prompt before its first token."""

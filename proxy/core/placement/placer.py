@@ -77,6 +77,7 @@ class PlacedRequest:
         ticket: its number in the engine's ledger.
         chain: its prompt; None if that is not known.
         work: its work before the first token.
+        counted_s: seconds of that work which count as demand.
         begun: when that work ended; None before.
         spent: what the engine did until its answer came, if that came whole.
     """
@@ -85,6 +86,7 @@ class PlacedRequest:
     ticket: int
     chain: Chain | None
     work: Work
+    counted_s: float = 0.0
     begun: float | None = None
     spent: Spent | None = None
 
@@ -229,9 +231,9 @@ class Placer:
                 book.in_use.add(chain.hashes)
         known = known and chain is not None
         seconds = book.rates.price(work)
-        self.demand.placed(now, seconds, learned=self.rates.learned)
+        counted_s = self.demand.placed(now, seconds, learned=self.rates.learned)
         ticket = book.ledger.begin(now, seconds, work if known else None, seen=streams)
-        return PlacedRequest(book, ticket, chain, work)
+        return PlacedRequest(book, ticket, chain, work, counted_s)
 
     def _note(self, session: Hashable, engine: str) -> None:
         self._sessions[session] = engine
@@ -265,6 +267,8 @@ class Placer:
         if chain is not None and book.in_use is not None:
             book.in_use.remove(chain.hashes)
         if computed is None:
+            if placed.begun is None:
+                self.demand.refused(now, placed.counted_s)
             return
         if placed.begun is not None:
             self.demand.answered(now, now - placed.begun)

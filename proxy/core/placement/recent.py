@@ -51,10 +51,10 @@ class Rate:
         self._first: float | None = None
 
     def add(self, now: float, amount: float) -> None:
-        """Adds an amount now."""
+        """Adds an amount now; takes back one that is negative."""
         if self._first is None:
             self._first = now
-        self._sum = self._faded(now) + amount
+        self._sum = max(self._faded(now) + amount, 0.0)
         self._at = now
 
     def per_s(self, now: float) -> float:

@@ -113,12 +113,10 @@ def test_headers_that_come_twice_go_twice():
     assert b"x-hop" not in dict(request.headers)
 
 
-def test_name_and_password_of_an_address_become_a_header():
-    request = prepared({"Authorization": "Bearer clients-own"}, url="http://us%40er:p%3Aw@h:1")
-    assert dict(request.headers)[b"authorization"] == b"Basic dXNAZXI6cDp3"
-    assert len([name for name, _ in request.headers if name == b"authorization"]) == 1
-    request = prepared({}, url="http://user:pw@h:1", api_key="engines-own")
-    assert dict(request.headers)[b"authorization"] == b"Bearer engines-own"
+def test_an_address_must_not_hold_a_password():
+    with pytest.raises(EngineSpecError, match="use api_key or headers") as caught:
+        base_url(spec(url="http://user:secret@h:1"))
+    assert "secret" not in str(caught.value)
 
 
 def test_the_engines_own_headers_take_the_place_of_the_clients():

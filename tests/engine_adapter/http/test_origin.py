@@ -105,7 +105,6 @@ async def test_a_connection_that_takes_too_long():
     [
         ("http://h:80", b"h"),
         ("http://h:8000", b"h:8000"),
-        ("http://user:pw@h:1", b"h:1"),
         ("http://[::1]:8000", b"[::1]:8000"),
         ("http://bücher.example", b"xn--bcher-kva.example"),
     ],

@@ -71,6 +71,30 @@ class TestPassingOn:
         assert response.headers["x-kvpin-predicted-tokens"] == "0"
         assert response.headers["x-request-id"].startswith("req-")
 
+    @pytest.mark.parametrize(
+        ("told", "passed_on"),
+        [
+            ("{engine}/v1/files?a=b", "/v1/files?a=b"),
+            ("/v1/files", "/v1/files"),
+            ("https://elsewhere.example/v1/files", "https://elsewhere.example/v1/files"),
+            ("{engine}0/v1/files", "{engine}0/v1/files"),
+        ],
+    )
+    async def test_a_redirection_to_the_engine_leads_to_kvpin(self, engine, client, told, passed_on):
+        url = engine.url.rstrip("/")
+
+        async def script(exchange):
+            await exchange.send(b"", status=307, headers=[("location", told.format(engine=url))])
+
+        engine.script = script
+        response = await client.get("/v1/files/")
+        assert response.headers["location"] == passed_on.format(engine=url)
+
+    async def test_text_that_is_not_utf8_is_the_clients_fault(self, proxy, client):
+        body = b'{"model": "m", "messages": [], "cache_salt": "\xff"}'
+        is_openai_error(await client.post(CHAT, content=body), 400)
+        assert proxy.last.status == 400
+
     async def test_a_clients_request_id_is_kept_when_it_is_one(self, client):
         for given, kept in [("mine-1", True), ("x" * 129, False), ("", False)]:
             response = await client.post(CHAT, json=ASK, headers={"x-request-id": given})
