@@ -131,7 +131,7 @@ def test_every_reason_of_a_placement(reason):
         f"the last {rates.WINDOW} samples",
         f"the last {4 * rates.WINDOW} samples",
         f"the last {answers.WINDOW} whole answers",
-        f"requested again. Before: {demand.PRIOR}",
+        f"requested again. Prior: {demand.PRIOR}",
         f"{rates.DEFAULT_PREFILL_TOK_S:,.0f} tokens a second",
         f"{rates.OWN_PACE} times faster",
         f"{demand.MIN_UTILISATION:.0%} at least",
