@@ -286,7 +286,7 @@ def measure(models: Path, chats: int, only: str) -> int:
     different = 0
     print("| vocabulary | read by | as llama.cpp | template | cut before | turns | refused | different |")
     print("|---|---|---|---|---|---:|---:|---:|")
-    for path in sorted(models.glob(f"*{only}*.gguf")):
+    for path in sorted(each for each in models.glob("*.gguf") if only in each.name):
         vocabulary = load(path)
         row = f"| {vocabulary.name} | {vocabulary.reader} | {vocabulary.goldens} |"
         reference = vocabulary.tokenizer
