@@ -19,6 +19,7 @@ import msgspec
 from typing_extensions import TypeVar
 
 from engine_adapter.options import EngineOptions
+from engine_adapter.routes import NativeRoute
 
 TokenIds = array  # array('i'): one int32 per token
 ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
@@ -118,6 +119,7 @@ class EngineInfo:
             shares none.
         renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
             cannot be rendered here, it refuses.
+        routes: its routes beside `/v1` that clients may use.
     """
 
     model: str
@@ -137,6 +139,7 @@ class EngineInfo:
     events_read_once: bool = False
     shared_tiers: str | None = None
     renders_alike: bool = False
+    routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

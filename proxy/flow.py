@@ -158,6 +158,8 @@ class Flow:
             body = await self.media.admit(call.body, salt)
             call = call if body is call.body else replace(call, body=body)
         pool = self.fleet.pool(call.model)
+        if call.native is not None:
+            pool.check_serves(call.native)
         lora = pool.lora_of(call.model)
         prompt = None
         if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
@@ -168,7 +170,12 @@ class Flow:
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
         return ready.pool.candidates(
-            ready.chain, ready.prompt, lora=ready.lora, session=ready.session, without=without
+            ready.chain,
+            ready.prompt,
+            lora=ready.lora,
+            session=ready.session,
+            without=without,
+            native=ready.call.native,
         )
 
     async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
@@ -249,9 +256,9 @@ class Flow:
             )
 
     def _hold(self, engine: Engine, ready: Ready) -> AbstractAsyncContextManager[Hold]:
-        """The request's hold on its engine. When reuse is off, the adapter is not involved."""
+        """The request's hold on its engine. When reuse is off, the adapter holds no request with a body."""
         call, prompt, body = ready.call, ready.prompt, _body_for(engine, ready)
-        if self.ingest is None:
+        if self.ingest is None and body is not None:
             return nullcontext(Hold(body))
         if prompt is None or not prompt.whole or not isinstance(call.body, JsonBody):
             return engine.adapter.hold(call.route, body, None)

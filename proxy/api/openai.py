@@ -1,4 +1,7 @@
-"""The data plane, `/v1/*`: reads a request, gives it to the flow, cancels it when its client disconnects."""
+"""The data plane: reads a request, gives it to the flow, cancels it when its client disconnects.
+
+It serves `/v1/*`, and those routes beside `/v1` that an adapter declares (`NATIVE_ROUTES`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import msgspec
 import structlog
 from starlette.responses import JSONResponse, Response
 
-from engine_adapter import Headers, JsonBody, route_of
+from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, route_of
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
@@ -43,7 +46,7 @@ _CLIENT_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}clien
 
 @dataclass(frozen=True, slots=True)
 class DataPlane:
-    """The handler of exchanges under `/v1`."""
+    """The handler of exchanges under `/v1`, and of the engines' own routes."""
 
     flow: Flow
     tenants: Tenants
@@ -77,7 +80,7 @@ class DataPlane:
     async def _serve(self, exchange: Exchange, reply: Reply, own_id: str, client_id: str | None) -> None:
         headers, method = exchange.headers, exchange.method
         tenant = authenticate(headers, self.tenants)
-        path = _checked_path(exchange.target)
+        path, native = _checked_path(method, exchange.target)
         if method in ("GET", "HEAD"):
             if "sec-websocket-key" in headers:
                 raise Forbidden("kvpin serves no WebSockets")
@@ -87,15 +90,23 @@ class DataPlane:
             if asked.startswith("/v1/models/"):
                 return _send(self._model(unquote(path.removeprefix("/v1/models/"))), exchange)
         # No name for the call here: its body is freed before the answer ends.
-        return await self.flow.serve(await self._call(exchange, path, tenant, own_id, client_id), reply)
+        return await self.flow.serve(
+            await self._call(exchange, path, native, tenant, own_id, client_id), reply
+        )
 
     async def _call(
-        self, exchange: Exchange, path: str, tenant: str | None, own_id: str, client_id: str | None
+        self,
+        exchange: Exchange,
+        path: str,
+        native: str | None,
+        tenant: str | None,
+        own_id: str,
+        client_id: str | None,
     ) -> Call:
         """The request, read as far as the flow needs it."""
         headers, body = exchange.headers, await self._body(route_of(path), exchange)
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, body)
-        return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session)
+        return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session, native)
 
     async def _body(self, route: str, exchange: Exchange) -> JsonBody | AsyncIterator[bytes] | None:
         """The parsed JSON body, or the unread stream of a file upload."""
@@ -136,10 +147,20 @@ def _parse(raw: bytes) -> JsonBody:
 
 
 @lru_cache(maxsize=256)
-def _checked_path(target: bytes) -> str:
-    """Path and query of a request. Raises NotFound for dot segments: they could leave `/v1` at the engine."""
+def _checked_path(method: str, target: bytes) -> tuple[str, str | None]:
+    """Path and query of a request for the engine, and the path again if it is one of an engine's own routes.
+
+    Raises:
+        NotFound: the route is not open, or has dot segments: they could leave `/v1` at the engine.
+    """
     whole = target.decode("latin-1")
-    path = whole.partition("?")[0]
+    path, _, query = whole.partition("?")
+    if (route := NATIVE_ROUTES.get(path)) is not None:
+        if route.method != ("GET" if method == "HEAD" else method):
+            raise NotFound(f"there is no route {method} {path}")
+        if route.same_as is None:
+            return whole.removesuffix("?"), path
+        return f"{route.same_as}?{query}" if query else route.same_as, None
     decoded = unquote(unquote(path))
     # Some servers ignore what follows a semicolon in a segment.
     segments = [segment.partition(";")[0] for segment in decoded.replace("\\", "/").split("/")]
@@ -147,7 +168,7 @@ def _checked_path(target: bytes) -> str:
     is_open = decoded.startswith("/v1/") and route_of(path).rstrip("/") not in ENGINE_ADMIN_ROUTES
     if climbs or not path.isascii() or not is_open:
         raise NotFound(f"there is no route {decoded!r}")
-    return whole.removesuffix("?")
+    return whole.removesuffix("?"), None
 
 
 def _client_id(headers: Headers) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -21,12 +22,13 @@ class Call(msgspec.Struct, frozen=True):
 
     Attributes:
         request_id: kvpin's own, unique.
-        method, path: as sent; the path keeps its query string and starts with `/v1/`.
+        method, path: as sent; the path keeps its query string.
         headers: without those that end here, such as kvpin's key.
         body: a parsed JSON object, an unread stream for other content types, None if empty.
         tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one.
         session: the conversation it belongs to, if it names one.
+        native: the route, if it is one of an engine's own beside `/v1`.
     """
 
     request_id: str
@@ -37,6 +39,7 @@ class Call(msgspec.Struct, frozen=True):
     tenant: str | None = None
     client_id: str | None = None
     session: Session | None = None
+    native: str | None = None
 
     def __repr__(self) -> str:
         """Without headers and body, which must not get into logs."""
@@ -54,9 +57,12 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> str | None:
-        """The model that the body names, if any."""
-        model = self.body.get("model") if isinstance(self.body, JsonBody) else None
-        return model if isinstance(model, str) else None
+        """The model that the body names, if any; of a native route without a body, the query."""
+        if isinstance(self.body, JsonBody):
+            model = self.body.get("model")
+            return model if isinstance(model, str) else None
+        query = self.path.partition("?")[2] if self.native is not None else ""
+        return next(iter(parse_qs(query).get("model", ())), None)
 
     @property
     def streams(self) -> bool:
