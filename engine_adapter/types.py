@@ -118,6 +118,7 @@ class EngineInfo:
             shares none.
         renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
             cannot be rendered here, it refuses.
+        any_model: it serves its model whatever name a request gives.
     """
 
     model: str
@@ -137,6 +138,7 @@ class EngineInfo:
     events_read_once: bool = False
     shared_tiers: str | None = None
     renders_alike: bool = False
+    any_model: bool = False
 
 
 @dataclass(frozen=True, slots=True)

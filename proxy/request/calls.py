@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
-from engine_adapter import HeaderPairs, Headers, JsonBody, route_of
+from engine_adapter import HeaderPairs, Headers, JsonBody, RequestBody, Upload, route_of
 from proxy.request.session import Session
 
 # OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
@@ -23,7 +23,7 @@ class Call(msgspec.Struct, frozen=True):
         request_id: kvpin's own, unique.
         method, path: as sent; the path keeps its query string and starts with `/v1/`.
         headers: without those that end here, such as kvpin's key.
-        body: a parsed JSON object, an unread stream for other content types, None if empty.
+        body: a parsed JSON object, an upload that is passed on as it arrives, None if empty.
         tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one.
         session: the conversation it belongs to, if it names one.
@@ -33,7 +33,7 @@ class Call(msgspec.Struct, frozen=True):
     method: str
     path: str
     headers: Headers
-    body: JsonBody | AsyncIterator[bytes] | None
+    body: RequestBody
     tenant: str | None = None
     client_id: str | None = None
     session: Session | None = None
@@ -55,7 +55,9 @@ class Call(msgspec.Struct, frozen=True):
     @property
     def model(self) -> str | None:
         """The model that the body names, if any."""
-        model = self.body.get("model") if isinstance(self.body, JsonBody) else None
+        if isinstance(self.body, Upload):
+            return self.body.named.model if self.body.named is not None else None
+        model = self.body.get("model") if self.body is not None else None
         return model if isinstance(model, str) else None
 
     @property
