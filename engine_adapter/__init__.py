@@ -5,7 +5,7 @@
 
 base.py        the contract of every adapter     types.py       the data both sides share
 errors.py      its errors                        undeclared.py  methods that an engine lacks
-hold.py        forecasts, and holds on an engine body.py        a request's JSON body
+hold.py        forecasts, and holds on an engine body.py        a request's JSON body; upload.py: other bodies
 registry.py    kind → adapter and options        options.py     settings of one kind
 detect.py      address → kind                    managed.py     how kvpin starts an engine of each kind
 routes.py      routes beside `/v1`, as declared
@@ -79,6 +79,7 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
+from engine_adapter.upload import Named, Upload
 
 __all__ = [
     "ENGINE_KINDS",
@@ -112,6 +113,7 @@ __all__ = [
     "KvProgress",
     "KvTarget",
     "KvVerb",
+    "Named",
     "NativeRoute",
     "NotSupported",
     "OptionError",
@@ -123,6 +125,7 @@ __all__ = [
     "SelfPlaced",
     "Tier",
     "Transport",
+    "Upload",
     "ViewCurrent",
     "ViewLost",
     "base_url",

@@ -119,6 +119,7 @@ class EngineInfo:
             shares none.
         renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
             cannot be rendered here, it refuses.
+        any_model: it serves its model whatever name a request gives.
         routes: its routes beside `/v1` that clients may use.
     """
 
@@ -139,6 +140,7 @@ class EngineInfo:
     events_read_once: bool = False
     shared_tiers: str | None = None
     renders_alike: bool = False
+    any_model: bool = False
     routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
 
 

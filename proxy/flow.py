@@ -29,6 +29,7 @@ from engine_adapter import (
     IncomingResponse,
     JsonBody,
     RequestBody,
+    Upload,
 )
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.answers import Report
@@ -62,7 +63,7 @@ class Ready(Struct, frozen=True):
     """A request that can be placed.
 
     Attributes:
-        call: the request, its media checked.
+        call: the request, its media checked, with a model name that its engines take.
         pool: the engines that serve its model.
         salt: the cache salt its KV lies under.
         lora: the LoRA adapter it runs with.
@@ -118,7 +119,8 @@ class Flow:
         try:
             ready = await self.prepare(call)
             call = ready.call
-            record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
+            record.prompt, record.chain = ready.prompt, ready.chain
+            record.served_as, record.lora = ready.pool.model, ready.lora
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
                 engine = ready.pool.engines[placement.engine]
@@ -157,10 +159,10 @@ class Flow:
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(call.body, salt)
             call = call if body is call.body else replace(call, body=body)
-        pool = self.fleet.pool(call.model)
+        pool, model = self.fleet.find(call.model)
         if call.native is not None:
             pool.check_serves(call.native)
-        lora = pool.lora_of(call.model)
+        lora, call = pool.lora_of(model), _naming(call, pool, model)
         prompt = None
         if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
             prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora, tenant=call.tenant)
@@ -266,6 +268,14 @@ class Flow:
         return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=retention))
 
 
+def _naming(call: Call, pool: Pool, model: str | None) -> Call:
+    """The request with `model` in place of the name its client gave, unless its engines take any name."""
+    if model is None or model == call.model or call.body is None or pool.any_model:
+        return call
+    body = call.body
+    return replace(call, body=body.renamed(model) if isinstance(body, Upload) else body.replace(model=model))
+
+
 def _note_failure(engine: Engine, error: EngineError) -> None:
     if isinstance(error, EngineRejected):
         log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
@@ -276,14 +286,17 @@ def _note_failure(engine: Engine, error: EngineError) -> None:
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:
     """The client's body, with the tenant's salt and the engine's own model name where these differ. A LoRA
     adapter has the same name on every engine."""
-    call, pool = ready.call, ready.pool
-    if not isinstance(call.body, JsonBody):
-        return call.body
+    call, pool, info = ready.call, ready.pool, engine.info
+    own_name = info.model if info is not None and call.model == pool.model != info.model else None
+    if isinstance(call.body, Upload):
+        return call.body if own_name is None else call.body.renamed(own_name)
+    if call.body is None:
+        return None
     changes = {}
     if ready.salt != call.body.get("cache_salt") and engine.can(Capability.CACHE_SALT):
         changes["cache_salt"] = ready.salt
-    if engine.info is not None and call.model == pool.model != engine.info.model:
-        changes["model"] = engine.info.model
+    if own_name is not None:
+        changes["model"] = own_name
     return call.body.replace(**changes) if changes else call.body
 
 

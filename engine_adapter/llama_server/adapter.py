@@ -127,6 +127,7 @@ class LlamaServerAdapter(Undeclared):
             gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
             version=facts.build,
             shares_prefill=True,
+            any_model=True,  # a router, which chooses by the name, is refused on connecting
             routes=ROUTES,
         )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 
-from engine_adapter import Capability, EngineAdapter, Tier
+from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
@@ -32,7 +32,7 @@ class Pool:
 
     Attributes:
         prompts: renders and tokenises requests; None until an engine has connected.
-        away: lost engines → the LoRA adapters they served.
+        away: lost engines, as they were when they were lost.
     """
 
     def __init__(self, model: str, tokens_per_block: int) -> None:
@@ -41,7 +41,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
-        self.away: dict[str, frozenset[str]] = {}
+        self.away: dict[str, EngineInfo] = {}
 
     @property
     def index(self) -> PrefixIndex:
@@ -55,7 +55,18 @@ class Pool:
     @property
     def loras(self) -> frozenset[str]:
         """Names of its LoRA adapters, as clients send them as `model`."""
-        return frozenset().union(*(engine.loras for engine in self.engines.values()), *self.away.values())
+        return frozenset().union(*(info.loras for info in self._infos))
+
+    @property
+    def any_model(self) -> bool:
+        """Whether each of its engines serves its model whatever name a request gives."""
+        return all(info.any_model for info in self._infos)
+
+    @property
+    def _infos(self) -> Iterator[EngineInfo]:
+        """Its engines, those that were lost included."""
+        yield from (engine.info for engine in self.engines.values() if engine.info is not None)
+        yield from self.away.values()
 
     def lora_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request's `model` names; None for the model itself."""
