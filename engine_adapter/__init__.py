@@ -5,9 +5,10 @@
 
 base.py        the contract of every adapter     types.py       the data both sides share
 errors.py      its errors                        undeclared.py  methods that an engine lacks
-hold.py        forecasts, and holds on an engine body.py        a request's JSON body
+hold.py        forecasts, and holds on an engine body.py        a request's JSON body; upload.py: other bodies
 registry.py    kind → adapter and options        options.py     settings of one kind
 detect.py      address → kind                    managed.py     how kvpin starts an engine of each kind
+routes.py      routes beside `/v1`, as declared
 
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
@@ -49,7 +50,15 @@ from engine_adapter.managed import (
 )
 from engine_adapter.options import EngineOptions, OptionError
 from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.registry import ENGINE_KINDS, ENGINE_OPTIONS, check_kind, make_adapter, make_options
+from engine_adapter.registry import (
+    ENGINE_KINDS,
+    ENGINE_OPTIONS,
+    NATIVE_ROUTES,
+    check_kind,
+    make_adapter,
+    make_options,
+)
+from engine_adapter.routes import NativeRoute
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,
@@ -71,10 +80,12 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
+from engine_adapter.upload import Named, Upload
 
 __all__ = [
     "ENGINE_KINDS",
     "ENGINE_OPTIONS",
+    "NATIVE_ROUTES",
     "AnswerReader",
     "BelowGpu",
     "BlocksRemoved",
@@ -103,6 +114,8 @@ __all__ = [
     "KvProgress",
     "KvTarget",
     "KvVerb",
+    "Named",
+    "NativeRoute",
     "NotSupported",
     "OptionError",
     "OutgoingRequest",
@@ -114,6 +127,7 @@ __all__ = [
     "SelfPlaced",
     "Tier",
     "Transport",
+    "Upload",
     "ViewCurrent",
     "ViewLost",
     "base_url",

@@ -70,7 +70,7 @@ class EngineAdapter(Protocol):
     ) -> OutgoingRequest:
         """The client's request for this engine: its address, key and headers, and the client's headers
         without hop-by-hop ones. A JSON body keeps its bytes unless a field was changed with
-        `JsonBody.replace`. An iterator is streamed unread. None is a request without a body."""
+        `JsonBody.replace`. An upload is streamed unread. None is a request without a body."""
 
     def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
         """Reused prompt tokens, if the engine reports them in response headers; else None."""

@@ -7,15 +7,15 @@ cost now. `hold` gives it a slot, restores its KV there, and reads from the answ
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine_adapter.body import JsonBody
 from engine_adapter.types import KvTarget, TokenIds
+from engine_adapter.upload import Upload
 
-RequestBody = JsonBody | AsyncIterator[bytes] | None
+RequestBody = JsonBody | Upload | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
-from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.hold import SelfPlaced
+from engine_adapter.hold import RequestBody, SelfPlaced
 from engine_adapter.http.control import ControlClient, max_model_len, model_name, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import Capability, EngineInfo, EngineLoad, EngineSpec
@@ -49,7 +48,7 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
         return EngineLoad(running=0, waiting=0, counted=False)
 
     def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: JsonBody | AsyncIterator[bytes] | None
+        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`."""
         return prepare_request(self.spec, method, path, headers, body)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -13,33 +13,46 @@ from engine_adapter.base import EngineAdapter
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server.adapter import LlamaServerAdapter
 from engine_adapter.llama_server.options import LlamaServerOptions
+from engine_adapter.llama_server.routes import ROUTES as LLAMA_SERVER_ROUTES
 from engine_adapter.nim import NimOptions, make_nim
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.options import EngineOptions, read_options
+from engine_adapter.routes import NativeRoute
 from engine_adapter.sglang.adapter import SglangAdapter
 from engine_adapter.sglang.options import SglangOptions
+from engine_adapter.sglang.routes import ROUTES as SGLANG_ROUTES
 from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
+from engine_adapter.tensorrt_llm.routes import ROUTES as TENSORRT_LLM_ROUTES
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
+from engine_adapter.torch_engine.routes import ROUTES as EMBEDDED_ROUTES
 from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.options import VllmOptions
+from engine_adapter.vllm.routes import ROUTES as VLLM_ROUTES
 from engine_adapter.vllm.tiered import make_vllm
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """One kind of engine: what makes its adapter, and the options it has beyond those of `EngineSpec`."""
+    """One kind of engine.
+
+    Attributes:
+        make: makes its adapter.
+        options: those it has beyond the options of `EngineSpec`.
+        routes: all routes beside `/v1` that its adapter may declare.
+    """
 
     make: Callable[[EngineSpec[Any]], EngineAdapter]
     options: type[EngineOptions] = EngineOptions
+    routes: Mapping[str, NativeRoute] = field(default_factory=dict)
 
 
 _KINDS = {
-    "embedded": EngineKind(EmbeddedAdapter),
+    "embedded": EngineKind(EmbeddedAdapter, routes=EMBEDDED_ROUTES),
     "openai_compatible": EngineKind(OpenAICompatibleAdapter),
-    "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions),
-    "vllm": EngineKind(make_vllm, VllmOptions),
-    "sglang": EngineKind(SglangAdapter, SglangOptions),
-    "tensorrt_llm": EngineKind(TensorRTLLMAdapter),
+    "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, LLAMA_SERVER_ROUTES),
+    "vllm": EngineKind(make_vllm, VllmOptions, VLLM_ROUTES),
+    "sglang": EngineKind(SglangAdapter, SglangOptions, SGLANG_ROUTES),
+    "tensorrt_llm": EngineKind(TensorRTLLMAdapter, routes=TENSORRT_LLM_ROUTES),
     "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
 }
 
@@ -48,6 +61,10 @@ ENGINE_OPTIONS: Mapping[str, tuple[str, ...]] = {
     name: kind.options.__struct_fields__ for name, kind in _KINDS.items()
 }
 """The names of each kind's own options."""
+NATIVE_ROUTES: Mapping[str, NativeRoute] = {
+    path: route for kind in _KINDS.values() for path, route in kind.routes.items()
+}
+"""All routes beside `/v1` that some kind of engine has. No two kinds declare one differently."""
 
 
 def make_options(kind: str, values: Mapping[str, object]) -> EngineOptions:

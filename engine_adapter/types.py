@@ -19,6 +19,7 @@ import msgspec
 from typing_extensions import TypeVar
 
 from engine_adapter.options import EngineOptions
+from engine_adapter.routes import NativeRoute
 
 TokenIds = array  # array('i'): one int32 per token
 ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
@@ -120,6 +121,8 @@ class EngineInfo:
             cannot be rendered here, it refuses.
         served_as_chats: routes of other APIs that kvpin serves as chats, because the engine lacks them or
             would not serve them on the slot or with the salt that kvpin chooses.
+        any_model: it serves its model whatever name a request gives.
+        routes: its routes beside `/v1` that clients may use.
     """
 
     model: str
@@ -140,6 +143,8 @@ class EngineInfo:
     shared_tiers: str | None = None
     renders_alike: bool = False
     served_as_chats: frozenset[str] = frozenset()
+    any_model: bool = False
+    routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

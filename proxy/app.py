@@ -27,6 +27,7 @@ from engine_adapter import (
 )
 from proxy.api.admin import EngineRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
 from proxy.api.auth import AdminGuard
+from proxy.api.cors import Cors
 from proxy.api.errors import handle, handle_http
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
@@ -66,7 +67,7 @@ class Proxy:
         self.settings = settings
         self.transport = transport
         self.tasks = Supervisor()
-        self.fleet = Fleet()
+        self.fleet = Fleet(settings.model_aliases, settings.default_model)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(
             ApiKey.of(entry.key.get_secret_value(), entry.tenant_id) for entry in settings.api_keys
@@ -184,7 +185,9 @@ def _named(engine_id: str) -> Iterator[None]:
 
 def build_app(proxy: Proxy) -> Site:
     """All that is served, over a proxy's collaborators; the caller starts and stops those."""
-    data_plane = DataPlane(proxy.flow, proxy.tenants, int(proxy.settings.limits.body_bytes))
+    settings = proxy.settings
+    cors = Cors(settings.cors_origins) if settings.cors_origins else None
+    data_plane = DataPlane(proxy.flow, proxy.tenants, int(settings.limits.body_bytes), cors)
     rest = Starlette(
         routes=[admin_api(proxy), *Ops(proxy.fleet, proxy.metrics).routes()],
         exception_handlers={

@@ -3,6 +3,7 @@
 ProxyError
 ├── BadRequest           a field is wrong; names the field
 ├── NotFound             no such model, route, engine, operation, request or table
+├── MethodNotAllowed     the route exists, for other methods
 ├── Conflict             the name exists with other content
 ├── Unauthorized         no key, or a wrong one
 ├── Forbidden            the admin API without a key, from another machine
@@ -39,6 +40,14 @@ class BadRequest(ProxyError):
 
 class NotFound(ProxyError):
     """The request names something that does not exist."""
+
+
+class MethodNotAllowed(ProxyError):
+    """The route takes other methods, which the answer names."""
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.headers = {"allow": allow}
 
 
 class Conflict(ProxyError):

@@ -30,6 +30,7 @@ from engine_adapter import (
     JsonBody,
     RequestBody,
     Retention,
+    Upload,
 )
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.answers import Report
@@ -64,7 +65,7 @@ class Ready(Struct, frozen=True):
     """A request that can be placed.
 
     Attributes:
-        call: the request, its media checked.
+        call: the request, its media checked, with a model name that its engines take.
         pool: the engines that serve its model.
         salt: the cache salt its KV lies under.
         lora: the LoRA adapter it runs with.
@@ -124,7 +125,8 @@ class Flow:
         try:
             ready = await self.prepare(call)
             call = ready.call
-            record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
+            record.prompt, record.chain = ready.prompt, ready.chain
+            record.served_as, record.lora = ready.pool.model, ready.lora
             if (translation := ready.translation) is not None:
                 reply.through(lambda client: Translated(client, translation))
             while candidates := await self._candidates(ready, failed):
@@ -160,14 +162,16 @@ class Flow:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        pool, asked, salt = self.fleet.pool(call.model), call.body, None
+        (pool, model), asked, salt = self.fleet.find(call.model), call.body, None
+        if call.native is not None:
+            pool.check_serves(call.native)
         if (translation := _translation(call, pool)) is not None:
             call = replace(call, path=CHAT_PATH, body=translation.chat)
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(call.body, salt)
             call = call if body is call.body else replace(call, body=body)
-        lora = pool.lora_of(call.model)
+        lora, call = pool.lora_of(model), _naming(call, pool, model)
         prompt = retention = None
         if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
             prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora, tenant=call.tenant)
@@ -178,7 +182,12 @@ class Flow:
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
         return ready.pool.candidates(
-            ready.chain, ready.prompt, lora=ready.lora, session=ready.session, without=without
+            ready.chain,
+            ready.prompt,
+            lora=ready.lora,
+            session=ready.session,
+            without=without,
+            native=ready.call.native,
         )
 
     async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
@@ -259,13 +268,21 @@ class Flow:
             )
 
     def _hold(self, engine: Engine, ready: Ready) -> AbstractAsyncContextManager[Hold]:
-        """The request's hold on its engine. When reuse is off, the adapter is not involved."""
+        """The request's hold on its engine. When reuse is off, the adapter holds no request with a body."""
         call, prompt, body = ready.call, ready.prompt, _body_for(engine, ready)
-        if self.ingest is None:
+        if self.ingest is None and body is not None:
             return nullcontext(Hold(body))
         if prompt is None or not prompt.whole:
             return engine.adapter.hold(call.route, body, None)
         return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=ready.retention))
+
+
+def _naming(call: Call, pool: Pool, model: str | None) -> Call:
+    """The request with `model` in place of the name its client gave, unless its engines take any name."""
+    if model is None or model == call.model or call.body is None or pool.any_model:
+        return call
+    body = call.body
+    return replace(call, body=body.renamed(model) if isinstance(body, Upload) else body.replace(model=model))
 
 
 def _note_failure(engine: Engine, error: EngineError) -> None:
@@ -286,14 +303,17 @@ def _translation(call: Call, pool: Pool) -> Translation | None:
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:
     """The client's body, with the tenant's salt and the engine's own model name where these differ. A LoRA
     adapter has the same name on every engine."""
-    call, pool = ready.call, ready.pool
-    if not isinstance(call.body, JsonBody):
-        return call.body
+    call, pool, info = ready.call, ready.pool, engine.info
+    own_name = info.model if info is not None and call.model == pool.model != info.model else None
+    if isinstance(call.body, Upload):
+        return call.body if own_name is None else call.body.renamed(own_name)
+    if call.body is None:
+        return None
     changes = {}
     if ready.salt != call.body.get("cache_salt") and engine.can(Capability.CACHE_SALT):
         changes["cache_salt"] = ready.salt
-    if engine.info is not None and call.model == pool.model != engine.info.model:
-        changes["model"] = engine.info.model
+    if own_name is not None:
+        changes["model"] = own_name
     return call.body.replace(**changes) if changes else call.body
 
 

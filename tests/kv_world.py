@@ -200,7 +200,8 @@ class KvWorld:
         salt, lora = fields.pop("salt", None), fields.pop("lora", None)
         prompt = Prompt(array("i", ids), None, salt, lora) if ids is not None else None
         given = {"started": len(list(self.flow.requests)) + 1.0, "route": "/v1/completions", "model": "m"}
-        given |= {"tenant": None, "stream": False, "prompt": prompt, "status": 200}
+        given |= {"tenant": None, "stream": False, "prompt": prompt, "status": 200, "lora": lora}
+        given["served_as"] = "m" if lora is not None else fields.get("model", "m")
         record = RequestRecord(request_id, **(given | fields))
         self.flow.requests.add(record)
         return record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.hold import RequestBody
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
@@ -92,7 +93,7 @@ def prepare_request(
     method: str,
     path: str,
     headers: Mapping[str, str],
-    body: JsonBody | AsyncIterator[bytes] | None,
+    body: RequestBody,
 ) -> OutgoingRequest:
     """The client's request with the engine's address and credentials; see `EngineAdapter.prepare`."""
     engine = _engine_of(spec)
@@ -105,9 +106,11 @@ def prepare_request(
     kept += engine.headers
     if isinstance(body, JsonBody):
         return OutgoingRequest(method, engine.url + path, kept, body.raw, engine.tls)
-    if body is not None and (length := Headers(pairs).get("content-length", "")).isdigit():
-        kept.append((b"content-length", length.encode()))  # the stream has that many bytes
-    return OutgoingRequest(method, engine.url + path, kept, body, engine.tls)
+    if body is None:
+        return OutgoingRequest(method, engine.url + path, kept, None, engine.tls)
+    if body.length is not None:
+        kept.append((b"content-length", b"%d" % body.length))
+    return OutgoingRequest(method, engine.url + path, kept, body.chunks, engine.tls)
 
 
 class ControlClient:

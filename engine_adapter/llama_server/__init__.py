@@ -13,5 +13,6 @@ saved_files.py names, sidecars, checked moves           state_file.py     the fo
 discovery.py   what a server is, and what it lacks      fingerprint.py    which model made its KV
 tokens.py      a request's token ids, by the server     responses.py      /v1/responses as a chat
 command.py     its command line, when kvpin starts it   save_dir.py       where its files go by default
-options.py     settings of this kind
+options.py     settings of this kind      routes.py        which routes it has, and what runs there
+native.py      answers of its own routes
 """

@@ -18,15 +18,24 @@ from msgspec import structs
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineSpecError, EngineUnavailable, NotSupported
-from engine_adapter.hold import Forecast, Hold, RequestBody
+from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody
 from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.assemble import streaming_body
 from engine_adapter.llama_server.discovery import discover, read_pulse
-from engine_adapter.llama_server.keeper import SlotKeeper
+from engine_adapter.llama_server.keeper import SlotKeeper, SlotLease
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
+from engine_adapter.llama_server.native import NativeAnswer, SlotsAnswer, with_token_ids
 from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.llama_server.routes import (
+    INFILL,
+    NATIVE_COMPLETIONS,
+    PINNED_ROUTES,
+    ROUTES,
+    SLOTS,
+    UNPINNED_ROUTES,
+)
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.session import Session, identity_of
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
@@ -50,10 +59,7 @@ from engine_adapter.undeclared import Undeclared
 log = logging.getLogger("kvpin.llama_server")
 
 DEFAULT_CACHE_BYTES = 4 * 2**30
-# The server honours `id_slot` on these routes. On other routes that run a prompt, a request runs alone.
-PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _COMPLETIONS = "/v1/completions"
-UNPINNED_ROUTES = frozenset({"/v1/messages"})
 # Fields that turn one request into several; the server chooses their slots.
 _SEVERAL = ("n", "n_cmpl")
 # Fields that make the server parse an answer instead of passing on its text.
@@ -121,6 +127,8 @@ class LlamaServerAdapter(Undeclared):
             gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
             version=facts.build,
             shares_prefill=True,
+            any_model=True,  # a router, which chooses by the name, is refused on connecting
+            routes=ROUTES,
         )
 
     async def load(self) -> EngineLoad:
@@ -165,6 +173,8 @@ class LlamaServerAdapter(Undeclared):
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
         """See `EngineAdapter.hold`."""
+        if path == SLOTS:
+            return nullcontext(Hold(body, answer=SlotsAnswer()))
         session = self._session
         if session is None or session.keeper is None or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
@@ -258,19 +268,20 @@ class LlamaServerAdapter(Undeclared):
     ) -> AsyncIterator[Hold]:
         is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
         ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
+        if path == INFILL and not body.get("lora"):
+            ask = self._ask(KvTarget(cache_salt=body.get("cache_salt")))
         # The server's own prompt cache serves every tenant.
         may_share = session.keeps_none_itself or ask.salt is None
         wants_reuse = body.get("cache_prompt") is not False
-        ask = replace(ask, reuse=is_known and wants_reuse and may_share)
+        ask = replace(ask, reuse=ask is not _UNKNOWN and wants_reuse and may_share)
         async with keeper.lease(ask) as lease:
             lease.shows_text = _shows_text(path, session.facts.chat_template, body)
             reuses = lease.may_reuse
-            streamed = streaming_body(path, body)
-            answer = SlotAnswer(path, lease, assembles=streamed is not None)
+            sent, answer = _read_by(path, body, lease)
             yield Hold(
-                (streamed or body).replace(id_slot=lease.slot, cache_prompt=reuses),
+                sent.replace(id_slot=lease.slot, cache_prompt=reuses),
                 cached_tokens=lease.cached_tokens if reuses else 0,
-                firm=not reuses or (lease.firm and session.keeps_none_itself),
+                firm=not reuses or (is_known and lease.firm and session.keeps_none_itself),
                 answer=answer,
             )
 
@@ -307,10 +318,19 @@ async def _hold_all(keeper: SlotKeeper, body: JsonBody) -> AsyncIterator[Hold]:
         yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
 
 
+def _read_by(path: str, body: JsonBody, lease: SlotLease) -> tuple[JsonBody, AnswerReader]:
+    """The body for the server, and the reader of its answer."""
+    streamed = streaming_body(path, body)
+    if streamed is None and path in (*NATIVE_COMPLETIONS, INFILL) and body.get("stream") is not True:
+        asked = with_token_ids(body)
+        return asked or body, NativeAnswer(lease, hides_tokens=asked is not None)
+    return streamed or body, SlotAnswer(path, lease, assembles=streamed is not None)
+
+
 def _is_several(body: JsonBody) -> bool:
-    """Whether the server turns it into several requests."""
+    """Whether the server turns it into several requests. A list with a number in it is one prompt."""
     prompt = body.get("prompt")
-    texts = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
+    texts = isinstance(prompt, list) and not any(isinstance(token, int) for token in prompt)
     return (texts and len(prompt) > 1) or any(body.get(name) not in (None, 1) for name in _SEVERAL)
 
 

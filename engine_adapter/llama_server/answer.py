@@ -1,9 +1,10 @@
 """What an answer says of itself, and which tokens it left in its slot.
 
 After an answer a slot holds (prompt + sampled)[: n_prompt + n_sampled - 1]: the last token is never decoded.
-The server tells the counts and, on its OpenAI routes, no ids. A stream usually has one chunk per token. Where
-the counts prove that, the ids are those of the answer's text, as far as each token has the text of its chunk.
-All other ids are unknown until the slot is saved: the header of the file has them.
+The server tells the counts. Its own completion routes also tell the ids of the sampled tokens, its OpenAI
+routes do not. A stream of these usually has one chunk per token. Where the counts prove that, the ids are
+those of the answer's text, as far as each token has the text of its chunk. All other ids are unknown until
+the slot is saved: the header of the file has them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,11 @@ class _Response(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """One chunk of a stream; `type`, `delta` and `response` are those of `/v1/responses`."""
+    """One chunk of a stream.
+
+    `type`, `delta` and `response` are those of `/v1/responses`. The fields after them are those of the
+    server's own completions, which also answer without a stream.
+    """
 
     choices: list[_Choice] = []
     usage: Usage | None = None
@@ -77,6 +82,11 @@ class _Event(msgspec.Struct):
     type: str | None = None
     delta: str | None = None
     response: _Response | None = None
+    tokens: list[int] | None = None
+    stop: bool = False
+    truncated: bool = False
+    tokens_evaluated: int | None = None
+    tokens_predicted: int | None = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -94,6 +104,7 @@ class Answer:
         error: the message of an error that ended the stream.
         usage: token counts.
         timings: token counts and times.
+        token_ids: the leading sampled tokens that the server told; None if it tells none.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -103,6 +114,7 @@ class Answer:
     error: str | None = None
     usage: Usage = field(default_factory=Usage)
     timings: Timings = field(default_factory=Timings)
+    token_ids: TokenIds[int] | None = None
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -153,6 +165,8 @@ class Answer:
                 self._read_choice(choice)
             if event.type is not None:
                 self._read_response_event(event.type, event.delta or "")
+            if event.tokens is not None:
+                self._read_native_event(event, event.tokens)
         usage = event.usage or (event.response.usage if event.response is not None else None)
         self.usage = usage or self.usage
         self.timings = event.timings or self.timings
@@ -166,6 +180,19 @@ class Answer:
             self.pieces.append(text)
         if choice.finish_reason is not None:
             self.finish_reason, self.is_complete = choice.finish_reason, True
+
+    def _read_native_event(self, event: _Event, tokens: list[int]) -> None:
+        """A chunk of one of the server's own completions, or the whole answer."""
+        known = array("i") if self.token_ids is None else self.token_ids
+        # A stream leaves out the first tokens of a character that spans several. No later token is adjacent.
+        if len(known) + len(tokens) == event.tokens_predicted:
+            known.extend(tokens)
+        self.token_ids = known
+        if event.stop:
+            self.is_complete = True
+            self.usage = Usage(event.tokens_evaluated, event.tokens_predicted)
+        if event.truncated:
+            self.error = "the server dropped tokens from its context"
 
     def _read_response_event(self, kind: str, delta: str) -> None:
         match kind:

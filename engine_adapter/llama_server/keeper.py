@@ -76,6 +76,13 @@ class SlotLease:
     has_begun: bool = False
     shows_text: bool = True
 
+    @property
+    def leaves_own(self) -> bool:
+        """Whether all KV in the slot is now its own client's, although the prompt's tokens are not known."""
+        answer, ask = self.answer, self.ask
+        is_done = answer is not None and answer.is_complete and answer.error is None
+        return is_done and not ask.tokens and ask.salt != UNKNOWN_OWNER
+
 
 class SlotKeeper:
     """Leases slots to requests, one operation per slot at a time.
@@ -359,7 +366,7 @@ class SlotKeeper:
         except EngineError as error:
             log.warning("%s: content of slot %d is unknown after a request: %s", self._engine, slot.id, error)
         finally:
-            if known:
+            if known or lease.leaves_own:
                 self.contents.hold(slot, known, lease.ask.salt, unknown=unknown)
                 self.contents.note_saved(slot)
                 self.contents.keep(slot, lease.ask.retention)
@@ -370,10 +377,12 @@ class SlotKeeper:
     async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int]:
         """(known tokens, number of unknown ones) that a request left in its slot."""
         answer, prompt = lease.answer, lease.ask.tokens
-        if answer is not None and answer.is_complete and prompt:
+        if answer is not None and answer.is_complete and (prompt or lease.leaves_own):
             self._used.add(lease.slot)
             self._learn(lease, answer)
-            sampled = await known_tokens(self._control, answer) if lease.shows_text else array("i")
+            sampled = answer.token_ids
+            if sampled is None:
+                sampled = await known_tokens(self._control, answer) if lease.shows_text else array("i")
             return slot_content(prompt, answer, sampled)
         await self._until_all_arrived()
         count = await self._count_when_idle(lease.slot)

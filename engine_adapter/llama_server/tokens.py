@@ -14,9 +14,11 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.responses import as_chat
+from engine_adapter.llama_server.routes import NATIVE_COMPLETIONS
 from engine_adapter.types import TokenIds
 
-_CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_CHAT, _RESPONSES = "/v1/chat/completions", "/v1/responses"
+_COMPLETIONS = NATIVE_COMPLETIONS | {"/v1/completions"}
 _BAD_REQUEST = 400
 _INT32_MAX = 2**31 - 1
 _Answer = TypeVar("_Answer")
@@ -35,7 +37,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenIds[int]:
-    """The ids of a request to `path`: OpenAI's chat, completions or responses.
+    """The ids of a request to `path`: OpenAI's chat, completions or responses, or the server's completions.
 
     The server gets the whole chat body, because more than its messages makes the prompt: tools,
     `tool_choice`, `response_format`, `reasoning_effort`, `chat_template_kwargs`, a message to continue.
@@ -51,12 +53,15 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         return await _chat(control, body)
     if path == _RESPONSES:
         return await _chat(control, as_chat(body))
-    if path != _COMPLETIONS:
+    if path not in _COMPLETIONS:
         raise _rejected(f"kvpin does not follow prompts of {path}", "path")
-    prompt = _single(body.get("prompt"))
-    if isinstance(prompt, str):
-        return await _tokens(control, prompt)
-    return array("i", prompt)
+    tokens: TokenIds[int] = array("i")
+    for index, part in enumerate(_parts(body.get("prompt"))):
+        if isinstance(part, str):
+            tokens += await _tokens(control, part, add_special=index == 0)
+        else:
+            tokens.append(part)
+    return tokens
 
 
 async def _chat(control: ControlClient, body: JsonBody) -> TokenIds[int]:
@@ -64,8 +69,8 @@ async def _chat(control: ControlClient, body: JsonBody) -> TokenIds[int]:
     return await _tokens(control, rendered.prompt)
 
 
-async def _tokens(control: ControlClient, text: str) -> TokenIds[int]:
-    request = {"content": text, "add_special": True, "parse_special": True}
+async def _tokens(control: ControlClient, text: str, *, add_special: bool = True) -> TokenIds[int]:
+    request = {"content": text, "add_special": add_special, "parse_special": True}
     return array("i", _read(await control.call("POST", "/tokenize", json=request), _Tokens).tokens)
 
 
@@ -79,15 +84,17 @@ def _check_all_text(messages: object) -> None:
                 raise _rejected(f"{param} is not text: kvpin follows only text", param)
 
 
-def _single(prompt: Any) -> str | list[int]:  # noqa: ANN401 - JSON
-    """The only prompt of the field: a text or token ids."""
+def _parts(prompt: Any) -> list[str | int]:  # noqa: ANN401 - JSON
+    """The only prompt of the field: texts and token ids that follow each other."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt and all(map(_is_token_id, prompt)):
-        return prompt
-    raise _rejected("kvpin follows only a prompt that is one text or one list of token ids", "prompt")
+        return [prompt]
+    # The server takes a list of nothing but texts for several prompts.
+    is_one = isinstance(prompt, list) and any(map(_is_token_id, prompt))
+    if is_one and all(isinstance(part, str) or _is_token_id(part) for part in prompt):
+        return list(prompt)
+    raise _rejected("kvpin follows only one prompt: a text, token ids, or a list of both", "prompt")
 
 
 def _is_token_id(value: object) -> bool:

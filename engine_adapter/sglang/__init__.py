@@ -4,4 +4,5 @@ adapter.py   the adapter                          server_info.py  what the serve
 findings.py  what is missing, and which flag adds it  options.py  settings of this kind
 requests.py  changes to requests                  answer.py       cached tokens in answers
 loads.py     running and waiting requests         tokens.py       tokenises requests
+routes.py    routes beside `/v1`
 """

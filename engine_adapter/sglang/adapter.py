@@ -24,6 +24,7 @@ from engine_adapter.sglang.findings import find, why_events_do_not_fit
 from engine_adapter.sglang.loads import Loads
 from engine_adapter.sglang.options import SglangSpec
 from engine_adapter.sglang.requests import hold_request, kept_apart, tells_cached_tokens
+from engine_adapter.sglang.routes import ROUTES
 from engine_adapter.sglang.server_info import ServerInfo, read_loras, read_server_info
 from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
 from engine_adapter.types import (
@@ -223,4 +224,5 @@ class SglangAdapter(SelfPlaced, Undeclared):
             version=f"SGLang {info.version}",
             loras=info.loras,
             shares_prefill=True,
+            routes=ROUTES,
         )

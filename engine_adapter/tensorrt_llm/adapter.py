@@ -32,6 +32,7 @@ from engine_adapter.tensorrt_llm.discovery import (
 from engine_adapter.tensorrt_llm.events import EventReader
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, PROMPT_ROUTES, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG, EventPoller
+from engine_adapter.tensorrt_llm.routes import ROUTES
 from engine_adapter.tensorrt_llm.stats import Stats
 from engine_adapter.types import (
     Capability,
@@ -112,6 +113,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
             host_blocks=sum(levels[1:]) if levels else None,
             version=f"TensorRT-LLM {server.version}".strip(),
             events_read_once=True,
+            routes=ROUTES,
         )
 
     async def load(self) -> EngineLoad:

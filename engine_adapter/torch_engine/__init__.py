@@ -12,5 +12,5 @@ model      model.py loads it · loaded_model.py what it gives · model_check.py 
 KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers · kv_node.py its parts
            kv_kept.py retention · kv_admin.py flush, offload, restore, pin · kv_journal.py events
            kv_integrity.py the invariants
-adapter.py drives such an engine from kvpin
+adapter.py drives such an engine from kvpin · routes.py its routes beside `/v1`
 """

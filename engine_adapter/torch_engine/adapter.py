@@ -19,6 +19,7 @@ from engine_adapter.events.wire import Snapshot, decode_snapshot
 from engine_adapter.hold import Hold, RequestBody, SelfPlaced
 from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.torch_engine.routes import ROUTES
 from engine_adapter.types import (
     Capability,
     EngineInfo,
@@ -118,6 +119,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             host_blocks=info.host_blocks,
             version=info.version,
             shares_prefill=True,
+            routes=ROUTES,
             renders_alike=True,
         )
 

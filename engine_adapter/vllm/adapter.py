@@ -38,6 +38,7 @@ from engine_adapter.vllm.metrics import look
 from engine_adapter.vllm.options import VllmSpec
 from engine_adapter.vllm.ranks import sent_to_rank
 from engine_adapter.vllm.requests import RequestShaper
+from engine_adapter.vllm.routes import ROUTES
 
 _INSTEAD = {
     Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",
@@ -92,6 +93,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             version=f"vLLM {facts.version}".rstrip(),
             loras=facts.loras,
             shares_prefill=True,
+            routes=ROUTES,
         )
 
     async def load(self) -> EngineLoad:

@@ -62,6 +62,7 @@ class Exchange:
         target: path and query as sent; begins with a slash.
         headers: those of the request.
         task: the handler's task.
+        added: headers of every answer to it.
         on_left: called once if the client disconnects before its answer is complete.
         left: the client has disconnected.
         started, finished: the beginning, and all of the answer, was sent.
@@ -70,8 +71,8 @@ class Exchange:
 
     __slots__ = (
         "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_has_body", "_head", "_invited",
-        "_is_1_0", "_left_to_send", "_pauses", "_unread", "_wakes", "finished", "headers", "keep_alive",
-        "left", "method", "on_left", "started", "target", "task",
+        "_is_1_0", "_left_to_send", "_pauses", "_unread", "_wakes", "added", "finished", "headers",
+        "keep_alive", "left", "method", "on_left", "started", "target", "task",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +88,7 @@ class Exchange:
         """`is_1_0`: the client speaks HTTP/1.0, which has no chunks."""
         self.method, self.target, self.headers = method, target, headers
         self.task: asyncio.Task[None] | None = None
+        self.added: HeaderPairs = []
         self.on_left: Callable[[], None] | None = None
         self.left = self.started = self.finished = False
         self.keep_alive = keep_alive and not is_1_0
@@ -221,6 +223,8 @@ class Exchange:
         Raises:
             ValueError: a header has a line break in it.
         """
+        if self.added:
+            headers = [*headers, *self.added]
         head = b"\r\n".join([*map(b": ".join, headers), b""])
         if not head.count(b"\n") == head.count(b"\r") == len(headers) or b"\0" in head:
             raise ValueError("a header of the answer has a line break in it")

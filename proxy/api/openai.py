@@ -1,24 +1,29 @@
-"""The data plane, `/v1/*`: reads a request, gives it to the flow, cancels it when its client disconnects."""
+"""The data plane: reads a request, gives it to the flow, cancels it when its client disconnects.
+
+It serves `/v1/*`, and those routes beside `/v1` that an adapter declares (`NATIVE_ROUTES`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from urllib.parse import unquote
 
 import msgspec
 import structlog
 from starlette.responses import JSONResponse, Response
 
-from engine_adapter import Headers, JsonBody, route_of
+from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload, route_of
 from proxy.api.auth import authenticate, passed_on_headers
+from proxy.api.cors import METHODS, Cors, is_preflight, preflight
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
-from proxy.errors import BadRequest, BodyTooLarge, Forbidden, NoEngine, NotFound
+from proxy.api.forms import new_spool, read_form
+from proxy.errors import BadRequest, BodyTooLarge, Forbidden, MethodNotAllowed, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED
@@ -33,6 +38,8 @@ MAX_REQUEST_ID = 128
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
 # kvpin does not serve these routes, because they change an engine for all clients.
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_MODELS = "/v1/models"
+_READS, _ALLOW_READS = ("GET", "HEAD"), "GET, HEAD, OPTIONS"
 # Seconds an engine may take to end a stream after its client has read all of it.
 ENGINE_END_S = 1.0
 # The ids on the log lines of a request, which runs in a task of its own. structlog adds every variable with
@@ -43,11 +50,17 @@ _CLIENT_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}clien
 
 @dataclass(frozen=True, slots=True)
 class DataPlane:
-    """The handler of exchanges under `/v1`."""
+    """The handler of exchanges under `/v1`, and of the engines' own routes.
+
+    Attributes:
+        max_body_bytes: the longest body of a request.
+        cors: the web pages that may use it from a browser; None for none.
+    """
 
     flow: Flow
     tenants: Tenants
     max_body_bytes: int
+    cors: Cors | None = None
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
@@ -55,6 +68,8 @@ class DataPlane:
         _OWN_ID.set(own_id)
         if client_id is not None:
             _CLIENT_ID.set(client_id)
+        if self.cors is not None:
+            exchange.added = self.cors.headers(exchange.headers)
         reply = Reply(exchange)
         exchange.on_left = lambda: _cancel(exchange, reply)
         try:
@@ -76,46 +91,86 @@ class DataPlane:
 
     async def _serve(self, exchange: Exchange, reply: Reply, own_id: str, client_id: str | None) -> None:
         headers, method = exchange.headers, exchange.method
+        if method == "OPTIONS":  # a preflight carries no key
+            return _send(self._options(exchange), exchange)
         tenant = authenticate(headers, self.tenants)
         path = _checked_path(exchange.target)
-        if method in ("GET", "HEAD"):
-            if "sec-websocket-key" in headers:
-                raise Forbidden("kvpin serves no WebSockets")
-            asked = path.partition("?")[0]
-            if asked.rstrip("/") == "/v1/models":
-                return _send(self._models(), exchange)
-            if asked.startswith("/v1/models/"):
-                return _send(self._model(unquote(path.removeprefix("/v1/models/"))), exchange)
-        # No name for the call here: its body is freed before the answer ends.
-        return await self.flow.serve(await self._call(exchange, path, tenant, own_id, client_id), reply)
+        _check_method(method, path)
+        if method in _READS and "sec-websocket-key" in headers:
+            raise Forbidden("kvpin serves no WebSockets")
+        if _is_of_models(path):
+            return _send(self._models(method, path), exchange)
+        call = partial(self._call, exchange, path, tenant, own_id, client_id)
+        if _is_upload(path, headers):
+            return await self._serve_upload(exchange, reply, call)
+        # No name for the body here: it is freed before the answer ends.
+        return await self.flow.serve(call(await self._body(exchange)), reply)
 
-    async def _call(
-        self, exchange: Exchange, path: str, tenant: str | None, own_id: str, client_id: str | None
+    async def _serve_upload(
+        self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call]
+    ) -> None:
+        """Serves a request whose body is passed on as it arrives. A form is read as far as its model's name,
+        where that matters."""
+        length, chunks = self._length(exchange.headers), exchange.chunks(self.max_body_bytes)
+        if not (_kind(exchange.headers).startswith("multipart/form-data") and self.flow.fleet.has_choice):
+            return await self.flow.serve(call(Upload(chunks, length)), reply)
+        with new_spool() as spool:
+            form = await read_form(chunks, exchange.headers["content-type"], length, spool)
+            return await self.flow.serve(call(form), reply)
+
+    def _call(
+        self,
+        exchange: Exchange,
+        path: str,
+        tenant: str | None,
+        own_id: str,
+        client_id: str | None,
+        body: RequestBody,
     ) -> Call:
         """The request, read as far as the flow needs it."""
-        headers, body = exchange.headers, await self._body(route_of(path), exchange)
+        headers = exchange.headers
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, body)
         return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session)
 
-    async def _body(self, route: str, exchange: Exchange) -> JsonBody | AsyncIterator[bytes] | None:
-        """The parsed JSON body, or the unread stream of a file upload."""
-        headers, limit = exchange.headers, self.max_body_bytes
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > limit:
-            raise BodyTooLarge(f"the body has {length} bytes; the limit is {limit}")
-        if route.startswith(FILE_ROUTES):
-            kind = headers.get("content-type", "").strip().lower()
-            if kind.startswith(("multipart/", "audio/")):
-                return exchange.chunks(limit)
-        raw = await exchange.read(limit)
+    async def _body(self, exchange: Exchange) -> JsonBody | None:
+        """The parsed JSON body."""
+        self._length(exchange.headers)
+        raw = await exchange.read(self.max_body_bytes)
         return _parse(raw) if raw else None
 
-    def _models(self) -> Response:
-        cards = [_model_card(name, model) for name, model in self.flow.fleet.served().items()]
-        return JSONResponse({"object": "list", "data": cards})
+    def _length(self, headers: Headers) -> int | None:
+        """The length of the body as its client gave it. Raises BodyTooLarge."""
+        given = headers.get("content-length", "")
+        if not given.isdigit():
+            return None
+        if int(given) > self.max_body_bytes:
+            raise BodyTooLarge(f"the body has {given} bytes; the limit is {self.max_body_bytes}")
+        return int(given)
 
-    def _model(self, name: str) -> Response:
-        return JSONResponse(_model_card(name, self.flow.fleet.pool(name).model))
+    def _options(self, exchange: Exchange) -> Response:
+        """The answer to an OPTIONS. Which methods a route of engines has, only they know."""
+        if is_preflight(exchange.headers):
+            return Response(status_code=204, headers=preflight(self.cors, exchange.headers))
+        path = _checked_path(exchange.target)
+        native = NATIVE_ROUTES.get(path.partition("?")[0])
+        reads = _is_of_models(path) or (native is not None and native.method == "GET")
+        return Response(status_code=204, headers={"allow": _ALLOW_READS if reads else METHODS})
+
+    def _models(self, method: str, path: str) -> Response:
+        """The list of models, or one of them. An alias has the name it stands for as `root`, as in vLLM."""
+        asked, fleet = path.partition("?")[0], self.flow.fleet
+        if method not in _READS:
+            raise MethodNotAllowed(f"{asked} takes {_ALLOW_READS}, not {method}", allow=_ALLOW_READS)
+        cards = {name: _model_card(name, model) for name, model in fleet.served().items()}
+        cards |= {
+            alias: {**cards[own], "id": alias, "root": own} for alias, own in fleet.served_aliases().items()
+        }
+        name = unquote(asked.removeprefix(_MODELS)).strip("/")
+        if not name:
+            return JSONResponse({"object": "list", "data": list(cards.values())})
+        if name not in cards:
+            raise fleet.not_served(name)
+        return JSONResponse(cards[name])
 
 
 def _cancel(exchange: Exchange, reply: Reply) -> None:
@@ -128,6 +183,20 @@ def _cancel(exchange: Exchange, reply: Reply) -> None:
         asyncio.get_running_loop().call_later(ENGINE_END_S if reply.complete else 0, exchange.task.cancel)
 
 
+def _is_of_models(path: str) -> bool:
+    """Whether kvpin itself answers requests for this path."""
+    return path.startswith(_MODELS) and path[len(_MODELS) :][:1] in ("", "/", "?")
+
+
+def _is_upload(path: str, headers: Headers) -> bool:
+    """Whether the body is passed on as it arrives."""
+    return route_of(path).startswith(FILE_ROUTES) and _kind(headers).startswith(("multipart/", "audio/"))
+
+
+def _kind(headers: Headers) -> str:
+    return headers.get("content-type", "").strip().lower()
+
+
 def _parse(raw: bytes) -> JsonBody:
     try:
         return JsonBody(raw)
@@ -137,9 +206,16 @@ def _parse(raw: bytes) -> JsonBody:
 
 @lru_cache(maxsize=256)
 def _checked_path(target: bytes) -> str:
-    """Path and query of a request. Raises NotFound for dot segments: they could leave `/v1` at the engine."""
+    """Path and query of a request for the engine. A native route that equals one of `/v1` becomes that one.
+
+    Raises:
+        NotFound: the route is not open, or has dot segments: they could leave `/v1` at the engine.
+    """
     whole = target.decode("latin-1")
-    path = whole.partition("?")[0]
+    path, _, query = whole.partition("?")
+    if (native := NATIVE_ROUTES.get(path)) is not None:
+        path = native.same_as or path
+        return f"{path}?{query}" if query else path
     decoded = unquote(unquote(path))
     # Some servers ignore what follows a semicolon in a segment.
     segments = [segment.partition(";")[0] for segment in decoded.replace("\\", "/").split("/")]
@@ -148,6 +224,13 @@ def _checked_path(target: bytes) -> str:
     if climbs or not path.isascii() or not is_open:
         raise NotFound(f"there is no route {decoded!r}")
     return whole.removesuffix("?")
+
+
+def _check_method(method: str, path: str) -> None:
+    """Raises NotFound for a method of a native route that is its engine's operator's, or nobody's."""
+    native = NATIVE_ROUTES.get(path.partition("?")[0])
+    if native is not None and method != native.method and (method, native.method) != ("HEAD", "GET"):
+        raise NotFound(f"there is no route {method} {path}")
 
 
 def _client_id(headers: Headers) -> str | None:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from proxy.errors import NoEngine
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 
@@ -17,8 +18,8 @@ kvpin: an OpenAI-compatible proxy that routes requests by KV cache
 
 {base}v1             OpenAI's API: set base_url to this
 {base}admin/v1       the admin API; `kvpin stats` and other commands use it
-{base}health         200 while kvpin runs
-{base}health/ready   200 while engines take requests
+{base}health         200 while engines take requests
+{base}health/live    200 while kvpin runs
 {base}metrics        Prometheus metrics
 """
 
@@ -34,7 +35,7 @@ class Ops:
         """The routes to mount at the root."""
         return [
             Route("/", self.root),
-            Route("/health", self.live),
+            Route("/health", self.health),
             Route("/health/live", self.live),
             Route("/health/ready", self.ready),
             Route("/metrics", self.page),
@@ -43,6 +44,12 @@ class Ops:
     async def root(self, request: Request) -> Response:
         """Where to find what, for a person with a browser."""
         return PlainTextResponse(_ROOT.format(base=request.base_url))
+
+    async def health(self, _request: Request) -> Response:
+        """200 while engines take requests, as clients of an engine expect it; else 503. Names no engine."""
+        if self.fleet.is_ready():
+            return JSONResponse({"status": "ok"})
+        raise NoEngine("no engine is ready; try again shortly")
 
     async def live(self, _request: Request) -> Response:
         """200 while the process serves."""

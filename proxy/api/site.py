@@ -1,4 +1,4 @@
-"""What kvpin serves on its port: the data plane on `/v1`, and an ASGI application for the rest."""
+"""What kvpin serves on its port: the data plane, and an ASGI application for the rest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from engine_adapter import NATIVE_ROUTES
 from proxy.api.asgi import path_of, serve_asgi
 from proxy.api.exchange import Exchange
 from proxy.api.openai import DataPlane
@@ -18,7 +19,7 @@ class Site:
     """The handler of every exchange.
 
     Attributes:
-        data_plane: serves `/v1` and what is below it.
+        data_plane: serves `/v1` and what is below it, and the engines' own routes.
         rest: the admin API, health, metrics, and the answer to an unknown route.
     """
 
@@ -27,6 +28,9 @@ class Site:
 
     def __call__(self, exchange: Exchange) -> Coroutine[Any, Any, None]:
         """The work of one exchange."""
-        if exchange.target.startswith(b"/v1/") or f"{path_of(exchange.target)}/".startswith("/v1/"):
+        if exchange.target.startswith(b"/v1/"):
+            return self.data_plane.serve(exchange)
+        path = path_of(exchange.target)
+        if path in NATIVE_ROUTES or f"{path}/".startswith("/v1/"):
             return self.data_plane.serve(exchange)
         return serve_asgi(self.rest, exchange)

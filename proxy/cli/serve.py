@@ -54,6 +54,20 @@ def serve(
         bool | None,
         typer.Option("--reuse/--no-reuse", help="Route by KV cache; or ENABLE_KV_CACHE_REUSE=1 [off]."),
     ] = None,
+    model_alias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=MODEL", help="A further name of a model or LoRA adapter. Repeatable."),
+    ] = None,
+    default_model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Serves requests for any other model, or for none.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Web pages from here may use /v1, e.g. https://chat.example; * for all. Repeatable.",
+        ),
+    ] = None,
     record_traffic: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record requests for `kvpin replay`, as hashes without text."),
@@ -66,6 +80,7 @@ def serve(
         SettingsError,
         is_command_line,
         load_settings,
+        parse_alias_flags,
         parse_engine_flag,
         parse_managed_flag,
     )
@@ -76,6 +91,8 @@ def serve(
         "port": port,
         "admin_key": admin_key,
         "reuse": reuse,
+        "default_model": default_model,
+        "cors_origins": tuple(cors_origin or ()) or None,
         "record_traffic": record_traffic,
         "logs": {name: value for name, value in logs.items() if value is not None} or None,
     }
@@ -87,6 +104,7 @@ def serve(
         started += [parse_managed_flag(text) for text in managed or ()]
         flags["engines"] = tuple(elsewhere) or None
         flags["managed"] = tuple(started) or None
+        flags["model_aliases"] = parse_alias_flags(model_alias or ()) or None
         if api_key:
             flags["api_keys"] = tuple({"key": key} for key in api_key)
         settings = load_settings(config, **flags)

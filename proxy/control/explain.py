@@ -12,7 +12,6 @@ import msgspec
 
 from proxy.control.routing import CostAnswer, Decision, cost_answer, reasons
 from proxy.core.placement.decision import Placement
-from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.flow import Flow
@@ -144,10 +143,8 @@ def _with_text(fleet: Fleet, record: RequestRecord, divergence: Divergence) -> D
 
 
 def _decode(fleet: Fleet, record: RequestRecord, token_ids: tuple[int, ...]) -> str | None:
-    try:
-        prompts = fleet.pool(record.model).prompts
-    except (NotFound, NoEngine):
-        return None
+    pool = fleet.pools.get(record.served_as) if record.served_as is not None else None
+    prompts = pool.prompts if pool is not None else None
     return prompts.decode(array("i", token_ids)) if prompts is not None else None
 
 

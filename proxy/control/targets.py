@@ -90,8 +90,8 @@ class Targets:
         if kind == "prompt_cache_key":
             return self._last_prefix(target)
         salt = self._salt_of(target)
-        pool = self._pool_of(target, target.model)
-        lora = pool.lora_of(target.model)
+        pool, own = self._pool_of(target, target.model)
+        lora = pool.lora_of(own)
         path, body = request_of(target, lora or pool.model)
         if pool.prompts is None:
             raise NoEngine("prompts cannot be tokenised yet; try again shortly")
@@ -173,9 +173,9 @@ class Targets:
         if found is None:
             raise NotFound(f"no recent request has prompt_cache_key {key!r}", param="prompt_cache_key")
         model, prompt = found
-        if target.model not in (None, model):
+        if target.model is not None and self._pool_of(target, target.model)[1] != model:
             raise BadRequest(f"the request with that key was for {model!r}", param="model")
-        return _prefix(self._pool_of(target, model), prompt, "prompt_cache_key")
+        return _prefix(self._pool_of(target, model)[0], prompt, "prompt_cache_key")
 
     def _salt_of(self, target: Target) -> str | None:
         """The salt that the target's KV lies under."""
@@ -190,24 +190,26 @@ class Targets:
             raise BadRequest("there is only one tenant, so all KV is its own: use all: true", param="tenant")
         return tenants.salt(target.tenant, target.cache_salt)
 
-    def _pool_of(self, target: Target, model: str | None) -> Pool:
+    def _pool_of(self, target: Target, model: str | None) -> tuple[Pool, str | None]:
+        """The pool that serves `model`, and the name by which its engines know that."""
         if target.engine is None:
-            return self._fleet.pool(model)
+            return self._fleet.find(model)
         pool = self._fleet.pool_of(self._fleet.engine(target.engine))
         if pool is None:
             raise NoEngine(f"engine {target.engine!r} is not connected")
         names = (pool.model, *sorted(pool.engines[target.engine].loras))
-        if model not in (None, *names):
+        own = model if model in names else self._fleet.aliases.get(model or "", model)
+        if own not in (None, *names):
             served = ", ".join(map(repr, names))
             raise BadRequest(f"engine {target.engine!r} serves {served}", param="model")
-        return pool
+        return pool, own
 
     def _pools(self, target: Target) -> list[Pool]:
         """The pools of a target that is no prefix."""
         if target.engine is None and target.model is None:
             return list(self._fleet.pools.values())
-        pool = self._pool_of(target, target.model)
-        if pool.lora_of(target.model) is not None:
+        pool, own = self._pool_of(target, target.model)
+        if pool.lora_of(own) is not None:
             raise BadRequest(
                 f"{target.model!r} is a LoRA adapter: its KV can be told from other KV of {pool.model!r} "
                 "only by a prefix; name a prefix, or the model",

@@ -112,6 +112,10 @@ class Engine:
         """Whether the engine, as connected, declares the capability."""
         return self.info is not None and capability in self.info.capabilities
 
+    def serves(self, native: str) -> bool:
+        """Whether the engine, as connected, declares this route beside `/v1`."""
+        return self.info is not None and native in self.info.routes
+
     @property
     def loras(self) -> frozenset[str]:
         """Names of the LoRA adapters it serves."""

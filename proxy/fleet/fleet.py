@@ -7,6 +7,7 @@ when requests begin and end.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import structlog
 
@@ -19,12 +20,17 @@ log = structlog.get_logger(__name__)
 
 # Engines with smaller pages than this get a pool of normal blocks: tiny blocks cost too many look-ups.
 PAGES_BELOW = 4
+# Characters of a client's model name that an error repeats.
+MAX_NAME = 200
 
 
 class Fleet:
     """All engines and their pools."""
 
-    def __init__(self) -> None:
+    def __init__(self, aliases: Mapping[str, str] | None = None, default_model: str | None = None) -> None:
+        """`aliases`: further names of models and LoRA adapters. `default_model`: serves all other names."""
+        self.aliases = aliases or {}
+        self.default_model = default_model
         self.engines: dict[str, Engine] = {}
         self.pools: dict[str, Pool] = {}
         self._warned: set[str] = set()
@@ -91,7 +97,8 @@ class Fleet:
             pool.wipe(engine)
             pool.placer.remove(engine.id)
             del pool.engines[engine.id]
-            pool.away[engine.id] = engine.loras
+            if engine.info is not None:
+                pool.away[engine.id] = engine.info
 
     def _not_away(self, engine_id: str) -> None:
         """A lost engine came back or was removed. Ends pools without engines, present or lost."""
@@ -101,6 +108,9 @@ class Fleet:
                 del self.pools[pool.model]
 
     def _warn_of_names(self) -> None:
+        for alias in sorted((self.aliases.keys() & self.pools.keys()) - self._warned):
+            self._warned.add(alias)
+            log.warning("an alias is not used: a model has the same name", alias=alias)
         for pool in self.pools.values():
             for name in sorted((pool.loras & self.pools.keys()) - self._warned):
                 self._warned.add(name)
@@ -132,25 +142,82 @@ class Fleet:
             name: model for name, model in adapters.items() if name not in self.pools
         }
 
+    def served_aliases(self) -> dict[str, str]:
+        """Aliases that clients may send as `model` → the model or LoRA adapter that each stands for."""
+        served = self.served()
+        return {alias: own for alias, own in self.aliases.items() if own in served and alias not in served}
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether the `model` of a request makes a difference to kvpin. If not, it need not be read."""
+        if len(self.pools) > 1 or self.aliases or self.default_model is not None:
+            return True
+        return any(pool.loras for pool in self.pools.values())
+
     def pool(self, model: str | None) -> Pool:
-        """The pool that serves `model`, a model or a LoRA adapter. Without a name, the only pool.
+        """The pool that serves `model`; see `find`."""
+        return self.find(model)[0]
+
+    def find(self, model: str | None) -> tuple[Pool, str | None]:
+        """The pool that serves a request's `model`, and the name by which its engines know that.
+
+        In this order: the model or LoRA adapter of that name; the one that an alias of that name stands for;
+        the only pool that takes any name; the default model. A request without a name goes to the only pool,
+        with no name, or to the default model.
 
         Raises:
-            NotFound: no engine serves that model.
-            NoEngine: no engine has connected yet.
+            NotFound: nothing serves that model.
+            NoEngine: no engine has connected yet, or the model may be that of one that still connects.
         """
-        if model is not None and model in self.pools:
-            return self.pools[model]
-        for pool in self.pools.values():
-            if pool.lora_of(model) is not None:
-                return pool
+        if model is not None:
+            found = self._named(model)
+            if found is not None:
+                return found
+        elif len(self.pools) == 1:
+            return next(iter(self.pools.values())), None
         if not self.pools:
             raise NoEngine("no engine is connected yet; try again shortly")
-        if model is None and len(self.pools) == 1:
-            return next(iter(self.pools.values()))
-        known = ", ".join(sorted(self.served()))
+        if model is not None and model not in self.aliases:
+            self._require_all_known(model)
+            takers = [pool for pool in self.pools.values() if pool.any_model]
+            if len(takers) == 1:
+                return takers[0], takers[0].model
+        if model not in self.aliases and self.default_model is not None:
+            found = self._named(self.default_model)
+            if found is not None:
+                return found
+        raise self.not_served(model)
+
+    def not_served(self, model: str | None) -> NotFound:
+        """The error of a request for a model that nothing serves."""
         if model is None:
-            raise NotFound(f"name a model; served: {known}", param="model", code="model_not_found")
-        raise NotFound(
-            f"the model {model!r} does not exist; served: {known}", param="model", code="model_not_found"
-        )
+            reason = "name a model"
+        elif model in self.aliases:
+            reason = f"the model {model!r} is an alias of {self.aliases[model]!r}, which is not served"
+        else:
+            reason = f"the model {model[:MAX_NAME]!r} does not exist"
+        if self.default_model is not None and model not in self.aliases:
+            reason += f", and the default model {self.default_model!r} is not served"
+        known = ", ".join(sorted({*self.served(), *self.served_aliases()}))
+        return NotFound(f"{reason}; served: {known}", param="model", code="model_not_found")
+
+    def _named(self, model: str) -> tuple[Pool, str] | None:
+        """What serves the model, LoRA adapter or alias of that name."""
+        for own in (model, self.aliases.get(model)):
+            if own is None:
+                continue
+            if own in self.pools:
+                return self.pools[own], own
+            for pool in self.pools.values():
+                if pool.lora_of(own) is not None:
+                    return pool, own
+        return None
+
+    def _require_all_known(self, model: str) -> None:
+        """Raises NoEngine while an engine is in its first start: the model may be its own."""
+        for engine in self.engines.values():
+            if engine.state is EngineState.CONNECTING:
+                raise NoEngine(
+                    f"the model {model[:MAX_NAME]!r} is not served yet, and engine {engine.id!r} is still "
+                    "connecting; try again shortly"
+                )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 
-from engine_adapter import Capability, EngineAdapter, Tier
+from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.placer import Placer
-from proxy.errors import NoEngine
+from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.lease import Lease
 from proxy.prompt import Prompt, PromptBuilder
@@ -32,7 +32,7 @@ class Pool:
 
     Attributes:
         prompts: renders and tokenises requests; None until an engine has connected.
-        away: lost engines → the LoRA adapters they served.
+        away: lost engines, as they were when they were lost.
     """
 
     def __init__(self, model: str, tokens_per_block: int) -> None:
@@ -41,7 +41,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
-        self.away: dict[str, frozenset[str]] = {}
+        self.away: dict[str, EngineInfo] = {}
 
     @property
     def index(self) -> PrefixIndex:
@@ -55,7 +55,18 @@ class Pool:
     @property
     def loras(self) -> frozenset[str]:
         """Names of its LoRA adapters, as clients send them as `model`."""
-        return frozenset().union(*(engine.loras for engine in self.engines.values()), *self.away.values())
+        return frozenset().union(*(info.loras for info in self._infos))
+
+    @property
+    def any_model(self) -> bool:
+        """Whether each of its engines serves its model whatever name a request gives."""
+        return all(info.any_model for info in self._infos)
+
+    @property
+    def _infos(self) -> Iterator[EngineInfo]:
+        """Its engines, those that were lost included."""
+        yield from (engine.info for engine in self.engines.values() if engine.info is not None)
+        yield from self.away.values()
 
     @property
     def served_as_chats(self) -> frozenset[str]:
@@ -104,16 +115,18 @@ class Pool:
         lora: str | None = None,
         session: Session | None = None,
         without: Container[str] = (),
+        native: str | None = None,
     ) -> list[Candidate]:
         """The engines a request may go to: what each holds of its chain or forecasts, and its load.
 
-        With `lora`, or a prompt that uses one, only engines that serve it.
+        With `lora`, or a prompt that uses one, only engines that serve it; with `native`, only engines that
+        have this route.
         """
         last = self.placer.last_engine(session)
         lora = prompt.lora if prompt is not None else lora
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
-        for engine in self._able(lora, without):
+        for engine in self._able(lora, without, native):
             match = matches.get(engine.id)
             forecast = engine.adapter.forecast(target) if target is not None else None
             if forecast is not None and not whole:
@@ -132,9 +145,14 @@ class Pool:
             )
         return candidates
 
-    def _able(self, lora: str | None, without: Container[str]) -> list[Engine]:
-        """The ready engines that serve the LoRA adapter; if there is none, the suspect ones. One broken
-        connection must not empty a small pool."""
+    def check_serves(self, native: str) -> None:
+        """Raises NotFound if no engine of the pool has this route. Lost engines may have it."""
+        if not self.away and not any(engine.serves(native) for engine in self.engines.values()):
+            raise NotFound(f"no engine of the model {self.model!r} has the route {native}")
+
+    def _able(self, lora: str | None, without: Container[str], native: str | None) -> list[Engine]:
+        """The ready engines that serve the LoRA adapter and the route; if there is none, the suspect ones.
+        One broken connection must not empty a small pool."""
         for state in (EngineState.READY, EngineState.SUSPECT):
             able = [
                 engine
@@ -142,6 +160,7 @@ class Pool:
                 if engine.state is state
                 and engine.id not in without
                 and (lora is None or lora in engine.loras)
+                and (native is None or engine.serves(native))
             ]
             if able:
                 return able

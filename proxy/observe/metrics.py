@@ -56,7 +56,8 @@ class Metrics:
     def observe(self, record: RequestRecord) -> None:
         """Counts one finished request."""
         placement = record.placement
-        model = record.model if placement is not None and record.model else ""
+        # Not the client's name for it, which may be anything.
+        model = (record.lora or record.served_as or "") if placement is not None else ""
         engine = placement.engine if placement is not None else ""
         self._requests.of(model, engine, str(record.status or "failed")).add()
         self._retries.of(model).add(max(len(record.attempts) - 1, 0))

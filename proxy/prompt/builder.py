@@ -30,10 +30,12 @@ from proxy.prompt.render import (
     COMPLETIONS_PATH,
     ChatInput,
     CompletionInput,
+    MixedInput,
     PromptInput,
     ResponseInput,
     has_own_template,
     is_special,
+    read_native,
     read_prompt,
 )
 from proxy.prompt.tables import PromptTables
@@ -232,13 +234,18 @@ class PromptBuilder:
             ChatError, PromptTableError: messages or extra ids that break their rules, with the field.
         """
         per_ms = TOKEN_ID_BYTES_PER_MS if path == COMPLETIONS_PATH else JSON_BYTES_PER_MS
-        source = await off_loop(lambda: read_prompt(path, body), ms=len(body.raw) / per_ms)
+        native = self.info.routes.get(path)
+        source: PromptInput | None = await off_loop(
+            lambda: read_prompt(path, body) if native is None else read_native(native.prompt, body),
+            ms=len(body.raw) / per_ms,
+        )
         if source is None:
             return None
         tokens = await self._tokenise(source, path, body, Owner(salt, lora, tenant))
         if tokens is None:
             return None
-        self._check_length(len(tokens.prompt.token_ids), source.param)
+        if native is None:  # an engine's own routes have errors of their own
+            self._check_length(len(tokens.prompt.token_ids), source.param)
         made = tokens.prompt
         return Prompt(
             made.token_ids,
@@ -260,6 +267,8 @@ class PromptBuilder:
         match source:
             case CompletionInput():
                 return await self._completion(source, path, body)
+            case MixedInput():
+                return self._made(await self._engines.ask(path, body), self._engines)
             case ChatInput() if source.is_text or self._strict:
                 return await self._chat(source, body, owner)
             case ResponseInput() if source.is_text:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from engine_adapter import JsonBody
+from engine_adapter.routes import PromptFields
 from engine_adapter.types import TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.media import check_number, find_media, is_text, media_fields, not_plain
@@ -114,7 +115,14 @@ class ResponseInput:
     is_text: bool = True
 
 
-PromptInput = ChatInput | CompletionInput | ResponseInput
+@dataclass(frozen=True, slots=True)
+class MixedInput:
+    """A completion's prompt of texts and token ids, which only the engine can join."""
+
+    param: ClassVar[str] = "prompt"
+
+
+PromptInput = ChatInput | CompletionInput | ResponseInput | MixedInput
 """The fields that make a prompt. `param` is the field that an error about its length names."""
 
 
@@ -199,6 +207,29 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
         add_special_tokens=_flag(body, "add_special_tokens", default=True),
         explicit=_explicit(body.get("extra_ids")),
         table=_table(body.get("prompt_table")),
+    )
+
+
+def read_native(fields: PromptFields | None, body: JsonBody) -> CompletionInput | MixedInput | None:
+    """The prompt of a route beside `/v1`, if it has one prompt that can be known.
+
+    Raises:
+        BadRequest: a token id is out of range. What else is wrong with it is the engine's to say.
+    """
+    if fields is None or _gives(body, fields.unless):
+        return None
+    given = body.get(fields.ids)
+    given = body.get(fields.text) if given is None else given
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list):
+        given = given[0]
+    kinds = set(map(type, given)) if isinstance(given, list) else {type(given)}
+    if kinds == {int, str}:
+        return MixedInput()
+    prompt = _single_prompt(given) if kinds in ({str}, {int}) else None
+    return (
+        None
+        if prompt is None
+        else CompletionInput(prompt, add_special_tokens=True, explicit=None, table=None)
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Protocol
+from urllib.parse import parse_qs
 
 import msgspec
 
-from engine_adapter import HeaderPairs, Headers, JsonBody, route_of
+from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, RequestBody, Upload, route_of
 from proxy.request.session import Session
 
 # OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
@@ -21,9 +22,9 @@ class Call(msgspec.Struct, frozen=True):
 
     Attributes:
         request_id: kvpin's own, unique.
-        method, path: as sent; the path keeps its query string and starts with `/v1/`.
+        method, path: as sent; the path keeps its query string.
         headers: without those that end here, such as kvpin's key.
-        body: a parsed JSON object, an unread stream for other content types, None if empty.
+        body: a parsed JSON object, an upload that is passed on as it arrives, None if empty.
         tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one.
         session: the conversation it belongs to, if it names one.
@@ -33,7 +34,7 @@ class Call(msgspec.Struct, frozen=True):
     method: str
     path: str
     headers: Headers
-    body: JsonBody | AsyncIterator[bytes] | None
+    body: RequestBody
     tenant: str | None = None
     client_id: str | None = None
     session: Session | None = None
@@ -53,9 +54,20 @@ class Call(msgspec.Struct, frozen=True):
         return route_of(self.path)
 
     @property
+    def native(self) -> str | None:
+        """The route, if it is one of an engine's own beside `/v1`."""
+        route = self.path.partition("?")[0]
+        return route if route in NATIVE_ROUTES else None
+
+    @property
     def model(self) -> str | None:
-        """The model that the body names, if any."""
-        model = self.body.get("model") if isinstance(self.body, JsonBody) else None
+        """The model that the body names, if any; on a native route without a body, the query."""
+        if isinstance(self.body, Upload):
+            return self.body.named.model if self.body.named is not None else None
+        if self.body is None:
+            query = self.path.partition("?")[2] if self.native is not None else ""
+            return next(iter(parse_qs(query).get("model", ())), None)
+        model = self.body.get("model")
         return model if isinstance(model, str) else None
 
     @property

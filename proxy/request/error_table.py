@@ -35,6 +35,7 @@ TABLE: dict[type[Exception], Row] = {
     errors.Unauthorized: Row(401, "authentication_error", "invalid_api_key"),
     errors.Forbidden: Row(403, "permission_error", "forbidden"),
     errors.NotFound: Row(404, "invalid_request_error", "not_found"),
+    errors.MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
     errors.Conflict: Row(409, "invalid_request_error", "conflict"),
     errors.BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
     errors.NoEngine: Row(503, "server_error", "no_engine"),

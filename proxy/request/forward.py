@@ -49,6 +49,13 @@ _NOT_PASSED_ON = frozenset(
         b"date",
         b"x-kv-cached-tokens",
         b"x-request-id",
+        # Which pages may use the data plane is kvpin's to say: proxy/api/cors.py.
+        b"access-control-allow-credentials",
+        b"access-control-allow-headers",
+        b"access-control-allow-methods",
+        b"access-control-allow-origin",
+        b"access-control-expose-headers",
+        b"access-control-max-age",
     }
 )
 # Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.

@@ -20,6 +20,8 @@ from proxy.request.calls import Call
 from proxy.request.session import Session
 
 MAX_TOKENS = 2_000_000
+# Characters kept of a client's model name.
+MAX_NAME = 200
 
 
 class RequestFacts(msgspec.Struct):
@@ -28,7 +30,7 @@ class RequestFacts(msgspec.Struct):
     Attributes:
         request_id: kvpin's own id, unique.
         client_request_id: the client's `x-request-id`; several clients may send the same.
-        model: the name its client sent.
+        model: the name its client sent; of a long one the beginning.
         attempts: the engines it was sent to, in order.
         reported_tokens: prompt tokens the engine reused; None where the engine did not tell.
         output_tokens: tokens of the answer; None where the engine did not tell.
@@ -60,6 +62,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     Attributes:
         session: the conversation its client says it belongs to.
         served_as: the model of the pool it was sent to.
+        lora: the LoRA adapter it ran with.
         chain: the prompt's blocks, until the request is over.
         tokens_agree: whether the engine made the same tokens of the prompt; None where it did not tell.
         events: events of the answer's stream that the client was sent.
@@ -67,6 +70,7 @@ class RequestRecord(RequestFacts, kw_only=True):
 
     session: Session | None = None
     served_as: str | None = None
+    lora: str | None = None
     prompt: Prompt | None = None
     chain: Chain | None = None
     placement: Placement | None = None
@@ -81,7 +85,7 @@ class RequestRecord(RequestFacts, kw_only=True):
             request_id=call.request_id,
             started=time.time(),
             route=call.route,
-            model=call.model,
+            model=call.model[:MAX_NAME] if call.model is not None else None,
             tenant=call.tenant,
             stream=call.streams,
             client_request_id=call.client_id,
@@ -164,10 +168,10 @@ class RequestLog:
         return None
 
     def last_prompt(self, prompt_cache_key: str, tenant: str | None) -> tuple[str | None, Prompt] | None:
-        """Model and prompt of the newest request with that `prompt_cache_key`."""
+        """Model or LoRA adapter, and prompt, of the newest request with that `prompt_cache_key`."""
         for record in reversed(self._records.values()):
             if record.prompt_cache_key == prompt_cache_key and record.prompt and record.tenant == tenant:
-                return record.model, record.prompt
+                return record.lora or record.served_as, record.prompt
         return None
 
     def divergence(self, record: RequestRecord, *, context: int = 16) -> Divergence | None:
@@ -178,7 +182,7 @@ class RequestLog:
         for other in self._records.values():
             if other is record or other.started >= record.started:
                 continue
-            if other.prompt is None or (other.model, other.prompt.salt) != (record.model, record.prompt.salt):
+            if other.prompt is None or _namespace(other) != _namespace(record):
                 continue
             common = _common_tokens(record.prompt, other.prompt)
             if best is None or common >= best.common_tokens:
@@ -189,6 +193,11 @@ class RequestLog:
                     tuple(other.prompt.token_ids[common : common + context]),
                 )
         return best
+
+
+def _namespace(record: RequestRecord) -> tuple[str | None, str | None, str | None]:
+    """Requests share KV only if these are equal."""
+    return record.served_as, record.lora, record.prompt.salt if record.prompt is not None else None
 
 
 def _common_tokens(one: Prompt, other: Prompt) -> int:

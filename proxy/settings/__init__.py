@@ -2,14 +2,20 @@
 
 models.py   the settings, typed, with their defaults
 load.py     flags, environment and file → Settings; an unknown key is an error at start
-flags.py    the short forms of `--engine` and `--managed`
+flags.py    the short forms of `--engine`, `--managed` and `--model-alias`
 
 A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in models.py. A setting
 of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin API
 read both.
 """
 
-from proxy.settings.flags import is_command_line, parse_engine_flag, parse_managed_flag, split_engine_flag
+from proxy.settings.flags import (
+    is_command_line,
+    parse_alias_flags,
+    parse_engine_flag,
+    parse_managed_flag,
+    split_engine_flag,
+)
 from proxy.settings.load import load_settings
 from proxy.settings.models import (
     ApiKeySettings,
@@ -33,6 +39,7 @@ __all__ = [
     "SettingsError",
     "is_command_line",
     "load_settings",
+    "parse_alias_flags",
     "parse_engine_flag",
     "parse_managed_flag",
     "split_engine_flag",

@@ -1,8 +1,9 @@
-"""The short forms of `--engine` and `--managed`."""
+"""The short forms of `--engine`, `--managed` and `--model-alias`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from pydantic import ValidationError
 
@@ -86,6 +87,19 @@ def parse_managed_flag(text: str, *, flag: str = "--managed") -> ManagedSettings
         return ManagedSettings.model_validate({"kind": kind, "command": command})
     except ValidationError as error:
         raise SettingsError(f"{flag} {kind!r}: {_first(error)}") from None
+
+
+def parse_alias_flags(texts: Iterable[str]) -> dict[str, str]:
+    """Reads each `NAME=MODEL` of `--model-alias`; raises SettingsError."""
+    aliases: dict[str, str] = {}
+    for text in texts:
+        alias, _, model = (part.strip() for part in text.partition("="))
+        if not alias or not model:
+            raise SettingsError(f"--model-alias {text!r}: write NAME=MODEL, e.g. gpt-4o=qwen3")
+        if alias in aliases:
+            raise SettingsError(f"--model-alias {alias!r} is given twice")
+        aliases[alias] = model
+    return aliases
 
 
 def _first(error: ValidationError) -> str:

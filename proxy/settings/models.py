@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 from collections.abc import Iterable
 from itertools import chain, count
@@ -36,6 +37,10 @@ from engine_adapter import (
     managed_spec,
 )
 
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
+# Ports that browsers leave out of an origin.
+_PORTS = {"http": 80, "https": 443}
+
 
 class SettingsError(ValueError):
     """Settings that kvpin cannot start with. The text is one sentence: which setting, where, why."""
@@ -68,6 +73,18 @@ def option_names(kind: object) -> tuple[str, ...]:
     return ENGINE_OPTIONS.get(_kind(str(kind)), every)
 
 
+def _origin(value: str) -> str:
+    """An origin as browsers send it: in lower case, without the scheme's own port."""
+    if value == "*":
+        return value
+    found = _ORIGIN.fullmatch(value.lower())
+    if found is None:
+        raise ValueError("an origin must look like https://host or http://host:port, without a path, or be *")
+    scheme, host, port = found.groups()
+    is_usual = port is None or int(port) == _PORTS.get(scheme)
+    return f"{scheme}://{host}" if is_usual else f"{scheme}://{host}:{port}"
+
+
 def _words(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
@@ -76,6 +93,8 @@ Kind = Annotated[str, AfterValidator(_kind), StringConstraints(pattern=r"^[a-z][
 EngineId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_url)]
+Origin = Annotated[str, AfterValidator(_origin)]
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[ByteSize, Field(gt=0)]
@@ -253,6 +272,9 @@ class Settings(BaseSettings):
         managed: engines that kvpin starts.
         api_keys: keys of clients; without any, everybody may use the data plane.
         admin_key: key of the admin API; without one, only this machine may use it.
+        model_aliases: further names of models and LoRA adapters → the names these are served under.
+        default_model: serves requests that name no model, or one that nothing serves.
+        cors_origins: origins of web pages that may use the data plane; `*` stands for all.
         limits: limits on memory.
         logs: log lines.
         record_traffic: the file that requests are recorded in, as hashes, for `kvpin replay`.
@@ -276,6 +298,9 @@ class Settings(BaseSettings):
     managed: tuple[ManagedSettings, ...] = ()
     api_keys: tuple[ApiKeySettings, ...] = ()
     admin_key: Secret | None = None
+    model_aliases: dict[ModelName, ModelName] = Field(default_factory=dict)
+    default_model: ModelName | None = None
+    cors_origins: tuple[Origin, ...] = ()
     limits: LimitSettings = LimitSettings()
     logs: LogSettings = LogSettings()
     record_traffic: Path | None = None
@@ -302,6 +327,15 @@ class Settings(BaseSettings):
             raise ValueError("api_keys contains the same key twice")
         if self.admin_key and self.admin_key.get_secret_value() in keys:
             raise ValueError("admin_key must differ from every key in api_keys")
+        return self
+
+    @model_validator(mode="after")
+    def _check_aliases(self) -> Self:
+        for alias, model in self.model_aliases.items():
+            if model in self.model_aliases:
+                raise ValueError(
+                    f"model_aliases: {alias!r} stands for {model!r}, which is an alias too: name its model"
+                )
         return self
 
     @model_validator(mode="after")

@@ -216,7 +216,7 @@ class TestRefusals:
         def bug(_model):
             raise error
 
-        monkeypatch.setattr(proxy.fleet, "pool", bug)
+        monkeypatch.setattr(proxy.fleet, "find", bug)
         with structlog.testing.capture_logs() as logs:
             response = await client.post(CHAT, json=ASK)
         assert is_openai_error(response, 500, "internal_error")

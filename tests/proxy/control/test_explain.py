@@ -169,9 +169,10 @@ async def test_a_prompt_that_is_known_in_part(world, pair):
 async def test_the_text_of_an_adapters_request_is_shown_and_of_no_models_is_not(world, pair):
     world.add(KvFake("c", loras=("ada",)))
     world.add(KvFake("n", model="n"))
-    world.record("r0", tokens(40), model="ada")
+    world.record("r0", tokens(40), model="ada", lora="ada")
     other = [*tokens(20), *tokens(20, start=9)]
-    record = world.record("r1", other, model="ada", placement=placed("c", 40, ("c", 0.1, 0)))
+    placement = placed("c", 40, ("c", 0.1, 0))
+    record = world.record("r1", other, model="ada", lora="ada", placement=placement)
     assert told(world, record)["divergence"]["text"]
     for request_id in ("r2", "r3"):
         record = world.record(request_id, tokens(40), model="gone", placement=placed("c", 40, ("c", 0.1, 0)))

@@ -48,9 +48,28 @@ async def test_the_last_prompt_of_a_cache_key(world, pair):
     with pytest.raises(NotFound) as caught:
         await world.targets.prefix_of(Target(prompt_cache_key="other"))
     assert caught.value.param == "prompt_cache_key"
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(NotFound) as caught:
         await world.targets.prefix_of(Target(prompt_cache_key="k", model="n"))
     assert caught.value.param == "model"
+    world.add(KvFake("n", model="n"))
+    with pytest.raises(BadRequest, match="was for 'm'") as caught:
+        await world.targets.prefix_of(Target(prompt_cache_key="k", model="n"))
+    assert caught.value.param == "model"
+
+
+async def test_an_alias_names_its_model_and_its_adapter(world, pair):
+    world.fleet.aliases = {"gpt": "m", "tuned": "ada", "m": "ada"}
+    world.add(KvFake("c", loras=("ada",)))
+    for name, lora in (("gpt", None), ("tuned", "ada"), ("m", None)):
+        for engine in (None, "c"):
+            prefix = await world.targets.prefix_of(Target(token_ids=tokens(40), model=name, engine=engine))
+            assert prefix.prompt.lora == lora
+    with pytest.raises(BadRequest, match="engine 'a' serves 'm'"):
+        await world.targets.prefix_of(Target(token_ids=tokens(40), model="tuned", engine="a"))
+    world.record("r1", tokens(40), model="gpt", served_as="m", prompt_cache_key="k")
+    for name in (None, "gpt", "m"):
+        prefix = await world.targets.prefix_of(Target(prompt_cache_key="k", model=name))
+        assert prefix.pool.model == "m"
 
 
 @pytest.mark.parametrize("unlike_text", [{"media": True}, {"whole": False}])

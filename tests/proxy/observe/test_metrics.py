@@ -36,7 +36,13 @@ def value(metrics, name, **labels):
 def record(**fields):
     placement = Placement.of("a", 32, 40, (Cost("a"),), "lowest cost")
     prompt = Prompt(array("i", range(40)))
-    defaults = {"placement": placement, "prompt": prompt, "status": 200, "attempts": ["b", "a"]}
+    defaults = {
+        "placement": placement,
+        "prompt": prompt,
+        "status": 200,
+        "attempts": ["b", "a"],
+        "served_as": "m",
+    }
     return RequestRecord("r", 0.0, "/v1/x", "m", None, stream=True, **{**defaults, **fields})
 
 

@@ -20,6 +20,7 @@ def record(name, tokens=None, *, started=0.0, model="m", salt=None, key=None, te
         client_request_id=client_id,
         prompt_cache_key=key,
         prompt=prompt,
+        served_as=model,
     )
 
 

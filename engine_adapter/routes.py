@@ -1,0 +1,45 @@
+"""Routes beside `/v1` that an engine offers its clients. Each adapter declares its own.
+
+A declared route changes nothing for other clients of the engine. An engine's other routes beside `/v1` cannot
+be reached through kvpin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFields:
+    """The fields of a body that make a completion's prompt.
+
+    Attributes:
+        text: the field with a text.
+        ids: the field with token ids; it wins over `text`, and may be the same.
+        unless: with one of these fields, only the engine knows the prompt.
+    """
+
+    text: str
+    ids: str
+    unless: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRoute:
+    """A route beside `/v1`.
+
+    Attributes:
+        method: GET or POST.
+        same_as: the `/v1` route that does the same; a request is sent to that one.
+        prompt: where the prompt stands; None if the route runs none, or kvpin does not follow it.
+    """
+
+    method: str = "POST"
+    same_as: str | None = None
+    prompt: PromptFields | None = None
+
+
+READ = NativeRoute("GET")
+"""A route that tells something, to all clients the same."""
+ASK = NativeRoute("POST")
+"""A route that answers a question without a prompt that kvpin follows."""
