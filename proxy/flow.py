@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Container, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 
 import structlog
 from msgspec import Struct
@@ -48,7 +48,7 @@ from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
-from proxy.translate import CHAT_PATH, TRANSLATIONS, Translated, Translation
+from proxy.translate import CHAT_PATH, Translate, Translated, Translation
 
 log = structlog.get_logger(__name__)
 
@@ -100,6 +100,7 @@ class Flow:
         retries: engines tried after the first.
         observe: called with each finished record, for metrics.
         wait_s: how long a request waits when no engine takes requests.
+        translations: route → what translates a request there into a chat, for engines that want chats.
     """
 
     fleet: Fleet
@@ -111,6 +112,7 @@ class Flow:
     retries: int
     observe: Callable[[RequestRecord], None]
     wait_s: float = ENGINE_WAIT_S
+    translations: Mapping[str, Translate] = field(default_factory=dict)
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request.
@@ -160,9 +162,17 @@ class Flow:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        pool, asked, salt = self.fleet.pool(call.model), call.body, None
-        if (translation := _translation(call, pool)) is not None:
-            call = replace(call, path=CHAT_PATH, body=translation.chat)
+        pool = self.fleet.pool(call.model)
+        translation = self._translation(call, pool)
+        if translation is None:
+            return await self._prepare(call, pool, call.body)
+        chat = replace(call, path=CHAT_PATH, body=translation.chat)
+        with _in_the_words_of(translation):
+            return replace(await self._prepare(chat, pool, call.body), translation=translation)
+
+    async def _prepare(self, call: Call, pool: Pool, asked: RequestBody) -> Ready:
+        """`prepare` for a request that engines understand; `asked` is the body that the client sent."""
+        salt = None
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(call.body, salt)
@@ -173,7 +183,14 @@ class Flow:
             prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora, tenant=call.tenant)
             retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
         session = call.session if self.ingest is not None else None
-        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, translation)
+        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention)
+
+    def _translation(self, call: Call, pool: Pool) -> Translation | None:
+        """How the request becomes a chat; None if the engines of the pool serve it as it is."""
+        translate = self.translations.get(call.route)
+        if translate is None or call.route not in pool.served_as_chats or not isinstance(call.body, JsonBody):
+            return None
+        return translate(call.body, call.tenant)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
@@ -275,12 +292,15 @@ def _note_failure(engine: Engine, error: EngineError) -> None:
         engine.suspect(error)
 
 
-def _translation(call: Call, pool: Pool) -> Translation | None:
-    """How the request becomes a chat; None if the engines of the pool serve it as it is."""
-    translate = TRANSLATIONS.get(call.route)
-    if translate is None or call.route not in pool.served_as_chats or not isinstance(call.body, JsonBody):
-        return None
-    return translate(call.body)
+@contextmanager
+def _in_the_words_of(translation: Translation) -> Iterator[None]:
+    """Lets errors of the block name the client's fields instead of those of the chat."""
+    try:
+        yield
+    except ANSWERED as error:
+        if (param := getattr(error, "param", None)) is not None:
+            error.param = translation.param(param)  # type: ignore[union-attr]  # it has one
+        raise
 
 
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:

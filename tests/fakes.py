@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -31,6 +31,7 @@ from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
+from proxy.translate import Translate
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -361,6 +362,7 @@ class FakeProxy:
     retries: int = 2
     wait_s: float = 0.1
     max_body_bytes: int = 1 << 20
+    translations: Mapping[str, Translate] = field(default_factory=dict)
     url: str = ""
 
     def __post_init__(self):
@@ -379,6 +381,7 @@ class FakeProxy:
             retries=self.retries,
             wait_s=self.wait_s,
             observe=self.metrics.observe,
+            translations=self.translations,
         )
         data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes)
         ops = Ops(self.fleet, self.metrics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from engine_adapter import JsonBody
@@ -31,6 +31,9 @@ class Translation(Protocol):
     def end(self) -> bytes:
         """What the client gets when the chat's stream has ended as it should."""
 
+    def param(self, of_chat: str) -> str:
+        """The client's name of a field of the chat, for errors."""
 
-# Route → what translates a body that was sent there. Raises BadRequest for one that cannot be served.
-TRANSLATIONS: Mapping[str, Callable[[JsonBody], Translation]] = {}
+
+Translate = Callable[[JsonBody, str | None], Translation]
+"""Translates a body, for the tenant that sent it. Raises ProxyError for one that cannot be served."""

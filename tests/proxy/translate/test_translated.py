@@ -7,7 +7,6 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.translate import TRANSLATIONS
 from proxy.translate.sse import Events
 from tests.fakes import CHAT, DONE, INFO, FakeAdapter, client_of, event, proxy_over
 
@@ -17,7 +16,8 @@ ROUTE = "/v1/shouts"
 class Shouting:
     """Turns a shout into a chat, and the chat's answer into a shout."""
 
-    def __init__(self, body):
+    def __init__(self, body, tenant):
+        self.tenant = tenant
         messages = [{"role": "user", "content": body.get("shout")}]
         self.chat = JsonBody(json.dumps({"messages": messages, "stream": body.get("stream")}).encode())
 
@@ -36,12 +36,14 @@ class Shouting:
     def end(self):
         return b"!"
 
+    def param(self, of_chat):
+        return of_chat.replace("messages", "shout")
+
 
 @pytest.fixture
-async def client(engine, monkeypatch):
-    monkeypatch.setitem(TRANSLATIONS, ROUTE, Shouting)
+async def client(engine):
     adapter = FakeAdapter("a", engine.url, replace(INFO, served_as_chats=frozenset({ROUTE})))
-    async with proxy_over(adapter) as proxy, client_of(proxy) as client:
+    async with proxy_over(adapter, translations={ROUTE: Shouting}) as proxy, client_of(proxy) as client:
         client.proxy = proxy
         yield client
         await proxy.settled()
@@ -56,9 +58,8 @@ async def test_the_engine_gets_a_chat_and_the_client_its_own_words(engine, clien
     assert client.proxy.last.route == ROUTE
 
 
-async def test_an_engine_that_serves_the_route_gets_it_as_it_is(engine, monkeypatch):
-    monkeypatch.setitem(TRANSLATIONS, ROUTE, Shouting)
-    async with proxy_over(engine) as proxy, client_of(proxy) as client:
+async def test_an_engine_that_serves_the_route_gets_it_as_it_is(engine):
+    async with proxy_over(engine, translations={ROUTE: Shouting}) as proxy, client_of(proxy) as client:
         await client.post(ROUTE, content=b'{"shout" : "hello"}')
         await proxy.settled()
     (sent,) = engine.seen
