@@ -142,6 +142,10 @@ class EngineInfo:
     served_as_chats: frozenset[str] = frozenset()
 
 
+RESPONSES_AS_CHATS = frozenset({"/v1/responses", "/v1/responses/input_tokens"})
+"""`EngineInfo.served_as_chats` of an engine whose prompts of OpenAI's Responses API kvpin cannot follow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Something that keeps kvpin from using an engine fully.

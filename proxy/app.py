@@ -55,6 +55,7 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from proxy.tasks import Supervisor
+from proxy.translate import ResponseStore, response_translations
 
 log = structlog.get_logger(__name__)
 
@@ -71,6 +72,7 @@ class Proxy:
         self.tenants = Tenants(
             ApiKey.of(entry.key.get_secret_value(), entry.tenant_id) for entry in settings.api_keys
         )
+        self.responses = ResponseStore(len(self.tenants.names))
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner) if settings.reuse else None
         self.monitor = Monitor(
             self.fleet,
@@ -99,6 +101,7 @@ class Proxy:
             requests=RequestLog(settings.limits.request_records),
             retries=settings.retries,
             observe=self.observe,
+            translations=response_translations(self.responses),
         )
         self.managed: list[ManagedEngine] = []
 

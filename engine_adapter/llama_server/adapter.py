@@ -34,6 +34,7 @@ from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
 from engine_adapter.types import (
+    RESPONSES_AS_CHATS,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -51,7 +52,7 @@ log = logging.getLogger("kvpin.llama_server")
 
 DEFAULT_CACHE_BYTES = 4 * 2**30
 # The server honours `id_slot` on these routes. On other routes that run a prompt, a request runs alone.
-PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _COMPLETIONS = "/v1/completions"
 UNPINNED_ROUTES = frozenset({"/v1/messages"})
 # Fields that turn one request into several; the server chooses their slots.
@@ -121,6 +122,7 @@ class LlamaServerAdapter(Undeclared):
             gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
             version=facts.build,
             shares_prefill=True,
+            served_as_chats=RESPONSES_AS_CHATS,
         )
 
     async def load(self) -> EngineLoad:

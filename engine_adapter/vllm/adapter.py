@@ -16,6 +16,7 @@ from engine_adapter.hold import Hold, RequestBody, SelfPlaced
 from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import (
+    RESPONSES_AS_CHATS,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -92,6 +93,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             version=f"vLLM {facts.version}".rstrip(),
             loras=facts.loras,
             shares_prefill=True,
+            served_as_chats=frozenset() if facts.renders else RESPONSES_AS_CHATS,
         )
 
     async def load(self) -> EngineLoad:

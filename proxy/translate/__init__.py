@@ -3,6 +3,7 @@
 translation.py  one translated request: the chat, and its answer in the words of the API that was asked
 translated.py   the client of such a request: gets the engine's answer to the chat, sends the translated one
 sse.py          the events of a stream, from its chunks
+responses.py    OpenAI's Responses API
 
 `EngineInfo.served_as_chats` names the routes that an engine wants translated. `Flow.prepare` translates, so
 that all later steps, and dry runs, see a chat.
@@ -10,7 +11,16 @@ that all later steps, and dry runs, see a chat.
 
 from __future__ import annotations
 
+from proxy.translate.responses import response_translations
+from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translated import Translated
 from proxy.translate.translation import CHAT_PATH, Translate, Translation
 
-__all__ = ["CHAT_PATH", "Translate", "Translated", "Translation"]
+__all__ = [
+    "CHAT_PATH",
+    "ResponseStore",
+    "Translate",
+    "Translated",
+    "Translation",
+    "response_translations",
+]
