@@ -30,6 +30,7 @@ from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle, handle_http
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
+from proxy.api.responses import KeptResponses
 from proxy.api.site import Site
 from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
@@ -187,7 +188,12 @@ def _named(engine_id: str) -> Iterator[None]:
 
 def build_app(proxy: Proxy) -> Site:
     """All that is served, over a proxy's collaborators; the caller starts and stops those."""
-    data_plane = DataPlane(proxy.flow, proxy.tenants, int(proxy.settings.limits.body_bytes))
+    data_plane = DataPlane(
+        proxy.flow,
+        proxy.tenants,
+        int(proxy.settings.limits.body_bytes),
+        KeptResponses(proxy.responses),
+    )
     rest = Starlette(
         routes=[admin_api(proxy), *Ops(proxy.fleet, proxy.metrics).routes()],
         exception_handlers={

@@ -35,7 +35,7 @@ from proxy.core.index.blocks import Chain
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retention import retention_of
-from proxy.errors import EngineFailed
+from proxy.errors import EngineFailed, NotFound
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -48,7 +48,17 @@ from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
-from proxy.translate import CHAT_PATH, Translate, Translated, Translation
+from proxy.translate import (
+    CHAT_PATH,
+    RESPONSES_PATH,
+    Home,
+    Homes,
+    Noting,
+    Translate,
+    Translated,
+    Translation,
+    response_named,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -73,6 +83,7 @@ class Ready(Struct, frozen=True):
         session: the conversation it belongs to; None when reuse is off.
         retention: how long its client wants its KV kept; None when reuse is off.
         translation: turns the answer to a chat into that of the API the client asked; None for its own.
+        home: the only engine that can serve it, which made the response that it names; None for any.
     """
 
     call: Call
@@ -84,6 +95,7 @@ class Ready(Struct, frozen=True):
     session: Session | None = None
     retention: Retention | None = None
     translation: Translation | None = None
+    home: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,7 @@ class Flow:
         observe: called with each finished record, for metrics.
         wait_s: how long a request waits when no engine takes requests.
         translations: route → what translates a request there into a chat, for engines that want chats.
+        homes: which engine made which response.
     """
 
     fleet: Fleet
@@ -113,6 +126,7 @@ class Flow:
     observe: Callable[[RequestRecord], None]
     wait_s: float = ENGINE_WAIT_S
     translations: Mapping[str, Translate] = field(default_factory=dict)
+    homes: Homes = field(default_factory=Homes)
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request.
@@ -129,6 +143,8 @@ class Flow:
             record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
             if (translation := ready.translation) is not None:
                 reply.through(lambda client: Translated(client, translation))
+            elif call.route == RESPONSES_PATH:
+                reply.through(lambda client: Noting(client, lambda name: self._note_home(name, record)))
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
                 engine = ready.pool.engines[placement.engine]
@@ -162,10 +178,11 @@ class Flow:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        pool = self.fleet.pool(call.model)
+        pool, home = self._pool(call)
         translation = self._translation(call, pool)
         if translation is None:
-            return await self._prepare(call, pool, call.body)
+            ready = await self._prepare(call, pool, call.body)
+            return ready if home is None else replace(ready, home=home)
         chat = replace(call, path=CHAT_PATH, body=translation.chat)
         with _in_the_words_of(translation):
             return replace(await self._prepare(chat, pool, call.body), translation=translation)
@@ -185,6 +202,35 @@ class Flow:
         session = call.session if self.ingest is not None else None
         return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention)
 
+    def _pool(self, call: Call) -> tuple[Pool, str | None]:
+        """The pool of a request; and the one engine that can serve it, if it names a response of its own.
+
+        Responses that kvpin did not see may be any engine's, but with several tenants also anyone's.
+        """
+        name = response_named(call)
+        home = self.homes.find(call.tenant, name) if name is not None else None
+        if name is None or (home is None and call.route == RESPONSES_PATH):
+            pool = self.fleet.pool(call.model)
+            if name is not None and self.tenants.isolated and RESPONSES_PATH not in pool.served_as_chats:
+                raise _no_response(call, name)
+            return pool, None
+        if home is None:
+            pools = [each for each in self.fleet.pools.values() if RESPONSES_PATH not in each.served_as_chats]
+            if self.tenants.isolated or len(pools) != 1:
+                raise _no_response(call, name)
+            return pools[0], None
+        engine = self.fleet.engines.get(home.engine)
+        pool_of_home = self.fleet.pool_of(engine) if engine is not None else None
+        if engine is None or pool_of_home is None or engine.instance != home.instance:
+            raise _no_response(call, name, f": engine {home.engine!r}, which made it, was restarted")
+        return pool_of_home, home.engine
+
+    def _note_home(self, response_id: str, record: RequestRecord) -> None:
+        """The engine that answers now has made a response."""
+        info = self.fleet.engine(record.attempts[-1]).info
+        if info is not None:
+            self.homes.keep(record.tenant, response_id, Home(record.attempts[-1], info.instance))
+
     def _translation(self, call: Call, pool: Pool) -> Translation | None:
         """How the request becomes a chat; None if the engines of the pool serve it as it is."""
         translate = self.translations.get(call.route)
@@ -194,9 +240,10 @@ class Flow:
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
-        return ready.pool.candidates(
+        found = ready.pool.candidates(
             ready.chain, ready.prompt, lora=ready.lora, session=ready.session, without=without
         )
+        return found if ready.home is None else [each for each in found if each.engine == ready.home]
 
     async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
         """The engines to try next. If no engine takes requests yet, waits for one up to `wait_s`."""
@@ -290,6 +337,17 @@ def _note_failure(engine: Engine, error: EngineError) -> None:
         log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
     else:
         engine.suspect(error)
+
+
+def _no_response(call: Call, name: str, why: str = "") -> NotFound:
+    """The error for a response that cannot be reached, whether it never was or is another tenant's."""
+    if call.route == RESPONSES_PATH:
+        return NotFound(
+            f"Previous response with id {name!r} not found{why}.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return NotFound(f"Response with id {name!r} not found{why}.")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from urllib.parse import unquote
 
@@ -18,12 +18,14 @@ from engine_adapter import Headers, JsonBody, route_of
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
+from proxy.api.responses import KeptResponses
 from proxy.errors import BadRequest, BodyTooLarge, Forbidden, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
+from proxy.translate import ResponseStore
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +50,7 @@ class DataPlane:
     flow: Flow
     tenants: Tenants
     max_body_bytes: int
+    responses: KeptResponses = field(default_factory=lambda: KeptResponses(ResponseStore()))
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
@@ -86,6 +89,8 @@ class DataPlane:
                 return _send(self._models(), exchange)
             if asked.startswith("/v1/models/"):
                 return _send(self._model(unquote(path.removeprefix("/v1/models/"))), exchange)
+        if (kept := self.responses.answer(method, path, tenant)) is not None:
+            return _send(kept, exchange)
         # No name for the call here: its body is freed before the answer ends.
         return await self.flow.serve(await self._call(exchange, path, tenant, own_id, client_id), reply)
 

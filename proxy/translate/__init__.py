@@ -5,22 +5,30 @@ translated.py   the client of such a request: gets the engine's answer to the ch
 sse.py          the events of a stream, from its chunks
 responses.py    OpenAI's Responses API
 
+response_homes.py   which engine made a response, where engines serve that API themselves
+
 `EngineInfo.served_as_chats` names the routes that an engine wants translated. `Flow.prepare` translates, so
 that all later steps, and dry runs, see a chat.
 """
 
 from __future__ import annotations
 
-from proxy.translate.responses import response_translations
+from proxy.translate.response_homes import Home, Homes, Noting, response_named
+from proxy.translate.responses import RESPONSES_PATH, response_translations
 from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translated import Translated
 from proxy.translate.translation import CHAT_PATH, Translate, Translation
 
 __all__ = [
     "CHAT_PATH",
+    "RESPONSES_PATH",
+    "Home",
+    "Homes",
+    "Noting",
     "ResponseStore",
     "Translate",
     "Translated",
     "Translation",
+    "response_named",
     "response_translations",
 ]
