@@ -28,9 +28,11 @@ from engine_adapter import (
     Hold,
     IncomingResponse,
     JsonBody,
+    NotSupported,
     RequestBody,
     Retention,
 )
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
@@ -48,7 +50,7 @@ from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
-from proxy.translate import CHAT_PATH, TRANSLATIONS, Translated, Translation
+from proxy.translate import CHAT_PATH, TRANSLATIONS, Predicted, Translated, Translation
 
 log = structlog.get_logger(__name__)
 
@@ -126,6 +128,8 @@ class Flow:
             call = ready.call
             record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
             if (translation := ready.translation) is not None:
+                if translation.counts:
+                    return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
@@ -161,16 +165,20 @@ class Flow:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
         pool, asked, salt = self.fleet.pool(call.model), call.body, None
-        if (translation := _translation(call, pool)) is not None:
+        if (translation := await _translation(call, pool)) is not None:
             call = replace(call, path=CHAT_PATH, body=translation.chat)
+        counts = translation is not None and translation.counts
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(call.body, salt)
             call = call if body is call.body else replace(call, body=body)
         lora = pool.lora_of(call.model)
         prompt = retention = None
-        if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
-            prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora, tenant=call.tenant)
+        reads = self.ingest is not None or counts
+        if reads and pool.prompts is not None and isinstance(call.body, JsonBody):
+            prompt = await pool.prompts.build(
+                call.route, call.body, salt=salt, lora=lora, tenant=call.tenant, bounded=not counts
+            )
             retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
         session = call.session if self.ingest is not None else None
         return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, translation)
@@ -221,13 +229,15 @@ class Flow:
                     await look_below(pool, engine, lease, ready.prompt, ready.chain)
                     placement = record.placement = lease.refine(hold)
                     record.note = hold.note
+                    if ready.translation is not None:
+                        ready.translation.predicted = _predicted(ready, placement)
                     reply.on_start = lambda: _forget_bodies(call, hold)
                     outcome = await self.forwarder.forward(
                         engine.adapter,
                         call,
                         hold,
                         reply,
-                        _headers(call, placement, hold),
+                        _headers(call, placement, hold, reply),
                         began,
                     )
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
@@ -275,12 +285,38 @@ def _note_failure(engine: Engine, error: EngineError) -> None:
         engine.suspect(error)
 
 
-def _translation(call: Call, pool: Pool) -> Translation | None:
+async def _translation(call: Call, pool: Pool) -> Translation | None:
     """How the request becomes a chat; None if the engines of the pool serve it as it is."""
-    translate = TRANSLATIONS.get(call.route)
-    if translate is None or call.route not in pool.served_as_chats or not isinstance(call.body, JsonBody):
+    translate, body = TRANSLATIONS.get(call.route), call.body
+    if translate is None or call.route not in pool.served_as_chats or not isinstance(body, JsonBody):
         return None
-    return translate(call.body)
+    return await off_loop(lambda: translate(body), ms=len(body.raw) / JSON_BYTES_PER_MS)
+
+
+async def _answer_count(ready: Ready, translation: Translation, reply: Reply, record: RequestRecord) -> None:
+    """Answers how long a prompt is.
+
+    Raises:
+        NotSupported: it is not known here.
+    """
+    if ready.prompt is None or not ready.prompt.whole:
+        raise NotSupported(
+            Capability.TOKENIZE,
+            engine=next(iter(ready.pool.engines), ready.pool.model),
+            instead="kvpin cannot count the tokens of this prompt; name the tokenizer with tokenizer=",
+        )
+    record.status = 200
+    id_headers = [(name.encode(), ready.call.answer_id.encode()) for name in reply.dialect.id_headers]
+    await reply.start(record.status, [(b"content-type", b"application/json"), *id_headers])
+    await reply.finish(translation.count(len(ready.prompt.token_ids)))
+
+
+def _predicted(ready: Ready, placement: Placement) -> Predicted:
+    """What is known of the prompt; nothing of one that is only known in part."""
+    prompt = ready.prompt
+    if prompt is None or not prompt.whole:
+        return Predicted()
+    return Predicted(len(prompt.token_ids), placement.predicted_tokens)
 
 
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:
@@ -315,10 +351,10 @@ def _final(failures: Sequence[EngineError]) -> EngineRejected | EngineFailed:
     return error
 
 
-def _headers(call: Call, placement: Placement, hold: Hold) -> dict[str, str]:
+def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict[str, str]:
     """The headers kvpin adds to the answer."""
     headers = {
-        "x-request-id": call.answer_id,
+        **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
         "x-kvpin-engine": placement.engine,
         "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
     }

@@ -11,6 +11,6 @@ that all later steps, and dry runs, see a chat.
 from __future__ import annotations
 
 from proxy.translate.translated import Translated
-from proxy.translate.translation import CHAT_PATH, TRANSLATIONS, Translation
+from proxy.translate.translation import CHAT_PATH, TRANSLATIONS, Predicted, Translation
 
-__all__ = ["CHAT_PATH", "TRANSLATIONS", "Translated", "Translation"]
+__all__ = ["CHAT_PATH", "TRANSLATIONS", "Predicted", "Translated", "Translation"]
