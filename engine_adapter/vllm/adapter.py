@@ -16,6 +16,7 @@ from engine_adapter.hold import Hold, RequestBody, SelfPlaced
 from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import (
+    MESSAGES_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -92,6 +93,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             version=f"vLLM {facts.version}".rstrip(),
             loras=facts.loras,
             shares_prefill=True,
+            served_as_chats=MESSAGES_ROUTES,
         )
 
     async def load(self) -> EngineLoad:

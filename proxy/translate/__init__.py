@@ -3,6 +3,8 @@
 translation.py  one translated request: the chat, and its answer in the words of the API that was asked
 translated.py   the client of such a request: gets the engine's answer to the chat, sends the translated one
 sse.py          the events of a stream, from its chunks
+registry.py     the routes that can be translated
+messages.py     Anthropic's Messages API: its requests (messages_request.py) and answers (messages_answer.py)
 
 `EngineInfo.served_as_chats` names the routes that an engine wants translated. `Flow.prepare` translates, so
 that all later steps, and dry runs, see a chat.
@@ -10,7 +12,8 @@ that all later steps, and dry runs, see a chat.
 
 from __future__ import annotations
 
+from proxy.translate.registry import TRANSLATIONS
 from proxy.translate.translated import Translated
-from proxy.translate.translation import CHAT_PATH, TRANSLATIONS, Predicted, Translation
+from proxy.translate.translation import CHAT_PATH, Predicted, Translation
 
 __all__ = ["CHAT_PATH", "TRANSLATIONS", "Predicted", "Translated", "Translation"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -51,7 +51,3 @@ class Translation(Protocol):
 
     def end(self) -> bytes:
         """What the client gets at the end of the chat's stream, which may have come too early."""
-
-
-# Route → what translates a body that was sent there. Raises BadRequest for one that cannot be served.
-TRANSLATIONS: Mapping[str, Callable[[JsonBody], Translation]] = {}
