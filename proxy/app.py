@@ -56,7 +56,7 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from proxy.tasks import Supervisor
-from proxy.translate import ResponseStore, response_translations
+from proxy.translate import ResponseStore, translations
 
 log = structlog.get_logger(__name__)
 
@@ -102,7 +102,7 @@ class Proxy:
             requests=RequestLog(settings.limits.request_records),
             retries=settings.retries,
             observe=self.observe,
-            translations=response_translations(self.responses),
+            translations=translations(self.responses),
         )
         self.managed: list[ManagedEngine] = []
 

@@ -28,9 +28,11 @@ from engine_adapter import (
     Hold,
     IncomingResponse,
     JsonBody,
+    NotSupported,
     RequestBody,
     Retention,
 )
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
@@ -54,6 +56,7 @@ from proxy.translate import (
     Home,
     Homes,
     Noting,
+    Predicted,
     Translate,
     Translated,
     Translation,
@@ -142,6 +145,8 @@ class Flow:
             call = ready.call
             record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
             if (translation := ready.translation) is not None:
+                if translation.counts:
+                    return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
             elif call.route == RESPONSES_PATH:
                 reply.through(lambda client: Noting(client, lambda name: self._note_home(name, record)))
@@ -179,16 +184,24 @@ class Flow:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
         pool, home = self._pool(call)
-        translation = self._translation(call, pool)
+        translation = await self._translation(call, pool)
         if translation is None:
             ready = await self._prepare(call, pool, call.body)
             return ready if home is None else replace(ready, home=home)
         chat = replace(call, path=CHAT_PATH, body=translation.chat)
         with _in_the_words_of(translation):
-            return replace(await self._prepare(chat, pool, call.body), translation=translation)
+            ready = await self._prepare(chat, pool, call.body, counts=translation.counts)
+        return replace(ready, translation=translation)
 
-    async def _prepare(self, call: Call, pool: Pool, asked: RequestBody) -> Ready:
-        """`prepare` for a request that engines understand; `asked` is the body that the client sent."""
+    async def _prepare(self, call: Call, pool: Pool, asked: RequestBody, *, counts: bool = False) -> Ready:
+        """`prepare` for a request that engines understand.
+
+        Args:
+            call: the request.
+            pool: the engines that serve it.
+            asked: the body that the client sent.
+            counts: its prompt is only counted.
+        """
         salt = None
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
@@ -196,8 +209,11 @@ class Flow:
             call = call if body is call.body else replace(call, body=body)
         lora = pool.lora_of(call.model)
         prompt = retention = None
-        if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
-            prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora, tenant=call.tenant)
+        reads = self.ingest is not None or counts
+        if reads and pool.prompts is not None and isinstance(call.body, JsonBody):
+            prompt = await pool.prompts.build(
+                call.route, call.body, salt=salt, lora=lora, tenant=call.tenant, bounded=not counts
+            )
             retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
         session = call.session if self.ingest is not None else None
         return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention)
@@ -221,22 +237,22 @@ class Flow:
             return pools[0], None
         engine = self.fleet.engines.get(home.engine)
         pool_of_home = self.fleet.pool_of(engine) if engine is not None else None
-        if engine is None or pool_of_home is None or engine.instance != home.instance:
+        if engine is None or pool_of_home is None or _instance_of(engine) != home.instance:
             raise _no_response(call, name, f": engine {home.engine!r}, which made it, was restarted")
         return pool_of_home, home.engine
 
     def _note_home(self, response_id: str, record: RequestRecord) -> None:
         """The engine that answers now has made a response."""
-        info = self.fleet.engine(record.attempts[-1]).info
-        if info is not None:
-            self.homes.keep(record.tenant, response_id, Home(record.attempts[-1], info.instance))
+        engine = record.attempts[-1]
+        instance = _instance_of(self.fleet.engine(engine))
+        self.homes.keep(record.tenant, response_id, Home(engine, instance))
 
-    def _translation(self, call: Call, pool: Pool) -> Translation | None:
+    async def _translation(self, call: Call, pool: Pool) -> Translation | None:
         """How the request becomes a chat; None if the engines of the pool serve it as it is."""
-        translate = self.translations.get(call.route)
-        if translate is None or call.route not in pool.served_as_chats or not isinstance(call.body, JsonBody):
+        translate, body = self.translations.get(call.route), call.body
+        if translate is None or call.route not in pool.served_as_chats or not isinstance(body, JsonBody):
             return None
-        return translate(call.body, call.tenant)
+        return await off_loop(lambda: translate(body, call.tenant), ms=len(body.raw) / JSON_BYTES_PER_MS)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
@@ -285,13 +301,15 @@ class Flow:
                     await look_below(pool, engine, lease, ready.prompt, ready.chain)
                     placement = record.placement = lease.refine(hold)
                     record.note = hold.note
+                    if ready.translation is not None:
+                        ready.translation.predicted = _predicted(ready, placement)
                     reply.on_start = lambda: _forget_bodies(call, hold)
                     outcome = await self.forwarder.forward(
                         engine.adapter,
                         call,
                         hold,
                         reply,
-                        _headers(call, placement, hold),
+                        _headers(call, placement, hold, reply),
                         began,
                     )
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
@@ -339,6 +357,11 @@ def _note_failure(engine: Engine, error: EngineError) -> None:
         engine.suspect(error)
 
 
+def _instance_of(engine: Engine) -> str | None:
+    """The process that it is now; None before it has connected."""
+    return engine.info.instance if engine.info is not None else None
+
+
 def _no_response(call: Call, name: str, why: str = "") -> NotFound:
     """The error for a response that cannot be reached, whether it never was or is another tenant's."""
     if call.route == RESPONSES_PATH:
@@ -359,6 +382,32 @@ def _in_the_words_of(translation: Translation) -> Iterator[None]:
         if (param := getattr(error, "param", None)) is not None:
             error.param = translation.param(param)  # type: ignore[union-attr]  # it has one
         raise
+
+
+async def _answer_count(ready: Ready, translation: Translation, reply: Reply, record: RequestRecord) -> None:
+    """Answers how long a prompt is.
+
+    Raises:
+        NotSupported: it is not known here.
+    """
+    if ready.prompt is None or not ready.prompt.whole:
+        raise NotSupported(
+            Capability.TOKENIZE,
+            engine=next(iter(ready.pool.engines), ready.pool.model),
+            instead="kvpin cannot count the tokens of this prompt; name the tokenizer with tokenizer=",
+        )
+    record.status = 200
+    id_headers = [(name.encode(), ready.call.answer_id.encode()) for name in reply.dialect.id_headers]
+    await reply.start(record.status, [(b"content-type", b"application/json"), *id_headers])
+    await reply.finish(translation.count(len(ready.prompt.token_ids)))
+
+
+def _predicted(ready: Ready, placement: Placement) -> Predicted:
+    """What is known of the prompt; nothing of one that is only known in part."""
+    prompt = ready.prompt
+    if prompt is None or not prompt.whole:
+        return Predicted()
+    return Predicted(len(prompt.token_ids), placement.predicted_tokens)
 
 
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:
@@ -393,10 +442,10 @@ def _final(failures: Sequence[EngineError]) -> EngineRejected | EngineFailed:
     return error
 
 
-def _headers(call: Call, placement: Placement, hold: Hold) -> dict[str, str]:
+def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict[str, str]:
     """The headers kvpin adds to the answer."""
     headers = {
-        "x-request-id": call.answer_id,
+        **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
         "x-kvpin-engine": placement.engine,
         "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
     }

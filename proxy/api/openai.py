@@ -22,6 +22,7 @@ from proxy.api.responses import KeptResponses
 from proxy.errors import BadRequest, BodyTooLarge, Forbidden, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
+from proxy.request.dialects import dialect_of
 from proxy.request.error_table import ANSWERED
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
@@ -58,7 +59,7 @@ class DataPlane:
         _OWN_ID.set(own_id)
         if client_id is not None:
             _CLIENT_ID.set(client_id)
-        reply = Reply(exchange)
+        reply = Reply(exchange, dialect_of(exchange.target))
         exchange.on_left = lambda: _cancel(exchange, reply)
         try:
             await self._serve(exchange, reply, own_id, client_id)
@@ -69,13 +70,14 @@ class DataPlane:
                 return
             # kvpin stops, and the request outlasted `graceful_shutdown_s`.
             log.info("request ended early: kvpin is stopping")
-            _answer_error(NoEngine("kvpin is stopping; try again shortly"), client_id or own_id, exchange)
+            stopping = NoEngine("kvpin is stopping; try again shortly")
+            _answer_error(stopping, client_id or own_id, exchange, reply)
         except ANSWERED as error:
-            _answer_error(error, client_id or own_id, exchange)
+            _answer_error(error, client_id or own_id, exchange, reply)
         except Exception as error:
             # A bug must fail one request, not the connection or the process.
             log.exception("request crashed")
-            _answer_error(error, client_id or own_id, exchange)
+            _answer_error(error, client_id or own_id, exchange, reply)
 
     async def _serve(self, exchange: Exchange, reply: Reply, own_id: str, client_id: str | None) -> None:
         headers, method = exchange.headers, exchange.method
@@ -173,7 +175,7 @@ def _send(response: Response, exchange: Exchange) -> None:
     exchange.finish(bytes(response.body))
 
 
-def _answer_error(error: Exception, request_id: str, exchange: Exchange) -> None:
+def _answer_error(error: Exception, request_id: str, exchange: Exchange, reply: Reply) -> None:
     """Answers with the error. If the answer has begun, the connection breaks instead: clients notice that."""
     if not exchange.started:
-        _send(error_response(error, request_id), exchange)
+        _send(error_response(error, request_id, reply.dialect), exchange)

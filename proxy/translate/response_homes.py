@@ -30,7 +30,7 @@ class Home(NamedTuple):
     """The process that made a response: an engine's id, and its `EngineInfo.instance`."""
 
     engine: str
-    instance: str
+    instance: str | None
 
 
 class Homes:
@@ -110,8 +110,10 @@ class Noting:
         """Looks for the name in a whole answer, or in the first event of a stream."""
         if self._note is None:
             return
-        for content in [chunk] if self._events is None else self._events.feed(chunk)[:1]:
-            if (name := _name_in(content)) is not None:
+        contents = [chunk] if self._events is None else self._events.feed(chunk)
+        if contents:
+            name = _name_in(contents[0])
+            if name is not None:
                 self._note(name)
             self._note = None
 

@@ -23,7 +23,7 @@ from proxy.errors import EngineFailed
 from proxy.translate.responses_answer import Chunk, Delta, Event, Output, Usage, decode_chunk
 from proxy.translate.responses_request import param_of, read_request
 from proxy.translate.responses_store import ResponseStore
-from proxy.translate.translation import Translation
+from proxy.translate.translation import Predicted, Translation
 
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
@@ -55,6 +55,7 @@ class ResponseTranslation:
         asked = read_request(body, store.of(tenant), self._id)
         self.chat = asked.chat
         self.counts = counts
+        self.predicted = Predicted()
         self.extra: Mapping[str, object] = MappingProxyType({})
         self._keep = partial(store.put, tenant, self._id)
         self._turn = asked.turn
@@ -84,10 +85,6 @@ class ResponseTranslation:
     def count(self, tokens: int) -> bytes:
         """See Translation."""
         return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
-
-    def error(self, content: bytes) -> bytes:
-        """See Translation."""
-        return content
 
     def event(self, payload: bytes) -> bytes:
         """See Translation."""
