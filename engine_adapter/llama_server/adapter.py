@@ -34,7 +34,6 @@ from engine_adapter.llama_server.routes import (
     PINNED_ROUTES,
     ROUTES,
     SLOTS,
-    UNPINNED_ROUTES,
 )
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.session import Session, identity_of
@@ -43,6 +42,8 @@ from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
 from engine_adapter.types import (
+    MESSAGES_ROUTES,
+    RESPONSES_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -128,6 +129,7 @@ class LlamaServerAdapter(Undeclared):
             version=facts.build,
             shares_prefill=True,
             any_model=True,  # a router, which chooses by the name, is refused on connecting
+            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
             routes=ROUTES,
         )
 
@@ -178,11 +180,11 @@ class LlamaServerAdapter(Undeclared):
         session = self._session
         if session is None or session.keeper is None or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
-        if path in PINNED_ROUTES and not _is_several(body):
-            return self._hold_slot(session, session.keeper, path, body, prompt)
-        if path in PINNED_ROUTES or path in UNPINNED_ROUTES:
+        if path not in PINNED_ROUTES:
+            return nullcontext(Hold(body))
+        if _is_several(body):
             return _hold_all(session.keeper, body)
-        return nullcontext(Hold(body))
+        return self._hold_slot(session, session.keeper, path, body, prompt)
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody

@@ -12,14 +12,8 @@ from engine_adapter.routes import ASK, READ, NativeRoute, PromptFields
 INFILL, SLOTS = "/infill", "/slots"
 NATIVE_COMPLETIONS = frozenset({"/completion", "/completions"})
 """The server's own completions. Their answers are not OpenAI's."""
-PINNED_ROUTES = NATIVE_COMPLETIONS | {
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    INFILL,
-}
-"""The server honours `id_slot` on these routes. On other routes that run a prompt, a request runs alone."""
-UNPINNED_ROUTES = frozenset({"/v1/messages"})
+PINNED_ROUTES = NATIVE_COMPLETIONS | {"/v1/chat/completions", "/v1/completions", INFILL}
+"""The server honours `id_slot` on these routes."""
 
 _COMPLETION = NativeRoute(prompt=PromptFields(text="prompt", ids="prompt"))
 _SAME = {

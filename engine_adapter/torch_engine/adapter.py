@@ -21,6 +21,8 @@ from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.torch_engine.routes import ROUTES
 from engine_adapter.types import (
+    MESSAGES_ROUTES,
+    RESPONSES_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -121,6 +123,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             shares_prefill=True,
             routes=ROUTES,
             renders_alike=True,
+            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
         )
 
     async def load(self) -> EngineLoad:
