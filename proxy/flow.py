@@ -144,8 +144,8 @@ class Flow:
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
             raise
-        except asyncio.CancelledError:
-            record.status, record.error = CLIENT_LEFT, "the client left"
+        except asyncio.CancelledError as cancelled:
+            record.status, record.error = CLIENT_LEFT, str(cancelled) or "the client left"
             raise
         finally:
             record.duration_s, record.events = time.monotonic() - started, reply.events

@@ -119,6 +119,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             version=info.version,
             shares_prefill=True,
             renders_alike=True,
+            runs_several=False,
         )
 
     async def load(self) -> EngineLoad:

@@ -24,6 +24,7 @@ from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
+from proxy.several import serve
 
 log = structlog.get_logger(__name__)
 
@@ -87,7 +88,8 @@ class DataPlane:
             if asked.startswith("/v1/models/"):
                 return _send(self._model(unquote(path.removeprefix("/v1/models/"))), exchange)
         # No name for the call here: its body is freed before the answer ends.
-        return await self.flow.serve(await self._call(exchange, path, tenant, own_id, client_id), reply)
+        call = self._call(exchange, path, tenant, own_id, client_id)
+        return await serve(self.flow, await call, reply)
 
     async def _call(
         self, exchange: Exchange, path: str, tenant: str | None, own_id: str, client_id: str | None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 
-from engine_adapter import Capability, EngineAdapter, Tier
+from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
@@ -60,8 +60,20 @@ class Pool:
     @property
     def served_as_chats(self) -> frozenset[str]:
         """Routes of which one engine or more wants a chat instead: all get the same request."""
-        infos = (engine.info for engine in self.engines.values())
-        return frozenset().union(*(info.served_as_chats for info in infos if info is not None))
+        return frozenset().union(*(info.served_as_chats for info in self._infos()))
+
+    @property
+    def runs_several(self) -> bool:
+        """Whether each engine takes several choices or prompts in one request."""
+        return all(info.runs_several for info in self._infos())
+
+    @property
+    def splits_choices(self) -> bool:
+        """Whether an engine needs each choice in a request of its own, to run it where kvpin places it."""
+        return any(info.splits_choices for info in self._infos())
+
+    def _infos(self) -> Iterator[EngineInfo]:
+        return (engine.info for engine in self.engines.values() if engine.info is not None)
 
     def lora_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request's `model` names; None for the model itself."""
