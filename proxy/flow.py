@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ from proxy.fleet.pool import Pool, no_engine_for
 from proxy.prompt import MediaUuids, Prompt, audit_tokens
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED, status_of
-from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
+from proxy.request.forward import NOT_HERE, REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
@@ -56,6 +57,18 @@ log = structlog.get_logger(__name__)
 CLIENT_LEFT = 499
 # How long a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
+# Routes without a prompt that kvpin places. Not all kinds of engines have them.
+PASSED_ON = frozenset(
+    f"/v1/{name}"
+    for name in (
+        *("audio/speech", "audio/transcriptions", "audio/translations", "batches", "classify", "embeddings"),
+        *("files", "images/edits", "images/generations", "images/variations", "moderations", "pooling"),
+        *("rerank", "score", "uploads", "videos"),
+    )
+)
+# Routes with a prompt that kvpin places. On these, `NOT_HERE` is about the request. On all others, it may be
+# about a file or a batch that another engine has.
+PLACED = frozenset(f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages"))
 # A request that broke the connections of this many engines is probably the cause: it is not retried.
 MAX_DROPPED = 2
 
@@ -127,14 +140,16 @@ class Flow:
             record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
             if (translation := ready.translation) is not None:
                 reply.through(lambda client: Translated(client, translation))
+            await self._find_route(ready)
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
                 engine = ready.pool.engines[placement.engine]
                 record.attempts.append(engine.id)
+                refusals = _refusals(call) if len(candidates) > 1 else REFUSALS
                 try:
-                    return await self.run_on(ready, placement, reply, record)
+                    return await self.run_on(ready, placement, reply, record, refusals)
                 except (EngineUnavailable, EngineRejected) as error:
-                    if isinstance(error, EngineRejected) and error.status not in REFUSALS:
+                    if isinstance(error, EngineRejected) and error.status not in refusals:
                         raise  # the client's fault: every engine would reject it
                     failed[engine.id] = error
                     _note_failure(engine, error)
@@ -178,8 +193,23 @@ class Flow:
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
         return ready.pool.candidates(
-            ready.chain, ready.prompt, lora=ready.lora, session=ready.session, without=without
+            ready.chain,
+            ready.prompt,
+            lora=ready.lora,
+            session=ready.session,
+            without=without,
+            route=ready.call.route,
         )
+
+    async def _find_route(self, ready: Ready) -> None:
+        """Asks the engines of the pool whether they have the route, if not all may have it. Each engine is
+        asked once."""
+        route = ready.call.route
+        if route not in PASSED_ON or len(ready.pool.engines) == 1:
+            return
+        for engine in ready.pool.ready():
+            if route not in engine.has_route:
+                engine.has_route[route] = await self.forwarder.has_route(engine.adapter, route)
 
     async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
         """The engines to try next. If no engine takes requests yet, waits for one up to `wait_s`."""
@@ -194,11 +224,18 @@ class Flow:
 
     def _may_retry(self, call: Call, failures: Collection[EngineError]) -> bool:
         """Whether another engine may be tried after these failures."""
-        repeatable = call.body is None or isinstance(call.body, JsonBody)  # a streamed body is gone
         dropped = sum(isinstance(error, EngineUnavailable) and error.dropped for error in failures)
-        return repeatable and dropped < MAX_DROPPED and len(failures) <= self.retries
+        retries = sum(not _is_not_here(error) for error in failures)
+        return _is_repeatable(call) and dropped < MAX_DROPPED and retries <= self.retries
 
-    async def run_on(self, ready: Ready, placement: Placement, reply: Reply, record: RequestRecord) -> None:
+    async def run_on(
+        self,
+        ready: Ready,
+        placement: Placement,
+        reply: Reply,
+        record: RequestRecord,
+        refusals: Container[int] = REFUSALS,
+    ) -> None:
         """Leases the placed engine, sends the request there, and audits the prediction.
 
         Raises:
@@ -229,6 +266,7 @@ class Flow:
                         reply,
                         _headers(call, placement, hold),
                         began,
+                        refusals,
                     )
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
             _note_outcome(record, outcome)
@@ -268,11 +306,25 @@ class Flow:
         return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=ready.retention))
 
 
+def _is_repeatable(call: Call) -> bool:
+    """Whether the request can be sent again: a streamed body is gone."""
+    return call.body is None or isinstance(call.body, JsonBody)
+
+
+def _refusals(call: Call) -> AbstractSet[int]:
+    """Statuses with which an engine leaves the request to another one."""
+    return REFUSALS if call.route in PLACED or not _is_repeatable(call) else REFUSALS | NOT_HERE
+
+
+def _is_not_here(error: EngineError) -> bool:
+    return isinstance(error, EngineRejected) and error.status in NOT_HERE
+
+
 def _note_failure(engine: Engine, error: EngineError) -> None:
-    if isinstance(error, EngineRejected):
-        log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
-    else:
+    if not isinstance(error, EngineRejected):
         engine.suspect(error)
+    elif not _is_not_here(error):
+        log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
 
 
 def _translation(call: Call, pool: Pool) -> Translation | None:

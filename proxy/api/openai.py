@@ -18,7 +18,7 @@ from engine_adapter import Headers, JsonBody, route_of
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
-from proxy.errors import BadRequest, BodyTooLarge, Forbidden, NoEngine, NotFound
+from proxy.errors import BadRequest, BodyTooLarge, EncodedBody, Forbidden, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED
@@ -29,6 +29,8 @@ from proxy.several import serve
 log = structlog.get_logger(__name__)
 
 MAX_REQUEST_ID = 128
+# Characters of a client's content-encoding that an error repeats.
+MAX_ENCODING = 40
 # Routes whose bodies may be files. On all others the body must be JSON, whatever its content type says: some
 # engines ignore the content type, and kvpin must check which tenant's KV a request may use.
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
@@ -110,6 +112,9 @@ class DataPlane:
             if kind.startswith(("multipart/", "audio/")):
                 return exchange.chunks(limit)
         raw = await exchange.read(limit)
+        encoding = headers.get("content-encoding", "identity")
+        if raw and encoding.lower() != "identity":
+            raise EncodedBody(f"the body is encoded as {encoding[:MAX_ENCODING]!r}: send it as plain JSON")
         return _parse(raw) if raw else None
 
     def _models(self) -> Response:

@@ -116,16 +116,18 @@ class Pool:
         lora: str | None = None,
         session: Session | None = None,
         without: Container[str] = (),
+        route: str = "",
     ) -> list[Candidate]:
         """The engines a request may go to: what each holds of its chain or forecasts, and its load.
 
-        With `lora`, or a prompt that uses one, only engines that serve it.
+        With `lora`, or a prompt that uses one, only engines that serve it. Engines that have no such `route`
+        only if no other is left.
         """
         last = self.placer.last_engine(session)
         lora = prompt.lora if prompt is not None else lora
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
-        for engine in self._able(lora, without):
+        for engine in self._able(lora, without, route):
             match = matches.get(engine.id)
             forecast = engine.adapter.forecast(target) if target is not None else None
             if forecast is not None and not whole:
@@ -144,7 +146,7 @@ class Pool:
             )
         return candidates
 
-    def _able(self, lora: str | None, without: Container[str]) -> list[Engine]:
+    def _able(self, lora: str | None, without: Container[str], route: str) -> list[Engine]:
         """The ready engines that serve the LoRA adapter; if there is none, the suspect ones. One broken
         connection must not empty a small pool."""
         for state in (EngineState.READY, EngineState.SUSPECT):
@@ -156,7 +158,7 @@ class Pool:
                 and (lora is None or lora in engine.loras)
             ]
             if able:
-                return able
+                return [engine for engine in able if engine.has_route.get(route, True)] or able
         return []
 
     def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:

@@ -9,7 +9,8 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Container, Mapping
 
 import msgspec
 
@@ -34,6 +35,8 @@ from proxy.request.error_table import error_body
 
 # Statuses of an engine that could not serve the request: another engine may.
 REFUSALS = frozenset({429, 500, 502, 503, 504})
+# Statuses of an engine that has no such route, or nothing of the name in it.
+NOT_HERE = frozenset({404, 405, 501})
 # Headers that a proxy does not pass on, and headers that kvpin sets itself.
 _NOT_PASSED_ON = frozenset(
     {
@@ -55,6 +58,8 @@ _NOT_PASSED_ON = frozenset(
 RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
+# Seconds for an answer to an empty request.
+_ASK_S = 2.0
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
 
@@ -89,6 +94,7 @@ class Forwarder:
         reply: Reply,
         headers: Mapping[str, str],
         on_first_byte: OnFirstByte,
+        refusals: Container[int] = REFUSALS,
     ) -> Outcome:
         """Forwards and answers.
 
@@ -99,6 +105,7 @@ class Forwarder:
             reply: the way back to the client.
             headers: added to the answer.
             on_first_byte: called when the answer begins.
+            refusals: statuses with which the engine leaves the request to another one.
 
         Raises:
             EngineUnavailable, EngineRejected: before anything was sent to the client.
@@ -108,7 +115,7 @@ class Forwarder:
             adapter.prepare(call.method, call.path, call.headers, hold.body)
         ) as response:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
-                return await _answer_error(response, reply, headers)
+                return await _answer_error(response, reply, headers, refusals)
             kept = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]
             if response.status >= 300:  # noqa: PLR2004 - HTTP
                 kept = [_at_kvpin(pair, adapter.spec) for pair in kept]
@@ -121,6 +128,15 @@ class Forwarder:
             if hold.answer is not None and hold.answer.assembles:
                 return await _answer_assembled(response, reply, kept, hold.answer, on_first_byte)
             return await _answer_stream(response, reply, kept, cached, hold.answer, on_first_byte)
+
+    async def has_route(self, adapter: EngineAdapter, route: str) -> bool:
+        """Whether an engine has a route to POST to: sends it an empty request. True if it does not answer."""
+        request = adapter.prepare("POST", route, Headers([]), None)
+        try:
+            async with asyncio.timeout(_ASK_S), await self._transport.send(request) as response:
+                return response.status not in NOT_HERE
+        except (EngineUnavailable, TimeoutError):
+            return True
 
 
 async def _answer_json(
@@ -230,7 +246,9 @@ class _Stream:
         return b""
 
 
-async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:
+async def _answer_error(
+    response: IncomingResponse, reply: Reply, headers: Mapping[str, str], refusals: Container[int]
+) -> Outcome:
     """Passes the engine's error on in OpenAI's shape.
 
     Raises:
@@ -239,7 +257,7 @@ async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mappi
     content = await response.read()
     error, advice = read_error(content), _retry_advice(response.headers)
     # With this header the engine says: the request itself is the cause.
-    if response.status in REFUSALS and advice.get("x-should-retry") != "false":
+    if response.status in refusals and advice.get("x-should-retry") != "false":
         raise EngineRejected(
             error.message,
             status=response.status,

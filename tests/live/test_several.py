@@ -1,4 +1,4 @@
-"""Several choices and several prompts in one request, on real engines: each part foreseen, the answers joined."""
+"""Several choices and several prompts in one request, on real engines: each part foreseen, answers joined."""
 
 from __future__ import annotations
 
@@ -163,9 +163,13 @@ def test_a_llama_server_serves_others_meanwhile(llama):
     def ask(path, **fields):
         answers.append((path, llama.post(path, **fields), time.monotonic()))
 
-    long = threading.Thread(target=ask, args=("chat/completions",), kwargs={
-        "messages": [{"role": "user", "content": "Go on."}], "n": 2, "max_tokens": 600, "logit_bias": [], "ignore_eos": True,
-    })  # fmt: skip
+    fields = {
+        "messages": [{"role": "user", "content": "Go on."}],
+        "n": 2,
+        "max_tokens": 600,
+        "ignore_eos": True,
+    }
+    long = threading.Thread(target=ask, args=("chat/completions",), kwargs=fields)
     long.start()
     deadline = time.monotonic() + 60
     while sum(slot["operation"] == "request" for slot in llama.kvpin.engines()["llama-0"]["kv"]["slots"]) < 2:

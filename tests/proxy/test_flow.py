@@ -6,6 +6,7 @@ import json
 from array import array
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -25,6 +26,7 @@ from proxy.core.index.view import EngineView
 from proxy.core.placement.demand import MIN_UTILISATION
 from proxy.fleet import lease
 from proxy.fleet.engine import EngineState
+from proxy.request import forward as forward_module
 from proxy.request.calls import Call, Reply
 from proxy.request.forward import Outcome
 from proxy.request.session import Session
@@ -313,12 +315,106 @@ class TestRetries:
         kind = {"content-type": "multipart/form-data; boundary=b"}
         response = await client.post("/v1/audio/transcriptions", content=b"--b--", headers=kind)
         assert is_openai_error(response, 502, "engine_failed")
-        assert not other.seen
+        assert [exchange.body for exchange in other.seen] == [b""]  # it was asked for the route
 
     async def test_no_more_engines_are_asked_than_retries_allow(self, engine, other):
         await engine.stop()
         async with proxy_over(engine, other, retries=0) as proxy, client_of(proxy) as client:
             assert is_openai_error(await client.post(CHAT, json=ASK), 502, "engine_failed")
+        assert not other.seen
+
+
+class TestPassedOn:
+    """Routes that not all kinds of engines have: a client must not notice which engine was asked first."""
+
+    FORM: ClassVar = {"content-type": "multipart/form-data; boundary=b"}
+
+    @pytest.fixture
+    async def client(self, engine, other):
+        async with proxy_over(engine, other) as proxy, client_of(proxy) as client:
+            client.proxy = proxy
+            yield client
+            await proxy.settled()
+
+    @staticmethod
+    def lacks(status):
+        async def script(exchange):
+            await exchange.send({"detail": "Not Found"}, status=status)
+
+        return script
+
+    @pytest.mark.parametrize("status", [404, 405, 501])
+    async def test_an_engine_without_the_route_is_left_out(self, engine, other, client, status):
+        engine.script = self.lacks(status)
+        for _ in range(4):
+            response = await client.post("/v1/embeddings", json={"model": "m", "input": "x"})
+            assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+        assert [exchange.body for exchange in engine.seen] == [b""]
+        assert [bool(exchange.body) for exchange in other.seen] == [False, True, True, True, True]
+
+    async def test_so_it_is_for_uploads(self, engine, other, client):
+        async def script(exchange):
+            await exchange.send({"text": "heard"})
+
+        engine.script, other.script = self.lacks(404), script
+        response = await client.post("/v1/audio/transcriptions", content=b"--b--", headers=self.FORM)
+        assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+
+    async def test_if_no_engine_has_it_the_client_gets_the_engines_word(self, engine, other, client):
+        engine.script = other.script = self.lacks(404)
+        response = await client.post("/v1/embeddings", json={"model": "m", "input": "x"})
+        assert is_openai_error(response, 404)
+        assert response.json()["error"]["message"] == "Not Found"
+
+    async def test_an_engine_that_does_not_answer_counts_as_one_that_has_it(
+        self, engine, other, client, monkeypatch
+    ):
+        monkeypatch.setattr(forward_module, "_ASK_S", 0.05)
+
+        async def script(exchange):
+            if exchange.body:
+                await exchange.send({})
+            else:
+                await exchange.left.wait()
+
+        engine.script = other.script = script
+        response = await client.post("/v1/rerank", json={"model": "m"})
+        assert response.status_code == 200
+
+    async def test_one_engine_is_not_asked(self, engine):
+        async with proxy_over(engine) as proxy, client_of(proxy) as client:
+            await client.post("/v1/embeddings", json={"model": "m", "input": "x"})
+        assert len(engine.seen) == 1
+
+    async def test_it_is_asked_again_when_it_comes_back(self, client):
+        fleet = client.proxy.fleet
+        engine = fleet.engines["a"]
+        engine.has_route["/v1/rerank"] = False
+        fleet.join(engine, engine.info)
+        assert not engine.has_route
+
+    @pytest.mark.parametrize(
+        ("method", "path"), [("GET", "/v1/files/f-1/content"), ("DELETE", "/v1/files/f-1")]
+    )
+    async def test_a_file_is_found_on_the_engine_that_has_it(self, engine, other, client, method, path):
+        async def script(exchange):
+            await exchange.send(b"\x00\x01", headers=[("content-type", "application/octet-stream")])
+
+        engine.script, other.script = self.lacks(404), script
+        for _ in range(3):
+            response = await client.request(method, path)
+            assert (response.status_code, response.content) == (200, b"\x00\x01")
+        assert client.proxy.fleet.engines["a"].state == "ready"
+
+    async def test_more_engines_are_asked_than_are_tried_again(self, engine, other):
+        engine.script = other.script = self.lacks(404)
+        async with proxy_over(engine, other, retries=0) as proxy, client_of(proxy) as client:
+            assert is_openai_error(await client.get("/v1/files/f-1"), 404)
+        assert len(engine.seen) == len(other.seen) == 1
+
+    async def test_an_unknown_model_of_a_chat_is_the_clients_fault(self, engine, other, client):
+        engine.script = self.lacks(404)
+        assert is_openai_error(await client.post(CHAT, json=ASK), 404)
         assert not other.seen
 
 
@@ -580,7 +676,7 @@ class TestAdapters:
             response = await client.post(path, json=body)
             assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
             assert other.seen[-1].json == body
-        assert not engine.seen
+        assert [exchange.body for exchange in engine.seen] == [b""]  # it was asked for the route
 
     async def test_its_kv_is_its_own(self, proxy, client):
         ask = TestReuse.ask
