@@ -54,14 +54,13 @@ DEFAULT_CACHE_BYTES = 4 * 2**30
 PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _COMPLETIONS = "/v1/completions"
 UNPINNED_ROUTES = frozenset({"/v1/messages"})
+# Fields that turn one request into several; the server chooses their slots.
+_SEVERAL = ("n", "n_cmpl")
 # Fields that make the server parse an answer instead of passing on its text.
 _PARSED = ("tools", "response_format", "json_schema", "grammar")
 # Fields that change the KV of a prompt: its tokens alone do not identify it.
 _OTHER_KV = ("lora",)
 
-# With several choices, the server would copy KV into slots of its own choice. kvpin sends each by itself, see
-# `EngineInfo.splits_choices`; on routes that have no choices, these fields mean nothing.
-_ONE = {"n": None, "n_cmpl": None}
 # A prompt whose KV its tokens do not identify.
 _UNKNOWN = Ask(array("i"), UNKNOWN_OWNER)
 _INSTEAD = {
@@ -170,9 +169,9 @@ class LlamaServerAdapter(Undeclared):
         session = self._session
         if session is None or session.keeper is None or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
-        if path in PINNED_ROUTES:
+        if path in PINNED_ROUTES and not _is_several(body):
             return self._hold_slot(session, session.keeper, path, body, prompt)
-        if path in UNPINNED_ROUTES:
+        if path in PINNED_ROUTES or path in UNPINNED_ROUTES:
             return _hold_all(session.keeper, body)
         return nullcontext(Hold(body))
 
@@ -270,7 +269,7 @@ class LlamaServerAdapter(Undeclared):
             streamed = streaming_body(path, body)
             answer = SlotAnswer(path, lease, assembles=streamed is not None)
             yield Hold(
-                (streamed or body).replace(id_slot=lease.slot, cache_prompt=reuses, **_ONE),
+                (streamed or body).replace(id_slot=lease.slot, cache_prompt=reuses),
                 cached_tokens=lease.cached_tokens if reuses else 0,
                 firm=not reuses or (lease.firm and session.keeps_none_itself),
                 answer=answer,
@@ -307,6 +306,13 @@ async def _hold_all(keeper: SlotKeeper, body: JsonBody) -> AsyncIterator[Hold]:
     """Runs a request alone, because the server chooses its slots. Nothing is predicted for it."""
     async with keeper.alone():
         yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
+
+
+def _is_several(body: JsonBody) -> bool:
+    """Whether the server turns it into several requests."""
+    prompt = body.get("prompt")
+    texts = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
+    return (texts and len(prompt) > 1) or any(body.get(name) not in (None, 1) for name in _SEVERAL)
 
 
 def _shows_text(path: str, template: str, body: JsonBody) -> bool:

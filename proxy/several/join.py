@@ -50,8 +50,8 @@ class Answer(msgspec.Struct):
         return cls(fields, choices, usage)
 
 
-def joined(several: Several, answers: Iterable[tuple[Part, Answer]]) -> bytes:
-    """The one answer. `answers` are those of all parts, in their order."""
+def joined(several: Several, answers: Iterable[tuple[Part, Answer]], cached: int | None = None) -> bytes:
+    """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`."""
     pairs = list(answers)
     of_prompts: dict[int, list[_Fields]] = {}
     for part, answer in pairs:
@@ -65,14 +65,21 @@ def joined(several: Several, answers: Iterable[tuple[Part, Answer]]) -> bytes:
                 choice["logprobs"] = _NOTHING
             choices.append(choice)
     fields = {**pairs[0][1].fields, "choices": _raw(choices)}
-    usage = usage_of((part, answer.usage) for part, answer in pairs)
+    usage = usage_of(((part, answer.usage) for part, answer in pairs), cached)
     if usage is not None:
         fields["usage"] = _raw(usage)
     return _encode(fields)
 
 
-def usage_of(usages: Iterable[tuple[Part, Mapping[str, Any] | None]]) -> dict[str, Any] | None:
-    """The usage of all parts, which come in their order; None if no engine reported any."""
+def usage_of(
+    usages: Iterable[tuple[Part, Mapping[str, Any] | None]], cached: int | None = None
+) -> dict[str, Any] | None:
+    """The usage of all parts, which come in their order; None if no engine reported any.
+
+    Args:
+        usages: each part's.
+        cached: prompt tokens that were cached before kvpin let the prompt be computed; None if it did not.
+    """
     total: dict[str, Any] = {}
     prompt = None
     for part, usage in usages:
@@ -82,6 +89,8 @@ def usage_of(usages: Iterable[tuple[Part, Mapping[str, Any] | None]]) -> dict[st
         _add(total, usage if is_first else {name: usage.get(name) for name in _OF_THE_ANSWER})
     if {"prompt_tokens", "completion_tokens"} <= total.keys():
         total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+    if cached is not None and "prompt_tokens_details" in total:
+        total["prompt_tokens_details"]["cached_tokens"] = cached
     return total or None
 
 
@@ -116,12 +125,13 @@ class JoinedStream:
             fields["choices"] = _raw(choices)
         return b"data: " + _encode(fields) + b"\n\n"
 
-    def end(self) -> bytes:
-        """The last events, when all streams have ended: usage, if the engines sent it, and the end."""
+    def end(self, cached: int | None = None) -> bytes:
+        """The last events, when all streams have ended: usage, if the engines sent it, and the end. `cached`:
+        see `usage_of`."""
         if not self._usages:
             return _LAST
         usages = [self._usages[index] for index in sorted(self._usages)]
-        total = usage_of((part, usage) for part, _, usage in usages)
+        total = usage_of(((part, usage) for part, _, usage in usages), cached)
         return b"data: " + _encode({**usages[0][1], "usage": total}) + b"\n\n" + _LAST
 
 

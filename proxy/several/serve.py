@@ -18,6 +18,7 @@ from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED, error_body
 from proxy.several.join import Answer, JoinedStream, is_error, joined
+from proxy.several.prefill import compute_once
 from proxy.several.split import CHAT, COMPLETIONS, Part, Several, several_of
 from proxy.translate.sse import DONE, Events
 
@@ -57,6 +58,8 @@ async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None
             yield _serve_part(flow, call, number, part, answer)
         several.forget()
 
+    if several.shares_prompt:
+        answer.cached = await compute_once(flow, call, next(several.parts()).body)
     try:
         await _run(parts())
     except _Failed as failed:
@@ -135,12 +138,14 @@ class _Answer:
 
     Attributes:
         streams: the client asked for a stream.
+        cached: prompt tokens that were cached before the prompt was computed for all choices, if it was.
         stream: joins the events of the parts.
         whole: the parts' answers that are no streams, and their headers; by the index of their first choice.
     """
 
     def __init__(self, reply: Reply, *, streams: bool) -> None:
         self.streams = streams
+        self.cached: int | None = None
         self.stream = JoinedStream()
         self.whole: dict[int, tuple[Part, Answer, HeaderPairs]] = {}
         self._reply = reply
@@ -160,11 +165,11 @@ class _Answer:
     async def finish(self, several: Several) -> None:
         """Sends the end of a stream, or the joined answer with the headers of the first part."""
         if self.streams:
-            await self._reply.finish(self.stream.end())
+            await self._reply.finish(self.stream.end(self.cached))
             return
         parts = [self.whole[index] for index in sorted(self.whole)]
         await self._reply.start(_OK, parts[0][2])
-        await self._reply.finish(joined(several, ((part, answer) for part, answer, _ in parts)))
+        await self._reply.finish(joined(several, ((part, answer) for part, answer, _ in parts), self.cached))
 
 
 class _PartClient:

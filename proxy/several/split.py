@@ -45,6 +45,7 @@ class Several(Struct, frozen=True):
         prompts: its prompts, undecoded; None for the one of its body, which stays as it is.
         choices: choices that the client gets of each prompt.
         parts_per_prompt: single requests for each prompt; 1 where the engine makes the choices.
+        shares_prompt: its choices share a prompt that an engine would compute for each of them.
         hides_logprobs: the client did not ask for the logprobs by which the best choices are found.
     """
 
@@ -52,6 +53,7 @@ class Several(Struct, frozen=True):
     prompts: list[Raw] | None
     choices: int
     parts_per_prompt: int
+    shares_prompt: bool = False
     hides_logprobs: bool = False
 
     @property
@@ -105,7 +107,14 @@ def several_of(route: str, body: JsonBody, pool: Pool, *, reuse: bool) -> Severa
         return None
     if n_parts > MAX_PARTS:
         raise BadRequest(f"the request asks for {n_parts} answers; the limit is {MAX_PARTS}", param="prompt")
-    return Several(body, prompts, choices, runs, runs > choices and body.hint("logprobs") is None)
+    return Several(
+        body,
+        prompts,
+        choices,
+        runs,
+        shares_prompt=prompts is None and reuse and pool.splits_choices,
+        hides_logprobs=runs > choices and body.hint("logprobs") is None,
+    )
 
 
 def _prompts(body: JsonBody) -> list[Raw] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from array import array
 
@@ -138,15 +139,21 @@ class TestRequests:
         await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
         assert sum(slot["unknown"] > 0 for slot in await world.slots()) == 1
 
-    @pytest.mark.parametrize("fields", [{"n": 2}, {"n_cmpl": 2}])
-    async def test_the_server_makes_no_more_choices_than_the_slot_is_for(self, world, fields):
-        async with world.hold(prompt_of(1), **fields) as hold, await world.sent(hold) as response:
-            answer = await response.read()
-            hold.answer.feed(answer)
-            hold.answer.finish()
-        assert b'"index":1' not in answer
+    @pytest.mark.parametrize(
+        "fields", [{"n": 2}, {"prompt": ["Hello there", "Good day"]}, {"prompt": [[5, 6], [7, 8]]}]
+    )
+    async def test_what_is_several_requests_runs_alone(self, world, fields):
+        await world.ask(prompt_of(1))
+        async with world.hold(prompt_of(2), **fields) as hold:
+            assert "alone" in hold.note
+            assert hold.body.get("id_slot") is None
+            assert {slot["operation"] for slot in await world.slots()} == {"foreign"}
+            async with await world.sent(hold) as response:
+                assert len(json.loads(await response.read())["choices"]) == 2
         await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
-        assert sum(slot["tokens"] > 0 for slot in await world.slots()) == 1
+        for seed in (1, 3):
+            _, reported, said = await world.ask(prompt_of(seed))
+            assert reported == said
 
     async def test_a_client_that_leaves_frees_its_slot(self, world):
         tokens = prompt_of(1, 900)

@@ -32,7 +32,7 @@ def join(*answers, choices=1, per_prompt=1, hides=False):
         (part(prompt, at), Answer.of(json.dumps(answer).encode()))
         for at, (prompt, answer) in enumerate(answers)
     ]
-    return json.loads(joined(Several(BODY, None, choices, per_prompt, hides), pairs))
+    return json.loads(joined(Several(BODY, None, choices, per_prompt, hides_logprobs=hides), pairs))
 
 
 def answer(text, tokens=None, **fields):
@@ -90,6 +90,12 @@ def test_prompts_whose_engine_made_the_choices():
 def test_without_usage_there_is_none():
     assert "usage" not in join((0, answer("a")), (0, answer("b")), choices=2, per_prompt=2)
     assert usage_of([(part(), None)]) is None
+
+
+def test_what_was_cached_before_kvpin_computed_the_prompt_counts():
+    usages = [(part(), usage(10, 2, 9)), (part(0, 1), usage(10, 2, 9))]
+    assert usage_of(usages, 3)["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert usage_of([(part(), {"prompt_tokens": 3})], 3) == {"prompt_tokens": 3}
 
 
 def test_counts_that_no_engine_names_are_left_out():
