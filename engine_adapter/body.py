@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
@@ -10,6 +11,9 @@ import msgspec
 
 _T = TypeVar("_T")
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+# A list of numbers is not decoded to find out that it is one: it may be a prompt of many token ids.
+_NO_NUMBERS = re.compile(rb'\[\s*["[{]')
 
 
 class UnreadableField(msgspec.ValidationError):
@@ -67,6 +71,21 @@ class JsonBody:
         if name not in self._views:
             self._views[name] = self.get(name)
         return self._views[name]
+
+    def items(self, name: str) -> list[msgspec.Raw] | None:
+        """The items of a list that begins with a string, a list or an object, undecoded; None if the field is
+        anything else.
+
+        Raises:
+            UnreadableField: the list cannot be decoded.
+        """
+        raw = self._fields.get(name)
+        if raw is None or _NO_NUMBERS.match(raw) is None:
+            return None
+        try:
+            return _checked(_decode_items, raw)
+        except msgspec.DecodeError as error:
+            raise UnreadableField(name, error) from error
 
     def has_any(self, names: AbstractSet[str]) -> bool:
         """Whether any of these fields is present; null counts."""

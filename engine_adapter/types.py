@@ -126,6 +126,9 @@ class EngineInfo:
             shares none.
         renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
             cannot be rendered here, it refuses.
+        runs_several: it takes several choices or prompts in one request. If False, kvpin always splits them.
+        splits_choices: it would run several choices of a prompt where kvpin did not place them: with reuse,
+            kvpin sends each by itself.
         served_as_chats: routes of other APIs that kvpin serves as chats, because the engine lacks them or
             would not serve them on the slot or with the salt that kvpin chooses.
         any_model: it serves its model whatever name a request gives.
@@ -149,6 +152,8 @@ class EngineInfo:
     events_read_once: bool = False
     shared_tiers: str | None = None
     renders_alike: bool = False
+    runs_several: bool = True
+    splits_choices: bool = False
     served_as_chats: frozenset[str] = frozenset()
     any_model: bool = False
     routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)

@@ -8,6 +8,7 @@ ProxyError
 ├── Unauthorized         no key, or a wrong one
 ├── Forbidden            the admin API without a key, from another machine
 ├── BodyTooLarge         over the limit
+├── EncodedBody          compressed
 ├── NoEngine             no engine can take it now: retry in `retry_after_s`
 └── EngineFailed         the engines that were asked went away
 """
@@ -68,6 +69,10 @@ class Forbidden(ProxyError):
 
 class BodyTooLarge(ProxyError):
     """The request body is over the limit."""
+
+
+class EncodedBody(ProxyError):
+    """The request body is compressed, which kvpin does not read."""
 
 
 class NoEngine(ProxyError):

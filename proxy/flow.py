@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
@@ -47,7 +48,7 @@ from proxy.fleet.pool import Pool, no_engine_for
 from proxy.prompt import MediaUuids, Prompt, audit_tokens
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED, status_of
-from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
+from proxy.request.forward import NOT_HERE, REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
@@ -70,6 +71,18 @@ log = structlog.get_logger(__name__)
 CLIENT_LEFT = 499
 # How long a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
+# Routes without a prompt that kvpin places. Not all kinds of engines have them.
+PASSED_ON = frozenset(
+    f"/v1/{name}"
+    for name in (
+        *("audio/speech", "audio/transcriptions", "audio/translations", "batches", "classify", "embeddings"),
+        *("files", "images/edits", "images/generations", "images/variations", "moderations", "pooling"),
+        *("rerank", "score", "uploads", "videos"),
+    )
+)
+# Routes with a prompt that kvpin places. On these, `NOT_HERE` is about the request. On all others, it may be
+# about a file or a batch that another engine has.
+PLACED = frozenset(f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages"))
 # A request that broke the connections of this many engines is probably the cause: it is not retried.
 MAX_DROPPED = 2
 
@@ -156,21 +169,22 @@ class Flow:
                 placement = ready.pool.place(candidates, ready.chain)
                 engine = ready.pool.engines[placement.engine]
                 record.attempts.append(engine.id)
+                refusals = _refusals(call) if len(candidates) > 1 else REFUSALS
                 try:
-                    return await self.run_on(ready, placement, reply, record)
+                    return await self.run_on(ready, placement, reply, record, refusals)
                 except (EngineUnavailable, EngineRejected) as error:
-                    if isinstance(error, EngineRejected) and error.status not in REFUSALS:
+                    if isinstance(error, EngineRejected) and error.status not in refusals:
                         raise  # the client's fault: every engine would reject it
                     failed[engine.id] = error
-                    _note_failure(engine, error)
+                    _note_failure(engine, error, call.route)
                     if not self._may_retry(call, failed.values()):
                         break
             raise _final(list(failed.values())) if failed else no_engine_for(ready.lora)
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
             raise
-        except asyncio.CancelledError:
-            record.status, record.error = CLIENT_LEFT, "the client left"
+        except asyncio.CancelledError as cancelled:
+            record.status, record.error = CLIENT_LEFT, str(cancelled) or "the client left"
             raise
         finally:
             record.duration_s, record.events = time.monotonic() - started, reply.events
@@ -272,6 +286,7 @@ class Flow:
             session=ready.session,
             without=without,
             native=ready.call.native,
+            route=ready.call.route,
         )
         return found if ready.home is None else [each for each in found if each.engine == ready.home]
 
@@ -288,11 +303,18 @@ class Flow:
 
     def _may_retry(self, call: Call, failures: Collection[EngineError]) -> bool:
         """Whether another engine may be tried after these failures."""
-        repeatable = call.body is None or isinstance(call.body, JsonBody)  # a streamed body is gone
         dropped = sum(isinstance(error, EngineUnavailable) and error.dropped for error in failures)
-        return repeatable and dropped < MAX_DROPPED and len(failures) <= self.retries
+        retries = sum(not _is_not_here(error) for error in failures)
+        return _is_repeatable(call) and dropped < MAX_DROPPED and retries <= self.retries
 
-    async def run_on(self, ready: Ready, placement: Placement, reply: Reply, record: RequestRecord) -> None:
+    async def run_on(
+        self,
+        ready: Ready,
+        placement: Placement,
+        reply: Reply,
+        record: RequestRecord,
+        refusals: Container[int] = REFUSALS,
+    ) -> None:
         """Leases the placed engine, sends the request there, and audits the prediction.
 
         Raises:
@@ -325,6 +347,7 @@ class Flow:
                         reply,
                         _headers(call, placement, hold, reply),
                         began,
+                        refusals,
                     )
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
             _note_outcome(record, outcome)
@@ -372,11 +395,27 @@ def _naming(call: Call, pool: Pool, model: str | None) -> Call:
     return replace(call, body=body.renamed(model) if isinstance(body, Upload) else body.replace(model=model))
 
 
-def _note_failure(engine: Engine, error: EngineError) -> None:
-    if isinstance(error, EngineRejected):
-        log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
-    else:
+def _is_repeatable(call: Call) -> bool:
+    """Whether the request can be sent again: a streamed body is gone."""
+    return call.body is None or isinstance(call.body, JsonBody)
+
+
+def _refusals(call: Call) -> AbstractSet[int]:
+    """Statuses with which an engine leaves the request to another one."""
+    return REFUSALS if call.route in PLACED else REFUSALS | NOT_HERE
+
+
+def _is_not_here(error: EngineError) -> bool:
+    return isinstance(error, EngineRejected) and error.status in NOT_HERE
+
+
+def _note_failure(engine: Engine, error: EngineError, route: str) -> None:
+    if not isinstance(error, EngineRejected):
         engine.suspect(error)
+    elif not _is_not_here(error):
+        log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
+    elif route in PASSED_ON:
+        engine.lacks.add(route)
 
 
 def _instance_of(engine: Engine | None) -> str | None:

@@ -131,6 +131,7 @@ class LlamaServerAdapter(Undeclared):
             any_model=True,  # a router, which chooses by the name, is refused on connecting
             served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
             routes=ROUTES,
+            splits_choices=session.keeper is not None,
         )
 
     async def load(self) -> EngineLoad:

@@ -124,6 +124,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             routes=ROUTES,
             renders_alike=True,
             served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
+            runs_several=False,
         )
 
     async def load(self) -> EngineLoad:

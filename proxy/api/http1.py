@@ -170,6 +170,8 @@ class Http1Protocol(asyncio.Protocol):
         self._head_bytes = 0
         if self._reading is not None:
             self._reading.feed(body)
+            if self._current is None:  # it was answered: a client that still sends is not idle
+                self._idle_since = self._loop.time()
 
     def on_message_complete(self) -> None:
         """The parser found the end of a request."""

@@ -24,18 +24,29 @@ from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
 from proxy.api.forms import new_spool, read_form
 from proxy.api.responses import KeptResponses
-from proxy.errors import BadRequest, BodyTooLarge, Forbidden, MethodNotAllowed, NoEngine, NotFound
+from proxy.errors import (
+    BadRequest,
+    BodyTooLarge,
+    EncodedBody,
+    Forbidden,
+    MethodNotAllowed,
+    NoEngine,
+    NotFound,
+)
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
 from proxy.request.error_table import ANSWERED
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
+from proxy.several import serve
 from proxy.translate import ResponseStore
 
 log = structlog.get_logger(__name__)
 
 MAX_REQUEST_ID = 128
+# Characters of a client's content-encoding that an error repeats.
+MAX_ENCODING = 40
 # Routes whose bodies may be files. On all others the body must be JSON, whatever its content type says: some
 # engines ignore the content type, and kvpin must check which tenant's KV a request may use.
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
@@ -111,7 +122,7 @@ class DataPlane:
         if _is_upload(path, headers):
             return await self._serve_upload(exchange, reply, call)
         # No name for the body here: it is freed before the answer ends.
-        return await self.flow.serve(call(await self._body(exchange)), reply)
+        return await serve(self.flow, call(await self._body(exchange)), reply)
 
     async def _serve_upload(
         self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call]
@@ -143,6 +154,9 @@ class DataPlane:
         """The parsed JSON body."""
         self._length(exchange.headers)
         raw = await exchange.read(self.max_body_bytes)
+        encoding = exchange.headers.get("content-encoding", "identity")
+        if raw and encoding.lower() != "identity":
+            raise EncodedBody(f"the body is encoded as {encoding[:MAX_ENCODING]!r}: send it as plain JSON")
         return _parse(raw) if raw else None
 
     def _length(self, headers: Headers) -> int | None:

@@ -64,6 +64,7 @@ class Engine:
         learned: blocks learned from responses, for engines without events.
         below: blocks on lower tiers that its events do not report.
         ahead: counts of restores ahead of need.
+        lacks: routes that kvpin passes on and that it answered it does not have.
         view: its KV cache, from its events; None without events.
         process: its process, if kvpin runs it.
         last_error: why it is not ready.
@@ -85,6 +86,7 @@ class Engine:
         self.below = LearnedBlocks(HINTED_BLOCKS)
         self.salts = TenantSalts()
         self.ahead = AheadCounts()
+        self.lacks: set[str] = set()
         self.view: EngineView | None = None
         self.process: Process | None = None
         self.last_error: str | None = None

@@ -76,6 +76,7 @@ class Fleet:
         if pool is None or (not pool.engines and pool.tokens_per_block != tokens_per_block):
             pool = self.pools[model] = Pool(model, tokens_per_block)
         engine.info = info
+        engine.lacks.clear()
         if info.gpu_blocks is not None and info.tokens_per_block is not None:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
         pool.placer.add(

@@ -71,8 +71,17 @@ class Pool:
     @property
     def served_as_chats(self) -> frozenset[str]:
         """Routes of which one engine or more wants a chat instead: all get the same request."""
-        infos = (engine.info for engine in self.engines.values())
-        return frozenset().union(*(info.served_as_chats for info in infos if info is not None))
+        return frozenset().union(*(info.served_as_chats for info in self._infos))
+
+    @property
+    def runs_several(self) -> bool:
+        """Whether each engine takes several choices or prompts in one request."""
+        return all(info.runs_several for info in self._infos)
+
+    @property
+    def splits_choices(self) -> bool:
+        """Whether an engine needs each choice in a request of its own, to run it where kvpin places it."""
+        return any(info.splits_choices for info in self._infos)
 
     def lora_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request's `model` names; None for the model itself."""
@@ -116,17 +125,18 @@ class Pool:
         session: Session | None = None,
         without: Container[str] = (),
         native: str | None = None,
+        route: str = "",
     ) -> list[Candidate]:
         """The engines a request may go to: what each holds of its chain or forecasts, and its load.
 
         With `lora`, or a prompt that uses one, only engines that serve it; with `native`, only engines that
-        have this route.
+        have this route. Engines that have no such `route` only if no other is left.
         """
         last = self.placer.last_engine(session)
         lora = prompt.lora if prompt is not None else lora
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
-        for engine in self._able(lora, without, native):
+        for engine in self._able(lora, without, native, route):
             match = matches.get(engine.id)
             forecast = engine.adapter.forecast(target) if target is not None else None
             if forecast is not None and not whole:
@@ -150,7 +160,9 @@ class Pool:
         if not self.away and not any(engine.serves(native) for engine in self.engines.values()):
             raise NotFound(f"no engine of the model {self.model!r} has the route {native}")
 
-    def _able(self, lora: str | None, without: Container[str], native: str | None) -> list[Engine]:
+    def _able(
+        self, lora: str | None, without: Container[str], native: str | None, route: str
+    ) -> list[Engine]:
         """The ready engines that serve the LoRA adapter and the route; if there is none, the suspect ones.
         One broken connection must not empty a small pool."""
         for state in (EngineState.READY, EngineState.SUSPECT):
@@ -163,7 +175,7 @@ class Pool:
                 and (native is None or engine.serves(native))
             ]
             if able:
-                return able
+                return [engine for engine in able if route not in engine.lacks] or able
         return []
 
     def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:

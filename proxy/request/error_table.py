@@ -38,6 +38,7 @@ TABLE: dict[type[Exception], Row] = {
     errors.MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
     errors.Conflict: Row(409, "invalid_request_error", "conflict"),
     errors.BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
+    errors.EncodedBody: Row(415, "invalid_request_error", "encoded_body"),
     errors.NoEngine: Row(503, "server_error", "no_engine"),
     errors.EngineFailed: Row(502, "server_error", "engine_failed"),
     errors.ProxyError: Row(500, "server_error", "internal_error"),

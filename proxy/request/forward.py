@@ -9,7 +9,7 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import msgspec
 
@@ -33,6 +33,8 @@ from proxy.request.calls import Call, Reply
 
 # Statuses of an engine that could not serve the request: another engine may.
 REFUSALS = frozenset({429, 500, 502, 503, 504})
+# Statuses of an engine that has no such route, or nothing of the name in it.
+NOT_HERE = frozenset({404, 405, 501})
 # Headers that a proxy does not pass on, and headers that kvpin sets itself.
 _NOT_PASSED_ON = frozenset(
     {
@@ -96,6 +98,7 @@ class Forwarder:
         reply: Reply,
         headers: Mapping[str, str],
         on_first_byte: OnFirstByte,
+        refusals: Container[int] = REFUSALS,
     ) -> Outcome:
         """Forwards and answers.
 
@@ -106,6 +109,7 @@ class Forwarder:
             reply: the way back to the client.
             headers: added to the answer.
             on_first_byte: called when the answer begins.
+            refusals: statuses with which the engine leaves the request to another one.
 
         Raises:
             EngineUnavailable, EngineRejected: before anything was sent to the client.
@@ -115,7 +119,7 @@ class Forwarder:
             adapter.prepare(call.method, call.path, call.headers, hold.body)
         ) as response:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
-                return await _answer_error(response, reply, headers)
+                return await _answer_error(response, reply, headers, refusals)
             kept = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]
             if response.status >= 300:  # noqa: PLR2004 - HTTP
                 kept = [_at_kvpin(pair, adapter.spec) for pair in kept]
@@ -238,7 +242,9 @@ class _Stream:
         return b""
 
 
-async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:
+async def _answer_error(
+    response: IncomingResponse, reply: Reply, headers: Mapping[str, str], refusals: Container[int]
+) -> Outcome:
     """Passes the engine's error on, as the client's API words errors.
 
     Raises:
@@ -247,7 +253,7 @@ async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mappi
     content = await response.read()
     error, advice = read_error(content), _retry_advice(response.headers)
     # With this header the engine says: the request itself is the cause.
-    if response.status in REFUSALS and advice.get("x-should-retry") != "false":
+    if response.status in refusals and advice.get("x-should-retry") != "false":
         raise EngineRejected(
             error.message,
             status=response.status,

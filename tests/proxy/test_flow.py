@@ -6,6 +6,7 @@ import json
 from array import array
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -322,6 +323,84 @@ class TestRetries:
         assert not other.seen
 
 
+class TestPassedOn:
+    """Routes that not all kinds of engines have: a client must not notice which engine was asked first."""
+
+    FORM: ClassVar = {"content-type": "multipart/form-data; boundary=b"}
+
+    @pytest.fixture
+    async def client(self, engine, other):
+        async with proxy_over(engine, other) as proxy, client_of(proxy) as client:
+            client.proxy = proxy
+            yield client
+            await proxy.settled()
+
+    @staticmethod
+    def lacks(status):
+        async def script(exchange):
+            await exchange.send({"detail": "Not Found"}, status=status)
+
+        return script
+
+    @pytest.mark.parametrize("status", [404, 405, 501])
+    async def test_an_engine_without_the_route_is_left_out(self, engine, other, client, status):
+        engine.script = self.lacks(status)
+        for _ in range(4):
+            response = await client.post("/v1/embeddings", json={"model": "m", "input": "x"})
+            assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+        assert (len(engine.seen), len(other.seen)) == (1, 4)
+
+    async def test_an_upload_cannot_be_sent_again_but_teaches_where_the_next_one_goes(
+        self, engine, other, client
+    ):
+        async def script(exchange):
+            await exchange.send({"text": "heard"})
+
+        engine.script, other.script = self.lacks(404), script
+        answers = [
+            await client.post("/v1/audio/transcriptions", content=b"--b--", headers=self.FORM)
+            for _ in range(3)
+        ]
+        assert [response.status_code for response in answers] == [404, 200, 200]
+
+    async def test_if_no_engine_has_it_the_client_gets_the_engines_word(self, engine, other, client):
+        engine.script = other.script = self.lacks(404)
+        response = await client.post("/v1/embeddings", json={"model": "m", "input": "x"})
+        assert is_openai_error(response, 404)
+        assert response.json()["error"]["message"] == "Not Found"
+
+    async def test_it_is_asked_again_when_it_comes_back(self, client):
+        fleet = client.proxy.fleet
+        engine = fleet.engines["a"]
+        engine.lacks.add("/v1/rerank")
+        fleet.join(engine, engine.info)
+        assert not engine.lacks
+
+    @pytest.mark.parametrize(
+        ("method", "path"), [("GET", "/v1/files/f-1/content"), ("DELETE", "/v1/files/f-1")]
+    )
+    async def test_a_file_is_found_on_the_engine_that_has_it(self, engine, other, client, method, path):
+        async def script(exchange):
+            await exchange.send(b"\x00\x01", headers=[("content-type", "application/octet-stream")])
+
+        engine.script, other.script = self.lacks(404), script
+        for _ in range(3):
+            response = await client.request(method, path)
+            assert (response.status_code, response.content) == (200, b"\x00\x01")
+        assert client.proxy.fleet.engines["a"].state == "ready"
+
+    async def test_more_engines_are_asked_than_are_tried_again(self, engine, other):
+        engine.script = other.script = self.lacks(404)
+        async with proxy_over(engine, other, retries=0) as proxy, client_of(proxy) as client:
+            assert is_openai_error(await client.get("/v1/files/f-1"), 404)
+        assert len(engine.seen) == len(other.seen) == 1
+
+    async def test_an_unknown_model_of_a_chat_is_the_clients_fault(self, engine, other, client):
+        engine.script = self.lacks(404)
+        assert is_openai_error(await client.post(CHAT, json=ASK), 404)
+        assert not other.seen
+
+
 class TestWaiting:
     """No engine takes requests, and one may soon."""
 
@@ -580,7 +659,6 @@ class TestAdapters:
             response = await client.post(path, json=body)
             assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
             assert other.seen[-1].json == body
-        assert not engine.seen
 
     async def test_its_kv_is_its_own(self, proxy, client):
         ask = TestReuse.ask

@@ -358,3 +358,13 @@ def test_an_idle_connection_is_closed(connection):
     begun = time.monotonic()
     assert everything(connection) == b""
     assert IDLE_S * 0.8 < time.monotonic() - begun < IDLE_S * 2 + 1
+
+
+def test_a_client_that_still_sends_a_refused_body_is_not_idle(connection):
+    connection.sendall(b"POST /refuse HTTP/1.1\r\nhost: localhost\r\ncontent-length: 40\r\n\r\n")
+    until(connection, b"too long")
+    for _ in range(40):
+        connection.sendall(b"x")
+        time.sleep(IDLE_S / 10)
+    connection.sendall(LAST)
+    assert b"/say" in everything(connection)

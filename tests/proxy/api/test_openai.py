@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 
 import pytest
@@ -269,6 +270,15 @@ class TestRefusals:
 
     async def test_a_body_said_to_be_too_long(self, engine, client):
         assert is_openai_error(await client.post(CHAT, content=b" " * (1 << 21)), 413, "body_too_large")
+
+    async def test_a_compressed_body(self, engine, client):
+        body, headers = gzip.compress(json.dumps(ASK).encode()), {"content-encoding": "gzip"}
+        response = await client.post(CHAT, content=body, headers=headers)
+        assert is_openai_error(response, 415, "encoded_body")
+        assert "gzip" in response.json()["error"]["message"]
+        assert not engine.seen
+        plain = await client.post(CHAT, json=ASK, headers={"content-encoding": "identity"})
+        assert plain.status_code == 200
 
     @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=b"])
     async def test_a_body_that_turns_out_too_long(self, engine, proxy, client, kind):

@@ -1,0 +1,178 @@
+"""The answers of single requests, joined into the one that the client asked for.
+
+Id, time, model and all fields that are not named here are those of the first answer. Usage is counted as in
+engines that run several choices themselves: the tokens of a prompt, and how many of them were cached, count
+once, for its first choice; the tokens of all answers are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from proxy.errors import EngineFailed
+from proxy.several.split import Part, Several
+from proxy.translate.sse import DONE
+
+_Fields = dict[str, Raw]
+_decode = msgspec.json.Decoder(_Fields).decode
+_decode_choices = msgspec.json.Decoder(list[_Fields]).decode
+_encode = msgspec.json.encode
+_NOTHING = Raw(b"null")
+_LAST = b"data: " + DONE + b"\n\n"
+# Fields of a stream's events that are equal in all of them.
+_OF_ALL = ("id", "created", "model")
+_OF_THE_ANSWER = ("completion_tokens", "completion_tokens_details")
+
+
+class Answer(msgspec.Struct):
+    """The JSON answer to a single request; `usage` is None if the engine reported none."""
+
+    fields: _Fields
+    choices: list[_Fields]
+    usage: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, content: bytes) -> Answer:
+        """Raises EngineFailed if it is no chat or completion."""
+        try:
+            fields = _decode(content)
+            choices, usage = (
+                _decode_choices(fields["choices"]),
+                msgspec.json.decode(fields.get("usage", _NOTHING)),
+            )
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
+            raise EngineFailed("an engine's answer to a single request has no choices") from error
+        choices.sort(key=_index)
+        return cls(fields, choices, usage)
+
+
+def joined(several: Several, answers: Iterable[tuple[Part, Answer]], cached: int | None = None) -> bytes:
+    """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`."""
+    pairs = list(answers)
+    of_prompts: dict[int, list[_Fields]] = {}
+    for part, answer in pairs:
+        of_prompts.setdefault(part.prompt, []).extend(answer.choices)
+    choices = []
+    for number, made in of_prompts.items():
+        kept = sorted(made, key=_score, reverse=True)[: several.choices] if several.picks else made
+        for at, choice in enumerate(kept):
+            choice["index"] = _raw(number * several.choices + at)
+            if several.hides_logprobs:
+                choice["logprobs"] = _NOTHING
+            choices.append(choice)
+    fields = {**pairs[0][1].fields, "choices": _raw(choices)}
+    usage = usage_of(((part, answer.usage) for part, answer in pairs), cached)
+    if usage is not None:
+        fields["usage"] = _raw(usage)
+    return _encode(fields)
+
+
+def usage_of(
+    usages: Iterable[tuple[Part, Mapping[str, Any] | None]], cached: int | None = None
+) -> dict[str, Any] | None:
+    """The usage of all parts, which come in their order; None if no engine reported any.
+
+    Args:
+        usages: each part's.
+        cached: prompt tokens that were cached before kvpin let the prompt be computed; None if it did not.
+    """
+    total: dict[str, Any] = {}
+    prompt = None
+    for part, usage in usages:
+        if usage is None:
+            continue
+        is_first, prompt = part.prompt != prompt, part.prompt
+        _add(total, usage if is_first else {name: usage.get(name) for name in _OF_THE_ANSWER})
+    if {"prompt_tokens", "completion_tokens"} <= total.keys():
+        total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+    if cached is not None and "prompt_tokens_details" in total:
+        total["prompt_tokens_details"]["cached_tokens"] = cached
+    return total or None
+
+
+class JoinedStream:
+    """The events of several streams, as those of one."""
+
+    def __init__(self) -> None:
+        self._head: _Fields = {}
+        self._usages: dict[int, tuple[Part, _Fields, dict[str, Any]]] = {}
+
+    def event(self, part: Part, data: bytes) -> bytes:
+        """The event for the client, from one of a part; b"" for its usage, which is held back.
+
+        Raises:
+            EngineFailed: it is no event of a chat or completion.
+        """
+        try:
+            fields = _decode(data)
+            choices = _decode_choices(fields.get("choices", b"[]"))
+            usage = msgspec.json.decode(fields.get("usage", _NOTHING)) if not choices else None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise EngineFailed("an engine's stream has an event that is none of a chat") from error
+        if not self._head:
+            self._head = {name: fields[name] for name in _OF_ALL if name in fields}
+        fields |= self._head
+        if usage is not None:
+            self._usages[part.index] = part, fields, usage
+            return b""
+        if choices:
+            for choice in choices:
+                choice["index"] = _raw(part.index + _index(choice))
+            fields["choices"] = _raw(choices)
+        return b"data: " + _encode(fields) + b"\n\n"
+
+    def end(self, cached: int | None = None) -> bytes:
+        """The last events, when all streams have ended: usage, if the engines sent it, and the end. `cached`:
+        see `usage_of`."""
+        if not self._usages:
+            return _LAST
+        usages = [self._usages[index] for index in sorted(self._usages)]
+        total = usage_of(((part, usage) for part, _, usage in usages), cached)
+        return b"data: " + _encode({**usages[0][1], "usage": total}) + b"\n\n" + _LAST
+
+
+def is_error(data: bytes) -> bool:
+    """Whether the data of an event says that the stream has failed."""
+    if b'"error"' not in data:
+        return False
+    try:
+        return _decode(data).get("error", _NOTHING) != _NOTHING
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+def _raw(value: object) -> Raw:
+    return Raw(_encode(value))
+
+
+def _index(choice: _Fields) -> int:
+    """A choice's own index; 0 if it has none."""
+    index = msgspec.json.decode(choice.get("index", _NOTHING))
+    return index if isinstance(index, int) else 0
+
+
+def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Adds each count of `more` to that of `total`."""
+    for name, value in more.items():
+        if isinstance(value, dict):
+            _add(total.setdefault(name, {}), value)
+        elif isinstance(value, int | float):
+            total[name] = total.get(name, 0) + value
+
+
+def _score(choice: _Fields) -> float:
+    """Mean log probability of a choice's tokens; as low as can be if it does not tell them."""
+    logprobs = msgspec.json.decode(choice.get("logprobs", _NOTHING))
+    match logprobs:
+        case {"token_logprobs": list(values)}:
+            pass
+        case {"content": list(tokens)}:
+            values = [token["logprob"] for token in tokens]
+        case _:
+            values = []
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("-inf")

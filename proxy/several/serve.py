@@ -1,0 +1,228 @@
+"""Serves the single requests of one that is several, side by side.
+
+The first part that fails decides. Before anything was sent, its error is the answer. Later, its error is an
+event of the stream, which then breaks off. The other parts are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine_adapter import HeaderPairs, JsonBody
+from proxy.errors import ProxyError
+from proxy.flow import Flow
+from proxy.request.calls import Call, Reply
+from proxy.request.error_table import ANSWERED, error_body
+from proxy.several.join import Answer, JoinedStream, is_error, joined
+from proxy.several.prefill import compute_once
+from proxy.several.split import CHAT, COMPLETIONS, Part, Several, several_of
+from proxy.translate.sse import DONE, Events
+
+# Parts of one request that are served at the same time; more of them wait.
+AT_ONCE = 128
+_ROUTES = frozenset({CHAT, COMPLETIONS})
+_OK = 200
+# Why a part was cancelled, for its record.
+_LEFT, _OTHER_FAILED = "the client left", "another part of the request failed"
+
+
+def serve(flow: Flow, call: Call, reply: Reply) -> Coroutine[Any, Any, None]:
+    """Answers a request, which may be several.
+
+    Raises:
+        ProxyError, EngineError: the request failed before the answer began.
+    """
+    several = _several(flow, call)
+    return flow.serve(call, reply) if several is None else _serve(flow, call, several, reply)
+
+
+def _several(flow: Flow, call: Call) -> Several | None:
+    if call.route not in _ROUTES or not isinstance(call.body, JsonBody):
+        return None
+    try:
+        pool = flow.fleet.pool(call.model)
+    except ProxyError:
+        return None  # the flow finds that, too, and keeps a record
+    return several_of(call.route, call.body, pool, reuse=flow.ingest is not None)
+
+
+async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None:
+    answer = _Answer(reply, streams=call.streams)
+
+    def parts() -> Iterator[Coroutine[Any, Any, None]]:
+        for number, part in enumerate(several.parts()):
+            yield _serve_part(flow, call, number, part, answer)
+        several.forget()
+
+    if several.shares_prompt:
+        answer.cached = await compute_once(flow, call, next(several.parts()).body)
+    try:
+        await _run(parts())
+    except _Failed as failed:
+        if failed.status is None or reply.started:
+            await answer.fail(failed.content, failed.headers)
+        else:
+            await reply.start(failed.status, failed.headers)
+            await reply.finish(failed.content)
+    except ANSWERED as error:
+        if not reply.started:
+            raise
+        await answer.fail(error_body(str(error), kind="server_error"))
+    else:
+        await answer.finish(several)
+
+
+async def _run(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Does all works, `AT_ONCE` at a time. If one fails, or the caller is cancelled, cancels all that run and
+    waits for their end. Raises the first error."""
+    running: set[asyncio.Task[None]] = set()
+    why = _OTHER_FAILED
+    try:
+        for work in works:
+            running.add(asyncio.create_task(work))
+            if len(running) >= AT_ONCE:
+                running = await _some_end(running)
+        while running:
+            running = await _some_end(running)
+    except asyncio.CancelledError:
+        why = _LEFT
+        raise
+    finally:
+        for task in running:
+            task.cancel(why)
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _some_end(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Those that still run when one or more have ended; the error of one that failed."""
+    ended, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    errors = [task.exception() for task in ended]
+    running -= ended
+    ended.clear()
+    failed = list(filter(None, errors))
+    errors.clear()
+    if failed:
+        # No name for it: a traceback holds this frame, and what failed would stay until garbage collection.
+        raise failed.pop()
+    return left
+
+
+async def _serve_part(flow: Flow, call: Call, number: int, part: Part, answer: _Answer) -> None:
+    """Serves a part as a request of its own. Its record has the whole request's id, and a number."""
+    client = _PartClient(part, answer)
+    own = replace(call, request_id=f"{call.request_id}-{number}", client_id=call.answer_id, body=part.body)
+    await flow.serve(own, Reply(client))
+    client.check()
+
+
+class _Failed(Exception):
+    """An engine failed a part.
+
+    Attributes:
+        content: its error, as JSON.
+        headers: those of its answer.
+        status: that of its answer; None if that began as a stream.
+    """
+
+    def __init__(self, content: bytes, headers: HeaderPairs, status: int | None = None) -> None:
+        super().__init__()
+        self.content, self.headers, self.status = content, headers, status
+
+
+class _Answer:
+    """The one answer that all parts give.
+
+    Attributes:
+        streams: the client asked for a stream.
+        cached: prompt tokens that were cached before the prompt was computed for all choices, if it was.
+        stream: joins the events of the parts.
+        whole: the parts' answers that are no streams, and their headers; by the index of their first choice.
+    """
+
+    def __init__(self, reply: Reply, *, streams: bool) -> None:
+        self.streams = streams
+        self.cached: int | None = None
+        self.stream = JoinedStream()
+        self.whole: dict[int, tuple[Part, Answer, HeaderPairs]] = {}
+        self._reply = reply
+        self._turn = asyncio.Lock()
+
+    async def send(self, events: bytes, headers: HeaderPairs) -> None:
+        """Sends events of a part, whose answer has these headers. A slow client slows all parts down."""
+        async with self._turn:
+            if not self._reply.started:
+                await self._reply.start(_OK, headers)
+            await self._reply.write(events)
+
+    async def fail(self, error: bytes, headers: HeaderPairs = ()) -> None:  # type: ignore[assignment]
+        """Breaks the stream off. No `finish`, on purpose: clients take a clean end for a complete answer."""
+        await self.send(b"data: " + error + b"\n\n", headers)
+
+    async def finish(self, several: Several) -> None:
+        """Sends the end of a stream, or the joined answer with the headers of the first part."""
+        if self.streams:
+            await self._reply.finish(self.stream.end(self.cached))
+            return
+        parts = [self.whole[index] for index in sorted(self.whole)]
+        await self._reply.start(_OK, parts[0][2])
+        await self._reply.finish(joined(several, ((part, answer) for part, answer, _ in parts), self.cached))
+
+
+class _PartClient:
+    """The client of one part. Holds the events that it got until it is drained."""
+
+    def __init__(self, part: Part, answer: _Answer) -> None:
+        self._part, self._answer = part, answer
+        self._events = Events() if answer.streams else None
+        self._status, self._headers = _OK, HeaderPairs()
+        self._content: list[bytes] = []  # of an answer that is no stream
+        self._to_send = b""
+        self._error: bytes | None = None
+        self._is_complete = False
+
+    @property
+    def is_full(self) -> bool:
+        """See Client."""
+        return bool(self._to_send)
+
+    async def drain(self) -> None:
+        """See Client."""
+        events, self._to_send = self._to_send, b""
+        await self._answer.send(events, self._headers)
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """See Client."""
+        self._status, self._headers = status, [pair for pair in headers if pair[0] != b"content-length"]
+
+    def write(self, chunk: bytes) -> None:
+        """See Client."""
+        if self._events is None or self._status != _OK:
+            self._content.append(chunk)
+            return
+        for data in self._events.feed(chunk):
+            if data == DONE:
+                self._is_complete = True
+            elif self._error is None and is_error(data):
+                self._error = data
+            elif self._error is None:
+                self._to_send += self._answer.stream.event(self._part, data)
+
+    def finish(self, chunk: bytes) -> None:
+        """See Client."""
+        self.write(chunk)
+        self._is_complete = self._is_complete or self._events is None
+
+    def check(self) -> None:
+        """The part has ended: notes its answer. Raises _Failed if that is an error or not complete."""
+        content = b"".join(self._content)
+        if self._status != _OK:
+            raise _Failed(content, self._headers, self._status)
+        if self._error is not None or not self._is_complete:
+            error = self._error or error_body("an engine's answer broke off", kind="server_error")
+            raise _Failed(error, self._headers)
+        if self._events is None:
+            self._answer.whole[self._part.index] = self._part, Answer.of(content), self._headers

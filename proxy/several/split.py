@@ -1,0 +1,152 @@
+"""Which requests are several, and the single requests they consist of.
+
+The rules are those of engines: choice i of a prompt has the request's seed + i, and the choices of several
+prompts are numbered prompt by prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from engine_adapter import JsonBody
+from proxy.errors import BadRequest
+from proxy.fleet.pool import Pool
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# As at OpenAI.
+MAX_CHOICES = 128
+MAX_PARTS = 65_536
+# Fields for several choices; `n_cmpl` is another name for `n`.
+_CHOICES = frozenset({"n", "n_cmpl", "best_of"})
+
+
+class Part(Struct, frozen=True):
+    """One of the single requests.
+
+    Attributes:
+        body: its body.
+        prompt: number of its prompt.
+        index: index of its first choice in the joined answer.
+    """
+
+    body: JsonBody
+    prompt: int
+    index: int
+
+
+class Several(Struct, frozen=True):
+    """A request that is several.
+
+    Attributes:
+        body: the client's.
+        prompts: its prompts, undecoded; None for the one of its body, which stays as it is.
+        choices: choices that the client gets of each prompt.
+        parts_per_prompt: single requests for each prompt; 1 where the engine makes the choices.
+        shares_prompt: its choices share a prompt that an engine would compute for each of them.
+        hides_logprobs: the client did not ask for the logprobs by which the best choices are found.
+    """
+
+    body: JsonBody
+    prompts: list[Raw] | None
+    choices: int
+    parts_per_prompt: int
+    shares_prompt: bool = False
+    hides_logprobs: bool = False
+
+    @property
+    def picks(self) -> bool:
+        """Whether the client gets only the best choices of each prompt (`best_of`)."""
+        return self.parts_per_prompt > self.choices
+
+    def forget(self) -> None:
+        """Frees the memory of the body: all parts were made."""
+        self.body.forget()
+        if self.prompts is not None:
+            self.prompts.clear()
+
+    def parts(self) -> Iterator[Part]:
+        """The single requests in the order of their choices, each made when it is needed."""
+        seed = _seed(self.body)
+        for number, prompt in enumerate(self.prompts or [None]):
+            for choice in range(self.parts_per_prompt):
+                changes: dict[str, Any] = {}
+                if prompt is not None:
+                    changes["prompt"] = prompt
+                if self.parts_per_prompt > 1:
+                    changes |= dict.fromkeys(_CHOICES)
+                    if seed is not None:
+                        changes["seed"] = seed + choice
+                if self.hides_logprobs:
+                    changes["logprobs"] = 1
+                yield Part(self.body.replace(**changes), number, number * self.choices + choice)
+
+
+def several_of(route: str, body: JsonBody, pool: Pool, *, reuse: bool) -> Several | None:
+    """The request as several; None for one that the engines of the pool get as it is.
+
+    Raises:
+        BadRequest: a number of choices that nobody serves.
+        UnreadableField: a field that cannot be decoded.
+    """
+    prompts = _prompts(body) if route == COMPLETIONS else None
+    if prompts is not None and not reuse and pool.runs_several:
+        prompts = None
+    choices = runs = 1
+    if body.has_any(_CHOICES):
+        if pool.runs_several and not (reuse and pool.splits_choices):
+            asked = body.hint("n")
+            choices = asked if type(asked) is int and asked > 0 else 1
+        else:
+            choices = _number(body, "n" if body.get("n") is not None else "n_cmpl", 1)
+            runs = max(choices, _best_of(body, choices) if route == COMPLETIONS else 1)
+    n_parts = runs * len(prompts or [None])
+    if n_parts == 1:
+        return None
+    if n_parts > MAX_PARTS:
+        raise BadRequest(f"the request asks for {n_parts} answers; the limit is {MAX_PARTS}", param="prompt")
+    return Several(
+        body,
+        prompts,
+        choices,
+        runs,
+        shares_prompt=prompts is None and reuse and pool.splits_choices,
+        hides_logprobs=runs > choices and body.hint("logprobs") is None,
+    )
+
+
+def _prompts(body: JsonBody) -> list[Raw] | None:
+    """The prompts of a list of texts, or of lists of token ids; None for a single prompt."""
+    items = body.items("prompt")
+    if items is None or len(items) == 1 or len({memoryview(item)[0] for item in items}) > 1:
+        return None
+    return items
+
+
+def _number(body: JsonBody, name: str, default: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not 1 <= value <= MAX_CHOICES:
+        raise BadRequest(f"{name} is a whole number from 1 to {MAX_CHOICES}", param=name)
+    return value
+
+
+def _best_of(body: JsonBody, choices: int) -> int:
+    """Choices to make of each prompt, of which the client gets the best."""
+    best_of = _number(body, "best_of", choices)
+    if best_of < choices:
+        raise BadRequest("best_of is at least n", param="best_of")
+    if best_of > choices and body.get("stream") is True:
+        raise BadRequest(
+            "a stream takes no best_of above n: its choices are sent as they are made", param="best_of"
+        )
+    return best_of
+
+
+def _seed(body: JsonBody) -> int | None:
+    """The seed; None for none, or for one that asks for another each time."""
+    seed = body.hint("seed")
+    return seed if type(seed) is int and seed >= 0 else None

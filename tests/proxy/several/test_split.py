@@ -1,0 +1,151 @@
+"""Which requests are several, and the bodies of their parts."""
+
+import json
+
+import pytest
+
+from engine_adapter import JsonBody
+from proxy.errors import BadRequest
+from proxy.fleet.fleet import Fleet
+from proxy.several.split import CHAT, COMPLETIONS, MAX_PARTS, several_of
+from tests.fakes import add_ready
+
+NEVER = {"runs_several": False}
+APART = {"splits_choices": True}
+
+
+def split(route, fields, *infos, reuse=True):
+    fleet = Fleet()
+    for number, info in enumerate(infos or [NEVER]):
+        add_ready(fleet, f"e{number}", **info)
+    return several_of(route, JsonBody(json.dumps(fields).encode()), fleet.pools["m"], reuse=reuse)
+
+
+def bodies(several):
+    return [json.loads(part.body.raw) for part in several.parts()]
+
+
+def indices(several):
+    return [(part.prompt, part.index) for part in several.parts()]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (CHAT, {}),
+        (CHAT, {"n": 1}),
+        (CHAT, {"n": None, "n_cmpl": None}),
+        (CHAT, {"best_of": 3}),
+        (CHAT, {"prompt": ["a", "b"]}),
+        (COMPLETIONS, {"prompt": "a"}),
+        (COMPLETIONS, {"prompt": ["a"]}),
+        (COMPLETIONS, {"prompt": [[1, 2]]}),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}),
+        (COMPLETIONS, {"prompt": []}),
+        (COMPLETIONS, {"prompt": ["a", 5]}),
+        (COMPLETIONS, {"prompt": [5, "a"]}),
+        (COMPLETIONS, {"prompt": "a", "n": 1, "best_of": 1}),
+    ],
+)
+def test_a_single_request_stays_as_it_is(route, fields):
+    assert split(route, fields) is None
+
+
+@pytest.mark.parametrize("name", ["n", "n_cmpl"])
+def test_each_choice_becomes_a_request_with_a_seed_of_its_own(name):
+    several = split(CHAT, {"messages": [], name: 3, "seed": 7})
+    assert bodies(several) == [{"messages": [], "seed": seed} for seed in (7, 8, 9)]
+    assert indices(several) == [(0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("seed", [-1, None, "x"])
+def test_a_seed_that_is_none_stays_as_it_is(seed):
+    several = split(CHAT, {"n": 2, "seed": seed})
+    assert bodies(several) == [{"seed": seed}] * 2
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
+def test_choices_are_numbered_prompt_by_prompt(prompts):
+    several = split(COMPLETIONS, {"prompt": prompts, "n": 2, "seed": 1})
+    assert indices(several) == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert bodies(several) == [{"prompt": prompt, "seed": seed} for prompt in prompts for seed in (1, 2)]
+
+
+def test_a_part_keeps_the_bytes_of_its_prompt():
+    body = JsonBody(b'{"prompt": [ "a\\u0062", "\\u00e4" ]}')
+    fleet = Fleet()
+    add_ready(fleet, "e")
+    several = several_of(COMPLETIONS, body, fleet.pools["m"], reuse=True)
+    assert [part.body.raw for part in several.parts()] == [
+        b'{"prompt":"a\\u0062"}',
+        b'{"prompt":"\\u00e4"}',
+    ]
+
+
+BOTH = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "seed": 5}
+
+
+class TestWhatAnEngineRunsItself:
+    def test_choices_stay_whole_and_prompts_are_split_with_reuse(self):
+        several = split(COMPLETIONS, BOTH, {})
+        assert indices(several) == [(0, 0), (1, 2)]
+        assert bodies(several) == [{**BOTH, "prompt": prompt} for prompt in "ab"]
+
+    @pytest.mark.parametrize("n", ["x", 0, None, True])
+    def test_a_number_that_the_engine_will_refuse_is_passed_on(self, n):
+        several = split(COMPLETIONS, {"prompt": ["a", "b"], "n": n}, {})
+        assert bodies(several)[1] == {"prompt": "b", "n": n}
+
+    @pytest.mark.parametrize("info", [{}, APART])
+    def test_nothing_is_split_without_reuse(self, info):
+        assert split(COMPLETIONS, BOTH, info, reuse=False) is None
+
+    def test_all_is_split_for_an_engine_that_takes_one_at_a_time(self):
+        several = split(COMPLETIONS, {"prompt": ["a", "b"], "n": 2}, NEVER, reuse=False)
+        assert len(bodies(several)) == 4
+
+    def test_choices_are_split_for_an_engine_with_slots(self):
+        assert len(bodies(split(CHAT, {"n": 2}, APART))) == 2
+
+    def test_one_engine_of_a_pool_decides_for_all(self):
+        assert split(CHAT, {"n": 2}, {}) is None
+        assert len(bodies(split(CHAT, {"n": 2}, {}, APART))) == 2
+        assert len(bodies(split(CHAT, {"n": 2}, {}, NEVER, reuse=False))) == 2
+
+
+class TestBestOf:
+    def test_makes_more_choices_than_it_gives(self):
+        several = split(COMPLETIONS, {"prompt": "a", "n": 2, "best_of": 3})
+        assert several.picks
+        assert several.hides_logprobs
+        assert bodies(several) == [{"prompt": "a", "logprobs": 1}] * 3
+
+    def test_logprobs_that_were_asked_for_stay(self):
+        several = split(COMPLETIONS, {"prompt": "a", "best_of": 2, "logprobs": 0})
+        assert not several.hides_logprobs
+        assert bodies(several) == [{"prompt": "a", "logprobs": 0}] * 2
+
+    def test_as_many_as_are_given_is_plain(self):
+        several = split(COMPLETIONS, {"prompt": "a", "n": 2, "best_of": 2})
+        assert not several.picks
+        assert bodies(several) == [{"prompt": "a"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 129}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 2.0}, "n"),
+        ({"n": True}, "n"),
+        ({"n_cmpl": "2"}, "n_cmpl"),
+        ({"best_of": 129}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 1, "best_of": 2, "stream": True}, "best_of"),
+        ({"n": 128, "prompt": ["a"] * (MAX_PARTS // 128 + 1)}, "prompt"),
+    ],
+)
+def test_numbers_that_nobody_serves(fields, param):
+    with pytest.raises(BadRequest) as caught:
+        split(COMPLETIONS, {"prompt": "a", **fields})
+    assert caught.value.param == param
