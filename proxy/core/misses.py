@@ -1,0 +1,308 @@
+"""Why a prompt's cached KV was not reused: one word, from what is known of this request and an earlier one.
+
+    how much was reused → all it could           HIT
+    what the earlier request shares with it → KV that was not found    EVICTED, RESTARTED, ELSEWHERE, …
+                                            → the prompt differs       TOOLS, SYSTEM, INPUT, …
+
+`openai_diagnostics` and `anthropic_diagnostics` say it in the words of these APIs.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from proxy.core.differences import Difference, Kind
+
+
+class Miss(StrEnum):
+    """Why no more of a prompt was reused."""
+
+    HIT = "hit"  # all that could be reused was
+    SHORT = "too_short"  # it has no full block, and engines reuse only those
+    FIRST = "first_seen"  # no request of this tenant that is known began like it
+    MODEL = "model_changed"
+    LORA = "lora_changed"
+    TOOLS = "tools_changed"
+    SYSTEM = "system_changed"
+    INPUT = "input_changed"
+    MEDIA = "media_changed"
+    OPTION = "option_changed"  # another field that goes into the prompt
+    TEMPLATE = "template_changed"  # the fields agree; the template renders earlier messages in another way
+    EVICTED = "evicted"
+    RESTARTED = "restarted"  # the engine was restarted or flushed
+    ELSEWHERE = "placed_elsewhere"  # another engine holds it; this one cost less
+    AWAY = "engine_away"  # the engine that computed it took no requests
+    RUNNING = "still_running"  # the earlier request was not finished
+    UNKNOWN = "not_followed"  # kvpin does not know the prompt
+
+
+_OF_KIND = {
+    Kind.TOOLS: Miss.TOOLS,
+    Kind.SYSTEM: Miss.SYSTEM,
+    Kind.INPUT: Miss.INPUT,
+    Kind.MEDIA: Miss.MEDIA,
+    Kind.OPTION: Miss.OPTION,
+}
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """An earlier request of the same tenant, beside the one that is explained.
+
+    Attributes:
+        request_id: its id.
+        n_tokens: tokens of its prompt.
+        common_tokens: leading tokens that both share.
+        same_model, same_lora: both ran on the same.
+        has_fields: the fields of both requests are known.
+        difference: the first difference of the fields.
+        is_running: it was not finished when the other began.
+        engine: where it ran.
+        is_candidate: that engine could have taken the other request.
+        is_emptied: that engine lost its cache in between.
+    """
+
+    request_id: str
+    n_tokens: int
+    common_tokens: int = 0
+    same_model: bool = True
+    same_lora: bool = True
+    has_fields: bool = False
+    difference: Difference | None = None
+    is_running: bool = False
+    engine: str | None = None
+    is_candidate: bool = True
+    is_emptied: bool = False
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request.
+
+    Attributes:
+        n_tokens: tokens of its prompt; None where the prompt is not known.
+        is_whole: False where only the tokens before the first image are known.
+        reused_tokens: prompt tokens that the engine reused.
+        elsewhere_tokens: most tokens that another engine would have reused.
+        tokens_per_block: the engine reuses full blocks.
+        compared: the earlier request.
+    """
+
+    n_tokens: int | None
+    is_whole: bool = True
+    reused_tokens: int = 0
+    elsewhere_tokens: int = 0
+    tokens_per_block: int = 1
+    compared: Compared | None = None
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """Why no more of a prompt was reused.
+
+    Attributes:
+        miss: the reason.
+        detail: one sentence.
+        request_id: the earlier request that it was compared with.
+        at: what differs first.
+        common_tokens: leading tokens that both share.
+        missed_tokens: tokens of the earlier prompt that could not be reused.
+        changed_tokens: tokens of this prompt from the first that differs.
+        earlier_tokens: tokens of the earlier prompt.
+    """
+
+    miss: Miss
+    detail: str
+    request_id: str | None = None
+    at: Difference | None = None
+    common_tokens: int = 0
+    missed_tokens: int = 0
+    changed_tokens: int = 0
+    earlier_tokens: int = 0
+
+
+def diagnose(facts: Facts) -> Diagnosis:
+    """Why no more of a prompt was reused."""
+    miss, compared = miss_of(facts), facts.compared
+    detail = _detail(miss, facts)
+    if compared is None:
+        return Diagnosis(miss, detail)
+    own, common = facts.n_tokens or 0, compared.common_tokens
+    return Diagnosis(
+        miss,
+        detail,
+        compared.request_id,
+        compared.difference if miss in _OF_KIND.values() else None,
+        common,
+        max(min(own, compared.n_tokens) - common, 0),
+        max(own - common, 0),
+        compared.n_tokens,
+    )
+
+
+def miss_of(facts: Facts) -> Miss:
+    """The reason alone."""
+    n_tokens, reused, block, compared = (
+        facts.n_tokens,
+        facts.reused_tokens,
+        facts.tokens_per_block,
+        facts.compared,
+    )
+    if n_tokens is None:
+        return Miss.UNKNOWN
+    # The last token is always computed.
+    reusable = (n_tokens - 1) // block * block
+    if facts.is_whole:
+        if reusable <= 0:
+            return Miss.SHORT
+        if reused >= reusable:
+            return Miss.HIT
+    if compared is None:
+        return Miss.FIRST
+    if not compared.same_model:
+        return Miss.MODEL
+    if not compared.same_lora:
+        return Miss.LORA
+    shared = min(compared.common_tokens // block * block, reusable)
+    if reused < shared:
+        return _loss(facts, compared)
+    could_share = min(n_tokens, compared.n_tokens) // block * block
+    if facts.is_whole and shared >= min(could_share, reusable):
+        return Miss.HIT
+    if compared.difference is not None:
+        return _OF_KIND[compared.difference.kind]
+    if not facts.is_whole:
+        return Miss.HIT
+    return Miss.TEMPLATE if compared.has_fields else Miss.INPUT
+
+
+def _loss(facts: Facts, compared: Compared) -> Miss:
+    """Why KV that was computed was not reused."""
+    if compared.is_running:
+        return Miss.RUNNING
+    if facts.elsewhere_tokens > facts.reused_tokens:
+        return Miss.ELSEWHERE
+    if compared.is_emptied:
+        return Miss.RESTARTED
+    return Miss.EVICTED if compared.is_candidate else Miss.AWAY
+
+
+def _detail(miss: Miss, facts: Facts) -> str:
+    compared = facts.compared
+    if miss is Miss.UNKNOWN:
+        return "the prompt is not known here: reuse is off, or it is not text"
+    if miss is Miss.SHORT:
+        return f"the prompt is shorter than what engines reuse, blocks of {facts.tokens_per_block} tokens"
+    if compared is None:
+        return _WITHOUT_OTHER[miss]
+    other, common = compared.request_id, compared.common_tokens
+    if miss is Miss.HIT:
+        return f"all that could be reused was; it has {common} tokens in common with request {other}"
+    if miss in (Miss.MODEL, Miss.LORA):
+        what = "another model" if miss is Miss.MODEL else "another LoRA adapter"
+        return f"request {other} ran on {what}"
+    if miss in _LOSSES:
+        return f"it shares {common} tokens with request {other}, {_LOSSES[miss].format(compared.engine)}"
+    if miss is Miss.TEMPLATE:
+        return (
+            f"it only continues request {other}, but the chat template renders earlier messages in another "
+            f"way, from token {common} on"
+        )
+    where = "" if compared.difference is None else f" at {compared.difference}"
+    block = facts.tokens_per_block
+    within = f", within the first block of {block}" if common < block else ""
+    return f"it differs from request {other}{where}, from token {common} on{within}"
+
+
+_WITHOUT_OTHER = {
+    Miss.HIT: "all its full blocks were reused; the last token is always computed",
+    Miss.FIRST: "no recent request begins like it",
+}
+_LOSSES = {
+    Miss.EVICTED: "but they were evicted from {} before this request came",
+    Miss.RESTARTED: "but {} was restarted or flushed since",
+    Miss.ELSEWHERE: "but another engine holds them and costs more",
+    Miss.AWAY: "but {}, which computed them, took no requests",
+    Miss.RUNNING: "which was still running on {}",
+}
+
+
+# --- in the words of the APIs --------------------------------------------------------------------------
+
+_OPENAI = {
+    Miss.MODEL: "model_changed",
+    Miss.LORA: "model_changed",
+    Miss.TOOLS: "tools_changed",
+    Miss.SYSTEM: "input_changed",
+    Miss.INPUT: "input_changed",
+    Miss.MEDIA: "input_changed",
+    Miss.TEMPLATE: "input_changed",
+}
+# Options that OpenAI's API has a reason for.
+_OPENAI_OPTIONS = {
+    "text": "text_format_changed",
+    "response_format": "text_format_changed",
+    "reasoning": "reasoning_effort_changed",
+    "reasoning_effort": "reasoning_effort_changed",
+    "verbosity": "verbosity_changed",
+}
+_ANTHROPIC = {
+    Miss.MODEL: "model_changed",
+    Miss.LORA: "model_changed",
+    Miss.TOOLS: "tools_changed",
+    Miss.SYSTEM: "system_changed",
+    Miss.INPUT: "messages_changed",
+    Miss.MEDIA: "messages_changed",
+    Miss.TEMPLATE: "messages_changed",
+}
+
+
+def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """The `prompt_cache_diagnostics` of a response; None: the compared response is not known.
+
+    `unavailable` stands for all that the API has no word for; `kvpin` has the word then.
+    """
+    if diagnosis is None:
+        return {"type": "comparison_response_not_found"}
+    miss, at = diagnosis.miss, diagnosis.at
+    if miss is Miss.HIT:
+        return {"type": "cache_hit"}
+    option = _OPENAI_OPTIONS.get(at.field) if at is not None and miss is Miss.OPTION else None
+    reason = option or _OPENAI.get(miss)
+    if reason is None:
+        return {"type": "unavailable", "kvpin": _own_words(diagnosis)}
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": diagnosis.changed_tokens,
+        "comparison_reusable_tokens": diagnosis.earlier_tokens,
+        "kvpin": _own_words(diagnosis),
+    }
+
+
+def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
+    """The `diagnostics` of a message; the argument is None if the earlier message is not known. None is the
+    API's word for a prompt that does not diverge."""
+    if diagnosis is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if diagnosis.miss is Miss.HIT:
+        return None
+    kind = _ANTHROPIC.get(diagnosis.miss)
+    reason: dict[str, Any] = {"type": kind or "unavailable"}
+    if kind is not None:
+        reason["cache_missed_input_tokens"] = diagnosis.missed_tokens
+    return {"cache_miss_reason": {**reason, "kvpin": _own_words(diagnosis)}}
+
+
+def _own_words(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What kvpin knows and the APIs have no field for."""
+    words: dict[str, Any] = {"reason": diagnosis.miss.value, "detail": diagnosis.detail}
+    if diagnosis.at is not None:
+        words["at"] = msgspec.to_builtins(diagnosis.at)
+    return words
+
+
+def written_tokens(n_tokens: int, cached_tokens: int, tokens_per_block: int | None) -> int:
+    """Prompt tokens that this request added to the cache: those of full blocks that were not there."""
+    block = tokens_per_block or 1
+    return max(n_tokens // block * block - cached_tokens, 0)
