@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from engine_adapter.types import TokenIds
 
-_Run = TypeVar("_Run", TokenIds[int], str)
+_Run = TypeVar("_Run", "TokenIds[int]", str)
 
 
 def common_prefix(a: _Run, b: _Run) -> int:

@@ -1,7 +1,7 @@
 """Where the prompt fields of two requests differ first, in the words of the API that the client speaks.
 
-A list that only goes on does not differ: the next turn of a chat has the same messages and more. Marks for the
-cache are no part of a prompt.
+A list that only goes on does not differ: the next turn of a chat has the same messages and more. Marks for
+the cache are no part of a prompt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,17 @@ _SYSTEM_ROLES = ("system", "developer")
 _CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
 # A content part with one of these fields is no text.
 _MEDIA = frozenset(
-    {"image_url", "source", "input_audio", "audio_url", "video_url", "file", "file_id", "file_url", "file_data"}
+    {
+        "image_url",
+        "source",
+        "input_audio",
+        "audio_url",
+        "video_url",
+        "file",
+        "file_id",
+        "file_url",
+        "file_data",
+    }
 )
 
 
@@ -84,7 +94,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference | None:
-    """The first difference between the fields of two requests; None if one only goes on, or they are equal."""
+    """The first difference between the fields of two requests; None if one only goes on."""
     for name in _TOOLS:
         if (tools := _of_tools(name, now.get(name), before.get(name))) is not None:
             return tools
@@ -113,7 +123,7 @@ def _beginning(fields: Mapping[str, Any]) -> str:
     """The text that a prompt begins with."""
     for name in (*_SYSTEM, *_INPUT):
         for item in _listed(fields.get(name)):
-            content = item.get("content") if isinstance(item, dict) else item
+            content = item.get("content", [item]) if isinstance(item, dict) else item
             texts = [_text(part) for part in _parts(content)]
             if text := "".join(text for text in texts if text is not None):
                 return text
@@ -197,8 +207,6 @@ def _parts(content: Any) -> list[Any]:  # noqa: ANN401 - JSON
 
 def _text(part: Any) -> str | None:  # noqa: ANN401 - JSON
     """The text of a part; None for images and the like."""
-    if isinstance(part, str):
-        return part
     text = part.get("text") if isinstance(part, dict) else None
     return text if isinstance(text, str) else None
 

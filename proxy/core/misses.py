@@ -84,7 +84,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         n_tokens: tokens of its prompt; None where the prompt is not known.
         is_whole: False where only the tokens before the first image are known.
         reused_tokens: prompt tokens that the engine reused.
-        elsewhere_tokens: most tokens that another engine would have reused.
+        predicted_tokens: what it was expected to reuse.
+        holder: the engine that would have reused most of it.
+        held_tokens: how many tokens that is.
         tokens_per_block: the engine reuses full blocks.
         compared: the earlier request.
     """
@@ -92,9 +94,16 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     n_tokens: int | None
     is_whole: bool = True
     reused_tokens: int = 0
-    elsewhere_tokens: int = 0
+    predicted_tokens: int = 0
+    holder: str | None = None
+    held_tokens: int = 0
     tokens_per_block: int = 1
     compared: Compared | None = None
+
+    def reusable(self, tokens: int) -> int:
+        """How many of so many leading tokens can be reused: full blocks, and never the last token."""
+        block = self.tokens_per_block
+        return min(tokens, (self.n_tokens or 1) - 1) // block * block
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
@@ -142,32 +151,44 @@ def diagnose(facts: Facts) -> Diagnosis:
 
 def miss_of(facts: Facts) -> Miss:
     """The reason alone."""
-    n_tokens, reused, block, compared = (
-        facts.n_tokens,
-        facts.reused_tokens,
-        facts.tokens_per_block,
-        facts.compared,
-    )
-    if n_tokens is None:
-        return Miss.UNKNOWN
-    # The last token is always computed.
-    reusable = (n_tokens - 1) // block * block
-    if facts.is_whole:
-        if reusable <= 0:
-            return Miss.SHORT
-        if reused >= reusable:
-            return Miss.HIT
+    compared, reused = facts.compared, facts.reused_tokens
+    if (alone := _without_another(facts)) is not None:
+        return alone
+    if compared is None and facts.held_tokens > reused:
+        return Miss.ELSEWHERE
     if compared is None:
-        return Miss.FIRST
-    if not compared.same_model:
-        return Miss.MODEL
-    if not compared.same_lora:
-        return Miss.LORA
-    shared = min(compared.common_tokens // block * block, reusable)
-    if reused < shared:
+        return Miss.EVICTED if reused < facts.predicted_tokens else Miss.FIRST
+    if not (compared.same_model and compared.same_lora):
+        return Miss.LORA if compared.same_model else Miss.MODEL
+    if reused < max(facts.reusable(compared.common_tokens), facts.predicted_tokens):
         return _loss(facts, compared)
-    could_share = min(n_tokens, compared.n_tokens) // block * block
-    if facts.is_whole and shared >= min(could_share, reusable):
+    return _change(facts, compared)
+
+
+def _without_another(facts: Facts) -> Miss | None:
+    """What needs no other request."""
+    if facts.n_tokens is None:
+        return Miss.UNKNOWN
+    reusable = facts.reusable(facts.n_tokens)
+    if facts.is_whole and not reusable:
+        return Miss.SHORT
+    return Miss.HIT if facts.is_whole and facts.reused_tokens >= reusable else None
+
+
+def _loss(facts: Facts, compared: Compared) -> Miss:
+    """Why KV that was computed was not reused."""
+    if compared.is_running:
+        return Miss.RUNNING
+    if facts.held_tokens > facts.reused_tokens:
+        return Miss.ELSEWHERE
+    if compared.is_emptied:
+        return Miss.RESTARTED
+    return Miss.EVICTED if compared.is_candidate else Miss.AWAY
+
+
+def _change(facts: Facts, compared: Compared) -> Miss:
+    """What differs in the prompts; all that they share was reused."""
+    if facts.is_whole and facts.reusable(compared.common_tokens) == facts.reusable(compared.n_tokens):
         return Miss.HIT
     if compared.difference is not None:
         return _OF_KIND[compared.difference.kind]
@@ -176,55 +197,50 @@ def miss_of(facts: Facts) -> Miss:
     return Miss.TEMPLATE if compared.has_fields else Miss.INPUT
 
 
-def _loss(facts: Facts, compared: Compared) -> Miss:
-    """Why KV that was computed was not reused."""
-    if compared.is_running:
-        return Miss.RUNNING
-    if facts.elsewhere_tokens > facts.reused_tokens:
-        return Miss.ELSEWHERE
-    if compared.is_emptied:
-        return Miss.RESTARTED
-    return Miss.EVICTED if compared.is_candidate else Miss.AWAY
-
-
 def _detail(miss: Miss, facts: Facts) -> str:
-    compared = facts.compared
-    if miss is Miss.UNKNOWN:
-        return "the prompt is not known here: reuse is off, or it is not text"
-    if miss is Miss.SHORT:
-        return f"the prompt is shorter than what engines reuse, blocks of {facts.tokens_per_block} tokens"
+    compared, block = facts.compared, facts.tokens_per_block
     if compared is None:
-        return _WITHOUT_OTHER[miss]
-    other, common = compared.request_id, compared.common_tokens
-    if miss is Miss.HIT:
-        return f"all that could be reused was; it has {common} tokens in common with request {other}"
-    if miss in (Miss.MODEL, Miss.LORA):
-        what = "another model" if miss is Miss.MODEL else "another LoRA adapter"
-        return f"request {other} ran on {what}"
-    if miss in _LOSSES:
-        return f"it shares {common} tokens with request {other}, {_LOSSES[miss].format(compared.engine)}"
-    if miss is Miss.TEMPLATE:
-        return (
-            f"it only continues request {other}, but the chat template renders earlier messages in another "
-            f"way, from token {common} on"
-        )
-    where = "" if compared.difference is None else f" at {compared.difference}"
-    block = facts.tokens_per_block
-    within = f", within the first block of {block}" if common < block else ""
-    return f"it differs from request {other}{where}, from token {common} on{within}"
+        return _ALONE[miss].format(block=block, holder=facts.holder, held=facts.held_tokens)
+    difference, common = compared.difference, compared.common_tokens
+    has_all = miss is Miss.HIT and facts.reused_tokens >= facts.reusable(facts.n_tokens or 0)
+    said = None if has_all else _BESIDE.get(miss)
+    return (said or _ALONE.get(miss) or _CHANGED).format(
+        block=block,
+        holder=facts.holder,
+        held=facts.held_tokens,
+        other=compared.request_id,
+        engine=compared.engine,
+        common=common,
+        at="" if difference is None else f" at {difference}",
+        within=f", within the first block of {block}" if common < block else "",
+    )
 
 
-_WITHOUT_OTHER = {
-    Miss.HIT: "all its full blocks were reused; the last token is always computed",
+_ALONE = {
+    Miss.UNKNOWN: "the prompt is not known here: reuse is off, or it is not text",
+    Miss.SHORT: "the prompt is too short: engines reuse blocks of {block} tokens, and never the last token",
+    Miss.HIT: "these are all its full blocks; the last token is always computed",
     Miss.FIRST: "no recent request begins like it",
+    Miss.ELSEWHERE: "{holder} holds {held} tokens of it, but would have cost more",
+    Miss.EVICTED: "its beginning was evicted before the engine computed the prompt",
 }
-_LOSSES = {
-    Miss.EVICTED: "but they were evicted from {} before this request came",
-    Miss.RESTARTED: "but {} was restarted or flushed since",
-    Miss.ELSEWHERE: "but another engine holds them and costs more",
-    Miss.AWAY: "but {}, which computed them, took no requests",
-    Miss.RUNNING: "which was still running on {}",
+_BESIDE = {
+    Miss.HIT: "these are all full blocks that it shares with request {other}",
+    Miss.MODEL: "request {other} ran on another model",
+    Miss.LORA: "request {other} ran with another LoRA adapter, or none",
+    Miss.EVICTED: (
+        "it shares {common} tokens with request {other}, but {engine} evicted or flushed them before it "
+        "computed this prompt"
+    ),
+    Miss.RESTARTED: "request {other} left {common} tokens of it, but {engine} was restarted or flushed since",
+    Miss.AWAY: "request {other} left {common} tokens of it on {engine}, which took no requests",
+    Miss.RUNNING: "it shares {common} tokens with request {other}, which was still running on {engine}",
+    Miss.TEMPLATE: (
+        "it only continues request {other}, but the chat template renders earlier messages anew from token "
+        "{common} on"
+    ),
 }
+_CHANGED = "it differs from request {other}{at} from token {common} on{within}"
 
 
 # --- in the words of the APIs --------------------------------------------------------------------------
