@@ -2,7 +2,7 @@
 
     how much was reused → all it could           HIT
     what the earlier request shares with it → KV that was not found    EVICTED, RESTARTED, ELSEWHERE, …
-                                            → the prompt differs       TOOLS, SYSTEM, INPUT, …
+    what it does not share                  → the prompt differs       TOOLS, SYSTEM, INPUT, …
 
 `openai_diagnostics` and `anthropic_diagnostics` say it in the words of these APIs.
 """
@@ -160,9 +160,11 @@ def miss_of(facts: Facts) -> Miss:
         return Miss.EVICTED if reused < facts.predicted_tokens else Miss.FIRST
     if not (compared.same_model and compared.same_lora):
         return Miss.LORA if compared.same_model else Miss.MODEL
-    if reused < max(facts.reusable(compared.common_tokens), facts.predicted_tokens):
-        return _loss(facts, compared)
-    return _change(facts, compared)
+    shared = facts.reusable(compared.common_tokens)
+    lost = max(shared, facts.predicted_tokens) - reused
+    # Both may be so: what cost more tokens counts.
+    is_lost = lost > max(facts.reusable(compared.n_tokens) - shared, 0)
+    return _loss(facts, compared) if is_lost else _change(facts, compared)
 
 
 def _without_another(facts: Facts) -> Miss | None:

@@ -1,6 +1,7 @@
 """How long a request wants its KV kept, from the fields of OpenAI's and Anthropic's clients.
 
-    OpenAI      prompt_cache_options.ttl "30m" · prompt_cache_retention "24h"; "in_memory" asks for nothing
+    OpenAI      prompt_cache_options.ttl "30m" | "12h" · prompt_cache_retention "24h"; "in_memory" asks for nothing
+                prompt_cache_breakpoint {"mode": "explicit", "ttl": …} on parts of messages or of the input
     Anthropic   cache_control {"type": "ephemeral", "ttl": "5m" | "1h"}, on the request or any part of it
 
 The longest time counts, for the whole prompt. The fields go to the engine unchanged. A field that cannot be

@@ -50,7 +50,7 @@ CASES = [
     Case(Miss.EVICTED, NO_WORD, NO_WORD, "a evicted or flushed", {"compared": other(40)}),
     Case(
         Miss.EVICTED, NO_WORD, NO_WORD, "a evicted",
-        {"compared": other(10), "predicted_tokens": 48, "reused_tokens": 16},
+        {"compared": other(40), "predicted_tokens": 48, "reused_tokens": 16},
     ),
     Case(Miss.RUNNING, NO_WORD, NO_WORD, "running on a", {"compared": other(40, is_running=True)}),
     Case(
@@ -66,6 +66,10 @@ CASES = [
     Case(
         Miss.SYSTEM, "input_changed", "system_changed", "r1 at messages[1], character 7 from token 20 on",
         {"compared": differing(Kind.SYSTEM), "reused_tokens": 16},
+    ),
+    Case(
+        Miss.SYSTEM, "input_changed", "system_changed", "from token 20 on",
+        {"compared": differing(Kind.SYSTEM)},
     ),
     Case(
         Miss.INPUT, "input_changed", "messages_changed", "from token 20 on",
@@ -124,9 +128,7 @@ def test_each_way_to_miss_in_the_words_of_each_api(case):
 
 
 def test_how_many_tokens_were_missed():
-    before = Compared(
-        request_id="r1", n_tokens=100, common_tokens=20, has_fields=True, difference=Difference(Kind.INPUT, "input")
-    )  # fmt: skip
+    before = other(20, n_tokens=100, has_fields=True, difference=Difference(Kind.INPUT, "input"))
     diagnosis = diagnose(Facts(n_tokens=64, reused_tokens=16, tokens_per_block=16, compared=before))
     assert openai_diagnostics(diagnosis)["cache_missed_tokens"] == 44
     assert openai_diagnostics(diagnosis)["comparison_reusable_tokens"] == 100
