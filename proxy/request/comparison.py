@@ -77,8 +77,14 @@ class Comparison:
             other for other in self._log if _came_before(record, other) and self.may_compare(record, other)
         ]
         best, most = None, 0
-        for other in earlier:
-            if _namespace(other) == _namespace(record) and (shared := common_tokens(record, other)) >= most:
+        for other in reversed(earlier):
+            if other.prompt is None or _namespace(other) != _namespace(record):
+                continue
+            more = slice(most + 1)
+            if other.prompt.token_ids[more] != record.prompt.token_ids[more]:
+                continue  # it does not share more than the best
+            shared = common_tokens(record.prompt, other.prompt)
+            if shared > most:
                 best, most = other, shared
         fields = self._fields(record)
         if most >= self.tokens_per_block(record) or fields is None:
@@ -109,7 +115,9 @@ class Comparison:
         return Compared(
             request_id=other.request_id,
             n_tokens=other.n_tokens or 0,
-            common_tokens=common_tokens(record, other) if (model, lora) == (other_model, other_lora) else 0,
+            common_tokens=common_tokens(record.prompt, other.prompt)
+            if (model, lora) == (other_model, other_lora)
+            else 0,
             same_model=model == other_model,
             same_lora=lora == other_lora,
             has_fields=has_fields,
@@ -132,14 +140,10 @@ class Comparison:
         return self._log.sources.fields(record.request_id, record.tenant)
 
 
-def common_tokens(one: RequestRecord, other: RequestRecord) -> int:
+def common_tokens(one: Prompt | None, other: Prompt | None) -> int:
     """Number of leading tokens of two prompts that are equal in id and extra id."""
-    if one.prompt is None or other.prompt is None:
+    if one is None or other is None:
         return 0
-    return _common_tokens(one.prompt, other.prompt)
-
-
-def _common_tokens(one: Prompt, other: Prompt) -> int:
     common = common_prefix(one.token_ids, other.token_ids)
     if one.extra_ids is None and other.extra_ids is None:
         return common

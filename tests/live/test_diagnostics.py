@@ -188,3 +188,46 @@ def test_the_command_shows_the_word_and_the_place(place):
     assert (listed["miss"], listed["differs_at"]) == ("input_changed", "messages[1], character 5")
     assert "input_changed: messages[1], character 5" in printed("--limit", "1")
     assert "at messages[1], character 5" in " ".join(printed(shown["request_id"]).split())
+
+
+def respond(place, text, key=RED, **fields):
+    """A response, and the diagnostics in it."""
+    body = {"model": place.model, "input": text, "max_output_tokens": 4, "temperature": 0, **fields}
+    return httpx.post(
+        f"{place.kvpin.base_url}/responses",
+        json=body,
+        headers={"authorization": f"Bearer {key}"},
+        timeout=60,
+        trust_env=False,
+    ).raise_for_status()
+
+
+def diagnosed(place, text, compared, key=RED, *, stream, **fields):
+    """The diagnostics of a response."""
+    options = {"comparison_response_id": compared}
+    answer = respond(place, text, key, stream=stream, prompt_cache_options=options, **fields)
+    response = last_event(answer.text)["response"] if stream else answer.json()
+    return response["prompt_cache_diagnostics"]
+
+
+def last_event(stream):
+    return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")][-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_apis_own_field_of_responses(place, stream):
+    question = f"[10:31] {rules(f'responses {stream}')}"
+    first = respond(place, question, instructions="Be kind.")
+    assert "prompt_cache_diagnostics" not in first.json()
+    compared = first.json()["id"]
+
+    def reason(text, key=RED, **fields):
+        found = diagnosed(place, text, compared, key, stream=stream, **{"instructions": "Be kind."} | fields)
+        return found.get("reason", found["type"])
+
+    assert reason(question) == "cache_hit"
+    assert reason(question.replace("31", "32")) == "input_changed"
+    assert reason(question, model=place.other_model) == "model_changed"
+    assert reason(question, BLUE) == "comparison_response_not_found"
+    shown = diagnosed(place, question, compared, stream=stream, instructions="Be a kid.")["kvpin"]["at"]
+    assert shown == {"kind": "system", "field": "instructions", "item": None, "part": None, "offset": 3}
