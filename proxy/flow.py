@@ -36,17 +36,20 @@ from engine_adapter import (
 )
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.core.index.blocks import Chain
+from proxy.core.misses import Diagnosis
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retention import retention_of
 from proxy.errors import EngineFailed, NotFound
-from proxy.fleet.engine import Engine
+from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.fleet.pool import Pool, no_engine_for
 from proxy.prompt import MediaUuids, Prompt, audit_tokens
 from proxy.request.calls import Call, Reply
+from proxy.request.comparison import Comparison
+from proxy.request.diagnostics import APIS, Api, Diagnosed
 from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.forward import NOT_HERE, REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
@@ -152,6 +155,10 @@ class Flow:
             ProxyError, EngineError: the request failed before the answer began.
         """
         record = RequestRecord.of(call)
+        if isinstance(call.body, JsonBody):
+            self.requests.keep_source(record, call.body.raw)
+            if (api := APIS.get(record.route)) is not None:
+                self._diagnose_through(reply, record, api, api.asked(call.body))
         started = time.monotonic()
         failed: dict[str, EngineError] = {}
         try:
@@ -192,6 +199,25 @@ class Flow:
             self.observe(record)
             failed.clear()  # a traceback holds this frame: the body would stay until garbage collection
             record.chain = None  # the log keeps records for long
+
+    @property
+    def comparison(self) -> Comparison:
+        """Tells why the cache of a request missed."""
+        return Comparison(self.requests, self.fleet.engines, TOKENS_PER_BLOCK)
+
+    def _diagnose_through(self, reply: Reply, record: RequestRecord, api: Api, asked: str | None) -> None:
+        """Notes the id of the answer, and adds diagnostics if the answer `asked` is to be compared with."""
+
+        def diagnose(answer_id: str, reused: int | None) -> Diagnosis | None:
+            other = self.requests.answered(answer_id, record.tenant)
+            if other is None or not self.comparison.may_compare(record, other):
+                return None
+            return self.comparison.diagnose(record, other, reused)
+
+        def note_id(answer_id: str) -> None:
+            record.answer_id = answer_id
+
+        reply.through(lambda client: Diagnosed(client, api, asked=asked, diagnose=diagnose, note_id=note_id))
 
     async def prepare(self, call: Call) -> Ready:
         """Reads a request as far as placement needs it: pool, prompt, block chain.

@@ -17,6 +17,7 @@ from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
 from proxy.cli import tables
 from proxy.cli.main import app
+from proxy.core.misses import Miss
 from proxy.core.placement import answers, demand, load, rates
 from proxy.doctor.doctor import _of_view
 from proxy.doctor.probe import View
@@ -74,6 +75,11 @@ def test_every_setting_is_read(name):
     leaf = name.rpartition(".")[2]
     read = [path for path, text in SOURCES.items() if re.search(rf"\.{leaf}\b", text)]
     assert read or leaf in EngineSpec.__slots__
+
+
+@pytest.mark.parametrize("miss", list(Miss))
+def test_every_way_to_miss(miss):
+    assert f"\n| `{miss}` |" in PAGES["docs/misses.md"]
 
 
 def test_no_setting_that_is_gone():

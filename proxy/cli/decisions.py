@@ -35,17 +35,19 @@ def show_route(route: dict[str, Any]) -> None:
 def show_requests(requests: list[dict[str, Any]]) -> None:
     """Prints one row per request."""
     table = Grid(
-        ("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took"),
+        ("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took", "why"),
+        text="why",
         less=("predicted", "first byte", "tokens", "took"),
     )
     for request in requests:
         table.add(
             request["request_id"],
             request["engine"] or "",
-            str(request["status"] or request["error"] or ""),
+            _count(request["status"]),
             *(_count(request[name]) for name in ("n_tokens", "predicted_tokens", "reported_tokens")),
             _ms(request["first_byte_s"]),
             _ms(request["duration_s"]),
+            _why(request),
         )
     table.print(console())
 
@@ -95,6 +97,14 @@ def _show_costs(
     table.print(out)
     strain = f"{decision['utilisation']:.0%} utilisation, prefill counts {decision['strain']:.1f} times"
     out.print(f"tokens of {n_tokens}; milliseconds; {strain}", style="dim")
+
+
+def _why(request: dict[str, Any]) -> str:
+    """Why no more was reused and what differs first, or why the request failed."""
+    if request["error"] is not None:
+        return str(request["error"])
+    at = request["differs_at"]
+    return str(request["miss"] or "") + (f": {at}" if at is not None else "")
 
 
 def _count(value: int | None) -> str:

@@ -6,30 +6,54 @@ the operator.
 
 from __future__ import annotations
 
-from array import array
-
 import msgspec
 
+from engine_adapter.types import TokenIds
 from proxy.control.routing import CostAnswer, Decision, cost_answer, reasons
+from proxy.core.differences import Difference
+from proxy.core.misses import Diagnosis, Miss
 from proxy.core.placement.decision import Placement
-from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.flow import Flow
-from proxy.request.records import Divergence, RequestFacts, RequestRecord
+from proxy.request.records import RequestFacts, RequestRecord
+
+# Tokens that are shown of each prompt.
+_CONTEXT_TOKENS = 16
 
 
 class RequestSummary(RequestFacts, kw_only=True):
-    """One past request, without its prompt. Its times count from its placement."""
+    """One past request, without its prompt. Its times count from its placement.
+
+    Attributes:
+        miss: why no more of the prompt was reused, in one word; null if the request failed.
+        differs_at: the field, message, part and character that differ first from the earlier request.
+    """
 
     engine: str | None
     n_tokens: int | None
     predicted_tokens: int | None
     expected_first_token_s: float | None
+    miss: Miss | None
+    differs_at: str | None
 
 
-class DivergenceAnswer(Divergence, frozen=True, kw_only=True):
-    """The first tokens that differ from the earlier request most like this one, and their text."""
+class DivergenceAnswer(msgspec.Struct, kw_only=True):
+    """Where a prompt differs from the earlier prompt that shares most with it.
 
+    Attributes:
+        request_id: the earlier request.
+        at: the field, message, part and character that differ first; null where only the tokens are known.
+        common_tokens: leading tokens that both share.
+        token_ids: this request's tokens, from the first that differs.
+        other_token_ids: the earlier request's tokens, from the same position.
+        text, other_text: their text.
+    """
+
+    request_id: str
+    at: Difference | None
+    common_tokens: int
+    token_ids: list[int]
+    other_token_ids: list[int]
     text: str | None
     other_text: str | None
 
@@ -51,81 +75,64 @@ class RequestAnswer(RequestSummary, kw_only=True):
     divergence: DivergenceAnswer | None
 
 
-def summarize(record: RequestRecord) -> RequestSummary:
-    """A record without its prompt."""
-    return msgspec.convert(record, RequestSummary, from_attributes=True)
+def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
+    """A record without its prompt, and why its cache missed."""
+    facts = {name: getattr(record, name) for name in RequestFacts.__struct_fields__}
+    diagnosis = flow.comparison.explain(record) if record.error is None else None
+    return RequestSummary(
+        **facts,
+        engine=record.engine,
+        n_tokens=record.n_tokens,
+        predicted_tokens=record.predicted_tokens,
+        expected_first_token_s=record.expected_first_token_s,
+        miss=diagnosis.miss if diagnosis is not None else None,
+        differs_at=str(diagnosis.at) if diagnosis is not None and diagnosis.at is not None else None,
+    )
 
 
 def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
     """A record with the reason of its hit or miss, and where it leaves the earlier request most like it."""
-    divergence, placement = flow.requests.divergence(record), record.placement
+    placement, diagnosis = record.placement, flow.comparison.explain(record)
     is_reusing = flow.ingest is not None
     return RequestAnswer(
-        **msgspec.structs.asdict(summarize(record)),
-        explanation=explanation(record, divergence, _tokens_per_block(flow.fleet, record)),
+        **msgspec.structs.asdict(summarize(flow, record)),
+        explanation=explanation(record, diagnosis),
         decision=_decision(placement, reuse=is_reusing) if placement is not None else None,
-        divergence=_with_text(flow.fleet, record, divergence) if divergence is not None else None,
+        divergence=_divergence(flow, record, diagnosis),
     )
 
 
-def explanation(record: RequestRecord, divergence: Divergence | None, tokens_per_block: int) -> str:
-    """Why the cache missed or hit, in one sentence."""
+def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
+    """Why the request failed, or why the cache missed or hit, in one sentence."""
     placement = record.placement
     if placement is None:
         return f"not placed: {record.error or 'the request is still being read'}"
+    if record.error is not None:
+        return f"failed on {placement.engine} with status {record.status}: {record.error}"
     if record.prompt is None or not record.prompt.whole or record.tokens_agree is False:
-        return _of_the_unknown(record, placement)
+        return _of_the_unknown(record, placement, diagnosis)
     predicted, reported, total = placement.predicted_tokens, record.reported_tokens, placement.n_tokens
     engine = placement.engine
     if reported is None:
         return f"{engine} did not report cached tokens; predicted were {predicted} of {total} tokens"
     if reported < predicted:
-        return (
-            f"{engine} reused {reported} of {predicted} predicted tokens: it evicted the others before it "
-            "computed the prompt"
-        )
+        return f"{engine} reused {reported} of {predicted} predicted tokens; {diagnosis.detail}"
     surplus = f"{reported - predicted} more than predicted" if reported > predicted else "as predicted"
-    rest = _of_the_rest(record, placement, divergence, tokens_per_block)
-    return f"{engine} reused {reported} of {total} tokens, {surplus}; {rest}"
+    return f"{engine} reused {reported} of {total} tokens, {surplus}; {diagnosis.detail}"
 
 
-def _of_the_unknown(record: RequestRecord, placement: Placement) -> str:
+def _of_the_unknown(record: RequestRecord, placement: Placement, diagnosis: Diagnosis) -> str:
     """What can be said of a prompt whose tokens are unknown, known in part, or wrong."""
     engine, reported = placement.engine, record.reported_tokens
     if record.tokens_agree is False:
         return f"{engine} tokenised the prompt differently than kvpin, so the prediction does not count"
     if record.prompt is None:
-        return "the prompt is not known here, so nothing was predicted: reuse is off, or it is not text"
+        return f"nothing was predicted: {diagnosis.detail}"
     reused = "did not report cached tokens" if reported is None else f"reused {reported}"
     return (
         "only the part before the first image is known here: "
-        f"{placement.predicted_tokens} of its {placement.n_tokens} tokens were predicted; {engine} {reused}"
-    )
-
-
-def _of_the_rest(
-    record: RequestRecord, placement: Placement, divergence: Divergence | None, block: int
-) -> str:
-    """Why no more tokens were reused."""
-    reused = record.reported_tokens or 0
-    common = divergence.common_tokens if divergence is not None else 0
-    elsewhere = max(placement.costs, key=lambda cost: cost.cached_tokens)
-    if elsewhere.cached_tokens > reused:
-        return (
-            f"{elsewhere.engine} held {elsewhere.cached_tokens}, but {placement.engine} cost less: "
-            f"{placement.chosen.total_s * 1000:.1f} ms against {elsewhere.total_s * 1000:.1f} ms"
-        )
-    if reused >= (placement.n_tokens - 1) // block * block:
-        return "these are all its full blocks; the last token is always computed"
-    if divergence is None or common == 0:
-        return "no recent request begins like it"
-    shared = common // block * block
-    if shared <= reused:
-        note = "" if common >= block else f", within the first block of {block}"
-        return f"it differs from request {divergence.request_id} from token {common} on{note}"
-    return (
-        f"it shares {shared} tokens of full blocks with request {divergence.request_id}, but they were "
-        "evicted or flushed before this request came"
+        f"{placement.predicted_tokens} of its {placement.n_tokens} tokens were predicted; {engine} {reused}; "
+        f"{diagnosis.detail}"
     )
 
 
@@ -134,22 +141,25 @@ def _decision(placement: Placement, *, reuse: bool) -> DecisionAnswer:
     return DecisionAnswer(**reasons(placement, reuse=reuse), costs=costs)
 
 
-def _with_text(fleet: Fleet, record: RequestRecord, divergence: Divergence) -> DivergenceAnswer:
+def _divergence(flow: Flow, record: RequestRecord, diagnosis: Diagnosis) -> DivergenceAnswer | None:
+    """The first tokens that differ from the request that it was compared with, and their text."""
+    other = flow.requests.get(diagnosis.request_id) if diagnosis.request_id is not None else None
+    if record.prompt is None or other is None or other.prompt is None:
+        return None
+    here = slice(diagnosis.common_tokens, diagnosis.common_tokens + _CONTEXT_TOKENS)
+    own, others = record.prompt.token_ids[here], other.prompt.token_ids[here]
     return DivergenceAnswer(
-        **msgspec.structs.asdict(divergence),
-        text=_decode(fleet, record, divergence.token_ids),
-        other_text=_decode(fleet, record, divergence.other_token_ids),
+        request_id=other.request_id,
+        at=diagnosis.at,
+        common_tokens=diagnosis.common_tokens,
+        token_ids=list(own),
+        other_token_ids=list(others),
+        text=_decode(flow.fleet, record, own),
+        other_text=_decode(flow.fleet, other, others),
     )
 
 
-def _decode(fleet: Fleet, record: RequestRecord, token_ids: tuple[int, ...]) -> str | None:
+def _decode(fleet: Fleet, record: RequestRecord, token_ids: TokenIds[int]) -> str | None:
     pool = fleet.pools.get(record.served_as) if record.served_as is not None else None
     prompts = pool.prompts if pool is not None else None
-    return prompts.decode(array("i", token_ids)) if prompts is not None else None
-
-
-def _tokens_per_block(fleet: Fleet, record: RequestRecord) -> int:
-    """The block size of the engine that served the request: only full blocks are reused."""
-    engine = fleet.engines.get(record.engine) if record.engine is not None else None
-    own = engine.info.tokens_per_block if engine is not None and engine.info is not None else None
-    return own or TOKENS_PER_BLOCK
+    return prompts.decode(token_ids) if prompts is not None else None

@@ -5,4 +5,6 @@ placement/    which engine a request goes to, with the reasons
 audit.py      predicted against reported cached tokens → trust
 pins.py       what operators asked to keep
 retention.py  what clients asked to keep
+misses.py     why a prompt's KV was not reused, also in the words of the APIs
+differences.py  where two requests differ
 """

@@ -1,6 +1,7 @@
 """How long a request wants its KV kept, from the fields of OpenAI's and Anthropic's clients.
 
-    OpenAI      prompt_cache_options.ttl "30m" · prompt_cache_retention "24h"; "in_memory" asks for nothing
+    OpenAI      prompt_cache_options.ttl "30m" | "12h" · prompt_cache_retention "24h", not "in_memory"
+                prompt_cache_breakpoint {"mode": "explicit", "ttl": …} on any part of messages or input
     Anthropic   cache_control {"type": "ephemeral", "ttl": "5m" | "1h"}, on the request or any part of it
 
 The longest time counts, for the whole prompt. The fields go to the engine unchanged. A field that cannot be
@@ -23,13 +24,16 @@ PRIORITY = 1
 MAX_TTL_S = 86_400.0
 # Anthropic's default, if a client names no time.
 EPHEMERAL_S = 300.0
+# OpenAI's default for a breakpoint.
+BREAKPOINT_S = 1800.0
 
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_CACHE_CONTROL = b"cache_control"
-# Fields of an Anthropic request that have parts. Clients that translate put `cache_control` there in chats,
-# too.
-_PARTS = ("system", "messages", "tools")
+_CACHE_CONTROL, _BREAKPOINT = b"cache_control", b"prompt_cache_breakpoint"
+# Fields that have parts with such marks. Clients that translate put `cache_control` in chats, too.
+_PARTS = ("system", "messages", "tools", "input")
+# Fields of a part that have parts.
+_WITHIN = ("content", "output")
 
 
 def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
@@ -42,18 +46,19 @@ def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
 
 def _asked(body: JsonBody) -> Iterator[float | None]:
     options = body.hint("prompt_cache_options")
-    if isinstance(options, dict):
-        yield _seconds(options.get("ttl"))
+    ttl = _seconds(options.get("ttl")) if isinstance(options, dict) else None
+    yield ttl
     yield _seconds(body.hint("prompt_cache_retention"))
     # Reading the messages takes as long as the rest of the parsing, and most requests have no such field.
-    if _CACHE_CONTROL in body.raw:
+    if _CACHE_CONTROL in body.raw or _BREAKPOINT in body.raw:
         yield _ephemeral(body.hint("cache_control"))
         for name in _PARTS:
-            yield from _of_parts(body.hint(name))
+            yield from _of_parts(body.hint(name), ttl or BREAKPOINT_S)
 
 
-def _of_parts(parts: Any) -> Iterator[float | None]:  # noqa: ANN401 - JSON
-    """The times of messages, of their blocks, and of the blocks of tool results."""
+def _of_parts(parts: Any, breakpoint_s: float) -> Iterator[float | None]:  # noqa: ANN401 - JSON
+    """The times of messages, of their blocks, and of the blocks of tool results. `breakpoint_s` is that of a
+    breakpoint without its own."""
     stack = [parts]
     while stack:
         part = stack.pop()
@@ -61,7 +66,14 @@ def _of_parts(parts: Any) -> Iterator[float | None]:  # noqa: ANN401 - JSON
             stack.extend(part)
         elif isinstance(part, dict):
             yield _ephemeral(part.get("cache_control"))
-            stack.append(part.get("content"))
+            yield _explicit(part.get("prompt_cache_breakpoint"), breakpoint_s)
+            stack.extend(map(part.get, _WITHIN))
+
+
+def _explicit(mark: Any, default_s: float) -> float | None:  # noqa: ANN401 - JSON
+    if not isinstance(mark, dict) or mark.get("mode") != "explicit":
+        return None
+    return _seconds(mark["ttl"]) if "ttl" in mark else default_s
 
 
 def _ephemeral(control: Any) -> float | None:  # noqa: ANN401 - JSON

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
@@ -67,6 +69,7 @@ class Engine:
         lacks: routes that kvpin passes on and that it answered it does not have.
         view: its KV cache, from its events; None without events.
         process: its process, if kvpin runs it.
+        emptied: when it lost its cache, in Unix time; the last times only.
         last_error: why it is not ready.
         check_now: wakes its monitor.
         leases: the requests on it.
@@ -89,6 +92,7 @@ class Engine:
         self.lacks: set[str] = set()
         self.view: EngineView | None = None
         self.process: Process | None = None
+        self.emptied: deque[float] = deque(maxlen=16)
         self.last_error: str | None = None
         self.check_now = asyncio.Event()
         self.leases: set[Lease] = set()
@@ -127,6 +131,10 @@ class Engine:
     def removals(self) -> int:
         """Blocks that its events have removed from the view."""
         return self.view.counts.removed if self.view is not None else 0
+
+    def has_emptied(self) -> None:
+        """The engine lost its cache: it was restarted or flushed."""
+        self.emptied.append(time.time())
 
     def suspect(self, error: Exception) -> None:
         """A request failed on it. The monitor checks it at once; until then other engines are preferred.

@@ -13,7 +13,7 @@ from contextlib import aclosing
 
 import structlog
 
-from engine_adapter import Capability, EngineError, ViewCurrent, ViewLost
+from engine_adapter import CacheCleared, Capability, EngineError, ViewCurrent, ViewLost
 from proxy.core.index.blocks import BlockHash
 from proxy.core.index.slices import slices
 from proxy.core.index.view import EngineView
@@ -101,6 +101,8 @@ class Ingest:
                     engine.audit.lost(event.reason)
                     engine.learned.clear()
                     log.info("cache view reset; relearning from events", engine=engine.id, why=event.reason)
+                elif isinstance(event, CacheCleared):
+                    engine.has_emptied()
                 for part in slices(event):
                     view.apply(part)
                     if time.monotonic() > turn_ends:

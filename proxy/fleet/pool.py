@@ -227,6 +227,7 @@ class Pool:
         """The engine lost its KV, or its view is no longer valid."""
         engine.learned.clear()
         engine.below.clear()
+        engine.has_emptied()
         self.placer.wipe(engine.id)
 
 

@@ -1,23 +1,24 @@
 """The last requests, for `GET /admin/v1/requests`: prediction, outcome, and why the cache missed.
 
-Keeps token ids, never text. Memory is limited by a number of records and a number of tokens.
+Memory is limited by a number of records, a number of tokens, and the bytes of bodies in `sources.py`.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 
 import msgspec
 
-from engine_adapter import JsonBody, common_prefix
+from engine_adapter import JsonBody
 from proxy.core.index.blocks import Chain
+from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Placement
 from proxy.prompt import Prompt
 from proxy.request.calls import Call
 from proxy.request.session import Session
+from proxy.request.sources import Sources
 
 MAX_TOKENS = 2_000_000
 # Characters kept of a client's model name.
@@ -65,6 +66,8 @@ class RequestRecord(RequestFacts, kw_only=True):
         lora: the LoRA adapter it ran with.
         chain: the prompt's blocks, until the request is over.
         tokens_agree: whether the engine made the same tokens of the prompt; None where it did not tell.
+        answer_id: the id that the answer carries, of responses and messages.
+        diagnosis: why no more was reused, once somebody asked.
         events: events of the answer's stream that the client was sent.
     """
 
@@ -76,6 +79,8 @@ class RequestRecord(RequestFacts, kw_only=True):
     placement: Placement | None = None
     events: int = 0
     tokens_agree: bool | None = None
+    answer_id: str | None = None
+    diagnosis: Diagnosis | None = None
 
     @classmethod
     def of(cls, call: Call) -> RequestRecord:
@@ -120,32 +125,26 @@ class RequestRecord(RequestFacts, kw_only=True):
         return self.placement.chosen.first_token_s
 
 
-class Divergence(msgspec.Struct, frozen=True):
-    """Where a prompt differs from the earlier prompt that shares most with it.
+class RequestLog:
+    """The last requests, newest last.
 
     Attributes:
-        request_id: the earlier request.
-        common_tokens: leading tokens that both share.
-        token_ids: this request's tokens, from the first that differs.
-        other_token_ids: the earlier request's tokens, from the same position.
+        sources: the bodies of the last requests.
     """
 
-    request_id: str
-    common_tokens: int
-    token_ids: tuple[int, ...]
-    other_token_ids: tuple[int, ...]
-
-
-class RequestLog:
-    """The last requests, newest last."""
-
     def __init__(self, capacity: int) -> None:
+        self.sources = Sources()
         self._capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._tokens = 0
 
     def __iter__(self) -> Iterator[RequestRecord]:
         return iter(self._records.values())
+
+    def keep_source(self, record: RequestRecord, raw: bytes) -> None:
+        """Keeps the body of a request that will be added."""
+        if self._capacity:
+            self.sources.keep(record.request_id, record.tenant, raw)
 
     def add(self, record: RequestRecord) -> None:
         """Keeps a finished request. Drops the oldest when there is no room."""
@@ -154,6 +153,7 @@ class RequestLog:
         while len(self._records) > self._capacity or (self._tokens > MAX_TOKENS and len(self._records) > 1):
             _, dropped = self._records.popitem(last=False)
             self._tokens -= dropped.n_tokens or 0
+            self.sources.drop(dropped.request_id, dropped.tenant)
 
     def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
         """The request with that id of kvpin's, or the newest with that id of its client's. `tenant` limits
@@ -167,43 +167,16 @@ class RequestLog:
                 return record
         return None
 
+    def answered(self, answer_id: str, tenant: str | None) -> RequestRecord | None:
+        """The tenant's request whose answer has that id."""
+        for record in reversed(self._records.values()):
+            if record.answer_id == answer_id and record.tenant == tenant:
+                return record
+        return None
+
     def last_prompt(self, prompt_cache_key: str, tenant: str | None) -> tuple[str | None, Prompt] | None:
         """Model or LoRA adapter, and prompt, of the newest request with that `prompt_cache_key`."""
         for record in reversed(self._records.values()):
             if record.prompt_cache_key == prompt_cache_key and record.prompt and record.tenant == tenant:
                 return record.lora or record.served_as, record.prompt
         return None
-
-    def divergence(self, record: RequestRecord, *, context: int = 16) -> Divergence | None:
-        """Where the prompt differs from the earlier one that shares most with it; None if there is none."""
-        if record.prompt is None:
-            return None
-        best: Divergence | None = None
-        for other in self._records.values():
-            if other is record or other.started >= record.started:
-                continue
-            if other.prompt is None or _namespace(other) != _namespace(record):
-                continue
-            common = _common_tokens(record.prompt, other.prompt)
-            if best is None or common >= best.common_tokens:
-                best = Divergence(
-                    other.request_id,
-                    common,
-                    tuple(record.prompt.token_ids[common : common + context]),
-                    tuple(other.prompt.token_ids[common : common + context]),
-                )
-        return best
-
-
-def _namespace(record: RequestRecord) -> tuple[str | None, str | None, str | None]:
-    """Requests share KV only if these are equal."""
-    return record.served_as, record.lora, record.prompt.salt if record.prompt is not None else None
-
-
-def _common_tokens(one: Prompt, other: Prompt) -> int:
-    """Number of leading tokens that are equal in id and extra id."""
-    common = common_prefix(one.token_ids, other.token_ids)
-    if one.extra_ids is None and other.extra_ids is None:
-        return common
-    text = array("Q", bytes(8 * common))
-    return common_prefix((one.extra_ids or text)[:common], (other.extra_ids or text)[:common])

@@ -131,6 +131,7 @@ def llama_world(
     host_cache: bool = True,
     engine_options: str = "",
     kvpin_flags: tuple[str, ...] = (),
+    models: tuple[str, ...] = (),
 ) -> Iterator[LlamaWorld]:
     """Starts servers and a kvpin with reuse that knows them; ends all of them, kvpin with a clean exit.
 
@@ -144,6 +145,7 @@ def llama_world(
         host_cache: whether the servers share a directory in memory that kvpin knows, too.
         engine_options: further options of each `--engine`, e.g. `host_cache_bytes=8MiB`.
         kvpin_flags: further flags of `kvpin serve`.
+        models: the model of each server; all have the same by default.
     """
     with ExitStack() as stack, ExitStack() as proxies:
         host_dir = stack.enter_context(memory_dir()) if host_cache else None
@@ -163,12 +165,11 @@ def llama_world(
             )  # fmt: skip
 
         running = [start_server(number, 0) for number in range(servers)]
-        options = [f"model={MODEL}"]
-        options += [f"host_cache_dir={host_dir}"] if host_dir else []
+        options = [f"host_cache_dir={host_dir}"] if host_dir else []
         options += [engine_options] if engine_options else []
         engines = [
-            f"--engine=llama_server={server.url},id=llama-{number},{','.join(options)}"
-            for number, server in enumerate(running)
+            f"--engine=llama_server={server.url},id=llama-{number},{','.join([f'model={name}', *options])}"
+            for number, (server, name) in enumerate(zip(running, models or [MODEL] * servers, strict=True))
         ]
 
         def start_kvpin() -> Kvpin:

@@ -22,6 +22,7 @@ REQUEST = {
     "request_id": "r[1]", "engine": "tensorrt_llm-12", "status": 200, "error": None, "n_tokens": 4000,
     "predicted_tokens": 0, "reported_tokens": 0, "stream": True, "expected_first_token_s": 1.0,
     "first_byte_s": 1.01, "duration_s": 1.5, "explanation": "why [bold]", "divergence": None,
+    "miss": "input_changed", "differs_at": "messages[1], character 17",
     "decision": DECISION | {"costs": COSTS},
 }  # fmt: skip
 BALANCED = {"rule": "least loaded", "candidates": [cost("e0", in_flight=2), cost("e1", in_flight=3)]}
@@ -83,7 +84,15 @@ def test_only_streams_tell_when_the_first_token_came(capsys, other):
 
 def test_a_prompt_is_never_read_as_markup(capsys):
     divergence = {"request_id": "r0", "common_tokens": 3, "text": "[/x]", "other_text": "[red]y"}
-    gone = {"status": None, "engine": None, "error": "bad [/] tag", "decision": None, "n_tokens": None}
+    gone = {
+        "status": None,
+        "engine": None,
+        "error": "bad [/] tag",
+        "miss": None,
+        "differs_at": None,
+        "decision": None,
+        "n_tokens": None,
+    }
     decisions.show_request(REQUEST | gone | {"divergence": divergence})
     output = capsys.readouterr().out
     for text in ("why [bold]", "[/x]", "[red]y", "1500.0 ms", "from token 3 on", "bad [/] tag", "r[1]"):
@@ -103,3 +112,11 @@ def test_equal_prompts_are_said_to_be_equal(capsys):
     output = capsys.readouterr().out
     assert "request r0 had the same prompt" in output
     assert "from token" not in output
+
+
+def test_a_row_says_why_it_missed_or_failed(capsys):
+    failed = REQUEST | {"request_id": "r2", "status": 400, "error": "prompt [is] too long", "miss": None}
+    decisions.show_requests([REQUEST, failed | {"differs_at": None}])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1].endswith("input_changed: messages[1], character 17")
+    assert lines[2].endswith("400     4000    0          0       1010.0 ms   1500.0 ms  prompt [is] too long")

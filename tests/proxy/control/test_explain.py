@@ -55,24 +55,26 @@ async def test_within_the_first_block(world, pair):
 
 
 async def test_evicted_before_it_came(world, pair):
-    world.record("r1", tokens(64))
+    world.record("r1", tokens(64), placement=placed("a", 64, ("a", 0.1, 0)))
     answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 0)), 0)
     assert answer["explanation"].endswith(
-        "; it shares 64 tokens of full blocks with request r1, but they were evicted or flushed before this "
-        "request came"
+        "; it shares 64 tokens with request r1, but a evicted or flushed them before it computed this prompt"
     )
+    assert answer["miss"] == "evicted"
 
 
 async def test_evicted_on_the_engine_after_it_was_placed(world, pair):
     answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 48)), 16)
-    assert "a reused 16 of 48 predicted tokens: it evicted the others before" in answer["explanation"]
+    assert answer["explanation"] == (
+        "a reused 16 of 48 predicted tokens; its beginning was evicted before the engine computed the prompt"
+    )
 
 
 async def test_placed_elsewhere(world, pair):
     placement = placed("a", 64, ("a", 0.1, 0), ("b", 0.5, 48))
     answer = explained(world, tokens(64), placement, 0)
-    assert "b held 48, but a cost less" in answer["explanation"]
-    assert "100.0 ms against 500.0 ms" in answer["explanation"]
+    assert answer["miss"] == "placed_elsewhere"
+    assert answer["explanation"].endswith("; b holds 48 tokens of it, but would have cost more")
 
 
 async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
@@ -95,9 +97,9 @@ async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
 async def test_the_first_token_was_expected_by_the_engines_own_terms(world, pair):
     placement = Placement.of("a", 0, 64, (Cost("a", 0.25, prefill_s=0.5, total_s=9.0),), "lowest cost")
     known = world.record("r", tokens(64), placement=placement)
-    assert summarize(known).expected_first_token_s == 0.75
+    assert summarize(world.flow, known).expected_first_token_s == 0.75
     for unknown in (world.record("r", tokens(64)), world.record("r", None, placement=placement)):
-        assert summarize(unknown).expected_first_token_s is None
+        assert summarize(world.flow, unknown).expected_first_token_s is None
 
 
 async def test_all_that_can_be(world, pair):
@@ -111,7 +113,10 @@ async def test_all_that_can_be(world, pair):
     ("fields", "said"),
     [
         ({"placement": None, "error": "no engine"}, "not placed: no engine"),
-        ({"placement": placed("a", 64, ("a", 0.1, 0)), "ids": None}, "the prompt is not known"),
+        (
+            {"placement": placed("a", 64, ("a", 0.1, 0)), "ids": None},
+            "nothing was predicted: the prompt is not known",
+        ),
         (
             {"placement": placed("a", 64, ("a", 0.1, 16))},
             "a did not report cached tokens; predicted were 16",
@@ -134,14 +139,15 @@ async def test_ids_alone_without_a_tokenizer(world, pair):
 
 async def test_a_summary_holds_no_prompt(world, pair):
     record = world.record("r1", tokens(64), prompt_cache_key="k")
-    summary = msgspec.to_builtins(summarize(record))
+    summary = msgspec.to_builtins(summarize(world.flow, record))
     assert (summary["n_tokens"], summary["prompt_cache_key"], summary["engine"]) == (64, "k", None)
     assert "prompt" not in summary
 
 
 async def test_a_summary_says_how_it_was_served(world, pair):
     served = world.record("r1", tokens(64), note="it ran alone")
-    assert (summarize(served).note, summarize(world.record("r2", None)).note) == ("it ran alone", "")
+    notes = [summarize(world.flow, each).note for each in (served, world.record("r2", None))]
+    assert notes == ["it ran alone", ""]
     assert told(world, served)["note"] == "it ran alone"
 
 
@@ -162,7 +168,9 @@ async def test_a_prompt_that_is_known_in_part(world, pair):
     record = world.record("r", tokens(40), placement=placed("a", 40, ("a", 0.1, 32)), reported_tokens=500)
     record.prompt = replace(record.prompt, whole=False)
     assert told(world, record)["explanation"] == (
-        "only the part before the first image is known here: 32 of its 40 tokens were predicted; a reused 500"
+        "only the part before the first image is known here: "
+        "32 of its 40 tokens were predicted; a reused 500; "
+        "no recent request begins like it"
     )
 
 

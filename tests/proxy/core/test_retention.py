@@ -47,6 +47,26 @@ def test_what_openai_clients_ask(fields, expected):
 
 
 @pytest.mark.parametrize(
+    ("mark", "options", "expected"),
+    [
+        ({"mode": "explicit"}, {}, kept(1800)),
+        ({"mode": "explicit"}, {"ttl": "12h"}, kept(43_200)),
+        ({"mode": "explicit", "ttl": "12h"}, {"ttl": "30m"}, kept(43_200)),
+        ({"mode": "explicit", "ttl": "?"}, {}, NOTHING),
+        ({"mode": "implicit"}, {}, NOTHING),
+        ("explicit", {}, NOTHING),
+    ],
+)
+def test_a_breakpoint_asks_for_its_time_or_the_requests(mark, options, expected):
+    part = {"type": "text", "text": "x", "prompt_cache_breakpoint": mark}
+    for fields in (
+        {"messages": [{"role": "user", "content": [part]}]},
+        {"input": [{"type": "function_call_output", "output": [part]}]},
+    ):
+        assert of(**fields, prompt_cache_options=options) == expected
+
+
+@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"cache_control": ephemeral()}, kept(300)),

@@ -1,11 +1,8 @@
 from array import array
-from dataclasses import replace
-
-import pytest
 
 from proxy.prompt import Prompt
 from proxy.request import records as module
-from proxy.request.records import Divergence, RequestLog, RequestRecord
+from proxy.request.records import RequestLog, RequestRecord
 
 
 def record(name, tokens=None, *, started=0.0, model="m", salt=None, key=None, tenant=None, client_id=None):
@@ -81,34 +78,6 @@ def test_the_prompt_of_a_cache_key_is_its_tenants_newest():
     assert log.last_prompt("none", None) is None
 
 
-class TestDivergence:
-    def test_is_from_the_earlier_prompt_it_shares_most_with(self):
-        new = record("new", [1, 2, 3, 9, 9], started=5)
-        log = log_of(
-            record("far", [1, 8], started=1), record("near", [1, 2, 3, 4], started=2),
-            record("other", [7], started=3), new, record("later", [1, 2, 3, 9, 9], started=6),
-        )  # fmt: skip
-        assert log.divergence(new, context=1) == Divergence("near", 3, (9,), (4,))
-
-    def test_the_newest_of_equals_is_named(self):
-        new = record("new", [1, 2], started=5)
-        log = log_of(record("one", [1], started=1), record("two", [1, 3], started=2), new)
-        assert log.divergence(new).request_id == "two"
-
-    @pytest.mark.parametrize(
-        "other",
-        [record("o", [1], model="n"), record("o", [1], salt="s"), record("o"), record("o", [1], started=9)],
-    )
-    def test_what_shares_no_cache_is_not_compared(self, other):
-        new = record("new", [1, 2], started=5)
-        assert log_of(other, new).divergence(new) is None
-
-    def test_an_unknown_prompt_has_none(self):
-        new = record("new", started=5)
-        assert log_of(record("o", [1]), new).divergence(new) is None
-        assert new.n_tokens is None
-
-
 def test_there_is_no_note_unless_the_engine_has_one():
     assert record("a").note == ""
 
@@ -117,19 +86,21 @@ def test_prompts_do_not_show_in_logs():
     assert "1234567" not in repr(record("a", [1234567]))
 
 
-def test_other_images_part_prompts_of_the_same_tokens():
-    def with_image(name, identity, started):
-        made = record(name, range(9), started=started)
-        made.prompt = replace(
-            made.prompt, extra_ids=identity and array("Q", [0, 0, 0, identity, 0, 0, 0, 0, 0])
-        )
-        return made
+def test_an_answer_is_found_by_its_id_and_its_tenant():
+    red, blue = record("req-1", tenant="red"), record("req-2", tenant="blue")
+    red.answer_id = blue.answer_id = "resp_1"
+    log = log_of(red, blue)
+    assert (log.answered("resp_1", "red"), log.answered("resp_1", "blue")) == (red, blue)
+    assert (log.answered("resp_1", None), log.answered("resp_2", "red")) == (None, None)
 
-    cat, text, again, dog = (
-        with_image(name, identity, at)
-        for at, (name, identity) in enumerate((("cat", 1), ("text", None), ("again", 1), ("dog", 2)))
-    )
-    log = log_of(cat, text, again, dog)
-    assert log.divergence(text) == Divergence("cat", 3, tuple(range(3, 9)), tuple(range(3, 9)))
-    assert (log.divergence(again).request_id, log.divergence(again).common_tokens) == ("cat", 9)
-    assert log.divergence(dog).common_tokens == 3
+
+def test_a_body_leaves_with_its_record():
+    log = log_of(capacity=1)
+    for name in ("a", "b"):
+        log.keep_source(record(name), b'{"prompt": "x"}')
+        log.add(record(name))
+    assert log.sources.fields("a", None) is None
+    assert log.sources.fields("b", None) == {"prompt": "x"}
+    nothing = log_of(capacity=0)
+    nothing.keep_source(record("a"), b"{}")
+    assert nothing.sources.n_bytes == 0

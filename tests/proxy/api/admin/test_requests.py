@@ -6,9 +6,9 @@ from proxy.core.placement.rates import EngineRates, PoolRates
 from tests.kv_world import tokens
 
 
-def placement(world, ids, blocks=0):
+def placement(world, ids, blocks=0, request="r"):
     candidate = Candidate("a", 16, EngineRates(PoolRates()), Match(gpu=blocks))
-    return place([candidate], world.pool.chain(world.flow.requests.get("r").prompt))
+    return place([candidate], world.pool.chain(world.flow.requests.get(request).prompt))
 
 
 async def test_where_a_request_would_go(world, client, pair):
@@ -51,11 +51,13 @@ async def test_the_last_requests_newest_first(world, client, pair):
 
 
 async def test_one_request_explained(world, client, pair):
-    world.record("first", tokens(40) + [5] * 24)
+    first = world.record("first", tokens(40) + [5] * 24)
+    first.placement = placement(world, tokens(64), request="first")
     record = world.record("r", tokens(64), reported_tokens=0)
     record.placement = placement(world, tokens(64))
     answer = (await client.get("/requests/r")).json()
     assert "evicted or flushed" in answer["explanation"]
+    assert (answer["miss"], answer["differs_at"]) == ("evicted", None)
     assert answer["divergence"]["common_tokens"] == 40
     assert answer["divergence"]["text"]
     assert [cost["engine"] for cost in answer["decision"]["costs"]] == ["a"]

@@ -1,0 +1,220 @@
+"""Where the prompt fields of two requests differ first, in the words of the API that the client speaks.
+
+A list that only goes on does not differ: the next turn of a chat has the same messages and more. Marks for
+the cache are no part of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+
+from engine_adapter.prompt.prefixes import common_prefix
+
+# Fields of chats, completions, responses and messages, in the order of the prompt.
+_TOOLS = ("tools", "functions")
+_SYSTEM = ("system", "instructions")
+_INPUT = ("messages", "input", "prompt")
+# Fields beside them that change what engines make of a prompt.
+OPTIONS = (
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "text",
+    "reasoning",
+    "reasoning_effort",
+    "thinking",
+    "verbosity",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "add_generation_prompt",
+    "add_special_tokens",
+    "continue_final_message",
+    "extra_ids",
+    "prompt_table",
+)
+PROMPT_FIELDS = (*_TOOLS, *_SYSTEM, *_INPUT, *OPTIONS)
+"""All fields that `difference` compares."""
+_SYSTEM_ROLES = ("system", "developer")
+_CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
+# A content part with one of these fields is no text.
+_MEDIA = frozenset(
+    {
+        "image_url",
+        "source",
+        "input_audio",
+        "audio_url",
+        "video_url",
+        "file",
+        "file_id",
+        "file_url",
+        "file_data",
+    }
+)
+
+
+class Kind(StrEnum):
+    """What differs."""
+
+    TOOLS = "tools"
+    SYSTEM = "system"
+    INPUT = "input"
+    MEDIA = "media"
+    OPTION = "option"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first difference.
+
+    Attributes:
+        kind: what differs.
+        field: the request's field.
+        item: the message, tool or item in it.
+        part: the content part of the message.
+        offset: leading characters of the text that are equal.
+    """
+
+    kind: Kind
+    field: str
+    item: int | None = None
+    part: int | None = None
+    offset: int | None = None
+
+    def __str__(self) -> str:
+        """For people: `messages[1].content[0], character 17`."""
+        item = "" if self.item is None else f"[{self.item}]"
+        part = "" if self.part is None else f".content[{self.part}]"
+        offset = "" if self.offset is None else f", character {self.offset}"
+        return f"{self.field}{item}{part}{offset}"
+
+
+def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference | None:
+    """The first difference between the fields of two requests; None if one only goes on."""
+    for name in _TOOLS:
+        if (tools := _of_tools(name, now.get(name), before.get(name))) is not None:
+            return tools
+    for name in _SYSTEM:
+        system = _of_content(Kind.SYSTEM, name, None, now.get(name), before.get(name))
+        if system is not None:
+            return system
+    for name in _INPUT:
+        if (found := _of_items(name, now.get(name), before.get(name))) is not None:
+            return found
+    changed = (name for name in OPTIONS if now.get(name) != before.get(name))
+    return next((Difference(Kind.OPTION, name) for name in changed), None)
+
+
+def are_alike(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether two requests seem to be versions of one: they begin with texts that are equal for the most
+    part, from the front and the back."""
+    one, other = _beginning(now), _beginning(before)
+    shortest = min(len(one), len(other))
+    front = common_prefix(one, other)
+    back = common_prefix(one[front:][::-1], other[front:][::-1])
+    return shortest > 0 and front + back > shortest // 2
+
+
+def _beginning(fields: Mapping[str, Any]) -> str:
+    """The text that a prompt begins with."""
+    for name in (*_SYSTEM, *_INPUT):
+        for item in _listed(fields.get(name)):
+            content = item.get("content", [item]) if isinstance(item, dict) else item
+            texts = [_text(part) for part in _parts(content)]
+            if text := "".join(text for text in texts if text is not None):
+                return text
+    return ""
+
+
+def _of_tools(name: str, now: Any, before: Any) -> Difference | None:  # noqa: ANN401 - JSON
+    one, other = _listed(now), _listed(before)
+    if _unmarked(one) == _unmarked(other):
+        return None
+    equal = takewhile(lambda pair: _unmarked(pair[0]) == _unmarked(pair[1]), zip(one, other, strict=False))
+    return Difference(Kind.TOOLS, name, sum(1 for _ in equal))
+
+
+def _of_items(name: str, now: Any, before: Any) -> Difference | None:  # noqa: ANN401 - JSON
+    """The first difference of messages, of a response's input, or of a completion's prompt."""
+    if name == "prompt" and isinstance(now, str) and isinstance(before, str):
+        at = common_prefix(now, before)
+        return None if at == min(len(now), len(before)) else Difference(Kind.INPUT, name, offset=at)
+    for at, (one, other) in enumerate(zip(_listed(now), _listed(before), strict=False)):
+        if one != other and (found := _of_message(name, at, one, other)) is not None:
+            return found
+    return None
+
+
+def _of_message(field: str, at: int, now: Any, before: Any) -> Difference | None:  # noqa: ANN401 - JSON
+    if not isinstance(now, dict) or not isinstance(before, dict):
+        return Difference(Kind.INPUT, field, at)
+    role = now.get("role")
+    kind = Kind.SYSTEM if role in _SYSTEM_ROLES else Kind.INPUT
+    if role == before.get("role"):
+        found = _of_content(kind, field, at, now.get("content"), before.get("content"))
+        if found is not None:
+            return found
+    rest, other = ({**message, "content": None} for message in (now, before))
+    return None if _unmarked(rest) == _unmarked(other) else Difference(kind, field, at)
+
+
+def _of_content(
+    kind: Kind,
+    field: str,
+    item: int | None,
+    now: Any,  # noqa: ANN401 - JSON
+    before: Any,  # noqa: ANN401 - JSON
+) -> Difference | None:
+    """The first difference of two contents: texts, or lists of parts."""
+    one, other = _parts(now), _parts(before)
+    for at, (part, old) in enumerate(zip(one, other, strict=False)):
+        if _unmarked(part) == _unmarked(old):
+            continue
+        where = at if isinstance(now, list) else None
+        text, old_text = _text(part), _text(old)
+        if text is None or old_text is None:
+            return Difference(_kind(kind, part, old), field, item, where)
+        if text != old_text:
+            return Difference(kind, field, item, where, common_prefix(text, old_text))
+    if len(one) == len(other):
+        return None
+    at = min(len(one), len(other))
+    return Difference(_kind(kind, *one[at:], *other[at:]), field, item, at)
+
+
+def _kind(of_text: Kind, *parts: Any) -> Kind:  # noqa: ANN401 - JSON
+    """What differs where the first of these parts does."""
+    return Kind.MEDIA if any(isinstance(part, dict) and _MEDIA & part.keys() for part in parts) else of_text
+
+
+def _listed(value: Any) -> list[Any]:  # noqa: ANN401 - JSON
+    """A field's items. A text is one message."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return value if isinstance(value, list) else []
+
+
+def _parts(content: Any) -> list[Any]:  # noqa: ANN401 - JSON
+    """The parts of a content. A text is one part."""
+    if isinstance(content, str):
+        return [{"text": content}]
+    return content if isinstance(content, list) else []
+
+
+def _text(part: Any) -> str | None:  # noqa: ANN401 - JSON
+    """The text of a part; None for images and the like."""
+    text = part.get("text") if isinstance(part, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _unmarked(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """A value without the marks for the cache."""
+    if isinstance(value, list):
+        return [_unmarked(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _unmarked(item) for name, item in value.items() if name not in _CACHE_MARKS}
+    return value

@@ -1,0 +1,326 @@
+"""Why a prompt's cached KV was not reused: one word, from what is known of this request and an earlier one.
+
+    how much was reused → all it could           HIT
+    what the earlier request shares with it → KV that was not found    EVICTED, RESTARTED, ELSEWHERE, …
+    what it does not share                  → the prompt differs       TOOLS, SYSTEM, INPUT, …
+
+`openai_diagnostics` and `anthropic_diagnostics` say it in the words of these APIs.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from proxy.core.differences import Difference, Kind
+
+
+class Miss(StrEnum):
+    """Why no more of a prompt was reused."""
+
+    HIT = "hit"  # all that could be reused was
+    SHORT = "too_short"  # it has no full block, and engines reuse only those
+    FIRST = "first_seen"  # no request of this tenant that is known began like it
+    MODEL = "model_changed"
+    LORA = "lora_changed"
+    TOOLS = "tools_changed"
+    SYSTEM = "system_changed"
+    INPUT = "input_changed"
+    MEDIA = "media_changed"
+    OPTION = "option_changed"  # another field that goes into the prompt
+    TEMPLATE = "template_changed"  # the fields agree; the template renders earlier messages in another way
+    EVICTED = "evicted"
+    RESTARTED = "restarted"  # the engine was restarted or flushed
+    ELSEWHERE = "placed_elsewhere"  # another engine holds it; this one cost less
+    AWAY = "engine_away"  # the engine that computed it took no requests
+    RUNNING = "still_running"  # the earlier request was not finished
+    UNKNOWN = "not_followed"  # kvpin does not know the prompt
+
+
+_OF_KIND = {
+    Kind.TOOLS: Miss.TOOLS,
+    Kind.SYSTEM: Miss.SYSTEM,
+    Kind.INPUT: Miss.INPUT,
+    Kind.MEDIA: Miss.MEDIA,
+    Kind.OPTION: Miss.OPTION,
+}
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """An earlier request of the same tenant, beside the one that is explained.
+
+    Attributes:
+        request_id: its id.
+        n_tokens: tokens of its prompt.
+        common_tokens: leading tokens that both share.
+        same_model, same_lora: both ran on the same.
+        has_fields: the fields of both requests are known.
+        difference: the first difference of the fields.
+        is_running: it was not finished when the other began.
+        engine: where it ran.
+        is_candidate: that engine could have taken the other request.
+        is_emptied: that engine lost its cache in between.
+    """
+
+    request_id: str
+    n_tokens: int
+    common_tokens: int = 0
+    same_model: bool = True
+    same_lora: bool = True
+    has_fields: bool = False
+    difference: Difference | None = None
+    is_running: bool = False
+    engine: str | None = None
+    is_candidate: bool = True
+    is_emptied: bool = False
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request.
+
+    Attributes:
+        n_tokens: tokens of its prompt; None where the prompt is not known.
+        is_whole: False where only the tokens before the first image are known.
+        reused_tokens: prompt tokens that the engine reused.
+        predicted_tokens: what it was expected to reuse.
+        holder: the engine that would have reused most of it.
+        held_tokens: how many tokens that is.
+        tokens_per_block: the engine reuses full blocks.
+        compared: the earlier request.
+    """
+
+    n_tokens: int | None
+    is_whole: bool = True
+    reused_tokens: int = 0
+    predicted_tokens: int = 0
+    holder: str | None = None
+    held_tokens: int = 0
+    tokens_per_block: int = 1
+    compared: Compared | None = None
+
+    def reusable(self, tokens: int) -> int:
+        """How many of so many leading tokens can be reused: full blocks, and never the last token."""
+        block = self.tokens_per_block
+        return min(tokens, (self.n_tokens or 1) - 1) // block * block
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """Why no more of a prompt was reused.
+
+    Attributes:
+        miss: the reason.
+        detail: one sentence.
+        request_id: the earlier request that it was compared with.
+        at: what differs first.
+        common_tokens: leading tokens that both share.
+        missed_tokens: tokens of the earlier prompt that could not be reused.
+        changed_tokens: tokens of this prompt from the first that differs.
+        earlier_tokens: tokens of the earlier prompt.
+    """
+
+    miss: Miss
+    detail: str
+    request_id: str | None = None
+    at: Difference | None = None
+    common_tokens: int = 0
+    missed_tokens: int = 0
+    changed_tokens: int = 0
+    earlier_tokens: int = 0
+
+
+def diagnose(facts: Facts) -> Diagnosis:
+    """Why no more of a prompt was reused."""
+    miss, compared = miss_of(facts), facts.compared
+    detail = _detail(miss, facts)
+    if compared is None:
+        return Diagnosis(miss, detail)
+    own, common = facts.n_tokens or 0, compared.common_tokens
+    return Diagnosis(
+        miss,
+        detail,
+        compared.request_id,
+        compared.difference if miss in _OF_KIND.values() else None,
+        common,
+        max(min(own, compared.n_tokens) - common, 0),
+        max(own - common, 0),
+        compared.n_tokens,
+    )
+
+
+def miss_of(facts: Facts) -> Miss:
+    """The reason alone."""
+    compared, reused = facts.compared, facts.reused_tokens
+    if (alone := _without_another(facts)) is not None:
+        return alone
+    if compared is None and facts.held_tokens > reused:
+        return Miss.ELSEWHERE
+    if compared is None:
+        return Miss.EVICTED if reused < facts.predicted_tokens else Miss.FIRST
+    if not (compared.same_model and compared.same_lora):
+        return Miss.LORA if compared.same_model else Miss.MODEL
+    shared = facts.reusable(compared.common_tokens)
+    lost = max(shared, facts.predicted_tokens) - reused
+    # Both may be so: what cost more tokens counts.
+    is_lost = lost > max(facts.reusable(compared.n_tokens) - shared, 0)
+    return _loss(facts, compared) if is_lost else _change(facts, compared)
+
+
+def _without_another(facts: Facts) -> Miss | None:
+    """What needs no other request."""
+    if facts.n_tokens is None:
+        return Miss.UNKNOWN
+    reusable = facts.reusable(facts.n_tokens)
+    if facts.is_whole and not reusable:
+        return Miss.SHORT
+    return Miss.HIT if facts.is_whole and facts.reused_tokens >= reusable else None
+
+
+def _loss(facts: Facts, compared: Compared) -> Miss:
+    """Why KV that was computed was not reused."""
+    if compared.is_running:
+        return Miss.RUNNING
+    if facts.held_tokens > facts.reused_tokens:
+        return Miss.ELSEWHERE
+    if compared.is_emptied:
+        return Miss.RESTARTED
+    return Miss.EVICTED if compared.is_candidate else Miss.AWAY
+
+
+def _change(facts: Facts, compared: Compared) -> Miss:
+    """What differs in the prompts; all that they share was reused."""
+    if facts.is_whole and facts.reusable(compared.common_tokens) == facts.reusable(compared.n_tokens):
+        return Miss.HIT
+    if compared.difference is not None:
+        return _OF_KIND[compared.difference.kind]
+    if not facts.is_whole:
+        return Miss.HIT
+    return Miss.TEMPLATE if compared.has_fields else Miss.INPUT
+
+
+def _detail(miss: Miss, facts: Facts) -> str:
+    compared, block = facts.compared, facts.tokens_per_block
+    if compared is None:
+        return _ALONE[miss].format(block=block, holder=facts.holder, held=facts.held_tokens)
+    difference, common = compared.difference, compared.common_tokens
+    has_all = miss is Miss.HIT and facts.reused_tokens >= facts.reusable(facts.n_tokens or 0)
+    said = None if has_all else _BESIDE.get(miss)
+    return (said or _ALONE.get(miss) or _CHANGED).format(
+        block=block,
+        holder=facts.holder,
+        held=facts.held_tokens,
+        other=compared.request_id,
+        engine=compared.engine,
+        common=common,
+        at="" if difference is None else f" at {difference}",
+        within=f", within the first block of {block}" if common < block else "",
+    )
+
+
+_ALONE = {
+    Miss.UNKNOWN: "the prompt is not known here: reuse is off, or it is not text",
+    Miss.SHORT: "the prompt is too short: engines reuse blocks of {block} tokens, and never the last token",
+    Miss.HIT: "these are all its full blocks; the last token is always computed",
+    Miss.FIRST: "no recent request begins like it",
+    Miss.ELSEWHERE: "{holder} holds {held} tokens of it, but would have cost more",
+    Miss.EVICTED: "its beginning was evicted before the engine computed the prompt",
+}
+_BESIDE = {
+    Miss.HIT: "these are all full blocks that it shares with request {other}",
+    Miss.MODEL: "request {other} ran on another model",
+    Miss.LORA: "request {other} ran with another LoRA adapter, or none",
+    Miss.EVICTED: (
+        "it shares {common} tokens with request {other}, but {engine} evicted or flushed them before it "
+        "computed this prompt"
+    ),
+    Miss.RESTARTED: "request {other} left {common} tokens of it, but {engine} was restarted or flushed since",
+    Miss.AWAY: "request {other} left {common} tokens of it on {engine}, which took no requests",
+    Miss.RUNNING: "it shares {common} tokens with request {other}, which was still running on {engine}",
+    Miss.TEMPLATE: (
+        "it only continues request {other}, but the chat template renders earlier messages anew from token "
+        "{common} on"
+    ),
+}
+_CHANGED = "it differs from request {other}{at} from token {common} on{within}"
+
+
+# --- in the words of the APIs --------------------------------------------------------------------------
+
+_OPENAI = {
+    Miss.MODEL: "model_changed",
+    Miss.LORA: "model_changed",
+    Miss.TOOLS: "tools_changed",
+    Miss.SYSTEM: "input_changed",
+    Miss.INPUT: "input_changed",
+    Miss.MEDIA: "input_changed",
+    Miss.TEMPLATE: "input_changed",
+}
+# Options that OpenAI's API has a reason for.
+_OPENAI_OPTIONS = {
+    "text": "text_format_changed",
+    "response_format": "text_format_changed",
+    "reasoning": "reasoning_effort_changed",
+    "reasoning_effort": "reasoning_effort_changed",
+    "verbosity": "verbosity_changed",
+}
+_ANTHROPIC = {
+    Miss.MODEL: "model_changed",
+    Miss.LORA: "model_changed",
+    Miss.TOOLS: "tools_changed",
+    Miss.SYSTEM: "system_changed",
+    Miss.INPUT: "messages_changed",
+    Miss.MEDIA: "messages_changed",
+    Miss.TEMPLATE: "messages_changed",
+}
+
+
+def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """The `prompt_cache_diagnostics` of a response; None: the compared response is not known.
+
+    `unavailable` stands for all that the API has no word for; `kvpin` has the word then.
+    """
+    if diagnosis is None:
+        return {"type": "comparison_response_not_found"}
+    miss, at = diagnosis.miss, diagnosis.at
+    if miss is Miss.HIT:
+        return {"type": "cache_hit"}
+    option = _OPENAI_OPTIONS.get(at.field) if at is not None and miss is Miss.OPTION else None
+    reason = option or _OPENAI.get(miss)
+    if reason is None:
+        return {"type": "unavailable", "kvpin": _own_words(diagnosis)}
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": diagnosis.changed_tokens,
+        "comparison_reusable_tokens": diagnosis.earlier_tokens,
+        "kvpin": _own_words(diagnosis),
+    }
+
+
+def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
+    """The `diagnostics` of a message; the argument is None if the earlier message is not known. None is the
+    API's word for a prompt that does not diverge."""
+    if diagnosis is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if diagnosis.miss is Miss.HIT:
+        return None
+    kind = _ANTHROPIC.get(diagnosis.miss)
+    reason: dict[str, Any] = {"type": kind or "unavailable"}
+    if kind is not None:
+        reason["cache_missed_input_tokens"] = diagnosis.missed_tokens
+    return {"cache_miss_reason": {**reason, "kvpin": _own_words(diagnosis)}}
+
+
+def _own_words(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What kvpin knows and the APIs have no field for."""
+    words: dict[str, Any] = {"reason": diagnosis.miss.value, "detail": diagnosis.detail}
+    if diagnosis.at is not None:
+        words["at"] = msgspec.to_builtins(diagnosis.at)
+    return words
+
+
+def written_tokens(n_tokens: int, cached_tokens: int, tokens_per_block: int | None) -> int:
+    """Prompt tokens that this request added to the cache: those of full blocks that were not there."""
+    block = tokens_per_block or 1
+    return max(n_tokens // block * block - cached_tokens, 0)

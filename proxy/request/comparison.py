@@ -1,0 +1,170 @@
+"""Compares a request with an earlier one of its tenant, to tell why its cache missed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+from engine_adapter import EngineInfo, common_prefix
+from proxy.core.differences import are_alike, difference
+from proxy.core.misses import Compared, Diagnosis, Facts, diagnose
+from proxy.prompt import Prompt
+from proxy.request.records import RequestLog, RequestRecord
+
+# Requests that share less than a block with all others are compared with this many by their text.
+_LOOKS = 16
+# A restart is noticed by the next health check, which may come after the first request that it costs.
+_NOTICED_S = 10.0
+
+
+class ComparedEngine(Protocol):
+    """What is needed of an engine."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What it said of itself."""
+
+    @property
+    def emptied(self) -> Sequence[float]:
+        """When it lost its cache, in Unix time; the last times only."""
+
+
+class Comparison:
+    """Tells why caches missed, from the log of requests and the engines as they are now."""
+
+    def __init__(self, log: RequestLog, engines: Mapping[str, ComparedEngine], tokens_per_block: int) -> None:
+        """`tokens_per_block`: assumed of engines that do not tell theirs."""
+        self._log = log
+        self._engines = engines
+        self._block = tokens_per_block
+
+    def diagnose(self, record: RequestRecord, other: RequestRecord | None, reused: int | None) -> Diagnosis:
+        """Why no more of a prompt was reused. `other` is the request it is compared with, `reused` are the
+        tokens that the engine reported; None: as predicted."""
+        prompt, placement = record.prompt, record.placement
+        is_known = prompt is not None and placement is not None and record.tokens_agree is not False
+        if not is_known or prompt is None or placement is None:
+            return diagnose(Facts(n_tokens=None))
+        predicted = placement.predicted_tokens
+        holder = max(placement.costs, key=lambda cost: cost.cached_tokens)
+        return diagnose(
+            Facts(
+                n_tokens=len(prompt.token_ids),
+                is_whole=prompt.whole,
+                reused_tokens=predicted if reused is None else reused,
+                predicted_tokens=predicted if placement.firm else 0,
+                holder=holder.engine,
+                held_tokens=holder.cached_tokens if holder.engine != placement.engine else 0,
+                tokens_per_block=self.tokens_per_block(record),
+                compared=self._compared(record, other) if other is not None else None,
+            )
+        )
+
+    def explain(self, record: RequestRecord) -> Diagnosis:
+        """Why no more of a finished request's prompt was reused, compared with the nearest earlier one."""
+        if record.diagnosis is None:
+            record.diagnosis = self.diagnose(record, self.nearest(record), record.reported_tokens)
+        return record.diagnosis
+
+    def nearest(self, record: RequestRecord) -> RequestRecord | None:
+        """The earlier request of the same tenant that shares most of its prompt. If none shares a block: one
+        whose text is alike, on whatever model."""
+        if record.prompt is None:
+            return None
+        earlier = [
+            other for other in self._log if _came_before(record, other) and self.may_compare(record, other)
+        ]
+        best, most = None, 0
+        for other in reversed(earlier):
+            if other.prompt is None or _namespace(other) != _namespace(record):
+                continue
+            more = slice(most + 1)
+            if other.prompt.token_ids[more] != record.prompt.token_ids[more]:
+                continue  # it does not share more than the best
+            shared = common_tokens(record.prompt, other.prompt)
+            if shared > most:
+                best, most = other, shared
+        fields = self._fields(record)
+        if most >= self.tokens_per_block(record) or fields is None:
+            return best if most else None
+        for other in islice(reversed(earlier), _LOOKS):
+            others = self._fields(other)
+            if others is not None and are_alike(fields, others):
+                return other
+        return None
+
+    @staticmethod
+    def may_compare(record: RequestRecord, other: RequestRecord) -> bool:
+        """Whether the tenant may learn of the other request: it is its own, under the same salt."""
+        return other.tenant == record.tenant and _salt(other) == _salt(record)
+
+    def tokens_per_block(self, record: RequestRecord) -> int:
+        """The block size of the engine that served the request: only full blocks are reused."""
+        engine = self._engines.get(record.engine) if record.engine is not None else None
+        own = engine.info.tokens_per_block if engine is not None and engine.info is not None else None
+        return own or self._block
+
+    def _compared(self, record: RequestRecord, other: RequestRecord) -> Compared:
+        (model, lora), (other_model, other_lora) = _namespace(record), _namespace(other)
+        fields, others = self._fields(record), self._fields(other)
+        has_fields = fields is not None and others is not None
+        placement = record.placement
+        candidates = {cost.engine for cost in placement.costs} if placement is not None else set()
+        return Compared(
+            request_id=other.request_id,
+            n_tokens=other.n_tokens or 0,
+            common_tokens=common_tokens(record.prompt, other.prompt)
+            if (model, lora) == (other_model, other_lora)
+            else 0,
+            same_model=model == other_model,
+            same_lora=lora == other_lora,
+            has_fields=has_fields,
+            difference=difference(fields, others) if fields is not None and others is not None else None,
+            is_running=record.started < _end(other),
+            engine=other.engine,
+            is_candidate=other.engine in candidates,
+            is_emptied=self._is_emptied(record, other),
+        )
+
+    def _is_emptied(self, record: RequestRecord, other: RequestRecord) -> bool:
+        engine = self._engines.get(other.engine) if other.engine is not None else None
+        if engine is None:
+            return False
+        is_surprise = (record.reported_tokens or 0) < (record.predicted_tokens or 0)
+        end = _end(record) + _NOTICED_S * is_surprise
+        return any(_end(other) <= emptied <= end for emptied in engine.emptied)
+
+    def _fields(self, record: RequestRecord) -> dict[str, Any] | None:
+        return self._log.sources.fields(record.request_id, record.tenant)
+
+
+def common_tokens(one: Prompt | None, other: Prompt | None) -> int:
+    """Number of leading tokens of two prompts that are equal in id and extra id."""
+    if one is None or other is None:
+        return 0
+    common = common_prefix(one.token_ids, other.token_ids)
+    if one.extra_ids is None and other.extra_ids is None:
+        return common
+    text = array("Q", bytes(8 * common))
+    return common_prefix((one.extra_ids or text)[:common], (other.extra_ids or text)[:common])
+
+
+def _came_before(record: RequestRecord, other: RequestRecord) -> bool:
+    """Whether an engine computed the prompt of `other` earlier."""
+    return other.started < record.started and other.prompt is not None and other.error is None
+
+
+def _salt(record: RequestRecord) -> str | None:
+    return record.prompt.salt if record.prompt is not None else None
+
+
+def _namespace(record: RequestRecord) -> tuple[str | None, str | None]:
+    """The model and the LoRA adapter that it ran on."""
+    return record.served_as or record.model, record.prompt.lora if record.prompt is not None else None
+
+
+def _end(record: RequestRecord) -> float:
+    """When a request was over, in Unix time."""
+    return record.started + (record.duration_s or 0.0)

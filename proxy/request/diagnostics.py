@@ -1,0 +1,197 @@
+"""Prompt-cache diagnostics in answers of `/v1/responses` and `/v1/messages`, for clients that ask for them.
+
+    OpenAI      prompt_cache_options.comparison_response_id → prompt_cache_diagnostics, at a stream's end
+    Anthropic   diagnostics.previous_message_id             → diagnostics, at a stream's beginning
+
+Both name an earlier answer, so kvpin notes the id of each answer on these routes. All other fields keep their
+bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine_adapter import HeaderPairs, JsonBody, read_streamed_usage
+from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
+from proxy.request.calls import Client
+
+_ERROR = 400
+# The first id of a stream is that of its answer.
+_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+Diagnose = Callable[[str, int | None], Diagnosis | None]
+"""Compares with the answer of that id. The number is what the engine reports as reused; None: not yet known.
+None for an answer that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What an API calls its diagnostics, and where they stand.
+
+    Attributes:
+        options, name: the field of a request, and in it, that names the answer to compare with.
+        field: the field of the answer.
+        within: the field of an event that holds the answer.
+        events: the events of a stream that show the diagnostics.
+        is_early: these events come before the engine has counted; a count of 0 in them says nothing.
+        written: the value of `field`; its argument is None if the named answer is not known.
+    """
+
+    options: str
+    name: str
+    field: str
+    within: str
+    events: tuple[bytes, ...]
+    is_early: bool
+    written: Callable[[Diagnosis | None], dict[str, Any] | None]
+
+    def asked(self, body: JsonBody) -> str | None:
+        """The id of the answer to compare with; None if no diagnostics are asked for."""
+        options = body.hint(self.options)
+        value = options.get(self.name) if isinstance(options, dict) else None
+        return value if isinstance(value, str) else None
+
+
+APIS: Mapping[str, Api] = {
+    "/v1/responses": Api(
+        options="prompt_cache_options",
+        name="comparison_response_id",
+        field="prompt_cache_diagnostics",
+        within="response",
+        events=(b'"response.completed"', b'"response.incomplete"'),
+        is_early=False,
+        written=openai_diagnostics,
+    ),
+    "/v1/messages": Api(
+        options="diagnostics",
+        name="previous_message_id",
+        field="diagnostics",
+        within="message",
+        events=(b'"message_start"',),
+        is_early=True,
+        written=anthropic_diagnostics,
+    ),
+}
+"""Route → the API with diagnostics."""
+
+
+class Diagnosed:
+    """Notes the id of an answer on its way to the client, and adds diagnostics if they were asked for."""
+
+    def __init__(
+        self,
+        client: Client,
+        api: Api,
+        *,
+        asked: str | None,
+        diagnose: Diagnose,
+        note_id: Callable[[str], None],
+    ) -> None:
+        """`asked` is the id of the answer to compare with; None: no diagnostics are asked for."""
+        self._client = client
+        self._api = api
+        self._asked = asked
+        self._diagnose = diagnose
+        self._note_id = note_id
+        self._is_stream = self._is_error = self._has_id = False
+        self._rest = b""  # the beginning of an event
+
+    @property
+    def is_full(self) -> bool:
+        """See Client."""
+        return self._client.is_full
+
+    async def drain(self) -> None:
+        """See Client."""
+        await self._client.drain()
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """See Client."""
+        self._is_error = status >= _ERROR
+        if self._asked is not None:
+            headers = [pair for pair in headers if pair[0] != b"content-length"]
+        self._client.start(status, headers)
+
+    def write(self, chunk: bytes) -> None:
+        """See Client."""
+        self._is_stream = True
+        if whole := self._streamed(chunk):
+            self._client.write(whole)
+
+    def finish(self, chunk: bytes) -> None:
+        """See Client."""
+        if self._is_error:
+            self._client.finish(chunk)
+        elif self._is_stream:
+            self._client.finish(self._streamed(chunk) + self._rest)
+        else:
+            self._note(_id_of(chunk))
+            self._client.finish(self._with_field(chunk) if self._asked is not None else chunk)
+
+    def _streamed(self, chunk: bytes) -> bytes:
+        """The part of a stream that the client can get now: whole events if one of them may change."""
+        if not self._has_id and (found := _ID.search(chunk)) is not None:
+            self._note(found[1].decode(errors="replace"))
+        if self._asked is None:
+            return chunk
+        self._rest += chunk
+        done, at = bytearray(), 0
+        for end in _EVENT_END.finditer(self._rest):
+            done += self._event(self._rest[at : end.end()])
+            at = end.end()
+        self._rest = self._rest[at:]
+        return bytes(done)
+
+    def _event(self, event: bytes) -> bytes:
+        """An event, with the diagnostics if they belong to it."""
+        start = event.find(b"data:")
+        if start < 0 or not any(name in event for name in self._api.events):
+            return event
+        line = event[start + len(b"data:") :]
+        data = line.strip()
+        try:
+            fields = _decode(data)
+        except _FAULTS:
+            return event
+        answer = fields.get(self._api.within)
+        if answer is None:
+            return event
+        fields[self._api.within] = msgspec.Raw(self._with_field(bytes(answer)))
+        return event[:start] + b"data: " + msgspec.json.encode(fields) + line[len(line.rstrip()) :]
+
+    def _with_field(self, answer: bytes) -> bytes:
+        """The answer with the diagnostics; every other field keeps its bytes."""
+        try:
+            fields = _decode(answer)
+        except _FAULTS:
+            return answer
+        reused = read_streamed_usage(answer).cached_tokens
+        is_open = self._is_stream and self._api.is_early
+        diagnosis = self._diagnose(self._asked or "", (reused or None) if is_open else reused)
+        fields[self._api.field] = msgspec.Raw(msgspec.json.encode(self._api.written(diagnosis)))
+        return msgspec.json.encode(fields)
+
+    def _note(self, answer_id: str | None) -> None:
+        if answer_id is not None:
+            self._has_id = True
+            self._note_id(answer_id)
+
+
+class _Answer(msgspec.Struct):
+    id: str | None = None
+
+
+def _id_of(answer: bytes) -> str | None:
+    """The id of a whole answer."""
+    try:
+        return msgspec.json.decode(answer, type=_Answer).id
+    except _FAULTS:
+        return None

@@ -1,0 +1,62 @@
+"""The bodies of the last requests: to tell which field of a request differs from an earlier one.
+
+They are kept as the client sent them, so keeping one costs no time. Memory is limited. At the limit, the
+tenant that takes most of it loses its oldest body.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from engine_adapter import JsonBody
+from proxy.core.differences import PROMPT_FIELDS
+
+LIMIT_BYTES = 16 << 20
+# A larger body is mostly images. Where it differs is then told by tokens alone.
+MOST_BYTES = 1 << 20
+
+
+class Sources:
+    """Request id → body."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit = limit_bytes
+        self._shares: dict[str | None, OrderedDict[str, bytes]] = {}
+        self._sizes: dict[str | None, int] = {}
+        self.n_bytes = 0
+
+    def keep(self, request_id: str, tenant: str | None, raw: bytes) -> None:
+        """Keeps a body, unless it is too large."""
+        if len(raw) > min(MOST_BYTES, self._limit):
+            return
+        self._shares.setdefault(tenant, OrderedDict())[request_id] = raw
+        self._count(tenant, len(raw))
+        while self.n_bytes > self._limit:
+            greediest = max(self._sizes, key=self._sizes.__getitem__)
+            self.drop(next(iter(self._shares[greediest])), greediest)
+
+    def fields(self, request_id: str, tenant: str | None) -> dict[str, Any] | None:
+        """The fields of a request that make its prompt; None if its body is not known."""
+        raw = self._share(tenant).get(request_id)
+        if raw is None:
+            return None
+        body = JsonBody(raw)
+        return {name: body.hint(name) for name in PROMPT_FIELDS if name in body}
+
+    def drop(self, request_id: str, tenant: str | None) -> None:
+        """Forgets a body, if it is known."""
+        share = self._share(tenant)
+        raw = share.pop(request_id, None)
+        if raw is None:
+            return
+        self._count(tenant, -len(raw))
+        if not share:
+            del self._shares[tenant], self._sizes[tenant]
+
+    def _share(self, tenant: str | None) -> OrderedDict[str, bytes]:
+        return self._shares.get(tenant) or OrderedDict()
+
+    def _count(self, tenant: str | None, n_bytes: int) -> None:
+        self._sizes[tenant] = self._sizes.get(tenant, 0) + n_bytes
+        self.n_bytes += n_bytes

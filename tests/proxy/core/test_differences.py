@@ -1,0 +1,151 @@
+import pytest
+
+from proxy.core.differences import Difference, Kind, are_alike, difference
+
+SYSTEM = {"role": "system", "content": "You are kind."}
+ASKED = {"role": "user", "content": "What time is it?"}
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+OTHER_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,BBBB"}}
+MARK = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+def text(said, **more):
+    return {"type": "text", "text": said, **more}
+
+
+def said(content, role="user", **more):
+    return {"role": role, "content": content, **more}
+
+
+def chat(*messages, **fields):
+    return {"messages": list(messages), **fields}
+
+
+@pytest.mark.parametrize(
+    ("now", "before"),
+    [
+        ({}, {}),
+        (chat(SYSTEM, ASKED), chat(SYSTEM, ASKED)),
+        (chat(SYSTEM, ASKED, said("now", "assistant")), chat(SYSTEM, ASKED)),
+        (chat(SYSTEM), chat(SYSTEM, ASKED)),
+        (chat(said([text("x", **MARK)])), chat(said([text("x")]))),
+        (chat(said("x")), chat(said([text("x")]))),
+        (chat(ASKED, tools=[]), chat(ASKED, tools=None)),
+        (chat(ASKED, tools=[{**TOOLS[0], **MARK}]), chat(ASKED, tools=TOOLS[:1])),
+        ({"prompt": "once upon"}, {"prompt": "once upon a time"}),
+        ({"prompt": [1, 2]}, {"prompt": [1, 2, 3]}),
+        ({"input": "hello"}, {"input": [said("hello")]}),
+        (chat(ASKED, temperature=1), chat(ASKED, temperature=0)),
+    ],
+)
+def test_what_is_equal_or_goes_on(now, before):
+    assert difference(now, before) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "expected", "shown"),
+    [
+        (
+            chat(SYSTEM, ASKED),
+            chat(said("You are rude.", "system"), ASKED),
+            Difference(Kind.SYSTEM, "messages", 0, None, 8),
+            "messages[0], character 8",
+        ),
+        (
+            chat(said([text("a"), text("now 10:31")], "developer")),
+            chat(said([text("a"), text("now 10:32")], "developer")),
+            Difference(Kind.SYSTEM, "messages", 0, 1, 8),
+            "messages[0].content[1], character 8",
+        ),
+        (
+            {"system": [text("a"), text("b")], "messages": [ASKED]},
+            {"system": [text("a"), text("c")], "messages": []},
+            Difference(Kind.SYSTEM, "system", None, 1, 0),
+            "system.content[1], character 0",
+        ),
+        (
+            {"instructions": "be kind", "input": "x"},
+            {"instructions": "be rude", "input": "x"},
+            Difference(Kind.SYSTEM, "instructions", offset=3),
+            "instructions, character 3",
+        ),
+        (
+            chat(SYSTEM, tools=TOOLS),
+            chat(ASKED, tools=TOOLS[::-1]),
+            Difference(Kind.TOOLS, "tools", 0),
+            "tools[0]",
+        ),
+        (chat(ASKED, tools=TOOLS), chat(ASKED), Difference(Kind.TOOLS, "tools", 0), "tools[0]"),
+        (
+            chat(SYSTEM, said("at 10:31, hi")),
+            chat(SYSTEM, said("at 10:32, hi")),
+            Difference(Kind.INPUT, "messages", 1, None, 7),
+            "messages[1], character 7",
+        ),
+        (
+            chat(said("a"), said("b")),
+            chat(said("a"), said("b", "assistant")),
+            Difference(Kind.INPUT, "messages", 1),
+            "messages[1]",
+        ),
+        (
+            chat(said("", "assistant", tool_calls=[1])),
+            chat(said("", "assistant", tool_calls=[2])),
+            Difference(Kind.INPUT, "messages", 0),
+            "messages[0]",
+        ),
+        (
+            chat(said([text("a")])),
+            chat(said([text("a"), text("b")])),
+            Difference(Kind.INPUT, "messages", 0, 1),
+            "messages[0].content[1]",
+        ),
+        (
+            chat(said([text("what is this?"), IMAGE])),
+            chat(said([text("what is this?"), OTHER_IMAGE])),
+            Difference(Kind.MEDIA, "messages", 0, 1),
+            "messages[0].content[1]",
+        ),
+        (
+            chat(said([IMAGE])),
+            chat(said([])),
+            Difference(Kind.MEDIA, "messages", 0, 0),
+            "messages[0].content[0]",
+        ),
+        (
+            chat(said([{"type": "tool_use", "input": 1}])),
+            chat(said([{"type": "tool_use", "input": 2}])),
+            Difference(Kind.INPUT, "messages", 0, 0),
+            "messages[0].content[0]",
+        ),
+        ({"input": "hello"}, {"input": "hello you"}, Difference(Kind.INPUT, "input", 0, None, 5), None),
+        ({"prompt": "abc"}, {"prompt": "abd"}, Difference(Kind.INPUT, "prompt", offset=2), None),
+        ({"prompt": [1, 2]}, {"prompt": [1, 3]}, Difference(Kind.INPUT, "prompt", 1), "prompt[1]"),
+        (
+            chat(ASKED, reasoning_effort="low"),
+            chat(ASKED),
+            Difference(Kind.OPTION, "reasoning_effort"),
+            "reasoning_effort",
+        ),
+    ],
+)
+def test_the_first_difference(now, before, expected, shown):
+    found = difference(now, before)
+    assert found == expected
+    assert shown is None or str(found) == shown
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "expected"),
+    [
+        (chat(said("It is 10:31. You are a helper.")), chat(said("It is 9:59. You are a helper.")), True),
+        ({"system": [text("You are kind.")]}, chat(SYSTEM), True),
+        ({"system": ["You are kind."]}, chat(SYSTEM), True),
+        (chat(said("Write a poem.")), chat(said("Is it 10:31?")), False),
+        (chat(said(None)), chat(said("")), False),
+        ({"prompt": [1, 2]}, {"prompt": [1, 2]}, False),
+    ],
+)  # fmt: skip
+def test_requests_that_begin_alike(now, before, expected):
+    assert are_alike(now, before) is are_alike(before, now) is expected

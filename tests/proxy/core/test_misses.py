@@ -1,0 +1,149 @@
+from dataclasses import dataclass
+
+import pytest
+
+from proxy.core.differences import Difference, Kind
+from proxy.core.misses import (
+    Compared,
+    Facts,
+    Miss,
+    anthropic_diagnostics,
+    diagnose,
+    openai_diagnostics,
+    written_tokens,
+)
+
+
+def other(common=0, **fields):
+    return Compared(**({"request_id": "r1", "n_tokens": 64, "common_tokens": common, "engine": "a"} | fields))
+
+
+def differing(kind, common=20, field="messages"):
+    return other(common, has_fields=True, difference=Difference(kind, field, 1, None, 7))
+
+
+@dataclass
+class Case:
+    miss: Miss
+    openai: str
+    anthropic: str | None
+    detail: str
+    facts: dict
+
+
+NO_WORD = "unavailable"
+CASES = [
+    Case(Miss.UNKNOWN, NO_WORD, NO_WORD, "not known here", {"n_tokens": None}),
+    Case(Miss.UNKNOWN, NO_WORD, NO_WORD, "not known here", {"n_tokens": None, "compared": other()}),
+    Case(Miss.SHORT, NO_WORD, NO_WORD, "blocks of 16 tokens", {"n_tokens": 16}),
+    Case(Miss.HIT, "cache_hit", None, "all its full blocks", {"reused_tokens": 48}),
+    Case(Miss.HIT, "cache_hit", None, "all its full", {"reused_tokens": 48, "compared": other(64)}),
+    Case(
+        Miss.HIT, "cache_hit", None, "full blocks that it shares with request r1",
+        {"reused_tokens": 32, "compared": other(35, n_tokens=40)},
+    ),
+    Case(Miss.FIRST, NO_WORD, NO_WORD, "no recent request", {}),
+    Case(Miss.EVICTED, NO_WORD, NO_WORD, "its beginning was evicted", {"predicted_tokens": 32}),
+    Case(Miss.ELSEWHERE, NO_WORD, NO_WORD, "b holds 32 tokens", {"holder": "b", "held_tokens": 32}),
+    Case(Miss.MODEL, "model_changed", "model_changed", "another", {"compared": other(same_model=False)}),
+    Case(Miss.LORA, "model_changed", "model_changed", "another LoRA", {"compared": other(same_lora=False)}),
+    Case(Miss.EVICTED, NO_WORD, NO_WORD, "a evicted or flushed", {"compared": other(40)}),
+    Case(
+        Miss.EVICTED, NO_WORD, NO_WORD, "a evicted",
+        {"compared": other(40), "predicted_tokens": 48, "reused_tokens": 16},
+    ),
+    Case(Miss.RUNNING, NO_WORD, NO_WORD, "running on a", {"compared": other(40, is_running=True)}),
+    Case(
+        Miss.ELSEWHERE, NO_WORD, NO_WORD, "b holds 32",
+        {"compared": other(40), "holder": "b", "held_tokens": 32},
+    ),
+    Case(Miss.RESTARTED, NO_WORD, NO_WORD, "a was restarted", {"compared": other(40, is_emptied=True)}),
+    Case(Miss.AWAY, NO_WORD, NO_WORD, "which took no requests", {"compared": other(40, is_candidate=False)}),
+    Case(
+        Miss.TOOLS, "tools_changed", "tools_changed", "at messages[1], character 7 from token 5 on, within",
+        {"compared": differing(Kind.TOOLS, 5)},
+    ),
+    Case(
+        Miss.SYSTEM, "input_changed", "system_changed", "r1 at messages[1], character 7 from token 20 on",
+        {"compared": differing(Kind.SYSTEM), "reused_tokens": 16},
+    ),
+    Case(
+        Miss.SYSTEM, "input_changed", "system_changed", "from token 20 on",
+        {"compared": differing(Kind.SYSTEM)},
+    ),
+    Case(
+        Miss.INPUT, "input_changed", "messages_changed", "from token 20 on",
+        {"compared": differing(Kind.INPUT), "reused_tokens": 16},
+    ),
+    Case(
+        Miss.INPUT, "input_changed", "messages_changed", "from request r1 from token 20 on",
+        {"compared": other(20), "reused_tokens": 16},
+    ),
+    Case(
+        Miss.MEDIA, "input_changed", "messages_changed", "at messages[1]",
+        {"compared": differing(Kind.MEDIA), "reused_tokens": 16, "is_whole": False},
+    ),
+    Case(
+        Miss.HIT, "cache_hit", None, "full blocks",
+        {"compared": other(20), "reused_tokens": 16, "is_whole": False},
+    ),
+    Case(
+        Miss.TEMPLATE, "input_changed", "messages_changed", "renders earlier messages anew",
+        {"compared": other(20, has_fields=True), "reused_tokens": 16},
+    ),
+    Case(
+        Miss.OPTION, "text_format_changed", NO_WORD, "r1 at response_format",
+        {"compared": differing(Kind.OPTION, field="response_format"), "reused_tokens": 16},
+    ),
+    Case(
+        Miss.OPTION, NO_WORD, NO_WORD, "at thinking",
+        {"compared": differing(Kind.OPTION, field="thinking"), "reused_tokens": 16},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.miss}")
+def test_each_way_to_miss_in_the_words_of_each_api(case):
+    diagnosis = diagnose(Facts(**({"n_tokens": 64, "tokens_per_block": 16} | case.facts)))
+    assert diagnosis.miss is case.miss
+    assert case.detail in diagnosis.detail
+    ours = {"reason": str(case.miss), "detail": diagnosis.detail}
+    if diagnosis.at is not None:
+        ours["at"] = {
+            "kind": diagnosis.at.kind,
+            "field": diagnosis.at.field,
+            "item": 1,
+            "part": None,
+            "offset": 7,
+        }
+    openai = openai_diagnostics(diagnosis)
+    assert case.openai in (openai["type"], openai.get("reason"))
+    assert openai.get("kvpin", ours) == ours
+    anthropic = anthropic_diagnostics(diagnosis)
+    if case.anthropic is None:
+        assert anthropic is None
+    else:
+        assert anthropic["cache_miss_reason"]["type"] == case.anthropic
+        assert anthropic["cache_miss_reason"]["kvpin"] == ours
+
+
+def test_how_many_tokens_were_missed():
+    before = other(20, n_tokens=100, has_fields=True, difference=Difference(Kind.INPUT, "input"))
+    diagnosis = diagnose(Facts(n_tokens=64, reused_tokens=16, tokens_per_block=16, compared=before))
+    assert openai_diagnostics(diagnosis)["cache_missed_tokens"] == 44
+    assert openai_diagnostics(diagnosis)["comparison_reusable_tokens"] == 100
+    assert anthropic_diagnostics(diagnosis)["cache_miss_reason"]["cache_missed_input_tokens"] == 44
+    assert (diagnosis.common_tokens, diagnosis.missed_tokens, diagnosis.changed_tokens) == (20, 44, 44)
+
+
+def test_an_answer_that_is_not_known():
+    assert openai_diagnostics(None) == {"type": "comparison_response_not_found"}
+    assert anthropic_diagnostics(None) == {"cache_miss_reason": {"type": "previous_message_not_found"}}
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "cached", "block", "written"),
+    [(100, 0, 16, 96), (100, 48, 16, 48), (100, 99, None, 1), (100, 96, 16, 0), (10, 0, 16, 0)],
+)
+def test_written_tokens_are_those_of_new_full_blocks(n_tokens, cached, block, written):
+    assert written_tokens(n_tokens, cached, block) == written

@@ -1,0 +1,164 @@
+import json
+import time
+from array import array
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine_adapter import EngineInfo
+from proxy.core.misses import Miss
+from proxy.core.placement.decision import Cost, Placement
+from proxy.prompt import Prompt
+from proxy.request.comparison import Comparison
+from proxy.request.records import RequestLog, RequestRecord
+
+
+@dataclass
+class FakeEngine:
+    info: EngineInfo | None = None
+    emptied: list[float] = field(default_factory=list)
+
+
+def tokens(n, start=0):
+    return [start + i for i in range(n)]
+
+
+class World:
+    """A log of requests and engines `a` and `b`, with blocks of 16 tokens."""
+
+    def __init__(self):
+        self.log = RequestLog(100)
+        self.engines = {"a": FakeEngine(), "b": FakeEngine()}
+        self.comparison = Comparison(self.log, self.engines, 16)
+        self.now = time.time()
+
+    def record(self, name, ids, *, body=None, extra_ids=None, salt=None, lora=None, cached=(0,), **fields):
+        """A finished request; the engines hold `cached` of its tokens, and `a` is chosen."""
+        prompt = Prompt(array("i", ids), extra_ids, salt, lora) if ids is not None else None
+        costs = tuple(Cost(engine, cached_tokens=n) for engine, n in zip("ab", cached, strict=False))
+        self.now += 10
+        given = {"model": "m", "tenant": None, "started": self.now, "duration_s": 1.0, "reported_tokens": 0}
+        given["placement"] = Placement.of("a", cached[0], len(ids or ()), costs, "lowest cost")
+        record = RequestRecord(name, route="/v1/x", stream=False, prompt=prompt, **(given | fields))
+        if body is not None:
+            self.log.keep_source(record, json.dumps(body).encode())
+        self.log.add(record)
+        return record
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+class TestNearest:
+    def test_is_the_earlier_prompt_it_shares_most_with(self, world):
+        near = world.record("near", tokens(40))
+        world.record("far", tokens(20))
+        new = world.record("new", [*tokens(35), 7])
+        world.record("later", tokens(36), started=new.started + 1)
+        assert world.comparison.nearest(new) is near
+
+    def test_is_the_newest_of_equals(self, world):
+        world.record("one", tokens(20))
+        two = world.record("two", tokens(20))
+        assert world.comparison.nearest(world.record("new", tokens(20))) is two
+
+    @pytest.mark.parametrize(
+        "fields", [{"salt": "s"}, {"tenant": "red"}, {"ids": None}, {"error": "no"}, {"model": "n"}]
+    )
+    def test_what_shares_no_cache_is_not_compared(self, world, fields):
+        world.record("other", **({"ids": tokens(40)} | fields))
+        assert world.comparison.nearest(world.record("new", tokens(40))) is None
+
+    def test_an_unknown_prompt_has_none(self, world):
+        world.record("other", tokens(40))
+        new = world.record("new", None)
+        assert world.comparison.nearest(new) is None
+        assert world.comparison.explain(new).miss is Miss.UNKNOWN
+
+    def test_is_one_with_a_text_alike_if_none_shares_a_block(self, world):
+        said = "is the time. You are a kind and helpful assistant."
+        world.record("unlike", tokens(40, 100), body={"prompt": "Write a poem about the sea."})
+        world.record("bodiless", tokens(40, 200))
+        alike = world.record("alike", tokens(40, 300), body={"prompt": f"10:31 {said}"})
+        new = world.record("new", tokens(40), body={"prompt": f"10:32 {said}"})
+        assert world.comparison.nearest(new) is alike
+        diagnosis = world.comparison.explain(new)
+        assert (diagnosis.miss, str(diagnosis.at)) == (Miss.INPUT, "prompt, character 4")
+        assert world.comparison.nearest(world.record("lone", tokens(40, 400), body={"prompt": "x"})) is None
+
+    def test_other_images_part_prompts_of_the_same_tokens(self, world):
+        def with_image(name, identity):
+            marks = [0] * 48
+            marks[20] = identity
+            return world.record(name, tokens(48), extra_ids=array("Q", marks) if identity else None)
+
+        cat, _ = with_image("cat", 1), with_image("text", 0)
+        assert world.comparison.nearest(with_image("again", 1)) is cat
+        dog = world.comparison.explain(with_image("dog", 2))
+        assert dog.common_tokens == 20
+
+
+class TestWhyItMissed:
+    def test_is_told_once(self, world):
+        world.record("r1", tokens(64))
+        new = world.record("r2", tokens(64))
+        first = world.comparison.explain(new)
+        assert first.miss is Miss.EVICTED
+        world.engines["a"].emptied.append(new.started - 5)
+        assert world.comparison.explain(new) is first
+
+    def test_the_engine_was_emptied_in_between(self, world):
+        first = world.record("r1", tokens(64))
+        world.engines["a"].emptied += [first.started - 3, first.started + 5]
+        assert world.comparison.explain(world.record("r2", tokens(64))).miss is Miss.RESTARTED
+
+    def test_a_restart_that_kvpin_noticed_late(self, world):
+        world.record("r1", tokens(64))
+        new = world.record("r2", tokens(64), cached=(48,))
+        world.engines["a"].emptied.append(new.started + 4)
+        assert world.comparison.explain(new).miss is Miss.RESTARTED
+
+    def test_another_engine_holds_it(self, world):
+        world.record("r1", tokens(64))
+        new = world.record("r2", tokens(64), cached=(0, 48))
+        assert world.comparison.explain(new).detail.startswith("b holds 48 tokens")
+
+    def test_its_engine_is_gone(self, world):
+        world.record("r1", tokens(64))
+        del world.engines["a"]
+        assert world.comparison.explain(world.record("r2", tokens(64))).miss is Miss.EVICTED
+        away = world.record("r3", tokens(64, 100))
+        away.placement = Placement.of("z", 0, 64, (Cost("z"),), "lowest cost")
+        assert world.comparison.explain(world.record("r4", tokens(64, 100))).miss is Miss.AWAY
+
+    def test_the_other_still_ran(self, world):
+        world.record("r1", tokens(64), duration_s=60.0)
+        assert world.comparison.explain(world.record("r2", tokens(64))).miss is Miss.RUNNING
+
+    @pytest.mark.parametrize(
+        ("fields", "miss"), [({"lora": "ada"}, Miss.LORA), ({"served_as": "n"}, Miss.MODEL)]
+    )
+    def test_it_ran_on_something_else(self, world, fields, miss):
+        body = {"messages": [{"role": "user", "content": "Who wrote it?"}]}
+        world.record("r1", tokens(64), body=body, **fields)
+        assert world.comparison.explain(world.record("r2", tokens(64), body=body)).miss is miss
+
+    def test_of_an_image_whose_tokens_are_not_known(self, world):
+        def asked(name, data):
+            part = {"type": "image_url", "image_url": {"url": data}}
+            body = {"messages": [{"role": "user", "content": [part]}]}
+            record = world.record(name, tokens(20), body=body, reported_tokens=16)
+            record.prompt = Prompt(array("i", tokens(20)), whole=False)
+            return record
+
+        asked("r1", "data:1")
+        diagnosis = world.comparison.explain(asked("r2", "data:2"))
+        assert (diagnosis.miss, str(diagnosis.at)) == (Miss.MEDIA, "messages[0].content[0]")
+
+    def test_tokens_that_the_engine_made_otherwise_say_nothing(self, world):
+        world.record("r1", tokens(64))
+        assert (
+            world.comparison.explain(world.record("r2", tokens(64), tokens_agree=False)).miss is Miss.UNKNOWN
+        )

@@ -1,0 +1,170 @@
+import json
+
+import pytest
+
+from engine_adapter import JsonBody
+from proxy.core.misses import Diagnosis, Miss
+from proxy.request.diagnostics import APIS, Diagnosed
+
+RESPONSES, MESSAGES = APIS["/v1/responses"], APIS["/v1/messages"]
+MISSED = Diagnosis(Miss.TOOLS, "why", "r1", None, 20, 30, 44, 50)
+
+
+class Client:
+    """Collects what a client gets."""
+
+    is_full = False
+
+    def __init__(self):
+        self.head, self.chunks = None, []
+
+    async def drain(self):
+        self.chunks.append("drained")
+
+    def start(self, status, headers):
+        self.head = status, headers
+
+    def write(self, chunk):
+        self.chunks.append(chunk)
+
+    finish = write
+
+    @property
+    def body(self):
+        return b"".join(self.chunks)
+
+
+class World:
+    """A client behind the diagnostics, the ids that were noted, and what was asked about them."""
+
+    def __init__(self, api, asked, diagnosis=MISSED):
+        self.client, self.ids, self.compared = Client(), [], []
+
+        def diagnose(answer_id, reused):
+            self.compared.append((answer_id, reused))
+            return diagnosis
+
+        self.through = Diagnosed(self.client, api, asked=asked, diagnose=diagnose, note_id=self.ids.append)
+
+    def json(self, answer, status=200):
+        self.through.start(status, [(b"content-type", b"application/json"), (b"content-length", b"9")])
+        self.through.finish(answer)
+
+    def stream(self, *chunks):
+        self.through.start(200, [(b"content-type", b"text/event-stream")])
+        for chunk in chunks[:-1]:
+            self.through.write(chunk)
+        self.through.finish(chunks[-1])
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "asked"),
+    [
+        (RESPONSES, {"prompt_cache_options": {"comparison_response_id": "resp_1"}}, "resp_1"),
+        (RESPONSES, {"prompt_cache_options": {"comparison_response_id": None}}, None),
+        (RESPONSES, {"prompt_cache_options": "x"}, None),
+        (RESPONSES, {"diagnostics": {"previous_message_id": "msg_1"}}, None),
+        (MESSAGES, {"diagnostics": {"previous_message_id": "msg_1"}}, "msg_1"),
+        (MESSAGES, {"diagnostics": {"previous_message_id": None}}, None),
+        (MESSAGES, {}, None),
+    ],
+)
+def test_who_asks(api, body, asked):
+    assert api.asked(JsonBody(json.dumps(body).encode())) == asked
+
+
+class TestWholeAnswers:
+    def test_keep_their_bytes_unless_asked(self):
+        answer = b'{"output": [{"id": "fc_1"}],  "id" : "resp_2"}'
+        world = World(RESPONSES, None)
+        world.json(answer)
+        assert (world.client.body, world.ids, world.compared) == (answer, ["resp_2"], [])
+        assert (b"content-length", b"9") in world.client.head[1]
+
+    def test_get_the_field(self):
+        world = World(RESPONSES, "resp_1")
+        world.json(
+            b'{"id":"resp_2","x":1.50,"usage":{"input_tokens":64,"input_tokens_details":{"cached_tokens":16}}}'
+        )
+        assert world.compared == [("resp_1", 16)]
+        assert b'"x":1.50' in world.client.body
+        found = json.loads(world.client.body)["prompt_cache_diagnostics"]
+        assert (found["type"], found["reason"], found["cache_missed_tokens"]) == (
+            "cache_miss",
+            "tools_changed",
+            44,
+        )
+        assert world.client.head == (200, [(b"content-type", b"application/json")])
+
+    def test_without_a_divergence_the_field_is_null(self):
+        world = World(MESSAGES, "msg_1", Diagnosis(Miss.HIT, "all"))
+        world.json(b'{"id":"msg_2","usage":{"cache_read_input_tokens":0}}')
+        assert json.loads(world.client.body)["diagnostics"] is None
+        assert world.compared == [("msg_1", 0)]
+
+    @pytest.mark.parametrize("answer", [b'{"id": "x", "error": "no"}', b"not json", b"[1]"])
+    def test_errors_stay_as_they_are(self, answer):
+        world = World(RESPONSES, "resp_1")
+        world.json(answer, status=400)
+        assert (world.client.body, world.ids) == (answer, [])
+
+    def test_what_is_no_object_stays_as_it_is(self):
+        world = World(RESPONSES, "resp_1")
+        world.json(b"[1]")
+        assert (world.client.body, world.ids) == (b"[1]", [])
+
+
+CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_2"}}\n\n'
+DELTA = b'event: d\r\ndata: {"delta":"say \\"response.completed\\" now"}\r\n\r\n'
+DONE = (
+    b'event: response.completed\ndata: {"type":"response.completed","response":'
+    b'{"id":"resp_2","usage":{"input_tokens_details":{"cached_tokens":0}}}}\n\n'
+)
+
+
+class TestStreams:
+    def test_keep_their_chunks_unless_asked(self):
+        world = World(RESPONSES, None)
+        world.stream(CREATED, DELTA[:9], DELTA[9:] + DONE)
+        assert world.client.chunks == [CREATED, DELTA[:9], DELTA[9:] + DONE]
+        assert world.ids == ["resp_2"]
+
+    def test_a_response_gets_the_field_in_its_last_event(self):
+        world = World(RESPONSES, "resp_1")
+        stream = CREATED + DELTA + DONE + b"data: [DONE]\n\n"
+        world.stream(*(stream[at : at + 7] for at in range(0, len(stream), 7)))
+        body = world.client.body
+        assert body.startswith(CREATED + DELTA + b"event: response.completed\ndata: {")
+        assert body.endswith(b"}\n\ndata: [DONE]\n\n")
+        (line,) = (line for line in body.splitlines() if b"cache_miss" in line)
+        assert json.loads(line[6:])["response"]["prompt_cache_diagnostics"]["reason"] == "tools_changed"
+        assert world.compared == [("resp_1", 0)]
+
+    def test_a_message_gets_it_in_its_first_event_when_nothing_is_counted(self):
+        world = World(MESSAGES, "msg_1", None)
+        message = b'{"id":"msg_2","usage":{"cache_read_input_tokens":0}}'
+        world.stream(b'data: {"type":"message_start","message":' + message + b"}\n\n", b"")
+        found = json.loads(world.client.body[6:])["message"]["diagnostics"]
+        assert found == {"cache_miss_reason": {"type": "previous_message_not_found"}}
+        assert world.compared == [("msg_1", None)]
+
+    @pytest.mark.parametrize(
+        "event",
+        [
+            b'data: {"type":"response.completed"}\n\n',
+            b'data: "response.completed"\n\n',
+            b'data: {"type":"response.completed","response":[1]}\n\n',
+            b': "response.completed"\n\n',
+            b'data: {"type":"response.completed","response":{"id"',
+        ],
+    )
+    def test_events_of_another_shape_stay_as_they_are(self, event):
+        world = World(RESPONSES, "resp_1")
+        world.stream(event, b"")
+        assert world.client.body.replace(b" ", b"") == event.replace(b" ", b"")
+
+    async def test_a_full_client_is_waited_for(self):
+        world = World(RESPONSES, "resp_1")
+        assert not world.through.is_full
+        await world.through.drain()
+        assert world.client.chunks == ["drained"]
