@@ -281,8 +281,10 @@ class PromptBuilder:
         self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
     ) -> _Tokens | None:
         """A prompt with media: all of it where an engine renders it, else the text before the first item."""
-        prompt = None
-        if all(part.is_lasting for part in find_media(media_fields(body))):
+        prompt, parts = None, find_media(media_fields(body))
+        if any(part.kind == "embeddings" for part in parts):
+            return None  # they are part of the identity of all blocks, also of those of the text before them
+        if all(part.is_lasting for part in parts):
             prompt = await self._engines.render(path, body)
         if prompt is not None and prompt.extra_ids is None:
             return self._made(prompt, self._engines)
