@@ -7,6 +7,7 @@ would wait as long. On a busy machine it is late because of other processes: "ow
 the loop's thread worked, at most. Absolute figures depend on the machine.
 
     python benchmarks/ingest.py
+    python benchmarks/ingest.py --only peer     beside ai-dynamo-runtime, which it installs
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
+import json
 import multiprocessing
 import random
+import subprocess
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 import zmq
+from core_speed import CACHE, PEER, answer, install
 
 from engine_adapter.events.keys import read_sglang_keys, read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
@@ -62,7 +69,7 @@ SHAPES = (
 
 def stored(shape: Shape, seed: random.Random, blocks: int) -> Iterator[dict[str, object]]:
     """Chains of 2,048 tokens, in vLLM's form, as events of the shape."""
-    chained = max(2048 // shape.block, shape.per_event)
+    chained = _chained(shape)
     parent: int | None = None
     for at in range(0, blocks, shape.per_event):
         if at % chained == 0:
@@ -82,6 +89,11 @@ def stored(shape: Shape, seed: random.Random, blocks: int) -> Iterator[dict[str,
             "kv_cache_spec_kind": "full_attention",
         }
         parent = names[-1]
+
+
+def _chained(shape: Shape) -> int:
+    """Blocks of one chain."""
+    return max(2048 // shape.block, shape.per_event)
 
 
 def payloads(events: Iterable[dict[str, object]], per_batch: int) -> list[bytes]:
@@ -333,6 +345,54 @@ async def _tick(lateness: list[tuple[float, float]]) -> None:
         lateness.append((late, min(late, time.thread_time() - cpu)))
 
 
+# --- beside ai-dynamo-runtime ----------------------------------------------------------------------
+
+
+async def cpu_of_kvpin(shape: Shape, blocks: int) -> float:
+    """CPU microseconds a block, from an event socket to the index, sockets included."""
+    begun_cpu, _, _ = await _follow(shape, blocks // 2, 2.0, [])
+    return (time.process_time() - begun_cpu) * 1e6 / blocks
+
+
+def cpu_of_dynamo(shape: Shape, blocks: int) -> float:
+    """The same of Dynamo's selection service, which runs in a process of its own."""
+    python = CACHE / "dynamo-1.6.1" / "bin" / "python"
+    install(python)
+    events = list(stored(shape, random.Random(1), blocks))  # noqa: S311 - not for secrets
+    greeting = {**events[0], "block_hashes": list(range(1, shape.per_event + 1))}
+    frames = payloads(events, shape.events_per_batch)
+    last_chain = [event["token_ids"] for event in events[-(_chained(shape) // shape.per_event) :]]
+    numbers = itertools.count()
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.set_hwm(0)
+        endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        command = [str(python), str(Path(__file__).with_name("ingest_dynamo.py")), endpoint, str(shape.block)]
+        peer = subprocess.Popen(
+            command, env={"DYN_LOG": "off"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+        def send(payload: bytes) -> None:
+            socket.send_multipart((b"", next(numbers).to_bytes(8, "big"), payload))
+
+        def await_tokens(tokens: object) -> None:
+            print(json.dumps(tokens), file=peer.stdin, flush=True)
+
+        with peer, ThreadPoolExecutor(1) as pool:
+            try:
+                await_tokens(greeting["token_ids"])
+                before = pool.submit(answer, peer)
+                while not before.done():  # it connects when it likes
+                    send(payloads([greeting], 1)[0])
+                    time.sleep(0.05)
+                for payload in frames:
+                    send(payload)
+                await_tokens(list(itertools.chain.from_iterable(last_chain)))
+                after = answer(peer)
+                return (json.loads(after)["cpu_s"] - json.loads(before.result())["cpu_s"]) * 1e6 / blocks
+            finally:
+                peer.kill()
+
+
 # --- tables ----------------------------------------------------------------------------------------
 
 
@@ -362,6 +422,19 @@ def print_beside(rows: list[Beside]) -> None:
         )
 
 
+def print_peer(blocks: int, repeats: int) -> None:
+    """One row a shape; both take turns."""
+    print(f"\nFrom an event socket to the index, sockets included: CPU µs a block, best of {repeats}\n")
+    print(f"| blocks | kvpin | {PEER} |")
+    print("|---|---:|---:|")
+    for shape in SHAPES[:4]:
+        kvpin, dynamo = [], []
+        for _ in range(repeats):
+            kvpin.append(asyncio.run(cpu_of_kvpin(shape, blocks)))
+            dynamo.append(cpu_of_dynamo(shape, blocks))
+        print(f"| {shape.name} | {min(kvpin):.1f} | {min(dynamo):.1f} |", flush=True)
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -369,9 +442,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="runs, the best of which counts (5)")
     parser.add_argument("--rate", type=int, default=50_000, help="blocks a second of the flood (50,000)")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long it lasts (10)")
-    parser.add_argument("--only", choices=("cost", "beside"), help="one half alone")
+    parser.add_argument("--only", choices=("cost", "beside", "peer"), help="one part alone")
     parser.add_argument("--uvloop", action="store_true", help="the event loop that `kvpin serve` has")
     options = parser.parse_args()
+    if options.only == "peer":
+        print_peer(options.blocks, options.repeats)
+        return
     if options.only != "beside":
         print_costs([measure(shape, options.blocks, options.repeats) for shape in SHAPES])
     if options.only != "cost":
