@@ -1,8 +1,8 @@
 """Sends what schemathesis makes of OpenAI's API specification through kvpin. Run by scripts/test-schema.
 
-Half of the requests follow the specification, half break it. kvpin stands in front of an embedded engine, then
-of a llama-server. A 5xx or a broken connection is kvpin's fault, unless the engine answers the same request in
-this way when it gets it directly. Ends with 1 if kvpin has faults, or left a request without an answer.
+Half of the requests follow the specification, half break it. kvpin stands in front of an embedded engine,
+then of a llama-server. A 5xx or a broken connection is kvpin's fault, unless the engine answers in the same
+way when it gets the request directly. Ends with 1 if kvpin has faults, or left a request without an answer.
 """
 
 from __future__ import annotations
