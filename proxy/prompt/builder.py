@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -33,11 +34,10 @@ from proxy.prompt.render import (
     MixedInput,
     PromptInput,
     ResponseInput,
-    has_own_template,
-    is_special,
     read_native,
     read_prompt,
 )
+from proxy.prompt.special import has_own_template, is_special
 from proxy.prompt.tables import PromptTables
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokenizer
 
@@ -45,6 +45,8 @@ Source = Literal["local", "engine", "client"]
 Load = Callable[[str], Awaitable[ChatTokenizer]]
 # Two texts that share no leading token.
 _ANY_TEXT = ("0", "x")
+# So many different ones make prompts of their kind unknown: one may be a date that changed meanwhile.
+_REFUTED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Prompt:
         source: who made the token ids.
         media: some ids stand for images, audio or video, which ids alone do not identify.
         whole: False where only the text before the first image is known.
+        special: engines may render it in different ways.
         beginning: what is known of its blocks from earlier chats; None where nothing can be.
     """
 
@@ -71,6 +74,7 @@ class Prompt:
     source: Source = field(default="client", compare=False)
     media: bool = field(default=False, compare=False)
     whole: bool = field(default=True, compare=False)
+    special: bool = field(default=False, compare=False)
     beginning: KnownBeginning | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -110,6 +114,7 @@ class _Tokens:
     exact: bool
     media: bool = False
     whole: bool = True
+    special: bool = False
     beginning: KnownBeginning | None = None
 
 
@@ -149,7 +154,8 @@ class PromptBuilder:
         self.exact = False
         self.exactness = Exactness(False, "not checked yet", "none")
         self.agreed = self.differed = 0
-        self._refuted: set[Source] = set()
+        # Served prompts for which the engine had other ids, by who made ours and whether they were special.
+        self._refuted = Counter[tuple[Source, bool]]()
         self._tables = tables
         self._engines = EngineTokenizer(engines, renderers)
         self._tokenizer: PromptTokenizer = self._engines
@@ -202,14 +208,17 @@ class PromptBuilder:
         """From now on the engines tokenise chats that use tools."""
         self._asks_about_tools = True
 
-    def distrust(self, source: Source) -> bool:
-        """Notes that an engine made other ids of a prompt than `source` did. The source's ids are not exact
-        from now on; in place of the tokenizer here, the engines tokenise. False if that was known."""
-        is_new = source not in self._refuted
-        self._refuted.add(source)
-        if source == "local" and Capability.TOKENIZE in self.info.capabilities:
+    def distrust(self, prompt: Prompt) -> bool:
+        """Notes that an engine made other ids of a prompt. Ids from its source are not exact from now on; in
+        place of the tokenizer here, the engines tokenise. False if that was known."""
+        is_new = not self._is_refuted(prompt.source)
+        self._refuted[prompt.source, prompt.special] += 1
+        if prompt.source == "local" and Capability.TOKENIZE in self.info.capabilities:
             self.ask_engines()
         return is_new
+
+    def _is_refuted(self, source: Source) -> bool:
+        return any(self._refuted[source, special] for special in (False, True))
 
     async def build(
         self,
@@ -258,6 +267,7 @@ class PromptBuilder:
             tokens.source,
             tokens.media,
             tokens.whole,
+            tokens.special,
             tokens.beginning,
         )
 
@@ -282,8 +292,10 @@ class PromptBuilder:
         self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
     ) -> _Tokens | None:
         """A prompt with media: all of it where an engine renders it, else the text before the first item."""
-        prompt = None
-        if all(part.is_lasting for part in find_media(media_fields(body))):
+        prompt, parts = None, find_media(media_fields(body))
+        if any(part.kind == "embeddings" for part in parts):
+            return None  # they are part of the identity of all blocks, also of those of the text before them
+        if all(part.is_lasting for part in parts):
             prompt = await self._engines.render(path, body)
         if prompt is not None and prompt.extra_ids is None:
             return self._made(prompt, self._engines)
@@ -317,15 +329,15 @@ class PromptBuilder:
             tokenizer = self._engines
         if tokenizer is self.local and special and has_own_template(body):
             return None
-        try:
-            if isinstance(tokenizer, LocalTokenizer):
+        if isinstance(tokenizer, LocalTokenizer):
+            try:
                 prompt, beginning = await tokenizer.turn(source, body, owner)
-                return self._made(prompt, tokenizer, certain=not special, beginning=beginning)
-            return self._made(await tokenizer.chat(source, body), tokenizer)
-        except ChatError:
-            if self._strict:
-                raise
-            return None
+                return self._made(prompt, tokenizer, special=special, beginning=beginning)
+            except ChatError:
+                if self._strict:
+                    raise
+        # Also what cannot be rendered here: the engine may render more.
+        return self._made(await self._engines.chat(source, body), self._engines, special=special)
 
     async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> _Tokens | None:
         if isinstance(source.prompt, array):
@@ -348,16 +360,15 @@ class PromptBuilder:
         prompt: ChatPrompt | None,
         tokenizer: PromptTokenizer,
         *,
-        certain: bool = True,
+        special: bool = False,
         beginning: KnownBeginning | None = None,
     ) -> _Tokens | None:
-        """The tokens with their source; `certain`: all engines make the same of a prompt of this kind."""
-        if prompt is None:
+        """The tokens with their source; `special`: engines may make other ones of a prompt of this kind."""
+        source: Source = "engine" if tokenizer is self._engines else "local"
+        if prompt is None or self._refuted[source, special] >= _REFUTED:
             return None
-        if tokenizer is self._engines:
-            return _Tokens(prompt, "engine", exact="engine" not in self._refuted)
-        exact = self.exact and certain and "local" not in self._refuted
-        return _Tokens(prompt, "local", exact, beginning=beginning)
+        exact = (source == "engine" or (self.exact and not special)) and not self._is_refuted(source)
+        return _Tokens(prompt, source, exact, special=special, beginning=beginning)
 
     def _check_length(self, tokens: int, param: str) -> None:
         limit = self.info.max_model_len

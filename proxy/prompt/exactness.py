@@ -64,6 +64,13 @@ _CHATS: dict[str, dict[str, Any]] = {
             {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
         ]
     },
+    "thoughts in a text": {
+        "messages": [
+            {"role": "user", "content": "Why?"},
+            {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."},
+            {"role": "user", "content": "And?"},
+        ]
+    },
     "empty content": {"messages": [{"role": "user", "content": ""}]},
 }
 _TEXTS = {
@@ -102,7 +109,7 @@ def audit_tokens(builder: PromptBuilder, prompt: Prompt, theirs: TokenIds[int]) 
             builder.exactness = Exactness(True, f"{builder.exactness.detail}, {seen}", "local")
         return None
     builder.differed += 1
-    if not builder.distrust(prompt.source):
+    if not builder.distrust(prompt):
         return None
     asks = builder.local is not None and builder.tokenizer is not builder.local
     if prompt.source == "local" and asks:

@@ -18,28 +18,6 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
 _INT32_MAX = 2**31 - 1
-# Fields of a chat that some engines give their template, or that change what it writes.
-_SPECIAL = frozenset(
-    {
-        "reasoning",
-        "reasoning_effort",
-        "response_format",
-        "tool_choice",
-        "parallel_tool_calls",
-        "json_schema",
-        "grammar",
-        "thinking",
-        "task",
-    }
-)
-# What all engines give their templates in the same form. The rest some leave out, rename, join differently or
-# reorder.
-_ROLES = ("system", "user", "assistant", "tool")
-_OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id"})
-_OF_TOOLS, _OF_FUNCTIONS = ["type", "function"], ["name", "description", "parameters"]
-_OF_CALLS, _OF_CALLED = ["id", "type", "function"], ["name", "arguments"]
-# Fields that replace a chat's template, or change what it adds.
-_OWN_TEMPLATE = frozenset({"chat_template", "documents", "add_special_tokens"})
 # Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
 _OF_THE_ENGINE = frozenset(
     {
@@ -126,51 +104,6 @@ PromptInput = ChatInput | CompletionInput | ResponseInput | MixedInput
 """The fields that make a prompt. `param` is the field that an error about its length names."""
 
 
-def is_special(source: ChatInput, body: JsonBody) -> bool:
-    """Whether engines may differ on the prompt of a chat: its last turn is to be continued, or it has fields
-    that not all engines give their templates in the same form."""
-    messages = source.messages
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    continues = isinstance(last, dict) and last.get("role") == "assistant"
-    if continues or has_own_template(body) or body.has_any(_SPECIAL):
-        return True
-    usual = isinstance(messages, list) and all(map(_is_usual, source.more))
-    return not usual or not _are_like(source.tools, _OF_TOOLS, _OF_FUNCTIONS)
-
-
-def _is_usual(message: object) -> bool:
-    """Whether all engines read a message in the same way."""
-    if not isinstance(message, dict):
-        return False
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    given = {name for name, value in message.items() if value is not None and value != []}
-    is_said = isinstance(content, str) or (isinstance(content, list) and role == "user")
-    return (
-        role in _ROLES
-        and given <= _OF_MESSAGES
-        and (is_said or (content is None and bool(calls)))
-        and _are_like(calls, _OF_CALLS, _OF_CALLED)
-    )
-
-
-def _are_like(items: object, names: list[str], of_function: list[str]) -> bool:
-    """Whether tools, or calls of tools, have exactly these fields in this order; true of none."""
-    if not items:
-        return True
-    return isinstance(items, list) and all(
-        isinstance(item, dict)
-        and list(item) == names
-        and isinstance(item["function"], dict)
-        and list(item["function"]) == of_function
-        for item in items
-    )
-
-
-def has_own_template(body: JsonBody) -> bool:
-    """Whether a chat brings its own template, or changes what the template adds."""
-    return _gives(body, _OWN_TEMPLATE)
-
-
 def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     """The fields that a request's prompt is made from.
 
@@ -180,7 +113,7 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     Raises:
         BadRequest: naming a field that no engine accepts.
     """
-    if _gives(body, _OF_THE_ENGINE):
+    if gives(body, _OF_THE_ENGINE) or _brings_token_ids(body):
         return None
     if path == CHAT_PATH:
         continues = _flag(body, "continue_final_message", default=False)
@@ -216,7 +149,7 @@ def read_native(fields: PromptFields | None, body: JsonBody) -> CompletionInput 
     Raises:
         BadRequest: a token id is out of range. What else is wrong with it is the engine's to say.
     """
-    if fields is None or _gives(body, fields.unless):
+    if fields is None or gives(body, fields.unless):
         return None
     given = body.get(fields.ids)
     given = body.get(fields.text) if given is None else given
@@ -233,9 +166,15 @@ def read_native(fields: PromptFields | None, body: JsonBody) -> CompletionInput 
     )
 
 
-def _gives(body: JsonBody, names: AbstractSet[str]) -> bool:
+def gives(body: JsonBody, names: AbstractSet[str]) -> bool:
     """Whether any of these fields has a value."""
     return body.has_any(names) and any(body.get(name) is not None for name in names)
+
+
+def _brings_token_ids(body: JsonBody) -> bool:
+    """Whether the prompt's ids come from another server, which computed the prompt: vLLM takes them then."""
+    transfer = body.get("kv_transfer_params")
+    return isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None
 
 
 def _count_media(messages: list[Any]) -> int:

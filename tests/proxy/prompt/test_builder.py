@@ -131,6 +131,22 @@ async def test_engines_that_may_take_more_than_we_do_get_what_we_cannot_render(b
     assert await build(info_of(Capability.TOKENIZE), CHAT, messages=IMAGE) is None
 
 
+async def test_text_beside_embeddings_is_not_followed(build, info_of, engine, tables):
+    messages = [*HELLO, {"role": "user", "content": [{"type": "prompt_embeds", "data": "AAAA"}]}]
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=tables, engines=lambda: [engine])
+    assert await build(None, CHAT, builder=builder, messages=messages) is None
+    image = [*HELLO, *IMAGE]
+    assert not (await build(None, CHAT, builder=builder, messages=image)).whole
+
+
+async def test_what_cannot_be_rendered_here_is_asked_of_an_engine(build, info_of, engine, tables):
+    chat = {"messages": HELLO, "chat_template_kwargs": {"messages": []}}
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=tables, engines=lambda: [engine])
+    prompt = await build(None, CHAT, builder=builder, **chat)
+    assert (prompt.source, len(engine.asked)) == ("engine", 1)
+    assert await build(info_of(), CHAT, **chat) is None
+
+
 async def test_a_prompt_beyond_the_context_is_refused_where_it_is_known(build, info_of):
     ids = [1] * 11
     with pytest.raises(BadRequest, match="context is 10 tokens; the prompt has 11") as caught:

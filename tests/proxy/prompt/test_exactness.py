@@ -72,7 +72,7 @@ async def test_an_engine_that_is_not_set_up_for_tools_is_asked_about_them_alone(
     builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda: [engine])
     exactness = await verify_exactness(builder, engine)
     assert (exactness.ok, exactness.source) == (True, "local")
-    assert "on 7 prompts" in exactness.detail
+    assert "on 8 prompts" in exactness.detail
 
     async def source(**fields):
         prompt = await builder.build(CHAT, JsonBody(msgspec.json.encode(fields)), salt=None)
@@ -193,6 +193,16 @@ class TestAudit:
         assert not asking.exactness.ok
         later = await build(asking)
         assert (later.source, later.exact) == ("engine", False)
+        audit_tokens(asking, later, later.token_ids[1:])
+        assert await build(asking) is None, "twice is no accident"
+
+    async def test_special_chats_alone_can_be_unknown(self, asking, build):
+        special = await build(asking, tool_choice="none")
+        for _ in range(2):
+            assert special.source == "engine"
+            audit_tokens(asking, special, special.token_ids[1:])
+        assert await build(asking, tool_choice="none") is None
+        assert (await build(asking)).exact
 
     async def test_an_engine_that_cannot_be_asked_leaves_it_inexact(self, unchecked, build):
         prompt = await build(unchecked)

@@ -5,7 +5,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
-from proxy.prompt.render import ChatInput, CompletionInput, ResponseInput, is_special, read_prompt
+from proxy.prompt.render import ChatInput, CompletionInput, ResponseInput, read_prompt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -89,6 +89,12 @@ def test_prompts_and_adapters_told_in_an_engines_own_way_are_not_followed(field)
         assert read(path, **fields, **{field: None}) is not None
 
 
+def test_ids_from_the_server_that_computed_the_prompt_are_not_read():
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    assert read(CHAT, **chat, kv_transfer_params={"prompt_token_ids": [1, 2]}) is None
+    assert read(CHAT, **chat, kv_transfer_params={"max_load_tokens": 5}) is not None
+
+
 def test_a_response_is_the_engines_to_read():
     assert read("/v1/responses", input={"never": "looked at"}) == ResponseInput()
     assert read("/v1/responses/input_tokens", input="x") is None
@@ -122,52 +128,6 @@ def test_what_no_engine_can_take_names_its_field(path, fields, param):
 
 HELLO = {"role": "user", "content": "hello"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-FUNCTION = {"name": "f", "description": "d", "parameters": {}}
-
-
-def special(*messages, **fields):
-    body = JsonBody(msgspec.json.encode({"messages": list(messages), **fields}))
-    return is_special(read_prompt(CHAT, body), body)
-
-
-def test_what_engines_agree_on():
-    calls = {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []}
-    answer = {"role": "tool", "tool_call_id": "c", "content": "18"}
-    assert not special(HELLO)
-    assert not special({"role": "user", "content": [{"type": "text", "text": "hello"}]})
-    assert not special(HELLO, calls, answer, tools=[{"type": "function", "function": FUNCTION}])
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        HELLO | {"name": "ada"},
-        HELLO | {"role": "developer"},
-        HELLO | {"role": ["user"]},
-        HELLO | {"content": None},
-        HELLO | {"role": "assistant", "reasoning_content": "hm"},
-        HELLO | {"role": "tool", "content": [{"type": "text", "text": "a"}]},
-        HELLO | {"role": "assistant", "tool_calls": [CALL | {"index": 0}]},
-        "hello",
-    ],
-)
-def test_messages_that_engines_read_in_their_own_ways(message):
-    assert special(message, HELLO)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tools": [{"type": "function", "function": FUNCTION | {"strict": True}}]},
-        {"tools": [{"type": "function", "function": dict(reversed(FUNCTION.items()))}]},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"tools": [{"function": "f", "type": "function"}]},
-        {"tools": {"a": 1}},
-        {"reasoning": {"effort": "low"}},
-    ],
-)
-def test_fields_that_engines_read_in_their_own_ways(fields):
-    assert special(HELLO, **fields)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""Each form of request, twice: what is predicted of the second is what the engine reports.
+
+On an embedded engine, and on a llama-server whose template writes all it is given.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import httpx
+import msgspec
+import pytest
+
+from engine_adapter import EngineRejected, JsonBody, make_adapter
+from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
+from scripts.make_gguf import gguf_path
+from tests.engines import engine_spec
+from tests.live.llama_world import llama_world
+from tests.live.prompt_forms import FORMS, TEXTS, WITNESS
+
+pytestmark = pytest.mark.live
+
+CHAT, COMPLETIONS = "chat/completions", "completions"
+REQUESTS = {
+    **{name: (CHAT, fields) for name, fields in FORMS.items()},
+    **{name: (COMPLETIONS, fields) for name, fields in TEXTS.items()},
+}
+# The embedded engine's blocks.
+BLOCK = 16
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A GGUF file with the witness as its template."""
+    path = tmp_path_factory.mktemp("model") / "witness.gguf"
+    make = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--chat-template", WITNESS]
+    subprocess.run([*make, gguf_path("tiny"), path], check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama_kvpin(model, tmp_path_factory):
+    with llama_world(tmp_path_factory.mktemp("world"), model=model, host_cache=False) as world:
+        yield world
+
+
+# What the engines refuse themselves.
+BROKEN = {"arguments that are broken", "no arguments"}
+NOT_EMBEDDED = {"chat_template_kwargs of the renderer", "json_object", "json_schema"}
+
+
+def twice(kvpin, path, body):
+    """Asks twice. Of the second answer: prompt tokens, those reused, predicted, and counted by kvpin."""
+    for _ in range(2):
+        answer = httpx.post(f"{kvpin.base_url}/{path}", json=body, timeout=TIMEOUT_S, trust_env=False)
+        answer.raise_for_status()
+    usage = answer.json()["usage"]
+    record = kvpin.admin("GET", f"requests/{answer.headers['x-request-id']}").raise_for_status().json()
+    predicted = int(answer.headers["x-kvpin-predicted-tokens"])
+    return (
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+        predicted,
+        record["n_tokens"],
+    )
+
+
+@pytest.mark.parametrize(("path", "fields"), REQUESTS.values(), ids=REQUESTS)
+def test_on_the_embedded_engine(kvpin, path, fields, request):
+    salt = request.node.name  # so that forms share nothing
+    body = {"model": "kvpin-tiny", "max_tokens": 2, "temperature": 0, "cache_salt": salt, **fields}
+    if request.node.callspec.id in NOT_EMBEDDED:
+        answer = httpx.post(f"{kvpin.base_url}/{path}", json=body, timeout=TIMEOUT_S, trust_env=False)
+        assert answer.status_code == httpx.codes.BAD_REQUEST
+        return
+    tokens, reported, predicted, seen = twice(kvpin, path, body)
+    assert predicted == reported == (tokens - 1) // BLOCK * BLOCK > 0
+    assert seen == tokens
+
+
+@pytest.mark.parametrize(("path", "fields"), REQUESTS.values(), ids=REQUESTS)
+def test_on_a_llama_server(llama_kvpin, path, fields, request):
+    body = {"model": "tiny", "max_tokens": 2, "temperature": 0, **fields}
+    if request.node.callspec.id in BROKEN:
+        url = f"{llama_kvpin.servers[0].url}/v1/{path}"
+        assert httpx.post(url, json=body, timeout=TIMEOUT_S, trust_env=False).is_error
+        return
+    tokens, reported, predicted, seen = twice(llama_kvpin.kvpin, path, body)
+    assert predicted == reported == tokens - 1
+    assert seen == tokens
+
+
+async def test_the_ids_are_the_servers(llama_kvpin):
+    """What is rendered here, to the token: for most forms nobody but kvpin renders."""
+    adapter = make_adapter(engine_spec("llama_server", llama_kvpin.servers[0].url, model="tiny"))
+    try:
+        builder = PromptBuilder(await adapter.connect(), tables=PromptTables(), engines=lambda: [adapter])
+        assert await builder.load(builder.info.tokenizer)
+        assert (await verify_exactness(builder, adapter)).source == "local"
+        sources = {}
+        for name, (path, fields) in REQUESTS.items():
+            body = JsonBody(msgspec.json.encode({"model": "tiny", **fields}))
+            prompt = await builder.build(f"/v1/{path}", body, salt=None)
+            try:
+                theirs = await adapter.tokenize(f"/v1/{path}", body)
+            except EngineRejected:
+                theirs = None
+            assert (None if prompt is None else prompt.token_ids) == theirs, name
+            sources[name] = None if prompt is None else prompt.source
+    finally:
+        await adapter.aclose()
+    assert sources["tools"] == sources["parallel calls"] == sources["parts"] == "local"
+    assert sources["tools with fractions"] == sources["documents"] == "engine"
