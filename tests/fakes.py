@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
+from proxy.api.cors import Cors
 from proxy.api.http1 import Http1Protocol
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
@@ -361,10 +362,13 @@ class FakeProxy:
     retries: int = 2
     wait_s: float = 0.1
     max_body_bytes: int = 1 << 20
+    aliases: dict[str, str] = field(default_factory=dict)
+    default_model: str | None = None
+    cors_origins: tuple[str, ...] = ()
     url: str = ""
 
     def __post_init__(self):
-        self.fleet = Fleet()
+        self.fleet = Fleet(self.aliases, self.default_model)
         self.tasks = Supervisor()
         self.metrics = Metrics(self.fleet)
         self.requests = RequestLog(100)
@@ -380,7 +384,8 @@ class FakeProxy:
             wait_s=self.wait_s,
             observe=self.metrics.observe,
         )
-        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes)
+        cors = Cors(self.cors_origins) if self.cors_origins else None
+        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes, cors)
         ops = Ops(self.fleet, self.metrics)
         self.site = Site(data_plane, Starlette(routes=ops.routes()))
 
