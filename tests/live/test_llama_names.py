@@ -1,4 +1,4 @@
-"""Names of models, pages of other origins, fingerprints: as clients of a llama-server behind kvpin see them."""
+"""What clients of a llama-server behind kvpin see of model names, pages of other origins and fingerprints."""
 
 from __future__ import annotations
 
