@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
+from proxy.api.cors import Cors
 from proxy.api.http1 import Http1Protocol
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
@@ -365,10 +366,13 @@ class FakeProxy:
     max_body_bytes: int = 1 << 20
     responses: ResponseStore = field(default_factory=ResponseStore)
     translations: Mapping[str, Translate] | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    default_model: str | None = None
+    cors_origins: tuple[str, ...] = ()
     url: str = ""
 
     def __post_init__(self):
-        self.fleet = Fleet()
+        self.fleet = Fleet(self.aliases, self.default_model)
         self.tasks = Supervisor()
         self.metrics = Metrics(self.fleet)
         self.requests = RequestLog(100)
@@ -385,7 +389,9 @@ class FakeProxy:
             observe=self.metrics.observe,
             translations=translations(self.responses) if self.translations is None else self.translations,
         )
-        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes, KeptResponses(self.responses))
+        cors = Cors(self.cors_origins) if self.cors_origins else None
+        kept = KeptResponses(self.responses)
+        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes, kept, cors)
         ops = Ops(self.fleet, self.metrics)
         self.site = Site(data_plane, Starlette(routes=ops.routes()))
 

@@ -24,6 +24,7 @@ from proxy.doctor.probe import View
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.observe.reasons import Reason
+from proxy.request import session
 from proxy.request.error_table import TABLE
 from proxy.settings import Settings
 
@@ -123,6 +124,11 @@ def test_every_response_header():
     assert len(found) == 7
     for name in (*found, "x-request-id"):
         assert f"| `{name}` |" in table("Response headers")
+
+
+@pytest.mark.parametrize("name", session.HEADERS)
+def test_every_header_that_names_a_conversation(name):
+    assert f"`{name}`" in table("Request headers")
 
 
 @pytest.mark.parametrize("reason", [*Reason])

@@ -81,6 +81,17 @@ async def test_a_prepared_request_is_answered(adapter, transport, path):
     assert reported in (None, answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+async def test_an_engine_that_takes_any_name_of_a_model_does(adapter, transport):
+    if not (await adapter.connect()).any_model:
+        pytest.skip("it checks names")
+    request = adapter.prepare(
+        "POST", "/v1/chat/completions", {"content-type": "application/json"}, body(model="made-up")
+    )
+    async with await transport.send(request) as response:
+        assert response.status == 200
+        await response.read()
+
+
 async def test_tokens_are_those_of_the_route(adapter):
     info = await adapter.connect()
     if Capability.TOKENIZE in info.capabilities:

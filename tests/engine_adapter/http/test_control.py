@@ -15,6 +15,7 @@ from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavail
 from engine_adapter.http.control import ControlClient, base_url, max_model_len, model_name, prepare_request
 from engine_adapter.http.headers import Headers
 from engine_adapter.types import EngineSpec
+from engine_adapter.upload import Upload
 from tests.engines import served
 
 
@@ -59,10 +60,10 @@ async def test_an_unread_body_is_passed_through():
         yield b"x"
 
     body = parts()
-    request = prepare_request(spec(), "POST", "/v1/audio", {}, body)
+    request = prepare_request(spec(), "POST", "/v1/audio", {"content-length": "9"}, Upload(body))
     assert request.body is body
     assert b"content-length" not in dict(request.headers)
-    request = prepare_request(spec(), "POST", "/v1/audio", {"Content-Length": "1"}, body)
+    request = prepare_request(spec(), "POST", "/v1/audio", {"content-length": "9"}, Upload(body, 1))
     assert dict(request.headers)[b"content-length"] == b"1"
     await body.aclose()
 

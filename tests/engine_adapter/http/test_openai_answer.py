@@ -247,6 +247,16 @@ class TestTokenIds:
         event = b'data: {"choices" : [ {"delta": {"content": "a"}} ]}\n\n'
         assert read(answer, [CHATS[0][0] + event]) == CHATS[0][1] + event
 
+    def test_what_else_is_in_an_event_keeps_its_bytes(self):
+        """Of an event with ids, only these are taken out."""
+        more, choice = '"system_fingerprint" : "fp_1.0","created":1.50', '{"index":0,"delta":{"content":"a"},'
+        asked = f'data: {{{more},"choices":[{choice}"token_ids":[5]}}]}}\n\n'
+        plain = asked.replace("[5]", "null").replace(" : ", ":")
+        bare = f'data: {{{more},"choices":[]}}\n\n'
+        answer = OpenAIAnswer(streams=True, hides_usage=True, reads_tokens=True, hides_tokens=True)
+        assert answer.feed(asked.encode()) == plain.encode()
+        assert answer.feed(bare.encode() + USAGE + DONE) == bare.encode() + DONE
+
     def test_usage_the_client_asked_for_stays(self):
         options = {"stream_options": {"include_usage": True}}
         answer = hold_openai(CHAT, body_of(stream=True, **options), ask_tokens=True, ask_usage=True).answer

@@ -353,6 +353,66 @@ class TestModels:
         assert is_openai_error(await client.get("/v1/models/none"), 404, "model_not_found")
         assert not engine.seen
 
+    async def test_an_alias_is_listed_with_the_name_it_stands_for(self, engine):
+        aliases = {"gpt": "m", "tuned": "ada", "m": "ada", "lost": "gone"}
+        async with proxy_over(aliases=aliases) as proxy, client_of(proxy) as client:
+            proxy.add(engine, loras=frozenset({"ada"}))
+            cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+            assert {name: (card.get("parent"), card.get("root")) for name, card in cards.items()} == {
+                "m": (None, None), "ada": ("m", None), "gpt": (None, "m"), "tuned": ("m", "ada"),
+            }  # fmt: skip
+            for name, card in cards.items():
+                assert (await client.get(f"/v1/models/{name}?x=1")).json() == card
+            response = await client.get("/v1/models/lost")
+            assert is_openai_error(response, 404, "model_not_found", "model")
+            assert "an alias of 'gone'" in response.json()["error"]["message"]
+
+    async def test_a_name_that_an_engine_would_take_is_not_listed(self, engine):
+        async with proxy_over() as proxy, client_of(proxy) as client:
+            proxy.add(engine, any_model=True)
+            assert is_openai_error(await client.get("/v1/models/gpt-9"), 404, "model_not_found")
+
+    @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/m", "/v1/models/none"])
+    async def test_head_is_get_without_a_body(self, client, path):
+        got, head = await client.get(path), await client.head(path)
+        assert (head.status_code, head.content) == (got.status_code, b"")
+        assert head.headers["content-length"] == got.headers["content-length"]
+        assert head.headers["content-type"] == "application/json"
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "PURGE"])
+    @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/m"])
+    async def test_other_methods_are_refused_and_those_it_takes_named(self, engine, client, method, path):
+        response = await client.request(method, path, json={})
+        assert is_openai_error(response, 405, "method_not_allowed")
+        assert response.headers["allow"] == "GET, HEAD, OPTIONS"
+        assert not engine.seen
+
+    async def test_a_path_that_only_begins_like_it_is_the_engines(self, engine, client):
+        await client.post("/v1/models_of_mine", json={"model": "m"})
+        assert engine.seen[0].target == "/v1/models_of_mine"
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("path", "allow"),
+        [
+            ("/v1/models", "GET, HEAD, OPTIONS"),
+            ("/v1/models/m", "GET, HEAD, OPTIONS"),
+            (CHAT, "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT"),
+        ],
+    )
+    async def test_it_names_the_methods(self, engine, client, path, allow):
+        response = await client.options(path)
+        assert (response.status_code, response.headers["allow"], response.content) == (204, allow, b"")
+        assert not engine.seen
+
+    async def test_of_no_route_it_is_a_404(self, client):
+        assert is_openai_error(await client.options("/v1/load_lora_adapter"), 404)
+
+    async def test_other_methods_are_for_engines_to_judge(self, engine, client):
+        await client.request("PURGE", "/v1/files/f")
+        assert (engine.seen[0].method, engine.seen[0].target) == ("PURGE", "/v1/files/f")
+
     async def test_lora_adapters_are_listed_with_their_model(self, engine, proxy, client):
         proxy.add(FakeAdapter("b"), loras=frozenset({"ada", "m2"}))
         proxy.add(FakeAdapter("c", model="m2"))

@@ -42,6 +42,8 @@ def test_flags_become_settings(kvpin, served, tmp_path):
     words = ["serve", "--config", str(config), "--port", "9", "--reuse", "--admin-key", "a"]
     words += ["--engine", "vllm=http://g:1", "--engine", "nim=http://h:2,id=n"]
     words += ["--managed", "embedded: --kv-blocks 64", "--api-key", "k1", "--api-key", "k2"]
+    words += ["--model-alias", "gpt-4o=m", "--model-alias", "gpt-5=m", "--default-model", "m"]
+    words += ["--cors-origin", "https://chat.example", "--cors-origin", "http://localhost:3000"]
     result = kvpin(*words, "--log-format", "json", "--record-traffic", "t.jsonl")
     assert result.exit_code == 0, result.output
     (settings,) = served
@@ -51,6 +53,8 @@ def test_flags_become_settings(kvpin, served, tmp_path):
     assert [entry.key.get_secret_value() for entry in settings.api_keys] == ["k1", "k2"]
     assert len({entry.tenant_id for entry in settings.api_keys}) == 2
     assert settings.admin_key.get_secret_value() == "a"
+    assert (settings.model_aliases, settings.default_model) == ({"gpt-4o": "m", "gpt-5": "m"}, "m")
+    assert settings.cors_origins == ("https://chat.example", "http://localhost:3000")
     assert settings.record_traffic == Path("t.jsonl")
     assert (settings.logs.format, settings.logs.level) == ("json", "error")
 
@@ -91,6 +95,8 @@ def test_keys_come_from_the_environment(kvpin, served):
         ("--log-level", "loud"),
         ("--config", "/nowhere/kvpin.toml"),
         ("--api-key", "same", "--api-key", "same"),
+        ("--model-alias", "gpt-4o"),
+        ("--cors-origin", "chat.example"),
     ],
 )
 def test_wrong_settings_are_one_line_and_status_2(kvpin, served, words):

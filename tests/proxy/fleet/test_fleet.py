@@ -76,6 +76,117 @@ class TestAdapters:
         assert fleet.served() == {"m": "m", "x": "x"}
 
 
+class TestNames:
+    """What a request's `model` stands for."""
+
+    @staticmethod
+    def of(*engines, **options):
+        fleet = Fleet(**options)
+        for number, info in enumerate(engines):
+            model = info.pop("model")
+            add_ready(fleet, f"e{number}", model=model, **info)
+        return fleet
+
+    @staticmethod
+    def found(fleet, name):
+        pool, own = fleet.find(name)
+        return pool.model, own
+
+    def test_the_only_pool_that_takes_any_name_gets_unknown_ones(self):
+        fleet = self.of({"model": "any", "any_model": True}, {"model": "n", "loras": frozenset({"ada"})})
+        assert self.found(fleet, "gpt-9") == ("any", "any")
+        assert self.found(fleet, "ada") == ("n", "ada")
+        assert self.found(fleet, "n") == ("n", "n")
+        with pytest.raises(NotFound, match="name a model"):
+            fleet.find(None)
+
+    def test_two_that_take_any_name_are_no_answer_but_the_default_is(self):
+        engines = [{"model": name, "any_model": True} for name in "ab"]
+        with pytest.raises(NotFound, match="'gpt-9' does not exist; served: a, b"):
+            self.of(*map(dict, engines)).find("gpt-9")
+        fleet = self.of(*engines, default_model="b")
+        assert self.found(fleet, "gpt-9") == self.found(fleet, None) == ("b", "b")
+
+    def test_an_engine_that_checks_names_keeps_its_pool_from_taking_any(self):
+        fleet = self.of({"model": "m", "any_model": True}, {"model": "m"})
+        with pytest.raises(NotFound):
+            fleet.find("gpt-9")
+
+    def test_a_pool_takes_any_name_also_while_its_engines_are_lost(self):
+        fleet = self.of({"model": "m", "any_model": True}, {"model": "n"})
+        fleet.leave(fleet.engines["e0"])
+        assert self.found(fleet, "gpt-9") == ("m", "m")
+        fleet.leave(fleet.engines["e1"])
+        with pytest.raises(NotFound, match="name a model"):
+            fleet.find(None)
+
+    def test_an_alias_names_a_model_or_an_adapter_and_loses_to_both(self):
+        aliases = {"gpt": "m", "tuned": "ada", "n": "m", "ada": "n", "lost": "gone"}
+        fleet = self.of({"model": "m", "loras": frozenset({"ada"})}, {"model": "n"}, aliases=aliases)
+        assert self.found(fleet, "gpt") == ("m", "m")
+        assert self.found(fleet, "tuned") == ("m", "ada")
+        assert self.found(fleet, "n") == ("n", "n")
+        assert self.found(fleet, "ada") == ("m", "ada")
+        assert fleet.served_aliases() == {"gpt": "m", "tuned": "ada"}
+        with pytest.raises(NotFound, match="'lost' is an alias of 'gone', which is not served") as caught:
+            fleet.find("lost")
+        assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+    def test_an_alias_of_what_is_not_served_is_not_served_by_another_model(self):
+        engine = {"model": "m", "any_model": True}
+        fleet = self.of(engine, aliases={"gpt": "gone"}, default_model="m")
+        with pytest.raises(NotFound, match="'gpt' is an alias of 'gone'"):
+            fleet.find("gpt")
+
+    def test_an_alias_that_a_model_hides_is_told_once(self):
+        with structlog.testing.capture_logs() as logs:
+            self.of({"model": "m"}, {"model": "n"}, aliases={"n": "m"})
+        assert [log["alias"] for log in logs] == ["n"]
+
+    def test_the_default_may_be_an_alias_or_an_adapter(self):
+        engines = {"model": "m", "loras": frozenset({"ada"})}, {"model": "n"}
+        fleet = self.of(*engines, aliases={"gpt": "ada"}, default_model="gpt")
+        assert self.found(fleet, "other") == self.found(fleet, None) == ("m", "ada")
+
+    def test_a_default_that_is_not_served_is_named(self):
+        fleet = self.of({"model": "m"}, {"model": "n"}, default_model="gone")
+        for name in ("gpt-9", None):
+            with pytest.raises(NotFound, match="the default model 'gone' is not served; served: m, n"):
+                fleet.find(name)
+
+    def test_without_a_name_the_only_pool_comes_before_the_default(self):
+        assert self.found(self.of({"model": "m"}, default_model="gone"), None) == ("m", None)
+
+    def test_while_an_engine_connects_no_other_serves_what_may_be_its_model(self):
+        fleet = self.of({"model": "m", "any_model": True}, default_model="m")
+        coming = fleet.add(FakeAdapter("coming"))
+        with pytest.raises(
+            NoEngine, match="'gpt-9' is not served yet, and engine 'coming' is still connecting"
+        ):
+            fleet.find("gpt-9")
+        assert self.found(fleet, "m") == ("m", "m")
+        coming.state = EngineState.DOWN
+        assert self.found(fleet, "gpt-9") == ("m", "m")
+
+    def test_an_error_repeats_a_name_in_part(self):
+        with pytest.raises(NotFound) as caught:
+            self.of({"model": "m"}).find("x" * 100_000)
+        assert len(str(caught.value)) < 300
+
+    @pytest.mark.parametrize(
+        ("options", "engines", "matters"),
+        [
+            ({}, [{"model": "m"}], False),
+            ({}, [{"model": "m", "loras": frozenset({"ada"})}], True),
+            ({}, [{"model": "m"}, {"model": "n"}], True),
+            ({"aliases": {"gpt": "m"}}, [{"model": "m"}], True),
+            ({"default_model": "m"}, [{"model": "m"}], True),
+        ],
+    )
+    def test_where_a_name_decides_nothing_it_need_not_be_read(self, options, engines, matters):
+        assert self.of(*map(dict, engines), **options).has_choice is matters
+
+
 class TestPools:
     def test_engines_of_one_model_share_a_pool(self, fleet):
         add_ready(fleet, "a"), add_ready(fleet, "b"), add_ready(fleet, "c", model="alias")

@@ -1,6 +1,12 @@
 import pytest
 
-from proxy.settings import SettingsError, is_command_line, parse_engine_flag, parse_managed_flag
+from proxy.settings import (
+    SettingsError,
+    is_command_line,
+    parse_alias_flags,
+    parse_engine_flag,
+    parse_managed_flag,
+)
 
 
 def test_an_engine_with_all_its_options():
@@ -116,3 +122,22 @@ def test_a_managed_flag_that_is_wrong_says_why(text, message):
 def test_whether_tenants_may_share_an_engines_kv():
     assert not parse_engine_flag("vllm=http://127.0.0.1:8000").spec().share_kv
     assert parse_engine_flag("vllm=http://127.0.0.1:8000,share_kv=true").spec().share_kv
+
+
+def test_aliases():
+    assert parse_alias_flags(["gpt-4o=qwen3", " a = org/b=c "]) == {"gpt-4o": "qwen3", "a": "org/b=c"}
+    assert parse_alias_flags([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["qwen3"], "--model-alias 'qwen3': write NAME=MODEL"),
+        (["=m"], "write NAME=MODEL"),
+        (["a="], "write NAME=MODEL"),
+        (["a=m", "a=n"], "--model-alias 'a' is given twice"),
+    ],
+)
+def test_what_is_no_alias(texts, said):
+    with pytest.raises(SettingsError, match=said):
+        parse_alias_flags(texts)

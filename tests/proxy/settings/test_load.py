@@ -201,3 +201,16 @@ def test_an_error_does_not_repeat_a_value_that_may_be_secret(write):
     with pytest.raises(SettingsError) as caught:
         load_settings(path)
     assert "hush" not in str(caught.value)
+
+
+def test_names_and_origins_come_from_each_source(write, monkeypatch):
+    path = write('default_model = "m"\ncors_origins = ["*"]\n[model_aliases]\n"gpt-4o" = "m"\n')
+    settings = load_settings(path)
+    assert (settings.model_aliases, settings.default_model) == ({"gpt-4o": "m"}, "m")
+    assert settings.cors_origins == ("*",)
+    monkeypatch.setenv("KVPIN_MODEL_ALIASES", '{"gpt-5": "n"}')
+    monkeypatch.setenv("KVPIN_CORS_ORIGINS", '["https://chat.example"]')
+    monkeypatch.setenv("KVPIN_DEFAULT_MODEL", "n")
+    settings = load_settings(path)
+    assert (settings.model_aliases["gpt-5"], settings.default_model) == ("n", "n")
+    assert settings.cors_origins == ("https://chat.example",)

@@ -1,7 +1,15 @@
 import pytest
 from pydantic import ValidationError
 
-from proxy.settings import ApiKeySettings, EngineSettings, LimitSettings, ManagedSettings, Settings
+from proxy.settings import (
+    ApiKeySettings,
+    EngineSettings,
+    LimitSettings,
+    ManagedSettings,
+    Settings,
+    SettingsError,
+    load_settings,
+)
 
 URL = "http://127.0.0.1:8000"
 
@@ -98,3 +106,36 @@ def test_a_recording_needs_prompts_that_are_read():
 def test_a_recording_is_not_compressed():
     with pytest.raises(ValidationError, match=r"name a file without \.gz"):
         Settings(record_traffic="t.jsonl.gz", reuse=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ("*", "*"),
+        ("https://Chat.Example", "https://chat.example"),
+        ("https://chat.example:443", "https://chat.example"),
+        ("http://chat.example:80", "http://chat.example"),
+        ("http://localhost:3000", "http://localhost:3000"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("tauri://localhost", "tauri://localhost"),
+    ],
+)
+def test_an_origin_is_as_browsers_send_it(given, origin):
+    assert load_settings(cors_origins=[given]).cors_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "chat.example", "https://chat.example/", "https://chat.example/x", "https://u@chat.example", "null",
+     "https://*.example", "https://chat.example:", "https://chat.example:port", "https://", "https://a b"],
+)  # fmt: skip
+def test_what_is_no_origin_is_refused_at_start(given):
+    with pytest.raises(SettingsError, match=r"'cors_origins.0.'.*an origin must look like https://host"):
+        load_settings(cors_origins=[given])
+
+
+def test_an_alias_of_an_alias_is_refused():
+    with pytest.raises(SettingsError, match="model_aliases: 'a' stands for 'b', which is an alias too"):
+        load_settings(model_aliases={"a": "b", "b": "m"})
+    with pytest.raises(SettingsError, match="model_aliases"):
+        load_settings(model_aliases={"a": ""})

@@ -1,0 +1,94 @@
+"""What clients of a llama-server behind kvpin see of model names, pages of other origins and fingerprints."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from openai import NotFoundError, OpenAI
+
+from tests.live.llama_world import MODEL, WAIT_S, llama_world
+
+pytestmark = pytest.mark.live
+
+PAGE = "https://chat.example"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    flags = ("--model-alias", f"gpt-4o={MODEL}", "--model-alias", "lost=gone", "--cors-origin", PAGE)
+    with llama_world(tmp_path_factory.mktemp("world"), kvpin_flags=flags) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def client(world):
+    with OpenAI(base_url=world.base_url, api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def ask(client, model, text="Tell me of the sea.", **options):
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(
+        model=model, messages=messages, max_tokens=4, temperature=0, **options
+    )
+
+
+@pytest.mark.parametrize("name", [MODEL, "gpt-4o", "made-up"])
+def test_a_llama_server_takes_any_name(world, client, name):
+    with OpenAI(base_url=f"{world.servers[0].url}/v1", api_key="unused", timeout=60) as direct:
+        assert ask(client, name).model == ask(direct, name).model
+
+
+def test_under_each_name_the_same_kv_is_reused_and_foreseen(client):
+    text = "The tide was out. " * 40
+    for number, name in enumerate(("gpt-4o", "made-up", MODEL)):
+        raw = client.chat.completions.with_raw_response.create(
+            model=name, messages=[{"role": "user", "content": text}], max_tokens=1, temperature=0
+        )
+        reported = raw.parse().usage.prompt_tokens_details.cached_tokens
+        assert int(raw.headers["x-kvpin-predicted-tokens"]) == reported
+        assert (reported > 100) is (number > 0)
+
+
+def test_an_alias_of_what_is_not_served_is_a_404(client):
+    with pytest.raises(NotFoundError, match="'lost' is an alias of 'gone'") as caught:
+        ask(client, "lost")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_the_models_are_listed(client):
+    assert sorted(card.id for card in client.models.list()) == ["gpt-4o", MODEL]
+    assert client.models.retrieve("gpt-4o").root == MODEL
+
+
+def events(url: str, body: dict) -> list[dict]:
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT_S, trust_env=False)
+    datas = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(data) for data in datas]
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
+def test_the_events_of_a_stream_are_the_servers_own_fingerprint_and_all(world, options):
+    messages = [{"role": "user", "content": "Who goes there?"}]
+    body = {"model": "x", "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True, **options}
+    through, direct = events(world.kvpin.url, body), events(world.servers[0].url, body)
+    for event in (*through, *direct):
+        for name in ("id", "created", "timings", "usage"):
+            event.pop(name, None)
+    assert through == direct
+    assert all(event["system_fingerprint"] for event in through)
+
+
+def test_pages_on_the_list_may_use_it_and_the_servers_own_permission_ends_at_kvpin(world):
+    """A llama-server allows every page."""
+    for origin, allowed in ((PAGE, PAGE), ("https://evil.example", None)):
+        answer = world.post(
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "Ahoy!"}], "max_tokens": 2, "stream": True},
+            headers={"origin": origin},
+        )
+        assert answer.headers.get("access-control-allow-origin") == allowed
+    direct = httpx.get(f"{world.servers[0].url}/v1/models", headers={"origin": PAGE}, trust_env=False)
+    assert direct.headers["access-control-allow-origin"]
