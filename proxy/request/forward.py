@@ -115,7 +115,7 @@ class Forwarder:
             adapter.prepare(call.method, call.path, call.headers, hold.body)
         ) as response:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
-                return await _answer_error(response, reply, headers)
+                return await _answer_error(response, reply, headers, as_it_is=call.native is not None)
             kept = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]
             if response.status >= 300:  # noqa: PLR2004 - HTTP
                 kept = [_at_kvpin(pair, adapter.spec) for pair in kept]
@@ -237,8 +237,10 @@ class _Stream:
         return b""
 
 
-async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:
-    """Passes the engine's error on in OpenAI's shape.
+async def _answer_error(
+    response: IncomingResponse, reply: Reply, headers: Mapping[str, str], *, as_it_is: bool
+) -> Outcome:
+    """Passes the engine's error on, in OpenAI's shape or `as_it_is`.
 
     Raises:
         EngineRejected: another engine may succeed.
@@ -257,9 +259,10 @@ async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mappi
         )
     kind = error.type or ("server_error" if response.status in REFUSALS else "invalid_request_error")
     body = error_body(error.message, kind=kind, param=error.param, code=error.code)
-    every = {"content-type": "application/json", **advice, **headers}
+    content_type = response.headers.get("content-type", "") if as_it_is else "application/json"
+    every = {"content-type": content_type, **advice, **headers}
     await reply.start(response.status, _pairs(every))
-    await reply.finish(body)
+    await reply.finish(content if as_it_is else body)
     return Outcome(response.status, error=error.message)
 
 
