@@ -1,6 +1,7 @@
-"""Reads cached tokens from SGLang's `sglext` field, for servers whose usage does not report them.
+"""Reads cached tokens from SGLang's answers: from `meta_info` of `/generate`, and from the `sglext` field of
+the OpenAI routes, for servers whose usage does not report them.
 
-SGLang sends the field on request, and only if the prompt reused something. In a stream it is a chunk of its
+SGLang sends `sglext` on request, and only if the prompt reused something. In a stream it is a chunk of its
 own before the usage. If the client did not ask for it, it is removed. Its count is copied into the usage.
 """
 
@@ -12,12 +13,16 @@ import msgspec
 
 from engine_adapter.http.openai_answer import OpenAIAnswer, pass_marked
 from engine_adapter.http.usage import UNREADABLE
+from engine_adapter.types import TokenIds
 
 _DETAILS = "cached_tokens_details"
 # What marks an event that is read.
 _USAGE_OR_EXTENSION = re.compile(rb'"(?:usage|sglext)"\s*:\s*\{')
 # The answer is complete.
 _FINISHED = b'"finish_reason":"'
+# In `meta_info`. Text cannot contain it: quotes in JSON strings have a backslash.
+_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)\b(?=\s*[,}])')
+_LONGEST_MARK = 64
 _NULL, _NO_CHOICES = msgspec.Raw(b"null"), msgspec.Raw(b"[]")
 _Fields = dict[str, msgspec.Raw]
 _decode_fields = msgspec.json.Decoder(_Fields).decode
@@ -94,3 +99,34 @@ class DetailsAnswer(OpenAIAnswer):
         usage["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(known))
         fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
         return True
+
+
+class GenerateAnswer:
+    """`AnswerReader` of `/generate`: every answer and event tells the cached tokens. Changes nothing."""
+
+    assembles = False
+
+    def __init__(self) -> None:
+        self._cached: int | None = None
+        self._held = b""  # may end inside what is searched for
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `AnswerReader.feed`."""
+        if self._cached is None:
+            searched = self._held + chunk
+            found = _CACHED.search(searched)
+            self._cached = int(found[1]) if found is not None else None
+            self._held = searched[-_LONGEST_MARK:]
+        return chunk
+
+    def finish(self) -> bytes:
+        """See `AnswerReader.finish`."""
+        return b""
+
+    def cached_tokens(self) -> int | None:
+        """See `AnswerReader.cached_tokens`. Of several prompts, those of the first."""
+        return self._cached
+
+    def prompt_tokens(self) -> TokenIds[int] | None:
+        """See `AnswerReader.prompt_tokens`."""
+        return None

@@ -13,13 +13,16 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.hold import Hold
 from engine_adapter.http.openai_answer import hold_openai
-from engine_adapter.sglang.answer import DetailsAnswer
-from engine_adapter.sglang.server_info import ServerInfo
+from engine_adapter.sglang.answer import DetailsAnswer, GenerateAnswer
+from engine_adapter.sglang.routes import GENERATE
+from engine_adapter.sglang.server_info import EVENTS_CARRY_SALTS, ServerInfo
 from engine_adapter.types import KvTarget
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
-_SALTED = (CHAT, COMPLETIONS, _RESPONSES)
+_SALTED = (CHAT, COMPLETIONS, _RESPONSES, GENERATE)
+# Fields of /generate by which other servers of a deployment, not its clients, steer the server.
+_NOT_OF_CLIENTS = ("kv_hints", "http_worker_ipc")
 _DETAILS = "return_cached_tokens_details"
 _DETAILS_SINCE = (0, 5, 10)
 
@@ -39,7 +42,7 @@ def hold_request(
     Raises:
         EngineRejected: the server would use another tenant's KV, or ignore the LoRA adapter.
     """
-    changes = _salted(path, body) | _with_lora(info, path, body)
+    changes = _of_the_tenant(info, path, body)
     if prompt is not None and prompt.exact and prompt.token_ids is not None:
         changes |= _tokens(info, path, body, prompt.token_ids.tolist(), jinja=jinja)
     hold = _asked(info, path, body, changes)
@@ -53,7 +56,7 @@ def hold_request(
 def kept_apart(info: ServerInfo, path: str, body: JsonBody) -> JsonBody:
     """Sets namespace and LoRA adapter, also of requests that are not followed. Leaves what `hold_request`
     set. Raises EngineRejected like that."""
-    changes = _salted(path, body) | _with_lora(info, path, body)
+    changes = _of_the_tenant(info, path, body)
     return body.replace(**changes) if changes else body
 
 
@@ -62,9 +65,22 @@ def tells_cached_tokens(info: ServerInfo) -> bool:
     return info.cache_report or info.release >= _DETAILS_SINCE
 
 
-def _salted(path: str, body: JsonBody) -> dict[str, object]:
+def _of_the_tenant(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
+    """The changes that keep a request within its tenant's namespace and LoRA adapter."""
+    changes = _salted(info, path, body) | _with_lora(info, path, body)
+    if path == GENERATE:
+        changes |= {name: None for name in _NOT_OF_CLIENTS if name in body}
+    return changes
+
+
+def _salted(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
     """The changes that put a request's namespace into the field that events carry."""
     salt = body.get("cache_salt")
+    if path == GENERATE and salt is not None and info.release < EVENTS_CARRY_SALTS:
+        raise EngineRejected(
+            f"this SGLang takes no cache_salt on {path}: tenants' KV would not be kept apart; use {CHAT}",
+            status=400,
+        )
     if path == _MESSAGES and salt is not None:
         raise EngineRejected(
             f"SGLang takes no cache_salt on {path}, so that tenants' KV would not be kept apart: use {CHAT}",
@@ -90,7 +106,7 @@ def _with_lora(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]
     name = body.get("model")
     if not isinstance(name, str) or name not in info.loras or body.get("lora_path") == name:
         return {}
-    if path in (CHAT, COMPLETIONS) and ":" not in name:
+    if path in (CHAT, COMPLETIONS, GENERATE) and ":" not in name:
         return {"lora_path": name}
     if path in (CHAT, COMPLETIONS, _MESSAGES):
         return {"model": f"{info.model}:{name}"}
@@ -114,6 +130,8 @@ def _tokens(
 
 def _asked(info: ServerInfo, path: str, body: JsonBody, changes: dict[str, object]) -> Hold:
     """The hold of a request, changed so that its answer reports cached tokens."""
+    if path == GENERATE:
+        return Hold(body.replace(**changes) if changes else body, answer=GenerateAnswer())
     details = info.radix_cache and not info.cache_report and tells_cached_tokens(info)
     if not details or path not in (CHAT, COMPLETIONS):
         return hold_openai(path, body, changes=changes, ask_usage=info.cache_report)

@@ -10,6 +10,7 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.requests import CHAT, COMPLETIONS
+from engine_adapter.sglang.routes import GENERATE
 from engine_adapter.sglang.server_info import ServerInfo
 from engine_adapter.types import TokenIds
 
@@ -30,9 +31,9 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
     if path == CHAT:
         asked = body.replace(**dict.fromkeys(_NOT_OF_CHATS))
         return array("i", await _ask(control, asked.raw))
-    if path != COMPLETIONS:
+    if path not in (COMPLETIONS, GENERATE):
         raise EngineRejected(f"SGLang cannot tokenise {path}", status=_NOT_FOUND)
-    prompt = body.get("prompt")
+    prompt = body.get("text" if path == GENERATE else "prompt")
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], str):
             raise EngineRejected("it is not one text", status=_BAD_REQUEST, param="prompt")

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from proxy.errors import NoEngine
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 
@@ -47,9 +46,7 @@ class Ops:
 
     async def health(self, _request: Request) -> Response:
         """200 while engines take requests, as clients of an engine expect it; else 503. Names no engine."""
-        if self.fleet.is_ready():
-            return JSONResponse({"status": "ok"})
-        raise NoEngine("no engine is ready; try again shortly")
+        return _health(ok=self.fleet.is_ready())
 
     async def live(self, _request: Request) -> Response:
         """200 while the process serves."""
@@ -59,9 +56,14 @@ class Ops:
         """200 while any engine takes requests, once every configured engine was tried; else 503."""
         ok = self.fleet.is_ready()
         states = {engine.id: engine.state for engine in self.fleet.engines.values()}
-        body = {"status": "ok" if ok else "unavailable", "engines": states}
-        return JSONResponse(body, 200 if ok else 503, {} if ok else {"retry-after": "1"})
+        return _health(ok=ok, engines=states)
 
     async def page(self, _request: Request) -> Response:
         """Prometheus text."""
         return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _health(*, ok: bool, **more: object) -> Response:
+    """200 or 503, with the status in words."""
+    body = {"status": "ok" if ok else "unavailable", **more}
+    return JSONResponse(body, 200 if ok else 503, {} if ok else {"retry-after": "1"})

@@ -119,7 +119,8 @@ class Forwarder:
             adapter.prepare(call.method, call.path, call.headers, hold.body)
         ) as response:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
-                return await _answer_error(response, reply, headers, refusals)
+                as_it_is = call.native is not None
+                return await _answer_error(response, reply, headers, refusals, as_it_is=as_it_is)
             kept = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]
             if response.status >= 300:  # noqa: PLR2004 - HTTP
                 kept = [_at_kvpin(pair, adapter.spec) for pair in kept]
@@ -243,9 +244,14 @@ class _Stream:
 
 
 async def _answer_error(
-    response: IncomingResponse, reply: Reply, headers: Mapping[str, str], refusals: Container[int]
+    response: IncomingResponse,
+    reply: Reply,
+    headers: Mapping[str, str],
+    refusals: Container[int],
+    *,
+    as_it_is: bool,
 ) -> Outcome:
-    """Passes the engine's error on, as the client's API words errors.
+    """Passes the engine's error on, as the client's API words errors or `as_it_is`.
 
     Raises:
         EngineRejected: another engine may succeed.
@@ -271,9 +277,10 @@ async def _answer_error(
         code=error.code,
         request_id=headers.get("x-request-id"),
     )
-    every = {"content-type": "application/json", **advice, **headers}
+    content_type = response.headers.get("content-type", "") if as_it_is else "application/json"
+    every = {"content-type": content_type, **advice, **headers}
     await reply.start(response.status, _pairs(every))
-    await reply.finish(body)
+    await reply.finish(content if as_it_is else body)
     return Outcome(response.status, error=error.message)
 
 

@@ -192,6 +192,8 @@ class FakeSglang:
         yield Route("/flush_cache", self._guarded(self._flush, admin=True), methods=["GET", "POST"])
         for path in (CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"):
             yield Route(path, self._guarded(self._serve(path)), methods=["POST"])
+        yield Route("/generate", self._guarded(self._generate), methods=["POST", "PUT"])
+        yield Route("/get_model_info", self._guarded(self._model_info))
 
     def _guarded(self, handler: Callable, *, admin: bool = False) -> Callable:
         """Errors in SGLang's flat form; checks the key where the route needs it."""
@@ -346,6 +348,30 @@ class FakeSglang:
             return JSONResponse(await answer.whole())
 
         return serve
+
+    async def _generate(self, request: Request) -> Response:
+        """One prompt. As in 0.5.23, each event of a stream has the whole text so far."""
+        body = await request.json()
+        rank = self._rank(request, body)
+        self.seen.append((rank, body))
+        tokens = body["input_ids"] if body.get("input_ids") is not None else encode(body["text"])
+        namespace = self._namespace("/generate", body)
+        limit = (body.get("sampling_params") or {}).get("max_new_tokens", 128)
+
+        async def answers() -> AsyncIterator[dict]:
+            text = ""
+            async with self.cores[rank].generate(CachePrompt(tuple(tokens), namespace), limit) as generation:
+                async for token in generation.output:
+                    text += decode([token])
+                    meta = {"id": "g-1", "finish_reason": None, "prompt_tokens": len(tokens)}
+                    yield {"text": text, "meta_info": meta | {"cached_tokens": generation.cached_tokens}}
+
+        if body.get("stream"):
+            return event_stream(answers())
+        return JSONResponse([answer async for answer in answers()][-1])
+
+    async def _model_info(self, _: Request) -> Response:
+        return JSONResponse({"model_path": self.options.model, "is_generation": True})
 
     def _rank(self, request: Request, body: dict) -> int:
         named = request.headers.get("x-data-parallel-rank", body.get("routed_dp_rank"))

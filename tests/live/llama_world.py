@@ -6,7 +6,7 @@ llama_world(tmp_path, servers=2)  →  clients → kvpin → llama-servers that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +132,7 @@ def llama_world(
     engine_options: str = "",
     kvpin_flags: tuple[str, ...] = (),
     models: tuple[str, ...] = (),
+    server_env: Mapping[str, str] | None = None,
 ) -> Iterator[LlamaWorld]:
     """Starts servers and a kvpin with reuse that knows them; ends all of them, kvpin with a clean exit.
 
@@ -146,6 +147,7 @@ def llama_world(
         engine_options: further options of each `--engine`, e.g. `host_cache_bytes=8MiB`.
         kvpin_flags: further flags of `kvpin serve`.
         models: the model of each server; all have the same by default.
+        server_env: further environment of every server.
     """
     with ExitStack() as stack, ExitStack() as proxies:
         host_dir = stack.enter_context(memory_dir()) if host_cache else None
@@ -160,7 +162,7 @@ def llama_world(
             return stack.enter_context(
                 running_llama_server(
                     log(f"llama-{number}"), model, *server_flags, slots=slots, ctx=ctx, save_dir=host_dir,
-                    port=port,
+                    port=port, env=server_env,
                 )
             )  # fmt: skip
 

@@ -11,9 +11,9 @@ from proxy.core.audit import Trust
 from proxy.fleet import pool
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from tests.fake_engines.sglang import running_sglang
-from tests.fake_engines.text import words
+from tests.fake_engines.text import encode, words
 from tests.fakes import is_openai_error
-from tests.live.sglang_world import SglangWorld, kvpin_over, until
+from tests.live.sglang_world import KEYS, SglangWorld, kvpin_over, until
 
 TEXTS = [
     "The cache of a serving engine holds the keys and values of every token it has seen. " * 2,
@@ -180,3 +180,32 @@ async def test_an_error_of_the_engine_comes_in_openais_shape():
             answer = await world.post("chat/completions", {"model": "tiny", "messages": []})
     assert is_openai_error(answer, 400)
     assert answer.json()["error"]["message"] == "Messages cannot be empty."
+
+
+async def test_generate_is_followed_and_kept_apart():
+    """SGLang's own route: text and ids, whole and streamed, each tenant in its namespace."""
+    with running_sglang(page_size=16) as server:
+        async with kvpin_over((server, None), tenants=("one", "two")) as world:
+
+            async def generate(tenant: str, **fields) -> int:
+                """Reused tokens, which kvpin predicted."""
+                await world.settle()
+                body = {"sampling_params": {"max_new_tokens": 4}, "kv_hints": {"a": 1}, **fields}
+                headers = {"authorization": f"Bearer {KEYS[tenant]}"}
+                answer = await world.client.post(f"{world.url}/generate", json=body, headers=headers)
+                assert answer.status_code == 200, answer.text
+                assert "kv_hints" not in server.fake.seen[-1][1]
+                assert predicted(answer) == world.last.reported_tokens
+                return world.last.reported_tokens
+
+            assert await generate("one", text=TEXTS[0]) == 0
+            reused = await generate("one", text=TEXTS[0])
+            assert reused > TOKENS_PER_BLOCK
+            assert await generate("one", input_ids=encode(TEXTS[0]), stream=True) == reused
+            assert await generate("two", text=TEXTS[0]) == 0
+            assert await generate("two", text=TEXTS[1], extra_key="a") == 0
+            headers = {"authorization": f"Bearer {KEYS['one']}"}
+            told = await world.client.get(f"{world.url}/get_model_info", headers=headers)
+            assert told.json()["is_generation"]
+            for path in ("/flush_cache", "/server_info", "/get_server_info"):
+                assert (await world.client.get(world.url + path, headers=headers)).status_code == 404

@@ -6,16 +6,24 @@ from tests.fakes import FakeAdapter
 
 async def test_live_while_it_serves(proxy, client):
     proxy.fleet.engines["a"].state = EngineState.DOWN
-    for path in ("/health", "/health/live"):
-        response = await client.get(path)
-        assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    response = await client.get("/health/live")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+async def test_health_is_what_clients_of_an_engine_expect(proxy, client):
+    response = await client.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    proxy.fleet.engines["a"].state = EngineState.DOWN
+    response = await client.get("/health")
+    assert (response.status_code, response.json()) == (503, {"status": "unavailable"})
+    assert response.headers["retry-after"] == "1"
 
 
 async def test_the_root_names_the_addresses_of_everything(client):
     page = (await client.get("/")).text
     named = re.findall(r"http://\S+", page.replace(";", " ").replace(":  ", " "))
     paths = {url.removeprefix(str(client.base_url)).strip("/:") for url in named}
-    assert paths == {"v1", "admin/v1", "health", "health/ready", "metrics"}
+    assert paths == {"v1", "admin/v1", "health", "health/live", "metrics"}
 
 
 async def test_ready_while_an_engine_is(proxy, client):

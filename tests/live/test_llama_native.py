@@ -1,0 +1,216 @@
+"""The own routes of llama-servers behind kvpin: followed like `/v1`, answered as the server answers."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from tests.live.llama_world import MODEL, WAIT_S, llama_world
+
+pytestmark = pytest.mark.live
+
+STORY = "The ship left the harbour at dawn. " * 20
+# What differs from one answer to the next of the same server.
+VOLATILE = ("timings", "id_slot", "tokens_cached")
+OPERATORS = (
+    ("POST", "/props"),
+    ("POST", "/lora-adapters"),
+    ("POST", "/slots/0?action=erase"),
+    ("POST", "/models/load"),
+    ("GET", "/tools"),
+    ("POST", "/tools"),
+    ("GET", "/cors-proxy?url=http://127.0.0.1/"),
+)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    with llama_world(tmp_path_factory.mktemp("world")) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def call(world):
+    """Calls a route of kvpin, or with `server=True` of the server itself."""
+    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
+
+        def call(method, path, body=None, *, server=False, **options):
+            base = world.servers[0].url if server else world.base_url.removesuffix("/v1")
+            return client.request(method, base + path, json=body, **options)
+
+        yield call
+
+
+def ask(prompt, **fields):
+    return {"prompt": prompt, "n_predict": 6, "temperature": 0, "seed": 1, **fields}
+
+
+def foreseen(answer):
+    """Reused tokens, which kvpin must have predicted."""
+    reported = answer.json()["timings"]["cache_n"]
+    assert int(answer.headers["x-kvpin-predicted-tokens"]) == reported
+    assert int(answer.headers["x-kvpin-cached-tokens"]) == reported
+    return reported
+
+
+def events(answer):
+    payloads = (line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: "))
+    return [json.loads(payload) for payload in payloads]
+
+
+def without(answer, *names):
+    return {name: value for name, value in answer.items() if name not in (*VOLATILE, *names)}
+
+
+def ids(call, text, **fields):
+    return call("POST", "/tokenize", {"content": text, **fields}).json()["tokens"]
+
+
+@pytest.mark.parametrize("path", ["/completion", "/completions"])
+@pytest.mark.parametrize("form", ["text", "ids", "mixed", "list of one"])
+def test_a_completion_is_placed_and_its_next_turn_found(world, call, path, form):
+    text = f"{path} {form}. {STORY}"
+    prompt = {
+        "text": text,
+        "ids": ids(call, text, add_special=True),
+        "mixed": [*ids(call, text, add_special=True), " And then", " it sank"],
+        "list of one": [text],
+    }[form]
+    first = call("POST", path, ask(prompt)).raise_for_status()
+    world.until_idle()
+    assert foreseen(first) < 8
+    again = call("POST", path, ask(prompt)).raise_for_status()
+    assert foreseen(again) == first.json()["tokens_evaluated"] - 1
+    assert again.json()["content"] == first.json()["content"] != ""
+
+
+def test_what_was_sampled_is_known_too(world, call):
+    """The server tells the ids it sampled: the next turn continues exactly behind the answer."""
+    prompt = ids(call, f"What was sampled. {STORY}", add_special=True)
+    first = call("POST", "/completion", ask(prompt, return_tokens=True, ignore_eos=True)).json()
+    assert len(first["tokens"]) == 6
+    world.until_idle()
+    more = [*prompt, *first["tokens"], *ids(call, " The end of it.")]
+    assert foreseen(call("POST", "/completion", ask(more))) == len(prompt) + 5
+
+
+def test_what_a_stream_sampled_is_known_too(world, call):
+    prompt = ids(call, f"What was streamed. {STORY}", add_special=True)
+    streamed = events(call("POST", "/completion", ask(prompt, stream=True, ignore_eos=True)))
+    assert [event["stop"] for event in streamed] == [False] * 6 + [True]
+    world.until_idle()
+    sampled = [token for event in streamed for token in event["tokens"]]
+    more = [*prompt, *sampled, *ids(call, " The end of it.")]
+    assert foreseen(call("POST", "/completion", ask(more))) == len(prompt) + 5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stream": True},
+        {"return_tokens": True},
+        {"n_probs": 2},
+        {"stop": [" a", " the"]},
+        {"response_fields": ["content", "generation_settings/n_predict"]},
+        {"n_indent": 2},
+    ],
+    ids=",".join,
+)
+def test_an_answer_is_the_servers_own(call, fields):
+    asked = ask("The own answer. " + STORY, **fields)
+    # The other must reuse as much: reused KV may round otherwise.
+    call("POST", "/completion", asked).raise_for_status()
+    ours, own = (call("POST", "/completion", asked, server=server) for server in (False, True))
+    if fields.get("stream"):
+        assert [without(event) for event in events(ours)] == [without(event) for event in events(own)]
+    else:
+        assert without(ours.json()) == without(own.json())
+
+
+def test_several_prompts_are_answered_with_a_list(call):
+    answers = call("POST", "/completion", ask(["One ship.", "Two ships."])).raise_for_status().json()
+    assert [answer["index"] for answer in answers] == [0, 1]
+
+
+def test_a_client_can_refuse_reuse(call):
+    asked = ask("Without reuse. " + STORY, cache_prompt=False)
+    assert foreseen(call("POST", "/completion", asked)) == 0
+    assert foreseen(call("POST", "/completion", asked)) == 0
+
+
+def test_an_error_is_the_servers(call):
+    asked = ask([1] * 5000)
+    ours, own = (call("POST", "/completion", asked, server=server) for server in (False, True))
+    assert ours.status_code == own.status_code == 400
+    assert ours.json() == own.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"content": "the ship", "with_pieces": True}),
+        ("/detokenize", {"tokens": [5, 6, 7]}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "Where?"}]}),
+        ("/chat/completions/input_tokens", {"messages": [{"role": "user", "content": "Where?"}]}),
+    ],
+)
+def test_questions_without_a_prompt_are_passed_on(call, path, body):
+    ours, own = (call("POST", path, body, server=server).raise_for_status() for server in (False, True))
+    assert ours.json() == own.json()
+
+
+def test_what_is_told_to_all(call):
+    assert call("GET", "/props").json()["total_slots"] == 4
+    assert call("GET", "/lora-adapters").json() == []
+    assert len(call("GET", "/slots").json()) == 4
+    assert call("GET", "/health").json() == {"status": "ok"}
+    assert call("GET", "/models").json()["data"][0]["id"] == MODEL
+
+
+def test_the_prefix_v1_may_be_left_out(call):
+    chat = {"messages": [{"role": "user", "content": f"Without the prefix. {STORY}"}], "max_tokens": 4}
+    first = call("POST", "/chat/completions", chat).raise_for_status()
+    again = call("POST", "/v1/chat/completions", chat).raise_for_status()
+    cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == first.json()["usage"]["prompt_tokens"] - 1
+    assert int(again.headers["x-kvpin-predicted-tokens"]) == cached
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATORS)
+def test_what_is_the_operators_cannot_be_reached(call, method, path):
+    answer = call(method, path, {} if method == "POST" else None)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_tenants_do_not_see_each_other(tmp_path):
+    keys = ("--api-key", "one", "--api-key", "two")
+    debugging = {"LLAMA_SERVER_SLOTS_DEBUG": "1"}
+    with llama_world(tmp_path, slots=2, kvpin_flags=keys, server_env=debugging) as world:
+        base = world.base_url.removesuffix("/v1")
+
+        def call(method, path, key, body=None):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            return httpx.request(
+                method, base + path, json=body, headers=headers, timeout=WAIT_S, trust_env=False
+            )
+
+        asked = ask(f"A secret. {STORY}", stop=["harbinger"])
+        for method, path in (
+            ("POST", "/completion"),
+            ("POST", "/infill"),
+            ("GET", "/slots"),
+            ("GET", "/props"),
+        ):
+            assert call(method, path, None, asked).status_code == 401
+        first = call("POST", "/completion", "one", asked).raise_for_status()
+        assert foreseen(call("POST", "/completion", "two", asked)) == 0
+        assert foreseen(call("POST", "/completion", "one", asked)) == first.json()["tokens_evaluated"] - 1
+        own = httpx.get(f"{world.servers[0].url}/slots", timeout=WAIT_S, trust_env=False).text
+        shown = call("GET", "/slots", "two").raise_for_status().text
+        assert "secret" in own
+        assert "secret" not in shown
+        assert "harbinger" not in shown
