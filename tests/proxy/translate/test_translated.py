@@ -9,7 +9,7 @@ import pytest
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
 from proxy.translate import TRANSLATIONS
-from tests.fakes import CHAT, DONE, INFO, FakeAdapter, client_of, proxy_over
+from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, proxy_over
 
 ROUTE = "/v1/shouts"
 
@@ -151,9 +151,13 @@ class TestCounting:
         async with proxy_over(FakeAdapter("a", engine.url, info), reuse=True) as proxy:
             answer = await self.ask(proxy, "hello")
             assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+            counted = proxy.last
+            assert answer.headers["x-request-id"] == counted.request_id
+            assert (engine.seen, counted.attempts, counted.status, counted.prompt) == ([], [], 200, None)
+            async with client_of(proxy) as client:
+                await client.post(CHAT, json=ASK | {"messages": [{"role": "user", "content": "hello"}]})
             assert answer.text == f"{proxy.last.n_tokens} letters"
-            assert answer.headers["x-request-id"] == proxy.last.request_id
-            assert (engine.seen, proxy.last.attempts, proxy.last.status) == ([], [], 200)
+            await proxy.settled()
 
     async def test_a_prompt_of_any_length(self, engine, tokenizer_dir):
         info = replace(
