@@ -201,7 +201,7 @@ class TestErrors:
 
         engine.script = script
         if native:
-            next(iter(client.proxy.fleet.engines.values())).info = INFO
+            client.proxy.fleet.pools["m"].served_as_chats = frozenset()
         answer = await client.post(ROUTE, json=ASK, headers={"x-request-id": "mine"})
         assert answer.json() == {
             "type": "error",

@@ -81,6 +81,14 @@ async def test_an_engine_that_serves_the_route_gets_it_as_it_is(engine, monkeypa
     assert (sent.target, sent.body) == (ROUTE, b'{"shout" : "hello"}')
 
 
+async def test_a_lost_engine_still_decides(client):
+    """A request may wait for it."""
+    fleet, pool = client.proxy.fleet, client.proxy.fleet.pools["m"]
+    (engine,) = pool.engines.values()
+    fleet.leave(engine)
+    assert pool.served_as_chats == {ROUTE}
+
+
 async def test_an_error_of_the_engine(engine, client):
     async def script(exchange):
         await exchange.send({"error": {"message": "too long"}}, status=400)
