@@ -96,11 +96,13 @@ class DataPlane:
             raise Forbidden("kvpin serves no WebSockets")
         if _is_of_models(path):
             return _send(self._models(method, path), exchange)
-        call = partial(self._call, exchange, path, tenant, own_id, client_id)
         if _is_upload(path, headers):
+            call = partial(self._call, exchange, path, tenant, own_id, client_id)
             return await self._serve_upload(exchange, reply, call)
-        # No name for the body here: it is freed before the answer ends.
-        return await self.flow.serve(call(await self._body(exchange)), reply)
+        # No name for the call and its body here: the body is freed before the answer ends.
+        return await self.flow.serve(
+            self._call(exchange, path, tenant, own_id, client_id, await self._body(exchange)), reply
+        )
 
     async def _serve_upload(
         self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call]
