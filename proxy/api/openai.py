@@ -118,11 +118,15 @@ class DataPlane:
             return _send(self._models(method, path), exchange)
         if (kept := self.responses.answer(method, path, tenant)) is not None:
             return _send(kept, exchange)
-        call = partial(self._call, exchange, path, tenant, own_id, client_id)
         if _is_upload(path, headers):
+            call = partial(self._call, exchange, path, tenant, own_id, client_id)
             return await self._serve_upload(exchange, reply, call)
-        # No name for the body here: it is freed before the answer ends.
-        return await serve(self.flow, call(await self._body(exchange)), reply)
+        # No name for the call and its body here: the body is freed before the answer ends.
+        return await serve(
+            self.flow,
+            self._call(exchange, path, tenant, own_id, client_id, await self._body(exchange)),
+            reply,
+        )
 
     async def _serve_upload(
         self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call]

@@ -170,22 +170,18 @@ class Fleet:
             NotFound: nothing serves that model.
             NoEngine: no engine has connected yet, or the model may be that of one that still connects.
         """
-        if model is not None:
-            found = self._named(model)
-            if found is not None:
-                return found
-        elif len(self.pools) == 1:
+        if model is not None and (found := self._named(model)) is not None:
+            return found
+        if model is None and len(self.pools) == 1:
             return next(iter(self.pools.values())), None
         if not self.pools:
             raise NoEngine("no engine is connected yet; try again shortly")
-        if model is not None and model not in self.aliases:
-            self._require_all_known(model)
-            takers = [pool for pool in self.pools.values() if pool.any_model]
+        self._require_all_known(model)
+        if model not in self.aliases:
+            takers = [pool for pool in self.pools.values() if model is not None and pool.any_model]
             if len(takers) == 1:
                 return takers[0], takers[0].model
-        if model not in self.aliases and self.default_model is not None:
-            found = self._named(self.default_model)
-            if found is not None:
+            if self.default_model is not None and (found := self._named(self.default_model)) is not None:
                 return found
         raise self.not_served(model)
 
@@ -197,7 +193,7 @@ class Fleet:
             reason = f"the model {model!r} is an alias of {self.aliases[model]!r}, which is not served"
         else:
             reason = f"the model {model[:MAX_NAME]!r} does not exist"
-        if self.default_model is not None and model not in self.aliases:
+        if self.default_model is not None and self._named(self.default_model) is None:
             reason += f", and the default model {self.default_model!r} is not served"
         known = ", ".join(sorted({*self.served(), *self.served_aliases()}))
         return NotFound(f"{reason}; served: {known}", param="model", code="model_not_found")
@@ -214,11 +210,9 @@ class Fleet:
                     return pool, own
         return None
 
-    def _require_all_known(self, model: str) -> None:
+    def _require_all_known(self, model: str | None) -> None:
         """Raises NoEngine while an engine is in its first start: the model may be its own."""
+        what = "no model is named" if model is None else f"the model {model[:MAX_NAME]!r} is not served yet"
         for engine in self.engines.values():
             if engine.state is EngineState.CONNECTING:
-                raise NoEngine(
-                    f"the model {model[:MAX_NAME]!r} is not served yet, and engine {engine.id!r} is still "
-                    "connecting; try again shortly"
-                )
+                raise NoEngine(f"{what}, and engine {engine.id!r} is still connecting; try again shortly")

@@ -363,6 +363,9 @@ class TestModels:
             }  # fmt: skip
             for name, card in cards.items():
                 assert (await client.get(f"/v1/models/{name}?x=1")).json() == card
+            proxy.fleet.default_model = "m"  # serves requests, but is no card of another name
+            response = await client.get("/v1/models/none")
+            assert response.json()["error"]["message"].startswith("the model 'none' does not exist; served: ")
             response = await client.get("/v1/models/lost")
             assert is_openai_error(response, 404, "model_not_found", "model")
             assert "an alias of 'gone'" in response.json()["error"]["message"]

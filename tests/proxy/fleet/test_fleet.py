@@ -164,7 +164,11 @@ class TestNames:
             NoEngine, match="'gpt-9' is not served yet, and engine 'coming' is still connecting"
         ):
             fleet.find("gpt-9")
+        fleet.aliases = {"gpt": "its own"}
+        with pytest.raises(NoEngine, match="'gpt' is not served yet"):
+            fleet.find("gpt")
         assert self.found(fleet, "m") == ("m", "m")
+        assert self.found(fleet, None) == ("m", None)
         coming.state = EngineState.DOWN
         assert self.found(fleet, "gpt-9") == ("m", "m")
 

@@ -90,6 +90,20 @@ class TestPassingOn:
         response = await client.get("/v1/files/")
         assert response.headers["location"] == passed_on.format(engine=url)
 
+    @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
+    async def test_what_an_engine_says_of_its_limits_comes_with_its_answer(self, engine, client, body):
+        said = {"x-ratelimit-remaining-requests": "9", "x-ratelimit-reset-tokens": "3s", "retry-after": "3"}
+
+        async def script(exchange):
+            kind = "application/json" if body is ASK else "text/event-stream"
+            await exchange.start(headers=[("content-type", kind), *said.items()])
+            await exchange.chunk(json.dumps(ANSWER).encode() if body is ASK else DONE)
+            await exchange.end()
+
+        engine.script = script
+        response = await client.post(CHAT, json=body)
+        assert said.items() <= response.headers.items()
+
     async def test_text_that_is_not_utf8_is_the_clients_fault(self, proxy, client):
         body = b'{"model": "m", "messages": [], "cache_salt": "\xff"}'
         is_openai_error(await client.post(CHAT, content=body), 400)
