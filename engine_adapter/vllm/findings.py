@@ -92,7 +92,7 @@ def _route_findings(facts: Facts, spec: VllmSpec) -> Iterator[Finding]:
         yield Finding("it ignores cache salts on some routes", "upgrade vLLM")
     if not facts.renders:
         yield Finding(
-            "kvpin cannot follow prompts of /v1/responses and of chats with images",
+            "kvpin cannot follow chats with images, and serves /v1/responses as chats",
             "start it with --enable-scale-out",
         )
     if not facts.resets:

@@ -29,8 +29,6 @@ RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-# Telemetry of llama-server's chunks, which its own events have, too.
-_TELEMETRY = ("timings", "prompt_progress")
 
 
 def response_translations(
@@ -66,6 +64,7 @@ class ResponseTranslation:
         self._finish: str | None = None
         self._begun = self._failed = False
         self._number = 0  # of the next event
+        self._timings: dict[str, msgspec.Raw] = {}  # llama-server's, which its own events have, too
 
     # --- Translation ----------------------------------------------------------------------------------
 
@@ -95,12 +94,16 @@ class ResponseTranslation:
             begun = self._response("in_progress", [])
             events += [(f"response.{kind}", {"response": begun}) for kind in ("created", "in_progress")]
         if chunk.prompt_progress is not UNSET:
-            events.append(("response.in_progress", {"response": self._response("in_progress", [])}))
+            progress = {"prompt_progress": chunk.prompt_progress}
+            events.append(
+                ("response.in_progress", {"response": self._response("in_progress", []), **progress})
+            )
         if chunk.error is not None and not self._failed:
             events.append(self._error(chunk))
-        events += self._take(chunk)
-        more = {name: value for name in _TELEMETRY if (value := getattr(chunk, name)) is not UNSET}
-        return self._written((kind, {**fields, **more}) for kind, fields in events)
+        if chunk.timings is not UNSET:
+            self._timings = {"timings": chunk.timings}
+        events += ((kind, {**fields, **self._timings}) for kind, fields in self._take(chunk))
+        return self._written(events)
 
     def end(self) -> bytes:
         """See Translation. A stream that says not why it ended is not complete: the client gets no end."""
@@ -109,7 +112,7 @@ class ResponseTranslation:
         status = self._status
         events = list(self._output.end(status))
         final = msgspec.Raw(self._final(status))
-        return self._written([*events, (f"response.{status}", {"response": final})])
+        return self._written([*events, (f"response.{status}", {"response": final, **self._timings})])
 
     def param(self, of_chat: str) -> str:
         """See Translation."""

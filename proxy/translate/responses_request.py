@@ -96,7 +96,8 @@ def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
     changes: dict[str, Any] = dict.fromkeys(_NOT_OF_A_CHAT)
     changes["messages"] = messages.all
     changes |= _choice(choice, tools)
-    changes["max_tokens"] = body.get("max_output_tokens")
+    if (limit := body.get("max_output_tokens")) is not None:
+        changes["max_tokens"] = limit
     changes |= _format(text.get("format"))
     if (effort := reasoning.get("effort")) is not None:
         changes["reasoning_effort"] = effort

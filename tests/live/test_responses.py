@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import openai
 import pytest
 from openai import OpenAI
@@ -153,7 +155,7 @@ def test_each_error_names_its_field(client, fields, error, param):
 
 
 class Weather(BaseModel):
-    city: str
+    city: Literal["Paris", "Rome"]
 
 
 def test_tools_and_parsed_answers(tmp_path):

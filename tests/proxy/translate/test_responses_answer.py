@@ -180,15 +180,16 @@ class TestStreams:
 
     def test_telemetry_passes(self):
         made = translation()
-        chunk = {"choices": [{"delta": {"content": "a"}}], "timings": {"prompt_ms": 1.5}}
+        timings = {"timings": {"prompt_ms": 1.5}}
+        chunk = {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}], **timings}
         progress = {"choices": [{"delta": {"content": None}}], "prompt_progress": {"total": 3}}
-        events = events_of(made.event(json.dumps(progress).encode()) + made.event(json.dumps(chunk).encode()))
-        assert events[2]["type"] == "response.in_progress"
-        assert events[2]["prompt_progress"] == {"total": 3}
-        assert (events[-1]["type"], events[-1]["timings"]) == (
-            "response.output_text.delta",
-            {"prompt_ms": 1.5},
-        )
+        raw = made.event(json.dumps(progress).encode()) + made.event(json.dumps(chunk).encode())
+        events = events_of(raw + made.end())
+        shown = [each["type"] for each in events if "prompt_progress" in each]
+        assert (shown, events[2]["prompt_progress"]) == (["response.in_progress"], {"total": 3})
+        timed = {each["type"] for each in events if "timings" in each}
+        assert {"response.output_text.delta", "response.completed"} <= timed
+        assert events[-1]["timings"] == {"prompt_ms": 1.5}
 
     @pytest.mark.parametrize(
         ("error", "code"),
