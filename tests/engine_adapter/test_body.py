@@ -154,3 +154,32 @@ def test_a_forgotten_body_cannot_be_read():
     with pytest.raises(AttributeError):
         body.get("model")
     assert (changed.get("model"), changed.raw) == ("n", b'{"model":"n"}')
+
+
+@pytest.mark.parametrize(
+    ("value", "items"),
+    [
+        (b'[ "a", "\\u0062"]', [b'"a"', b'"\\u0062"']),
+        (b"[[1, 2],[3]]", [b"[1, 2]", b"[3]"]),
+        (b'[{"a":1}]', [b'{"a":1}']),
+        (b"[1, 2]", None),
+        (b"[]", None),
+        (b'"[]"', None),
+        (b"null", None),
+    ],
+)
+def test_items_of_a_list_keep_their_bytes(value, items):
+    found = JsonBody(b'{"prompt": %b}' % value).items("prompt")
+    assert (found and [bytes(item) for item in found]) == items
+
+
+def test_a_field_that_is_absent_has_no_items():
+    assert JsonBody(b"{}").items("prompt") is None
+
+
+def test_items_that_cannot_be_decoded():
+    body = JsonBody(b"{}")
+    body._fields["prompt"] = msgspec.Raw(b'["a",')
+    with pytest.raises(UnreadableField) as caught:
+        body.items("prompt")
+    assert caught.value.param == "prompt"

@@ -30,6 +30,7 @@ CASES = [
     (errors.MethodNotAllowed("m", allow="GET"), 405, "invalid_request_error", None, "method_not_allowed"),
     (errors.Conflict("m"), 409, "invalid_request_error", None, "conflict"),
     (errors.BodyTooLarge("m"), 413, "invalid_request_error", None, "body_too_large"),
+    (errors.EncodedBody("m"), 415, "invalid_request_error", None, "encoded_body"),
     (errors.NoEngine("m"), 503, "server_error", None, "no_engine"),
     (errors.EngineFailed("m"), 502, "server_error", None, "engine_failed"),
     (errors.ProxyError("m"), 500, "server_error", None, "internal_error"),
