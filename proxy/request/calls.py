@@ -27,7 +27,7 @@ class Call(msgspec.Struct, frozen=True):
         headers: without those that end here, such as kvpin's key.
         body: a parsed JSON object, an upload that is passed on as it arrives, None if empty.
         tenant: who sends it; None when no keys are set.
-        client_id: the client's `x-request-id`, if it sent one.
+        client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
         session: the conversation it belongs to, if it names one.
     """
 

@@ -30,7 +30,8 @@ class RequestFacts(msgspec.Struct):
 
     Attributes:
         request_id: kvpin's own id, unique.
-        client_request_id: the client's `x-request-id`; several clients may send the same.
+        client_request_id: the client's `x-request-id`; several clients may send the same. For one of several
+            parts of a request: the id of the whole.
         model: the name its client sent; of a long one the beginning.
         attempts: the engines it was sent to, in order.
         reported_tokens: prompt tokens the engine reused; None where the engine did not tell.

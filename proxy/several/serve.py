@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine_adapter import HeaderPairs, JsonBody
-from proxy.errors import ProxyError
+from proxy.errors import NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED, error_body
@@ -44,10 +44,11 @@ def _several(flow: Flow, call: Call) -> Several | None:
     if call.route not in _ROUTES or not isinstance(call.body, JsonBody):
         return None
     try:
-        pool = flow.fleet.pool(call.model)
-    except ProxyError:
+        return several_of(
+            call.route, call.body, lambda: flow.fleet.pool(call.model), reuse=flow.ingest is not None
+        )
+    except (NoEngine, NotFound):
         return None  # the flow finds that, too, and keeps a record
-    return several_of(call.route, call.body, pool, reuse=flow.ingest is not None)
 
 
 async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None:

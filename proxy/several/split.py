@@ -6,7 +6,7 @@ prompts are numbered prompt by prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -84,18 +84,23 @@ class Several(Struct, frozen=True):
                 yield Part(self.body.replace(**changes), number, number * self.choices + choice)
 
 
-def several_of(route: str, body: JsonBody, pool: Pool, *, reuse: bool) -> Several | None:
+def several_of(route: str, body: JsonBody, find_pool: Callable[[], Pool], *, reuse: bool) -> Several | None:
     """The request as several; None for one that the engines of the pool get as it is.
+
+    `find_pool` is not called for a plain request.
 
     Raises:
         BadRequest: a number of choices that nobody serves.
         UnreadableField: a field that cannot be decoded.
     """
-    prompts = _prompts(body) if route == COMPLETIONS else None
+    prompts, has_choices = _prompts(body) if route == COMPLETIONS else None, body.has_any(_CHOICES)
+    if prompts is None and not has_choices:
+        return None
+    pool = find_pool()
     if prompts is not None and not reuse and pool.runs_several:
         prompts = None
     choices = runs = 1
-    if body.has_any(_CHOICES):
+    if has_choices:
         if pool.runs_several and not (reuse and pool.splits_choices):
             asked = body.hint("n")
             choices = asked if type(asked) is int and asked > 0 else 1

@@ -18,7 +18,7 @@ def split(route, fields, *infos, reuse=True):
     fleet = Fleet()
     for number, info in enumerate(infos or [NEVER]):
         add_ready(fleet, f"e{number}", **info)
-    return several_of(route, JsonBody(json.dumps(fields).encode()), fleet.pools["m"], reuse=reuse)
+    return several_of(route, JsonBody(json.dumps(fields).encode()), lambda: fleet.pools["m"], reuse=reuse)
 
 
 def bodies(several):
@@ -51,6 +51,11 @@ def test_a_single_request_stays_as_it_is(route, fields):
     assert split(route, fields) is None
 
 
+def test_of_a_plain_request_not_even_the_pool_is_looked_up():
+    body = JsonBody(b'{"model":"m","messages":[],"prompt":"a"}')
+    assert several_of(CHAT, body, None, reuse=True) is several_of(COMPLETIONS, body, None, reuse=True) is None
+
+
 @pytest.mark.parametrize("name", ["n", "n_cmpl"])
 def test_each_choice_becomes_a_request_with_a_seed_of_its_own(name):
     several = split(CHAT, {"messages": [], name: 3, "seed": 7})
@@ -75,7 +80,7 @@ def test_a_part_keeps_the_bytes_of_its_prompt():
     body = JsonBody(b'{"prompt": [ "a\\u0062", "\\u00e4" ]}')
     fleet = Fleet()
     add_ready(fleet, "e")
-    several = several_of(COMPLETIONS, body, fleet.pools["m"], reuse=True)
+    several = several_of(COMPLETIONS, body, lambda: fleet.pools["m"], reuse=True)
     assert [part.body.raw for part in several.parts()] == [
         b'{"prompt":"a\\u0062"}',
         b'{"prompt":"\\u00e4"}',
