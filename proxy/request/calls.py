@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from engine_adapter import HeaderPairs, Headers, JsonBody, RequestBody, Upload, route_of
+from engine_adapter import HeaderPairs, Headers, JsonBody, RequestBody, route_of
 from proxy.request.session import Session
 
 # OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
@@ -55,9 +55,11 @@ class Call(msgspec.Struct, frozen=True):
     @property
     def model(self) -> str | None:
         """The model that the body names, if any."""
-        if isinstance(self.body, Upload):
-            return self.body.named.model if self.body.named is not None else None
-        model = self.body.get("model") if self.body is not None else None
+        body, model = self.body, None
+        if isinstance(body, JsonBody):
+            model = body.get("model")
+        elif body is not None and body.named is not None:
+            model = body.named.model
         return model if isinstance(model, str) else None
 
     @property
