@@ -170,9 +170,12 @@ class Fleet:
             NotFound: nothing serves that model.
             NoEngine: no engine has connected yet, or the model may be that of one that still connects.
         """
-        if model is not None and (found := self._named(model)) is not None:
-            return found
-        if model is None and len(self.pools) == 1:
+        if model is not None:
+            if model in self.pools:
+                return self.pools[model], model
+            if (found := self._named(model)) is not None:
+                return found
+        elif len(self.pools) == 1:
             return next(iter(self.pools.values())), None
         if not self.pools:
             raise NoEngine("no engine is connected yet; try again shortly")

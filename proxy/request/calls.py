@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, RequestBody, Upload, route_of
+from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, RequestBody, route_of
 from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.session import Session
 
@@ -63,12 +63,13 @@ class Call(msgspec.Struct, frozen=True):
     @property
     def model(self) -> str | None:
         """The model that the body names, if any; on a native route without a body, the query."""
-        if isinstance(self.body, Upload):
-            return self.body.named.model if self.body.named is not None else None
-        if self.body is None:
-            query = self.path.partition("?")[2] if self.native is not None else ""
-            return next(iter(parse_qs(query).get("model", ())), None)
-        model = self.body.get("model")
+        body, model = self.body, None
+        if isinstance(body, JsonBody):
+            model = body.get("model")
+        elif body is not None:
+            model = body.named.model if body.named is not None else None
+        elif self.native is not None:
+            model = next(iter(parse_qs(self.path.partition("?")[2]).get("model", ())), None)
         return model if isinstance(model, str) else None
 
     @property
