@@ -1,4 +1,4 @@
-"""Stands in for `llama-server` in llama.cpp's own tests: kvpin with a real one behind it, or the real one alone.
+"""Stands in for `llama-server` in llama.cpp's own tests: kvpin before a real one, or the real one alone.
 
     python scripts/llama_cpp_server.py ready SOCKET       keeps kvpin imported, and forks one for each server
     python scripts/llama_cpp_server.py serve FLAG…        llama-server's flags; this is what the tests start
@@ -32,8 +32,8 @@ def serve(flags: list[str]) -> int:
     """Runs a server until it ends or a signal ends it. Returns its exit status."""
     flags = _with_local_model(flags)
     if "LLAMA_CPP_KVPIN" not in os.environ:
-        command = [os.environ["LLAMA_CPP_SERVER"], *flags]
-        os.execvp("setpriv", ["setpriv", "--pdeathsig", "KILL", *command])  # noqa: S606 - the tests' own
+        command = [*_WITH_PARENT, os.environ["LLAMA_CPP_SERVER"], *flags]
+        os.execvp(command[0], command)  # noqa: S606 - the tests' own server
     host, port = _taken(flags, "--host", "127.0.0.1"), _taken(flags, "--port", "8080")
     key = flags[flags.index("--api-key") + 1] if "--api-key" in flags else None
     if os.environ.get("LLAMA_CPP_PINNED"):
@@ -44,8 +44,7 @@ def serve(flags: list[str]) -> int:
     engine = f"llama_server=http://127.0.0.1:{behind}" + (f",api_key={key}" if key else "")
     kvpin = ["serve", "--host", host, "--port", port, "--reuse", "--engine", engine, "--log-level", "warning"]
     server = subprocess.Popen(
-        ["setpriv", "--pdeathsig", "KILL", os.environ["LLAMA_CPP_SERVER"], *flags]
-        + ["--host", "127.0.0.1", "--port", str(behind)]
+        [*_WITH_PARENT, os.environ["LLAMA_CPP_SERVER"], *flags, "--host", "127.0.0.1", "--port", str(behind)]
     )
     with socket.socket(socket.AF_UNIX) as ready:
         ready.connect(os.environ["LLAMA_CPP_KVPIN"])

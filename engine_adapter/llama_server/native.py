@@ -18,17 +18,8 @@ from engine_adapter.llama_server.answer import Answer
 from engine_adapter.llama_server.keeper import SlotLease
 from engine_adapter.types import TokenIds
 
-# What a slot shows of a request that ran there, when the server shows prompts: text of that client.
-_TEXTS = ("prompt", "generated")
-_TEXTS_OF_PARAMS = (
-    "stop",
-    "grammar",
-    "grammar_triggers",
-    "generation_prompt",
-    "logit_bias",
-    "preserved_tokens",
-    "dry_sequence_breakers",
-)
+# What `GET /slots` shows of the last request on a slot.
+_OF_A_REQUEST = ("prompt", "generated", "params")
 
 
 def with_token_ids(body: JsonBody) -> JsonBody | None:
@@ -73,8 +64,8 @@ class NativeAnswer:
 
 
 class SlotsAnswer:
-    """`AnswerReader` of `GET /slots`: removes what a server started for debugging shows of prompts and
-    answers. Anybody's requests ran in these slots."""
+    """`AnswerReader` of `GET /slots`. Removes prompts, answers and parameters: the last request on a slot may
+    be anybody's, or kvpin's own."""
 
     assembles = False
 
@@ -89,11 +80,8 @@ class SlotsAnswer:
         except UNREADABLE as error:
             raise EngineUnavailable(f"GET /slots: not a list of slots: {error}") from error
         for slot in slots:
-            for name in _TEXTS:
+            for name in _OF_A_REQUEST:
                 slot.pop(name, None)
-            params = slot.get("params")
-            if isinstance(params, dict):
-                slot["params"] = {name: params[name] for name in params if name not in _TEXTS_OF_PARAMS}
         return msgspec.json.encode(slots)
 
     def finish(self) -> bytes:

@@ -4,14 +4,26 @@ import msgspec
 import pytest
 
 from engine_adapter import JsonBody
+from engine_adapter.routes import PromptFields
 from proxy.errors import BadRequest
-from proxy.prompt.render import ChatInput, CompletionInput, ResponseInput, read_prompt
+from proxy.prompt.render import (
+    ChatInput,
+    CompletionInput,
+    MixedInput,
+    ResponseInput,
+    read_native,
+    read_prompt,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def read(path, **fields):
     return read_prompt(path, JsonBody(msgspec.json.encode(fields)))
+
+
+def body_of(fields):
+    return JsonBody(msgspec.json.encode(fields))
 
 
 def test_a_chat():
@@ -136,3 +148,49 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 )
 def test_whether_a_chat_has_tools(last, expected):
     assert read(CHAT, messages=[HELLO, last]).has_tools is expected
+
+
+GENERATE = PromptFields(text="text", ids="input_ids", unless=frozenset({"image_data"}))
+COMPLETION = PromptFields(text="prompt", ids="prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "body", "prompt"),
+    [
+        (COMPLETION, {"prompt": "hi"}, "hi"),
+        (COMPLETION, {"prompt": [1, 2]}, array("i", [1, 2])),
+        (COMPLETION, {"prompt": [[1, 2]]}, array("i", [1, 2])),
+        (COMPLETION, {"prompt": ["hi"]}, "hi"),
+        (GENERATE, {"text": "hi"}, "hi"),
+        (GENERATE, {"text": "hi", "input_ids": [1]}, array("i", [1])),
+        (GENERATE, {"text": "hi", "image_data": None}, "hi"),
+    ],
+)
+def test_the_one_prompt_of_a_native_route(fields, body, prompt):
+    assert read_native(fields, body_of(body)) == CompletionInput(prompt, True, None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"),
+    [
+        (None, {"prompt": "hi"}),
+        (COMPLETION, {}),
+        (COMPLETION, {"prompt": []}),
+        (COMPLETION, {"prompt": ["a", "b"]}),
+        (COMPLETION, {"prompt": {"prompt_string": "a", "multimodal_data": []}}),
+        (COMPLETION, {"prompt": [True]}),
+        (GENERATE, {"text": "hi", "image_data": "data:"}),
+    ],
+)
+def test_what_only_the_engine_knows_of_a_native_route(fields, body):
+    assert read_native(fields, body_of(body)) is None
+
+
+def test_texts_and_ids_of_one_prompt_are_joined_by_the_engine():
+    for prompt in ([1, "a"], [["a", 1]]):
+        assert isinstance(read_native(COMPLETION, body_of({"prompt": prompt})), MixedInput)
+
+
+def test_an_id_out_of_range_on_a_native_route():
+    with pytest.raises(BadRequest, match="token id"):
+        read_native(COMPLETION, body_of({"prompt": [-1]}))

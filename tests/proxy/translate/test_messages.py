@@ -201,7 +201,8 @@ class TestErrors:
 
         engine.script = script
         if native:
-            client.proxy.fleet.pools["m"].served_as_chats = frozenset()
+            engine_of = client.proxy.fleet.engines["a"]
+            engine_of.info = replace(engine_of.info, served_as_chats=frozenset())
         answer = await client.post(ROUTE, json=ASK, headers={"x-request-id": "mine"})
         assert answer.json() == {
             "type": "error",

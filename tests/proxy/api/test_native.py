@@ -1,0 +1,80 @@
+"""Routes beside `/v1`: which requests reach which engine."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter.llama_server.routes import ROUTES as LLAMA
+from engine_adapter.vllm.routes import ROUTES as VLLM
+from proxy.fleet.engine import EngineState
+from tests.fakes import INFO, FakeAdapter, FakeEngine, is_openai_error
+
+
+@pytest.fixture
+def engine_with_routes(proxy, engine):
+    """The engine of the proxy declares llama-server's routes."""
+    proxy.fleet.engines["a"].info = replace(INFO, routes=LLAMA)
+    return engine
+
+
+async def test_a_declared_route_reaches_the_engine(engine_with_routes, client):
+    assert (await client.post("/completion?x=1", json={"prompt": "hi"})).status_code == 200
+    assert (await client.get("/props")).status_code == 200
+    seen = [(exchange.method, exchange.target) for exchange in engine_with_routes.seen]
+    assert seen == [("POST", "/completion?x=1"), ("GET", "/props")]
+
+
+async def test_a_route_that_equals_one_of_v1_becomes_that_one(engine_with_routes, client):
+    assert (
+        await client.post("/chat/completions?x=1", json={"model": "m", "messages": []})
+    ).status_code == 200
+    assert [exchange.target for exchange in engine_with_routes.seen] == ["/v1/chat/completions?x=1"]
+    assert (await client.get("/models")).json()["data"][0]["id"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/props"), ("DELETE", "/slots"), ("GET", "/completion")],
+)
+async def test_another_method_or_path_does_not(engine_with_routes, client, method, path):
+    assert is_openai_error(await client.request(method, path), 404, "not_found")
+    assert not engine_with_routes.seen
+
+
+async def test_a_route_that_no_engine_of_the_pool_has(engine_with_routes, client):
+    assert is_openai_error(await client.post("/pooling", json={"model": "m"}), 404, "not_found")
+    assert not engine_with_routes.seen
+
+
+async def test_only_an_engine_that_has_the_route_gets_it(proxy, engine_with_routes, client):
+    async with FakeEngine("b") as other:
+        added = proxy.add(FakeAdapter("b", other.url))
+        proxy.fleet.join(added, replace(INFO, routes=VLLM))
+        added.state = EngineState.READY
+        for _ in range(3):
+            assert (await client.get("/version")).status_code == 200
+            assert (await client.get("/slots")).status_code == 200
+        assert {exchange.target for exchange in other.seen} == {"/version"}
+        assert {exchange.target for exchange in engine_with_routes.seen} == {"/slots"}
+
+
+async def test_a_lost_engine_may_have_the_route(proxy, engine_with_routes, client):
+    proxy.fleet.leave(proxy.fleet.engines["a"])
+    assert is_openai_error(await client.get("/props"), 503)
+
+
+async def test_with_several_pools_the_query_names_the_model(proxy, engine_with_routes, client):
+    other = proxy.add(FakeAdapter("b", model="n"))
+    proxy.fleet.join(other, replace(INFO, model="n"))
+    assert is_openai_error(await client.get("/props"), 404, "model_not_found")
+    assert (await client.get("/props?model=m")).status_code == 200
+    assert [exchange.target for exchange in engine_with_routes.seen] == ["/props?model=m"]
+
+
+async def test_an_engines_own_error_keeps_its_form(engine_with_routes, client):
+    async def refuse(exchange):
+        await exchange.send({"error": {"code": 400, "message": "no", "n_ctx": 8}}, status=400)
+
+    engine_with_routes.script = refuse
+    answer = await client.post("/completion", json={"prompt": "hi"})
+    assert (answer.status_code, answer.json()) == (400, {"error": {"code": 400, "message": "no", "n_ctx": 8}})
