@@ -24,7 +24,7 @@ from engine_adapter import (
     PromptTable,
     make_adapter,
 )
-from engine_adapter.types import EngineSpec, token_array
+from engine_adapter.types import MESSAGES_ROUTES, EngineSpec, token_array
 from tests.engines import served
 
 CHAT = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3, "temperature": 0}
@@ -57,6 +57,10 @@ async def test_connect_says_what_it_is_and_changes_nothing(adapter):
     assert first.model
     assert first.instance
     assert first.max_model_len > 0
+
+
+async def test_it_gets_messages_of_anthropics_api_as_chats(adapter):
+    assert (await adapter.connect()).served_as_chats >= MESSAGES_ROUTES
 
 
 async def test_load_counts_requests(adapter):

@@ -74,6 +74,15 @@ class TestWhole:
         message = whole({"content": "x"}, finish, **choice)
         assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
+    def test_a_prompt_that_is_prewarmed_has_no_answer(self):
+        answer = {
+            "choices": [{"message": {"content": "x"}, "finish_reason": "length"}],
+            "usage": USAGE["usage"],
+        }
+        message = message_of(json.dumps(answer).encode(), "msg_1", "m", prewarms=True)
+        assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
+        assert (message["usage"].cache_read_input_tokens, message["usage"].output_tokens) == (32, 0)
+
     def test_a_call_that_was_asked_for(self):
         assert whole({"tool_calls": [CALL]}, "stop")["stop_reason"] == "tool_use"
 
