@@ -396,7 +396,7 @@ async def _answer_count(ready: Ready, translation: Translation, reply: Reply, re
             engine=next(iter(ready.pool.engines), ready.pool.model),
             instead="kvpin cannot count the tokens of this prompt; name the tokenizer with tokenizer=",
         )
-    record.status = 200
+    record.status, record.prompt = 200, None  # no engine computed it: later prompts are not compared with it
     id_headers = [(name.encode(), ready.call.answer_id.encode()) for name in reply.dialect.id_headers]
     await reply.start(record.status, [(b"content-type", b"application/json"), *id_headers])
     await reply.finish(translation.count(len(ready.prompt.token_ids)))

@@ -80,6 +80,7 @@ class Fleet:
             host_blocks=info.host_blocks if info.tokens_per_block is not None else None,
         )
         pool.engines[engine.id] = engine
+        pool.served_as_chats |= info.served_as_chats
         self._not_away(engine.id)
         self._warn_of_names()
         return pool

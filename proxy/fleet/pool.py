@@ -33,6 +33,8 @@ class Pool:
     Attributes:
         prompts: renders and tokenises requests; None until an engine has connected.
         away: lost engines → the LoRA adapters they served.
+        served_as_chats: routes of which one engine or more wanted a chat instead. All engines get the same
+            request, also one that waits for a lost engine.
     """
 
     def __init__(self, model: str, tokens_per_block: int) -> None:
@@ -42,6 +44,7 @@ class Pool:
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
         self.away: dict[str, frozenset[str]] = {}
+        self.served_as_chats = frozenset[str]()
 
     @property
     def index(self) -> PrefixIndex:
@@ -56,12 +59,6 @@ class Pool:
     def loras(self) -> frozenset[str]:
         """Names of its LoRA adapters, as clients send them as `model`."""
         return frozenset().union(*(engine.loras for engine in self.engines.values()), *self.away.values())
-
-    @property
-    def served_as_chats(self) -> frozenset[str]:
-        """Routes of which one engine or more wants a chat instead: all get the same request."""
-        infos = (engine.info for engine in self.engines.values())
-        return frozenset().union(*(info.served_as_chats for info in infos if info is not None))
 
     def lora_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request's `model` names; None for the model itself."""

@@ -186,7 +186,7 @@ _encode = msgspec.json.Encoder().encode
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 # Clients send a thinking block back only if it is signed. kvpin does not check it.
 _SIGNATURE = "kvpin"
-_BROKEN_OFF = "the engine ended its answer early"
+_BROKEN_OFF = "the engine broke off its answer"
 
 
 def message_of(content: bytes, ident: str, model: str | None, *, prewarms: bool) -> dict[str, object]:
@@ -219,7 +219,7 @@ class MessageStream:
     def __init__(self, ident: str, model: str | None, *, prewarms: bool) -> None:
         """See `message_of`."""
         self._ident, self._model, self._prewarms = ident, model, prewarms
-        self._started = self._failed = False
+        self._started = self._failed = self._garbled = False
         self._kind = ""  # of the open block
         self._call: int | None = None  # index of the open block's call
         self._index = -1  # of the open block, or of the last one
@@ -231,13 +231,18 @@ class MessageStream:
     def event(self, payload: bytes, predicted: Predicted, extra: Mapping[str, object]) -> bytes:
         """The events that a chunk makes; `predicted` and `extra`: for the first one, see Translation.
 
-        Raises:
-            EngineFailed: the chunk is not that of a chat.
+        Nothing follows what is no chunk, such as half an event of an engine that died, but an error.
         """
-        chunk = _read(payload)
+        try:
+            chunk = _read(payload)
+        except EngineFailed:
+            self._garbled = True
+            return b""
         if chunk.error:
             self._failed = True
             return _error(read_error(payload).message)
+        if self._garbled:
+            return b""
         events = [] if self._started else self._start(predicted, extra)
         if chunk.usage is not None:
             self._usage = _usage(chunk.usage)
@@ -252,7 +257,7 @@ class MessageStream:
         """The last events; an error if the stream broke off before its end."""
         if self._failed:
             return b""
-        if self._finish is None:
+        if self._finish is None or self._garbled:
             return _error(_BROKEN_OFF)
         if self._prewarms:
             self._usage.output_tokens = 0

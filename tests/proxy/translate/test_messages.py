@@ -140,7 +140,7 @@ class TestStream:
         engine.script = script
         answer = await client.post(ROUTE, json={**ASK, "stream": True})
         *_, last = events_of(answer.content)
-        assert last["error"] == {"type": "api_error", "message": "the engine ended its answer early"}
+        assert last["error"] == {"type": "api_error", "message": "the engine broke off its answer"}
 
     async def test_an_engine_that_dies(self, engine, client):
         async def script(exchange):
@@ -155,15 +155,29 @@ class TestStream:
         *_, last = events_of(b"".join(parts))
         assert (last["type"], last["error"]["type"]) == ("error", "api_error")
 
-    async def test_an_event_that_is_no_chunk_breaks_the_stream(self, engine, client):
+    async def test_an_engine_that_dies_in_mid_event(self, engine, client):
         async def script(exchange):
-            await exchange.stream(event(chunk({"content": "x"})), b"data: what?\n\n", DONE)
+            await exchange.start()
+            await exchange.chunk(event(chunk({"content": "x"})) + b'data: {"choices": [{"de')
+            exchange.die()
 
         engine.script = script
         parts = []
         with pytest.raises(httpx.RemoteProtocolError):
             await read(client, parts)
-        assert b"message_stop" not in b"".join(parts)
+        *_, before, last = events_of(b"".join(parts))
+        assert (before["type"], last["type"]) == ("content_block_delta", "error")
+
+    async def test_an_event_that_is_no_chunk(self, engine, client):
+        async def script(exchange):
+            last = event(chunk({"content": "y"}, "stop"))
+            await exchange.stream(event(chunk({"content": "x"})), b"data: what?\n\n", last, DONE)
+
+        engine.script = script
+        answer = await client.post(ROUTE, json={**ASK, "stream": True})
+        *_, before, last = events_of(answer.content)
+        assert before["delta"]["text"] == "x"
+        assert last["error"] == {"type": "api_error", "message": "the engine broke off its answer"}
 
 
 async def read(client, parts):
@@ -187,7 +201,7 @@ class TestErrors:
 
         engine.script = script
         if native:
-            next(iter(client.proxy.fleet.engines.values())).info = INFO
+            client.proxy.fleet.pools["m"].served_as_chats = frozenset()
         answer = await client.post(ROUTE, json=ASK, headers={"x-request-id": "mine"})
         assert answer.json() == {
             "type": "error",

@@ -8,7 +8,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from tests.fakes import CHAT, DONE, INFO, FakeAdapter, client_of, proxy_over
+from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, proxy_over
 
 ROUTE = "/v1/shouts"
 
@@ -85,6 +85,14 @@ async def test_an_engine_that_serves_the_route_gets_it_as_it_is(engine):
     assert (sent.target, sent.body) == (ROUTE, b'{"shout" : "hello"}')
 
 
+async def test_a_lost_engine_still_decides(client):
+    """A request may wait for it."""
+    fleet, pool = client.proxy.fleet, client.proxy.fleet.pools["m"]
+    (engine,) = pool.engines.values()
+    fleet.leave(engine)
+    assert pool.served_as_chats == {ROUTE}
+
+
 async def test_an_error_of_the_engine(engine, client):
     async def script(exchange):
         await exchange.send({"error": {"message": "too long"}}, status=400)
@@ -154,9 +162,13 @@ class TestCounting:
         async with proxy_over(FakeAdapter("a", engine.url, info), reuse=True, translations=SHOUTS) as proxy:
             answer = await self.ask(proxy, "hello")
             assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+            counted = proxy.last
+            assert answer.headers["x-request-id"] == counted.request_id
+            assert (engine.seen, counted.attempts, counted.status, counted.prompt) == ([], [], 200, None)
+            async with client_of(proxy) as client:
+                await client.post(CHAT, json=ASK | {"messages": [{"role": "user", "content": "hello"}]})
             assert answer.text == f"{proxy.last.n_tokens} letters"
-            assert answer.headers["x-request-id"] == proxy.last.request_id
-            assert (engine.seen, proxy.last.attempts, proxy.last.status) == ([], [], 200)
+            await proxy.settled()
 
     async def test_a_prompt_of_any_length(self, engine, tokenizer_dir):
         info = replace(
