@@ -3,12 +3,12 @@
 import asyncio
 import gc
 import json
+from importlib import import_module
 
 import pytest
 
 from engine_adapter import JsonBody
 from proxy.several import serve
-from proxy.several.serve import AT_ONCE
 from tests.fakes import (
     ASK,
     CHAT,
@@ -23,8 +23,15 @@ from tests.fakes import (
 )
 
 COMPLETIONS = "/v1/completions"
+AT_ONCE = 16
 USAGE = {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12}
 HEAD = {"object": "text_completion", "created": 1, "model": "m"}
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch):
+    """Fewer connections than in earnest, which a busy machine opens in time."""
+    monkeypatch.setattr(import_module("proxy.several.serve"), "AT_ONCE", AT_ONCE)
 
 
 def events_of(text):
