@@ -118,6 +118,8 @@ class EngineInfo:
             shares none.
         renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
             cannot be rendered here, it refuses.
+        served_as_chats: routes of other APIs that kvpin serves as chats, because the engine lacks them or
+            would not serve them on the slot or with the salt that kvpin chooses.
     """
 
     model: str
@@ -137,6 +139,7 @@ class EngineInfo:
     events_read_once: bool = False
     shared_tiers: str | None = None
     renders_alike: bool = False
+    served_as_chats: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from engine_adapter import (
     IncomingResponse,
     JsonBody,
     RequestBody,
+    Retention,
 )
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.answers import Report
@@ -47,6 +48,7 @@ from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
+from proxy.translate import CHAT_PATH, TRANSLATIONS, Translated, Translation
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +71,8 @@ class Ready(Struct, frozen=True):
         prompt: its prompt as the engine will see it; None when reuse is off or the prompt cannot be known.
         chain: the prompt's blocks; None without a prompt.
         session: the conversation it belongs to; None when reuse is off.
+        retention: how long its client wants its KV kept; None when reuse is off.
+        translation: turns the answer to a chat into that of the API the client asked; None for its own.
     """
 
     call: Call
@@ -78,6 +82,8 @@ class Ready(Struct, frozen=True):
     prompt: Prompt | None
     chain: Chain | None
     session: Session | None = None
+    retention: Retention | None = None
+    translation: Translation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,8 @@ class Flow:
             ready = await self.prepare(call)
             call = ready.call
             record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
+            if (translation := ready.translation) is not None:
+                reply.through(lambda client: Translated(client, translation))
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
                 engine = ready.pool.engines[placement.engine]
@@ -152,18 +160,20 @@ class Flow:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        salt = None
+        pool, asked, salt = self.fleet.pool(call.model), call.body, None
+        if (translation := _translation(call, pool)) is not None:
+            call = replace(call, path=CHAT_PATH, body=translation.chat)
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(call.body, salt)
             call = call if body is call.body else replace(call, body=body)
-        pool = self.fleet.pool(call.model)
         lora = pool.lora_of(call.model)
-        prompt = None
+        prompt = retention = None
         if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
             prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora, tenant=call.tenant)
+            retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
         session = call.session if self.ingest is not None else None
-        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session)
+        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, translation)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
@@ -253,10 +263,9 @@ class Flow:
         call, prompt, body = ready.call, ready.prompt, _body_for(engine, ready)
         if self.ingest is None:
             return nullcontext(Hold(body))
-        if prompt is None or not prompt.whole or not isinstance(call.body, JsonBody):
+        if prompt is None or not prompt.whole:
             return engine.adapter.hold(call.route, body, None)
-        retention = retention_of(call.body, call.tenant)
-        return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=retention))
+        return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=ready.retention))
 
 
 def _note_failure(engine: Engine, error: EngineError) -> None:
@@ -264,6 +273,14 @@ def _note_failure(engine: Engine, error: EngineError) -> None:
         log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
     else:
         engine.suspect(error)
+
+
+def _translation(call: Call, pool: Pool) -> Translation | None:
+    """How the request becomes a chat; None if the engines of the pool serve it as it is."""
+    translate = TRANSLATIONS.get(call.route)
+    if translate is None or call.route not in pool.served_as_chats or not isinstance(call.body, JsonBody):
+        return None
+    return translate(call.body)
 
 
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:

@@ -57,6 +57,12 @@ class Pool:
         """Names of its LoRA adapters, as clients send them as `model`."""
         return frozenset().union(*(engine.loras for engine in self.engines.values()), *self.away.values())
 
+    @property
+    def served_as_chats(self) -> frozenset[str]:
+        """Routes of which one engine or more wants a chat instead: all get the same request."""
+        infos = (engine.info for engine in self.engines.values())
+        return frozenset().union(*(info.served_as_chats for info in infos if info is not None))
+
     def lora_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request's `model` names; None for the model itself."""
         return model if model is not None and model != self.model and model in self.loras else None

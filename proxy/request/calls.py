@@ -123,6 +123,10 @@ class Reply:
         self.complete = False
         self.events = 0
 
+    def through(self, wrap: Callable[[Client], Client]) -> None:
+        """Lets what `wrap` makes of the client get the answer, which has not begun."""
+        self._client = wrap(self._client)
+
     async def start(self, status: int, headers: HeaderPairs) -> None:
         """Sends status and headers; names are in lower case."""
         self._client.start(status, headers)
