@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,18 @@ import pytest
 
 from scripts.make_gguf import gguf_path
 from tests.clients import fake
-from tests.clients.environments import program_of
-from tests.clients.matrix import CLIENTS, FEATURES, Client
+from tests.clients.environments import NotInstalled, install, program_of
+from tests.clients.matrix import CLIENTS, FEATURES, Client, cells, table
 from tests.live.conftest import Kvpin, running_kvpin
 from tests.llama import running_llama_server
 
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+BEGIN, END = "<!-- matrix -->", "<!-- end of the matrix -->"
+"""What stands around the matrix on the page."""
+
 KEY = "sk-clients"
 EMBEDDED = "embedded: --threads 1 --kv-blocks 4096"
-PROGRAMS = Path(__file__).parent / "programs"
+VECTORS = ("--embeddings", "--pooling", "mean", "-a", "vectors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,35 @@ class Run:
         return self.results[feature]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Installs the clients before their tests: the first time takes longer than a test may."""
+    if session.config.option.collectonly:
+        return
+    wanted = [item.callspec.params["client"] for item in session.items if _is_cell(item)]
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    # Where it fails, so does each test of the client, with the reason.
+    with capture.global_and_fixture_disabled(), suppress(NotInstalled):
+        install(wanted)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Writes the matrix into the page about clients when all of its cells were run."""
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")
+    ran = [item for item in session.items if _is_cell(item)]
+    if len(ran) < len(list(cells(small=False))) or session.config.option.collectonly:
+        return
+    broken = {report.nodeid for kind in ("failed", "error") for report in reporter.stats.get(kind, ())}
+    params = [item.callspec.params for item in ran if item.nodeid in broken]
+    made = table({(each["client"], each["feature"]) for each in params})
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{made}{END}{after}", encoding="utf-8")
+
+
+def _is_cell(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and item.originalname == "test_cell"
+
+
 @pytest.fixture(scope="session")
 def world_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], World]]:
     """kvpin in front of the engine of that name; started once."""
@@ -79,10 +112,10 @@ def _start(engine: str, home: Path, stack: ExitStack) -> World:
         url = stack.enter_context(fake.running_fake())
         return World(serve("--engine", f"openai_compatible={url}"), fake.MODEL, fake.MODEL)
     chats = stack.enter_context(
-        running_llama_server(home / "chats", None, "--jinja", ctx=32768, save_dir=home)
+        running_llama_server(home / "chats", None, "--jinja", "-a", "tiny", ctx=32768, save_dir=home)
     )
     vectors = stack.enter_context(
-        running_llama_server(home / "vectors", gguf_path("tiny"), "--embeddings", "-a", "vectors", slots=1)
+        running_llama_server(home / "vectors", gguf_path("tiny"), *VECTORS, slots=1)
     )
     servers = [f"llama_server={server.url}" for server in (chats, vectors)]
     return World(serve("--engine", servers[0], "--engine", servers[1]), "tiny", "vectors")
@@ -97,8 +130,12 @@ def run_of(
 
     def run(name: str, engine: str) -> Run:
         if (name, engine) not in runs:
-            client, world = CLIENTS[name], world_of(engine)
-            runs[name, engine] = _run(client, engine, world, tmp_path_factory.mktemp("client"))
+            home = tmp_path_factory.mktemp("client")
+            try:
+                command = program_of(CLIENTS[name])
+            except NotInstalled as error:
+                pytest.fail(str(error), pytrace=False)
+            runs[name, engine] = _run(command, CLIENTS[name], engine, world_of(engine), home)
         return runs[name, engine]
 
     yield run
@@ -107,7 +144,7 @@ def run_of(
         each.process.communicate()
 
 
-def _run(client: Client, engine: str, world: World, home: Path) -> Run:
+def _run(command: list[str], client: Client, engine: str, world: World, home: Path) -> Run:
     asked = {
         "url": world.kvpin.url,
         "key": KEY,
@@ -122,7 +159,7 @@ def _run(client: Client, engine: str, world: World, home: Path) -> Run:
     errors = home / "stderr"
     with errors.open("w") as stderr:
         process = subprocess.Popen(
-            [*program_of(client), json.dumps(asked)],
+            [*command, json.dumps(asked)],
             cwd=home,
             env={**kept, "HOME": str(home)},
             stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """Environments of the clients, in the cache: one for each file of pins, made when it is first needed.
 
-    python -m tests.clients.environments          makes all of them
-    python -m tests.clients.environments --lock   writes the newest versions into pins/
+python -m tests.clients.environments          makes all of them
+python -m tests.clients.environments --lock   writes the newest versions into pins/
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from tests.clients.matrix import CLIENTS, REQUIREMENTS, Client
 HERE = Path(__file__).parent
 PINS, PROGRAMS = HERE / "pins", HERE / "programs"
 UV = "uv==0.13.9"
-NEEDS_NETWORK = "run scripts/test-clients --install once with a network connection"
 
 
 class NotInstalled(Exception):
@@ -49,7 +48,10 @@ def environment(name: str) -> Path:
             made = home.with_suffix(".new")
             shutil.rmtree(made, ignore_errors=True)
             print(f"installing {name} into {home} …", file=sys.stderr)  # noqa: T201
-            _install_node(files, made) if pins.is_dir() else _install_python(files[0], made)
+            if pins.is_dir():
+                _install_node(files, made)
+            else:
+                _install_python(files[0], made)
             made.rename(home)
     return home
 
@@ -65,7 +67,7 @@ def _install_node(files: list[Path], home: Path) -> None:
     home.mkdir()
     for file in files:
         shutil.copy(file, home)
-    _call("npm", "ci", "--no-audit", "--no-fund", cwd=home)
+    _call("npm", "ci", "--no-audit", "--no-fund", "--loglevel", "error", cwd=home)
 
 
 @functools.cache
@@ -93,29 +95,47 @@ def _call(*command: str | Path, cwd: Path | None = None) -> None:
     try:
         subprocess.run(command, cwd=cwd, check=True, stdout=sys.stderr)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise NotInstalled(f"a client was not installed: {NEEDS_NETWORK} ({error})") from error
+        raise NotInstalled(
+            f"run 'python -m tests.clients.environments' once with a network connection: {error}"
+        ) from error
 
 
 def lock() -> None:
     """Pins the newest versions of everything that `matrix.REQUIREMENTS` allows."""
     for name, wanted in REQUIREMENTS.items():
         if (PINS / name).is_dir():
-            options = ("--package-lock-only", "--omit-lockfile-registry-resolved")
+            options = ("--package-lock-only", "--omit-lockfile-registry-resolved", "--ignore-scripts")
             _call("npm", "install", *options, "--save-exact", *wanted, cwd=PINS / name)
             continue
         command = [_uv(), "pip", "compile", "-", "--universal", "--python-version", "3.11", "--no-annotate"]
         text = subprocess.run(
-            [*command, "--no-header", "--quiet"], input="\n".join(wanted), text=True, check=True, capture_output=True
+            [*command, "--no-header", "--quiet"],
+            input="\n".join(wanted),
+            text=True,
+            check=True,
+            capture_output=True,
         ).stdout
         (PINS / f"{name}.txt").write_text(text)
+
+
+def install(names: Iterable[str]) -> None:
+    """Makes the environments of these clients.
+
+    Raises:
+        NotInstalled: one could not be made.
+    """
+    for pins in dict.fromkeys(CLIENTS[name].pins for name in names):
+        environment(pins)
 
 
 def main() -> None:
     """The command line."""
     if sys.argv[1:] == ["--lock"]:
         lock()
-    for pins in dict.fromkeys(client.pins for client in CLIENTS.values()):
-        environment(pins)
+    try:
+        install(CLIENTS)
+    except NotInstalled as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ The last user message says what happens: `SCENARIO KEY`. The key counts a client
     call-tools k1    two calls at once
     think k1         reasoning, then an answer
     edit k1          aider's block that changes `hello` to `goodbye` in hello.txt
+    touch k1         a call of the agent's shell that makes the file made.txt
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import struct
 import threading
 from collections import Counter, defaultdict
@@ -143,7 +145,7 @@ def _message(body: dict[str, Any], scenario: str) -> dict[str, Any]:
     if scenario == "edit":
         return {"content": EDIT}
     stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
-    return {"content": TEXT.split(stop[0])[0] if stop and stop[0] in TEXT else TEXT}
+    return {"content": TEXT.partition(stop[0])[0] if stop and stop[0] in TEXT else TEXT}
 
 
 def _call(function: dict[str, Any], number: int) -> dict[str, Any]:
@@ -200,9 +202,8 @@ def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A message in pieces. The arguments of tool calls come in two."""
     yield {"role": "assistant", "content": None}
     for field in ("reasoning_content", "content"):
-        for word in (message.get(field) or "").split(" "):
-            if word:
-                yield {field: word if word[-1] == "." else word + " "}
+        for word in re.findall(r"\S+\s*", message.get(field) or ""):
+            yield {field: word}
     for index, call in enumerate(message.get("tool_calls") or ()):
         arguments = call["function"]["arguments"]
         begun = {**call, "index": index, "function": {**call["function"], "arguments": ""}}

@@ -30,10 +30,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 # A PNG of one pixel.
-PIXEL = (
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
-)
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
 PIXEL_URL = f"data:image/png;base64,{PIXEL}"
+TOO_LONG = "word " * 40_000
 VECTOR = [0.25, -0.5, 1.0]
 LONG = "The harbour opens at six. " * 40
 
@@ -93,7 +92,11 @@ async def _run(world: World, features: dict[str, Callable[[World], Awaitable[Non
                 await features[name](world)
         except Exception as error:
             where = "".join(traceback.format_exception(error)[-4:])
-            result |= {"error": f"{type(error).__name__}: {error}", "where": where, "status": status_of(error)}
+            result |= {
+                "error": f"{type(error).__name__}: {error}",
+                "where": where,
+                "status": status_of(error),
+            }
         result["seconds"] = round(time.monotonic() - started, 2)
         print(json.dumps(result), flush=True)
 
