@@ -135,8 +135,12 @@ await main({
     assert.equal(await ask(`do: left ${key}`), "left");
   },
   async death() {
-    const parts = await all(ai.streamText(asked(wish("die")[0])).fullStream);
-    assert.ok(parts.some((part) => part.type === "error"));
+    const read = async () => {
+      const parts = await all(ai.streamText(asked(wish("die")[0])).fullStream);
+      const failed = parts.find((part) => part.type === "error");
+      if (failed) throw failed.error;
+    };
+    await raises(undefined, read());
     await raises(Error, ask(wish("die")[0]));
   },
   async timeout() {

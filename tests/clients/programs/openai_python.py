@@ -14,7 +14,7 @@ from features import LONG, PIXEL_URL, SCHEMA, TOO_LONG, TOOL, VECTOR, World, mai
 
 
 class Client:
-    """One of the two clients: methods called by their dotted name are awaited if need be, streams iterated."""
+    """One of the two clients: methods called by their dotted name are awaited if need be."""
 
     def __init__(self, world: World, **changes: Any) -> None:
         make = openai.AsyncOpenAI if world.asynchronous else openai.OpenAI
