@@ -133,28 +133,43 @@ def _message(body: dict[str, Any], scenario: str) -> dict[str, Any]:
     if body["messages"][-1]["role"] == "tool":
         return {"content": f"The tool said: {_text(body['messages'][-1]['content'])}"}
     forced = body.get("tool_choice") not in (None, "auto", "none")
-    if body.get("tools") and (forced or scenario.startswith("call-tool")):
-        function = body["tools"][0]["function"]
-        count = 2 if scenario == "call-tools" else 1
-        return {"content": None, "tool_calls": [_call(function, number) for number in range(count)]}
-    form = body.get("response_format") or {}
-    if form.get("type") == "json_schema":
-        return {"content": json.dumps(_example(form["json_schema"]["schema"]))}
+    functions = [tool["function"] for tool in body.get("tools") or ()]
+    if scenario == "touch":
+        return {"content": None, "tool_calls": [_shell_call(functions)]}
+    if functions and (forced or scenario.startswith("call-tool")):
+        calls = [_call(functions[0], number) for number in range(2 if scenario == "call-tools" else 1)]
+        return {"content": None, "tool_calls": calls}
     if scenario == "think":
         return {"reasoning_content": REASONING, "content": TEXT}
-    if scenario == "edit":
-        return {"content": EDIT}
+    return {"content": EDIT if scenario == "edit" else _answer(body)}
+
+
+def _answer(body: dict[str, Any]) -> str:
+    """What it says: JSON if that is asked for, else one sentence up to the first stop sequence."""
+    form = body.get("response_format") or {}
+    if form.get("type") == "json_schema":
+        return json.dumps(_example(form["json_schema"]["schema"]))
     stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
-    return {"content": TEXT.partition(stop[0])[0] if stop and stop[0] in TEXT else TEXT}
+    return TEXT.partition(stop[0])[0] if stop else TEXT
 
 
 def _call(function: dict[str, Any], number: int) -> dict[str, Any]:
-    arguments = json.dumps(_example(function.get("parameters") or {"type": "object"}))
-    return {
-        "id": f"call_{number}",
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    return _call_with(function, _example(function.get("parameters") or {"type": "object"}), number)
+
+
+def _shell_call(functions: list[dict[str, Any]]) -> dict[str, Any]:
+    """A call of the function that runs commands: the first that takes one."""
+    for function in functions:
+        for name, schema in function["parameters"].get("properties", {}).items():
+            if name in ("cmd", "command"):
+                words = ["touch", "made.txt"]
+                return _call_with(function, {name: words if schema["type"] == "array" else " ".join(words)})
+    raise AssertionError(f"no shell among {[function['name'] for function in functions]}")
+
+
+def _call_with(function: dict[str, Any], arguments: Any, number: int = 0) -> dict[str, Any]:
+    called = {"name": function["name"], "arguments": json.dumps(arguments)}
+    return {"id": f"call_{number}", "type": "function", "function": called}
 
 
 def _example(schema: dict[str, Any], root: dict[str, Any] | None = None) -> Any:

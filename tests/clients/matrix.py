@@ -61,7 +61,9 @@ FEATURES = {
     "reasoning": Feature("reasoning content", FAKE),
     "embeddings": Feature("embeddings", refused={"embedded": Refusal(404, "it has no embeddings")}),
     "images": Feature("images", refused={"embedded": _NO_IMAGES, "llama-server": _NO_IMAGES}),
-    "count_tokens": Feature("count of tokens"),
+    "count_tokens": Feature(
+        "count of tokens", refused={"fake": Refusal(501, "neither it nor kvpin knows its tokenizer")}
+    ),
     "messages": Feature("Anthropic Messages"),
     "responses": Feature("Responses"),
     "responses_stream": Feature("Responses, streamed"),
