@@ -117,8 +117,8 @@ def _start(engine: str, home: Path, stack: ExitStack) -> World:
     vectors = stack.enter_context(
         running_llama_server(home / "vectors", gguf_path("tiny"), *VECTORS, slots=1)
     )
-    servers = [f"llama_server={server.url}" for server in (chats, vectors)]
-    return World(serve("--engine", servers[0], "--engine", servers[1]), "tiny", "vectors")
+    engines = (f"llama_server={chats.url}", f"openai_compatible={vectors.url}")
+    return World(serve("--engine", engines[0], "--engine", engines[1]), "tiny", "vectors")
 
 
 @pytest.fixture(scope="session")
