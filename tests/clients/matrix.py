@@ -146,7 +146,7 @@ CLIENTS = {
     "LlamaIndex": Client(
         "llama-index",
         "use_llama_index.py",
-        _without((*_PLAIN, *_TOOLS, "usage", "stop", "embeddings", "images"), "no_retry"),
+        _without((*_PLAIN, *_TOOLS, "usage", "stop", "embeddings", "images"), "no_retry", "cancel"),
     ),
     "litellm": Client(
         "litellm",
