@@ -112,7 +112,7 @@ def _start(engine: str, home: Path, stack: ExitStack) -> World:
         url = stack.enter_context(fake.running_fake())
         return World(serve("--engine", f"openai_compatible={url}"), fake.MODEL, fake.MODEL)
     chats = stack.enter_context(
-        running_llama_server(home / "chats", None, "--jinja", "-a", "tiny", ctx=32768, save_dir=home)
+        running_llama_server(home / "chats", None, "-n", "64", "-a", "tiny", ctx=32768, save_dir=home)
     )
     vectors = stack.enter_context(
         running_llama_server(home / "vectors", gguf_path("tiny"), *VECTORS, slots=1)

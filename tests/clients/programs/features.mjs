@@ -60,7 +60,7 @@ const statusOf = (error) => error?.status ?? error?.statusCode ?? (error?.cause 
 function limited(made) {
   let timer;
   const late = new Promise((_, reject) => {
-    timer = setTimeout(() => reject(new Error("took longer than 90 s")), 90_000);
+    timer = setTimeout(() => reject(new Error("took longer than 240 s")), 240_000);
   });
   return Promise.race([made, late]).finally(() => clearTimeout(timer));
 }
