@@ -237,14 +237,14 @@ class Flow:
             return pools[0], None
         engine = self.fleet.engines.get(home.engine)
         pool_of_home = self.fleet.pool_of(engine) if engine is not None else None
-        if engine is None or pool_of_home is None or _instance_of(engine) != home.instance:
+        if pool_of_home is None or _instance_of(engine) != home.instance:
             raise _no_response(call, name, f": engine {home.engine!r}, which made it, was restarted")
         return pool_of_home, home.engine
 
     def _note_home(self, response_id: str, record: RequestRecord) -> None:
         """The engine that answers now has made a response."""
         engine = record.attempts[-1]
-        instance = _instance_of(self.fleet.engine(engine))
+        instance = _instance_of(self.fleet.engines.get(engine))
         self.homes.keep(record.tenant, response_id, Home(engine, instance))
 
     async def _translation(self, call: Call, pool: Pool) -> Translation | None:
@@ -357,9 +357,9 @@ def _note_failure(engine: Engine, error: EngineError) -> None:
         engine.suspect(error)
 
 
-def _instance_of(engine: Engine) -> str | None:
-    """The process that it is now; None before it has connected."""
-    return engine.info.instance if engine.info is not None else None
+def _instance_of(engine: Engine | None) -> str | None:
+    """The process that it is now; None if it is gone, or has not connected."""
+    return engine.info.instance if engine is not None and engine.info is not None else None
 
 
 def _no_response(call: Call, name: str, why: str = "") -> NotFound:
