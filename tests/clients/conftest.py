@@ -16,7 +16,7 @@ import pytest
 from scripts.make_gguf import gguf_path
 from tests.clients import fake
 from tests.clients.environments import NotInstalled, install, program_of
-from tests.clients.matrix import CLIENTS, FEATURES, Client, cells, table
+from tests.clients.matrix import CLIENTS, Client, cells, features_on, table
 from tests.live.conftest import Kvpin, running_kvpin
 from tests.llama import running_llama_server
 
@@ -151,7 +151,7 @@ def _run(command: list[str], client: Client, engine: str, world: World, home: Pa
         "engine": engine,
         "model": world.model,
         "embedding_model": world.embedding_model,
-        "features": [name for name in client.features if engine in FEATURES[name].engines],
+        "features": features_on(client, engine),
         "asynchronous": client.asynchronous,
     }
     # A client's own settings on this machine would change what it does.

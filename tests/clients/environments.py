@@ -59,8 +59,8 @@ def environment(name: str) -> Path:
 def _install_python(requirements: Path, home: Path) -> None:
     uv = _uv()
     _call(uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, home)
-    python = home / "bin" / "python"
-    _call(uv, "pip", "install", "--quiet", "--python", python, "--requirements", requirements)
+    into = ("--python", home / "bin" / "python", "--compile-bytecode")
+    _call(uv, "pip", "install", "--quiet", *into, "--requirements", requirements)
 
 
 def _install_node(files: list[Path], home: Path) -> None:

@@ -91,6 +91,7 @@ class Client:
         program: the file in `programs/`.
         features: what it can ask for.
         asynchronous: runs its asynchronous half.
+        engines: where it is run.
         small: runs in every test run, on the embedded engine and the fake; `scripts/test-clients` runs all.
     """
 
@@ -99,6 +100,7 @@ class Client:
     features: tuple[str, ...]
     asynchronous: bool = False
     small: bool = False
+    engines: tuple[str, ...] = tuple(ENGINES)
 
 
 _OPENAI = (
@@ -176,7 +178,8 @@ CLIENTS = {
         ),
     ),
     "aider": Client("aider", "use_aider.py", ("agent",)),
-    "Codex": Client("codex", "codex.mjs", ("agent",)),
+    # Its prompt is longer than the embedded engine's context.
+    "Codex": Client("codex", "codex.mjs", ("agent",), engines=("llama-server", "fake")),
 }
 
 REQUIREMENTS = {
@@ -203,12 +206,14 @@ REQUIREMENTS = {
 def cells(*, small: bool) -> Iterator[tuple[str, str, str]]:
     """Client, engine and feature of each cell, those of one process together."""
     for name, client in CLIENTS.items():
-        if client.small or not small:
-            for engine in ENGINES:
-                if engine != "llama-server" or not small:
-                    for feature in client.features:
-                        if engine in FEATURES[feature].engines:
-                            yield name, engine, feature
+        for engine in client.engines:
+            if not small or (client.small and engine != "llama-server"):
+                yield from ((name, engine, feature) for feature in features_on(client, engine))
+
+
+def features_on(client: Client, engine: str) -> list[str]:
+    """The features of a client that are run on an engine."""
+    return [feature for feature in client.features if engine in FEATURES[feature].engines]
 
 
 def table(failed: Collection[tuple[str, str]] = ()) -> str:

@@ -17,6 +17,9 @@ CELLS = [
 
 
 @pytest.mark.live
+@pytest.mark.timeout(
+    600
+)  # the first cell of an engine waits for its start, that of a client for node or Python
 @pytest.mark.parametrize(("client", "engine", "feature"), CELLS)
 def test_cell(run_of, client, engine, feature):
     result = run_of(client, engine).result(feature)

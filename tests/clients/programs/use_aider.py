@@ -22,16 +22,15 @@ async def agent(world: World) -> None:
             *("--no-check-update", "--no-show-model-warnings", "--no-analytics", "--map-tokens", "0"),
             *("--no-show-release-notes", "--no-pretty", "--no-detect-urls", "hello.txt"),
             cwd=directory,
-            env={**os.environ, "HOME": directory},
+            env={**os.environ, "HOME": directory, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
         printed = (await process.communicate())[0].decode()
         assert process.returncode == 0, printed
-        assert "Error" not in printed, printed
         assert "Tokens: " in printed, printed  # usage
-        assert file.read_text() == ("goodbye\n" if world.is_fake else file.read_text()), printed
+        assert not world.is_fake or file.read_text() == "goodbye\n", printed
 
 
 if __name__ == "__main__":

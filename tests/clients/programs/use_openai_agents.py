@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from agents import (
     Agent,
+    ModelBehaviorError,
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
@@ -104,18 +106,28 @@ async def schema(world: World) -> None:
 
 
 async def responses(world: World) -> None:
-    run = await Runner.run(agent(world, responses=True), world.fresh())
-    assert run.final_output
+    with noise_is_incomplete(world):
+        assert (await Runner.run(agent(world, responses=True), world.fresh())).final_output
 
 
 async def responses_stream(world: World) -> None:
-    run = Runner.run_streamed(agent(world, responses=True), world.fresh())
-    got = [
-        event.data.delta
-        async for event in run.stream_events()
-        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
-    ]
-    assert "".join(got) == run.final_output
+    run, pieces = Runner.run_streamed(agent(world, responses=True), world.fresh()), []
+    with noise_is_incomplete(world):
+        async for event in run.stream_events():
+            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+                pieces.append(event.data.delta)
+        assert "".join(pieces) == run.final_output
+    assert pieces
+
+
+@contextmanager
+def noise_is_incomplete(world: World) -> Iterator[None]:
+    """Real engines' noise ends at the limit of tokens, which the SDK takes for an error over Responses."""
+    try:
+        yield
+    except ModelBehaviorError as error:
+        if world.is_fake or "max_output_tokens" not in str(error):
+            raise
 
 
 if __name__ == "__main__":
