@@ -9,10 +9,19 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.hold import RequestBody, SelfPlaced
 from engine_adapter.http.control import ControlClient, max_model_len, model_name, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.types import MESSAGES_ROUTES, Capability, EngineInfo, EngineLoad, EngineSpec
+from engine_adapter.types import (
+    MESSAGES_ROUTES,
+    RESPONSES_ROUTES,
+    Capability,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+)
 from engine_adapter.undeclared import Undeclared
 
 _CAPABILITIES: frozenset[Capability] = frozenset()
+# What servers answer on a route that they do not have.
+_NO_SUCH_ROUTE = (404, 405, 501)
 
 
 class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
@@ -39,7 +48,7 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
             capabilities=_CAPABILITIES,
             max_model_len=max_model_len(models),
             tokenizer=self.spec.tokenizer,
-            served_as_chats=MESSAGES_ROUTES,
+            served_as_chats=MESSAGES_ROUTES | await self._missing(RESPONSES_ROUTES),
         )
 
     async def load(self) -> EngineLoad:
@@ -74,3 +83,14 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
                 return False
             raise EngineUnavailable(f"/health answered {error.status}: {error}") from error
         return True
+
+    async def _missing(self, routes: frozenset[str]) -> frozenset[str]:
+        """Those of the routes that the engine has not. It is asked with an empty body, which runs nothing."""
+        return frozenset([route for route in routes if await self._lacks(route)])
+
+    async def _lacks(self, route: str) -> bool:
+        try:
+            await self._control.fetch("POST", route, b"{}")
+        except EngineRejected as error:
+            return error.status in _NO_SUCH_ROUTE
+        return False

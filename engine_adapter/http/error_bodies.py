@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import msgspec
 
 # An error that is not JSON may be a whole web page: only its beginning is kept.
 _MAX_REASON_BYTES = 500
+# llama-server answers these with 500: another engine with the same model would do so, too.
+_CLIENTS_FAULT = re.compile(r"(image|audio|video) input is not supported")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineErrorBody:
-    """An engine's error."""
+    """An engine's error.
+
+    Attributes:
+        is_clients: the request is at fault, whatever status the engine gave.
+    """
 
     message: str
     type: str | None = None
     param: str | None = None
     code: str | None = None
+    is_clients: bool = False
 
 
 def read_error(content: bytes) -> EngineErrorBody:
@@ -32,7 +40,10 @@ def read_error(content: bytes) -> EngineErrorBody:
     fields = inner if isinstance(inner, dict) else {"message": inner}
     text = {name: fields.get(name) for name in ("type", "param", "code")}
     strings = {name: value if isinstance(value, str) else None for name, value in text.items()}
-    return EngineErrorBody(_reason(fields.get("message") or fields.get("detail")), **strings)
+    reason = _reason(fields.get("message") or fields.get("detail"))
+    if _CLIENTS_FAULT.match(reason):
+        return EngineErrorBody(reason, "invalid_request_error", strings["param"], is_clients=True)
+    return EngineErrorBody(reason, **strings)
 
 
 def _reason(value: object) -> str:

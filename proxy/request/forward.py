@@ -10,6 +10,7 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from http import HTTPStatus
 
 import msgspec
 
@@ -258,19 +259,20 @@ async def _answer_error(
     """
     content = await response.read()
     error, advice = read_error(content), _retry_advice(response.headers)
+    status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
     # With this header the engine says: the request itself is the cause.
-    if response.status in refusals and advice.get("x-should-retry") != "false":
+    if status in refusals and advice.get("x-should-retry") != "false":
         raise EngineRejected(
             error.message,
-            status=response.status,
+            status=status,
             param=error.param,
             type=error.type,
             code=error.code,
             headers=advice,
         )
-    kind = error.type or ("server_error" if response.status in REFUSALS else "invalid_request_error")
+    kind = error.type or ("server_error" if status in REFUSALS else "invalid_request_error")
     body = reply.dialect.error(
-        response.status,
+        status,
         error.message,
         kind=kind,
         param=error.param,
@@ -279,9 +281,9 @@ async def _answer_error(
     )
     content_type = response.headers.get("content-type", "") if as_it_is else "application/json"
     every = {"content-type": content_type, **advice, **headers}
-    await reply.start(response.status, _pairs(every))
+    await reply.start(status, _pairs(every))
     await reply.finish(content if as_it_is else body)
-    return Outcome(response.status, error=error.message)
+    return Outcome(status, error=error.message)
 
 
 def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, bytes]:

@@ -55,6 +55,14 @@ async def test_the_operator_names_model_and_tokenizer(connect):
     assert (info.model, info.tokenizer) == ("n", "/t")
 
 
+@pytest.mark.parametrize(("status", "is_chat"), [(400, False), (200, False), (404, True), (405, True)])
+async def test_responses_are_chats_where_the_engine_has_none(connect, status, is_chat):
+    routes = [Route("/v1/models", models), Route("/v1/responses", answering(status), methods=["POST"])]
+    with served(Starlette(routes=routes)) as url:
+        info = await connect(url, api_key="k").connect()
+    assert ("/v1/responses" in info.served_as_chats) == is_chat
+
+
 async def test_a_wrong_key_is_told(connect):
     with served(Starlette(routes=[Route("/v1/models", models)])) as url:
         with pytest.raises(EngineRejected, match="no key") as caught:

@@ -19,6 +19,10 @@ SHAPES = [
     ({}, EngineErrorBody("the engine gave no reason")),
     ({"error": {}}, EngineErrorBody("the engine gave no reason")),
     (None, EngineErrorBody("the engine gave no reason")),
+    (
+        {"error": {"message": "image input is not supported - hint: …", "type": "server_error", "code": 500}},
+        EngineErrorBody("image input is not supported - hint: …", "invalid_request_error", is_clients=True),
+    ),
 ]
 
 

@@ -573,6 +573,17 @@ class TestErrorsOfEngines:
         assert response.headers["content-type"] == "application/json"
         assert proxy.last.status == 400
 
+    async def test_an_input_that_the_model_cannot_take_is_the_clients_fault(self, engine, proxy, client):
+        async def script(exchange):
+            error = {"code": 500, "message": "image input is not supported", "type": "server_error"}
+            await exchange.send({"error": error}, status=500)
+
+        engine.script = script
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 400)
+        assert response.json()["error"]["type"] == "invalid_request_error"
+        assert len(proxy.last.attempts) == 1
+
 
 DETAILS = {"cached_tokens": 7}
 

@@ -1,0 +1,122 @@
+"""Runs features of a client. For each it prints a JSON line: its name, and what went wrong if something did.
+
+A program defines one coroutine function per feature, which takes the `World`, and calls `main()`.
+Programs run in the client's own environment, so that this file needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+TOOL_SCHEMA = {
+    "type": "object",
+    "properties": {"port": {"type": "string", "maxLength": 8}},
+    "required": ["port"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "tide", "description": "Height of the tide", "parameters": TOOL_SCHEMA}
+SCHEMA = {
+    "type": "object",
+    "properties": {"port": {"enum": ["Brest", "Lorient"]}, "open": {"type": "boolean"}},
+    "required": ["port", "open"],
+    "additionalProperties": False,
+}
+# A PNG of one pixel.
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+PIXEL_URL = f"data:image/png;base64,{PIXEL}"
+TOO_LONG = "word " * 40_000
+# A coding agent on a busy machine takes a minute to start.
+LIMIT_S = 240
+VECTOR = [0.25, -0.5, 1.0]
+LONG = "The harbour opens at six. " * 40
+
+
+@dataclass
+class World:
+    """Where a program finds kvpin, and what stands behind it.
+
+    Attributes:
+        url: kvpin's address, without a path.
+        key: an API key.
+        engine: `embedded`, `llama-server` or `fake`.
+        model: the model to chat with.
+        embedding_model: the model of embeddings.
+        features: what to run, in this order.
+        asynchronous: whether to use the client's asynchronous half, where it has two.
+    """
+
+    url: str
+    key: str
+    engine: str
+    model: str
+    embedding_model: str
+    features: list[str]
+    asynchronous: bool = False
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    @property
+    def is_fake(self) -> bool:
+        return self.engine == "fake"
+
+    def fresh(self, text: str = "Hello") -> str:
+        """A prompt that no other feature sends."""
+        return f"{text} {uuid.uuid4().hex}"
+
+    def wish(self, scenario: str) -> tuple[str, str]:
+        """A prompt that makes the fake engine do something, and its key."""
+        key = uuid.uuid4().hex
+        return f"do: {scenario} {key}", key
+
+
+def main() -> None:
+    """Runs the features of this program that the world on the command line asks for."""
+    world = World(**json.loads(sys.argv[1]))
+    asyncio.run(_run(world, vars(sys.modules["__main__"])))
+
+
+async def _run(world: World, features: dict[str, Callable[[World], Awaitable[None]]]) -> None:
+    for name in world.features:
+        result: dict[str, Any] = {"feature": name}
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await features[name](world)
+        except Exception as error:
+            where = "".join(traceback.format_exception(error)[-4:])
+            result |= {
+                "error": f"{type(error).__name__}: {error}",
+                "where": where,
+                "status": status_of(error),
+            }
+        result["seconds"] = round(time.monotonic() - started, 2)
+        print(json.dumps(result), flush=True)
+
+
+def status_of(error: BaseException | None) -> int | None:
+    """The HTTP status that an error of a client tells, itself or as its cause."""
+    while error is not None:
+        status = getattr(error, "status_code", None)
+        if isinstance(status, int):
+            return status
+        error = error.__cause__ or error.__context__
+    return None
+
+
+async def raises(expected: type[Exception] | tuple[type[Exception], ...], made: Awaitable[Any]) -> Any:
+    """The error that this must end with."""
+    try:
+        got = await made
+    except expected as error:
+        return error
+    raise AssertionError(f"no {expected}, but {got!r}")
