@@ -41,6 +41,7 @@ from proxy.control.tables import SharedTables
 from proxy.control.targets import Targets
 from proxy.control.warm import Warming
 from proxy.core.pins import PinBook
+from proxy.fleet.destinations import Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
@@ -96,6 +97,7 @@ class Proxy:
         )
         self.flow = Flow(
             fleet=self.fleet,
+            destinations=Destinations(self.fleet, isolated=self.tenants.isolated),
             forwarder=Forwarder(transport),
             ingest=self.ingest,
             tenants=self.tenants,

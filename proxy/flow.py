@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 from msgspec import Struct
@@ -40,7 +40,7 @@ from proxy.core.misses import Diagnosis
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retention import retention_of
-from proxy.errors import EngineFailed, NotFound
+from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -51,21 +51,19 @@ from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnosed
 from proxy.request.error_table import ANSWERED, status_of
-from proxy.request.forward import NOT_HERE, REFUSALS, RETRY_HEADERS, Forwarder, Outcome
+from proxy.request.forward import Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.retries import PASSED_ON, REFUSALS, final_error, is_not_here, may_retry, refusals_of
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
 from proxy.translate import (
     CHAT_PATH,
     RESPONSES_PATH,
-    Home,
-    Homes,
     Noting,
     Predicted,
     Translate,
     Translated,
     Translation,
-    response_named,
 )
 
 log = structlog.get_logger(__name__)
@@ -74,20 +72,6 @@ log = structlog.get_logger(__name__)
 CLIENT_LEFT = 499
 # How long a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
-# Routes without a prompt that kvpin places. Not all kinds of engines have them.
-PASSED_ON = frozenset(
-    f"/v1/{name}"
-    for name in (
-        *("audio/speech", "audio/transcriptions", "audio/translations", "batches", "classify", "embeddings"),
-        *("files", "images/edits", "images/generations", "images/variations", "moderations", "pooling"),
-        *("rerank", "score", "uploads", "videos"),
-    )
-)
-# Routes with a prompt that kvpin places. On these, `NOT_HERE` is about the request. On all others, it may be
-# about a file or a batch that another engine has.
-PLACED = frozenset(f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages"))
-# A request that broke the connections of this many engines is probably the cause: it is not retried.
-MAX_DROPPED = 2
 
 
 class Ready(Struct, frozen=True):
@@ -124,6 +108,7 @@ class Flow:
 
     Attributes:
         fleet: the engines.
+        destinations: which of them may serve a request.
         forwarder: sends requests to engines.
         ingest: audits predictions; None when reuse is off. Placement is then by load alone.
         tenants: tenant → cache salt.
@@ -133,10 +118,10 @@ class Flow:
         observe: called with each finished record, for metrics.
         wait_s: how long a request waits when no engine takes requests.
         translations: route → what translates a request there into a chat, for engines that want chats.
-        homes: which engine made which response.
     """
 
     fleet: Fleet
+    destinations: Destinations
     forwarder: Forwarder
     ingest: Ingest | None
     tenants: Tenants
@@ -146,7 +131,6 @@ class Flow:
     observe: Callable[[RequestRecord], None]
     wait_s: float = ENGINE_WAIT_S
     translations: Mapping[str, Translate] = field(default_factory=dict)
-    homes: Homes = field(default_factory=Homes)
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request.
@@ -168,12 +152,12 @@ class Flow:
                     return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
             elif call.route == RESPONSES_PATH:
-                reply.through(lambda client: Noting(client, lambda name: self._note_home(name, record)))
+                reply.through(lambda client: Noting(client, partial(self._note_home, record)))
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
                 engine = ready.pool.engines[placement.engine]
                 record.attempts.append(engine.id)
-                refusals = _refusals(call) if len(candidates) > 1 else REFUSALS
+                refusals = refusals_of(call, len(candidates))
                 try:
                     return await self.run_on(ready, placement, reply, record, refusals)
                 except (EngineUnavailable, EngineRejected) as error:
@@ -181,9 +165,9 @@ class Flow:
                         raise  # the client's fault: every engine would reject it
                     failed[engine.id] = error
                     _note_failure(engine, error, call.route)
-                    if not self._may_retry(call, failed.values()):
+                    if not may_retry(call, failed.values(), self.retries):
                         break
-            raise _final(list(failed.values())) if failed else no_engine_for(ready.lora)
+            raise final_error(list(failed.values())) if failed else no_engine_for(ready.lora)
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
             raise
@@ -228,36 +212,34 @@ class Flow:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        pool, model, home = self._pool(call)
+        to = self.destinations.find(call)
         if call.native is not None:
-            pool.check_serves(call.native)
-        translation = await self._translation(call, pool)
+            to.pool.check_serves(call.native)
+        translation = await self._translation(call, to.pool)
         if translation is None:
-            ready = await self._prepare(call, pool, model, call.body)
-            return ready if home is None else replace(ready, home=home)
+            return await self._prepare(call, to, call.body)
         chat = replace(call, path=CHAT_PATH, body=translation.chat)
         with _in_the_words_of(translation):
-            ready = await self._prepare(chat, pool, model, call.body, counts=translation.counts)
+            ready = await self._prepare(chat, to, call.body, counts=translation.counts)
         return replace(ready, translation=translation)
 
     async def _prepare(
-        self, call: Call, pool: Pool, model: str | None, asked: RequestBody, *, counts: bool = False
+        self, call: Call, to: Destination, asked: RequestBody, *, counts: bool = False
     ) -> Ready:
         """`prepare` for a request that engines understand.
 
         Args:
             call: the request.
-            pool: the engines that serve it.
-            model: what they serve it as.
+            to: where it may go.
             asked: the body that the client sent.
             counts: its prompt is only counted.
         """
-        salt = None
+        pool, salt = to.pool, None
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(call.body, salt)
             call = call if body is call.body else replace(call, body=body)
-        lora, call = pool.lora_of(model), _naming(call, pool, model)
+        lora, call = pool.lora_of(to.model), _naming(call, to)
         prompt = retention = None
         reads = self.ingest is not None or counts
         if reads and pool.prompts is not None and isinstance(call.body, JsonBody):
@@ -266,38 +248,11 @@ class Flow:
             )
             retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
         session = call.session if self.ingest is not None else None
-        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention)
+        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, home=to.home)
 
-    def _pool(self, call: Call) -> tuple[Pool, str | None, str | None]:
-        """The pool of a request, the name by which its engines know the model, and the one engine that can
-        serve the request, if it names a response of its own.
-
-        Responses that kvpin did not see may be any engine's, but with several tenants also anyone's.
-        """
-        name = response_named(call)
-        home = self.homes.find(call.tenant, name) if name is not None else None
-        if name is None or (home is None and call.route == RESPONSES_PATH):
-            pool, model = self.fleet.find(call.model)
-            if name is not None and self.tenants.isolated and RESPONSES_PATH not in pool.served_as_chats:
-                raise _no_response(call, name)
-            return pool, model, None
-        if home is None:
-            pools = [each for each in self.fleet.pools.values() if RESPONSES_PATH not in each.served_as_chats]
-            if self.tenants.isolated or len(pools) != 1:
-                raise _no_response(call, name)
-            return pools[0], None, None
-        engine = self.fleet.engines.get(home.engine)
-        pool_of_home = self.fleet.pool_of(engine) if engine is not None else None
-        if pool_of_home is None or _instance_of(engine) != home.instance:
-            raise _no_response(call, name, f": engine {home.engine!r}, which made it, was restarted")
-        model = self.fleet.find(call.model)[1] if call.model is not None else None
-        return pool_of_home, model, home.engine
-
-    def _note_home(self, response_id: str, record: RequestRecord) -> None:
+    def _note_home(self, record: RequestRecord, response_id: str) -> None:
         """The engine that answers now has made a response."""
-        engine = record.attempts[-1]
-        instance = _instance_of(self.fleet.engines.get(engine))
-        self.homes.keep(record.tenant, response_id, Home(engine, instance))
+        self.destinations.note(record.tenant, response_id, record.attempts[-1])
 
     async def _translation(self, call: Call, pool: Pool) -> Translation | None:
         """How the request becomes a chat; None if the engines of the pool serve it as it is."""
@@ -329,12 +284,6 @@ class Flow:
                         await self.fleet.until_ready()
                         found = self.candidates(ready)
         return found
-
-    def _may_retry(self, call: Call, failures: Collection[EngineError]) -> bool:
-        """Whether another engine may be tried after these failures."""
-        dropped = sum(isinstance(error, EngineUnavailable) and error.dropped for error in failures)
-        retries = sum(not _is_not_here(error) for error in failures)
-        return _is_repeatable(call) and dropped < MAX_DROPPED and retries <= self.retries
 
     async def run_on(
         self,
@@ -416,51 +365,21 @@ class Flow:
         return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=ready.retention))
 
 
-def _naming(call: Call, pool: Pool, model: str | None) -> Call:
-    """The request with `model` in place of the name its client gave, unless its engines take any name."""
-    if model is None or model == call.model or call.body is None or pool.any_model:
+def _naming(call: Call, to: Destination) -> Call:
+    """The request with the engines' name of its model in place of the client's, unless they take any name."""
+    body, name = call.body, to.model
+    if name is None or name == call.model or body is None or to.pool.any_model:
         return call
-    body = call.body
-    return replace(call, body=body.renamed(model) if isinstance(body, Upload) else body.replace(model=model))
-
-
-def _is_repeatable(call: Call) -> bool:
-    """Whether the request can be sent again: a streamed body is gone."""
-    return call.body is None or isinstance(call.body, JsonBody)
-
-
-def _refusals(call: Call) -> AbstractSet[int]:
-    """Statuses with which an engine leaves the request to another one."""
-    return REFUSALS if call.route in PLACED else REFUSALS | NOT_HERE
-
-
-def _is_not_here(error: EngineError) -> bool:
-    return isinstance(error, EngineRejected) and error.status in NOT_HERE
+    return replace(call, body=body.renamed(name) if isinstance(body, Upload) else body.replace(model=name))
 
 
 def _note_failure(engine: Engine, error: EngineError, route: str) -> None:
     if not isinstance(error, EngineRejected):
         engine.suspect(error)
-    elif not _is_not_here(error):
+    elif not is_not_here(error):
         log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
     elif route in PASSED_ON:
         engine.lacks.add(route)
-
-
-def _instance_of(engine: Engine | None) -> str | None:
-    """The process that it is now; None if it is gone, or has not connected."""
-    return engine.info.instance if engine is not None and engine.info is not None else None
-
-
-def _no_response(call: Call, name: str, why: str = "") -> NotFound:
-    """The error for a response that cannot be reached, whether it never was or is another tenant's."""
-    if call.route == RESPONSES_PATH:
-        return NotFound(
-            f"Previous response with id {name!r} not found{why}.",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
-    return NotFound(f"Response with id {name!r} not found{why}.")
 
 
 @contextmanager
@@ -522,17 +441,6 @@ def _forget_bodies(call: Call, hold: Hold) -> None:
     for body in {call.body, hold.body}:
         if isinstance(body, JsonBody):
             body.forget()
-
-
-def _final(failures: Sequence[EngineError]) -> EngineRejected | EngineFailed:
-    """The client's error when every engine that was asked failed."""
-    last = failures[-1]
-    failed = EngineFailed(f"{len(failures)} engine(s) failed this request; the last said: {last}")
-    error = last if isinstance(last, EngineRejected) else failed
-    if len(failures) > 1 and not RETRY_HEADERS.intersection(error.headers):
-        # kvpin has retried already: more retries would only add load.
-        error.headers = {**error.headers, "x-should-retry": "false"}
-    return error
 
 
 def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict[str, str]:

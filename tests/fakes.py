@@ -23,6 +23,7 @@ from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.responses import KeptResponses
 from proxy.api.site import Site
+from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -379,6 +380,7 @@ class FakeProxy:
         self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
         self.flow = Flow(
             fleet=self.fleet,
+            destinations=Destinations(self.fleet, isolated=self.tenants.isolated),
             forwarder=Forwarder(self.transport),
             ingest=self.ingest,
             tenants=self.tenants,

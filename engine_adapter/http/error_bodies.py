@@ -43,7 +43,7 @@ def read_error(content: bytes) -> EngineErrorBody:
     reason = _reason(fields.get("message") or fields.get("detail"))
     if _CLIENTS_FAULT.match(reason):
         return EngineErrorBody(reason, "invalid_request_error", strings["param"], is_clients=True)
-    return EngineErrorBody(reason, **strings)
+    return EngineErrorBody(reason, strings["type"], strings["param"], strings["code"])
 
 
 def _reason(value: object) -> str:

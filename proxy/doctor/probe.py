@@ -22,6 +22,7 @@ from engine_adapter import (
 )
 from proxy.core.audit import Trust
 from proxy.errors import ProxyError
+from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import TOKENS_PER_BLOCK, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest, has_exact_events
@@ -91,6 +92,7 @@ class ProbedEngine:
         self._records = RequestLog(capacity=2)
         self._flow = Flow(
             fleet=fleet,
+            destinations=Destinations(fleet, isolated=False),
             forwarder=Forwarder(self._transport),
             ingest=self._ingest,
             tenants=Tenants(()),

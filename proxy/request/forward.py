@@ -31,11 +31,8 @@ from engine_adapter import (
     read_streamed_usage,
 )
 from proxy.request.calls import Call, Reply
+from proxy.request.retries import REFUSALS, RETRY_HEADERS
 
-# Statuses of an engine that could not serve the request: another engine may.
-REFUSALS = frozenset({429, 500, 502, 503, 504})
-# Statuses of an engine that has no such route, or nothing of the name in it.
-NOT_HERE = frozenset({404, 405, 501})
 # Headers that a proxy does not pass on, and headers that kvpin sets itself.
 _NOT_PASSED_ON = frozenset(
     {
@@ -61,8 +58,6 @@ _NOT_PASSED_ON = frozenset(
         b"request-id",
     }
 )
-# Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.
-RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
