@@ -10,7 +10,7 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.hold import SelfPlaced
 from engine_adapter.http.control import ControlClient, max_model_len, model_name, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.types import Capability, EngineInfo, EngineLoad, EngineSpec
+from engine_adapter.types import MESSAGES_ROUTES, Capability, EngineInfo, EngineLoad, EngineSpec
 from engine_adapter.undeclared import Undeclared
 
 _CAPABILITIES: frozenset[Capability] = frozenset()
@@ -40,6 +40,7 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
             capabilities=_CAPABILITIES,
             max_model_len=max_model_len(models),
             tokenizer=self.spec.tokenizer,
+            served_as_chats=MESSAGES_ROUTES,
         )
 
     async def load(self) -> EngineLoad:

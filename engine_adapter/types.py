@@ -92,6 +92,13 @@ class EngineSpec(Generic[Options_co]):
     options: Options_co = cast("Options_co", EngineOptions())  # noqa: RUF009 - frozen
 
 
+MESSAGES_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Anthropic's. Every kind of engine gets chats instead: some lack the routes, SGLang takes no salt there and
+llama-server no slot, and a chat's prompt is known here without asking the engine."""
+RESPONSES_ROUTES = frozenset({"/v1/responses", "/v1/responses/input_tokens"})
+"""OpenAI's. Engines whose prompts kvpin cannot follow there get chats instead."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is, as of its last connection.

@@ -30,6 +30,7 @@ from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle, handle_http
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
+from proxy.api.responses import KeptResponses
 from proxy.api.site import Site
 from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
@@ -55,6 +56,7 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from proxy.tasks import Supervisor
+from proxy.translate import ResponseStore, translations
 
 log = structlog.get_logger(__name__)
 
@@ -71,6 +73,7 @@ class Proxy:
         self.tenants = Tenants(
             ApiKey.of(entry.key.get_secret_value(), entry.tenant_id) for entry in settings.api_keys
         )
+        self.responses = ResponseStore(len(self.tenants.names))
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner) if settings.reuse else None
         self.monitor = Monitor(
             self.fleet,
@@ -99,6 +102,7 @@ class Proxy:
             requests=RequestLog(settings.limits.request_records),
             retries=settings.retries,
             observe=self.observe,
+            translations=translations(self.responses),
         )
         self.managed: list[ManagedEngine] = []
 
@@ -184,7 +188,12 @@ def _named(engine_id: str) -> Iterator[None]:
 
 def build_app(proxy: Proxy) -> Site:
     """All that is served, over a proxy's collaborators; the caller starts and stops those."""
-    data_plane = DataPlane(proxy.flow, proxy.tenants, int(proxy.settings.limits.body_bytes))
+    data_plane = DataPlane(
+        proxy.flow,
+        proxy.tenants,
+        int(proxy.settings.limits.body_bytes),
+        KeptResponses(proxy.responses),
+    )
     rest = Starlette(
         routes=[admin_api(proxy), *Ops(proxy.fleet, proxy.metrics).routes()],
         exception_handlers={

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Container, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 
 import structlog
 from msgspec import Struct
@@ -28,15 +28,17 @@ from engine_adapter import (
     Hold,
     IncomingResponse,
     JsonBody,
+    NotSupported,
     RequestBody,
     Retention,
 )
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.core.index.blocks import Chain
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retention import retention_of
-from proxy.errors import EngineFailed
+from proxy.errors import EngineFailed, NotFound
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -51,7 +53,18 @@ from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
-from proxy.translate import CHAT_PATH, TRANSLATIONS, Translated, Translation
+from proxy.translate import (
+    CHAT_PATH,
+    RESPONSES_PATH,
+    Home,
+    Homes,
+    Noting,
+    Predicted,
+    Translate,
+    Translated,
+    Translation,
+    response_named,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -76,6 +89,7 @@ class Ready(Struct, frozen=True):
         session: the conversation it belongs to; None when reuse is off.
         retention: how long its client wants its KV kept; None when reuse is off.
         translation: turns the answer to a chat into that of the API the client asked; None for its own.
+        home: the only engine that can serve it, which made the response that it names; None for any.
     """
 
     call: Call
@@ -87,6 +101,7 @@ class Ready(Struct, frozen=True):
     session: Session | None = None
     retention: Retention | None = None
     translation: Translation | None = None
+    home: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +118,8 @@ class Flow:
         retries: engines tried after the first.
         observe: called with each finished record, for metrics.
         wait_s: how long a request waits when no engine takes requests.
+        translations: route → what translates a request there into a chat, for engines that want chats.
+        homes: which engine made which response.
     """
 
     fleet: Fleet
@@ -114,6 +131,8 @@ class Flow:
     retries: int
     observe: Callable[[RequestRecord], None]
     wait_s: float = ENGINE_WAIT_S
+    translations: Mapping[str, Translate] = field(default_factory=dict)
+    homes: Homes = field(default_factory=Homes)
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request.
@@ -133,7 +152,11 @@ class Flow:
             call = ready.call
             record.prompt, record.chain, record.served_as = ready.prompt, ready.chain, ready.pool.model
             if (translation := ready.translation) is not None:
+                if translation.counts:
+                    return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
+            elif call.route == RESPONSES_PATH:
+                reply.through(lambda client: Noting(client, lambda name: self._note_home(name, record)))
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)
                 engine = ready.pool.engines[placement.engine]
@@ -186,26 +209,83 @@ class Flow:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        pool, asked, salt = self.fleet.pool(call.model), call.body, None
-        if (translation := _translation(call, pool)) is not None:
-            call = replace(call, path=CHAT_PATH, body=translation.chat)
+        pool, home = self._pool(call)
+        translation = await self._translation(call, pool)
+        if translation is None:
+            ready = await self._prepare(call, pool, call.body)
+            return ready if home is None else replace(ready, home=home)
+        chat = replace(call, path=CHAT_PATH, body=translation.chat)
+        with _in_the_words_of(translation):
+            ready = await self._prepare(chat, pool, call.body, counts=translation.counts)
+        return replace(ready, translation=translation)
+
+    async def _prepare(self, call: Call, pool: Pool, asked: RequestBody, *, counts: bool = False) -> Ready:
+        """`prepare` for a request that engines understand.
+
+        Args:
+            call: the request.
+            pool: the engines that serve it.
+            asked: the body that the client sent.
+            counts: its prompt is only counted.
+        """
+        salt = None
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(call.body, salt)
             call = call if body is call.body else replace(call, body=body)
         lora = pool.lora_of(call.model)
         prompt = retention = None
-        if self.ingest is not None and pool.prompts is not None and isinstance(call.body, JsonBody):
-            prompt = await pool.prompts.build(call.route, call.body, salt=salt, lora=lora, tenant=call.tenant)
+        reads = self.ingest is not None or counts
+        if reads and pool.prompts is not None and isinstance(call.body, JsonBody):
+            prompt = await pool.prompts.build(
+                call.route, call.body, salt=salt, lora=lora, tenant=call.tenant, bounded=not counts
+            )
             retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
         session = call.session if self.ingest is not None else None
-        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, translation)
+        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention)
+
+    def _pool(self, call: Call) -> tuple[Pool, str | None]:
+        """The pool of a request; and the one engine that can serve it, if it names a response of its own.
+
+        Responses that kvpin did not see may be any engine's, but with several tenants also anyone's.
+        """
+        name = response_named(call)
+        home = self.homes.find(call.tenant, name) if name is not None else None
+        if name is None or (home is None and call.route == RESPONSES_PATH):
+            pool = self.fleet.pool(call.model)
+            if name is not None and self.tenants.isolated and RESPONSES_PATH not in pool.served_as_chats:
+                raise _no_response(call, name)
+            return pool, None
+        if home is None:
+            pools = [each for each in self.fleet.pools.values() if RESPONSES_PATH not in each.served_as_chats]
+            if self.tenants.isolated or len(pools) != 1:
+                raise _no_response(call, name)
+            return pools[0], None
+        engine = self.fleet.engines.get(home.engine)
+        pool_of_home = self.fleet.pool_of(engine) if engine is not None else None
+        if pool_of_home is None or _instance_of(engine) != home.instance:
+            raise _no_response(call, name, f": engine {home.engine!r}, which made it, was restarted")
+        return pool_of_home, home.engine
+
+    def _note_home(self, response_id: str, record: RequestRecord) -> None:
+        """The engine that answers now has made a response."""
+        engine = record.attempts[-1]
+        instance = _instance_of(self.fleet.engines.get(engine))
+        self.homes.keep(record.tenant, response_id, Home(engine, instance))
+
+    async def _translation(self, call: Call, pool: Pool) -> Translation | None:
+        """How the request becomes a chat; None if the engines of the pool serve it as it is."""
+        translate, body = self.translations.get(call.route), call.body
+        if translate is None or call.route not in pool.served_as_chats or not isinstance(body, JsonBody):
+            return None
+        return await off_loop(lambda: translate(body, call.tenant), ms=len(body.raw) / JSON_BYTES_PER_MS)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
-        return ready.pool.candidates(
+        found = ready.pool.candidates(
             ready.chain, ready.prompt, lora=ready.lora, session=ready.session, without=without
         )
+        return found if ready.home is None else [each for each in found if each.engine == ready.home]
 
     async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
         """The engines to try next. If no engine takes requests yet, waits for one up to `wait_s`."""
@@ -247,13 +327,15 @@ class Flow:
                     await look_below(pool, engine, lease, ready.prompt, ready.chain)
                     placement = record.placement = lease.refine(hold)
                     record.note = hold.note
+                    if ready.translation is not None:
+                        ready.translation.predicted = _predicted(ready, placement)
                     reply.on_start = lambda: _forget_bodies(call, hold)
                     outcome = await self.forwarder.forward(
                         engine.adapter,
                         call,
                         hold,
                         reply,
-                        _headers(call, placement, hold),
+                        _headers(call, placement, hold, reply),
                         began,
                     )
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
@@ -301,12 +383,57 @@ def _note_failure(engine: Engine, error: EngineError) -> None:
         engine.suspect(error)
 
 
-def _translation(call: Call, pool: Pool) -> Translation | None:
-    """How the request becomes a chat; None if the engines of the pool serve it as it is."""
-    translate = TRANSLATIONS.get(call.route)
-    if translate is None or call.route not in pool.served_as_chats or not isinstance(call.body, JsonBody):
-        return None
-    return translate(call.body)
+def _instance_of(engine: Engine | None) -> str | None:
+    """The process that it is now; None if it is gone, or has not connected."""
+    return engine.info.instance if engine is not None and engine.info is not None else None
+
+
+def _no_response(call: Call, name: str, why: str = "") -> NotFound:
+    """The error for a response that cannot be reached, whether it never was or is another tenant's."""
+    if call.route == RESPONSES_PATH:
+        return NotFound(
+            f"Previous response with id {name!r} not found{why}.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return NotFound(f"Response with id {name!r} not found{why}.")
+
+
+@contextmanager
+def _in_the_words_of(translation: Translation) -> Iterator[None]:
+    """Lets errors of the block name the client's fields instead of those of the chat."""
+    try:
+        yield
+    except ANSWERED as error:
+        if (param := getattr(error, "param", None)) is not None:
+            error.param = translation.param(param)  # type: ignore[union-attr]  # it has one
+        raise
+
+
+async def _answer_count(ready: Ready, translation: Translation, reply: Reply, record: RequestRecord) -> None:
+    """Answers how long a prompt is.
+
+    Raises:
+        NotSupported: it is not known here.
+    """
+    if ready.prompt is None or not ready.prompt.whole:
+        raise NotSupported(
+            Capability.TOKENIZE,
+            engine=next(iter(ready.pool.engines), ready.pool.model),
+            instead="kvpin cannot count the tokens of this prompt; name the tokenizer with tokenizer=",
+        )
+    record.status = 200
+    id_headers = [(name.encode(), ready.call.answer_id.encode()) for name in reply.dialect.id_headers]
+    await reply.start(record.status, [(b"content-type", b"application/json"), *id_headers])
+    await reply.finish(translation.count(len(ready.prompt.token_ids)))
+
+
+def _predicted(ready: Ready, placement: Placement) -> Predicted:
+    """What is known of the prompt; nothing of one that is only known in part."""
+    prompt = ready.prompt
+    if prompt is None or not prompt.whole:
+        return Predicted()
+    return Predicted(len(prompt.token_ids), placement.predicted_tokens)
 
 
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:
@@ -341,10 +468,10 @@ def _final(failures: Sequence[EngineError]) -> EngineRejected | EngineFailed:
     return error
 
 
-def _headers(call: Call, placement: Placement, hold: Hold) -> dict[str, str]:
+def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict[str, str]:
     """The headers kvpin adds to the answer."""
     headers = {
-        "x-request-id": call.answer_id,
+        **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
         "x-kvpin-engine": placement.engine,
         "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
     }

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -20,6 +20,7 @@ from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.api.http1 import Http1Protocol
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
+from proxy.api.responses import KeptResponses
 from proxy.api.site import Site
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
@@ -31,6 +32,7 @@ from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
+from proxy.translate import ResponseStore, Translate, translations
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -361,6 +363,8 @@ class FakeProxy:
     retries: int = 2
     wait_s: float = 0.1
     max_body_bytes: int = 1 << 20
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    translations: Mapping[str, Translate] | None = None
     url: str = ""
 
     def __post_init__(self):
@@ -379,8 +383,9 @@ class FakeProxy:
             retries=self.retries,
             wait_s=self.wait_s,
             observe=self.metrics.observe,
+            translations=translations(self.responses) if self.translations is None else self.translations,
         )
-        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes)
+        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes, KeptResponses(self.responses))
         ops = Ops(self.fleet, self.metrics)
         self.site = Site(data_plane, Starlette(routes=ops.routes()))
 

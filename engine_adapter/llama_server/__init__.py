@@ -11,7 +11,6 @@ assemble.py    a stream as one JSON answer              mirror_events.py  what i
 saved.py       the registry of saved prefixes           saved_entry.py    one of them, and eviction order
 saved_files.py names, sidecars, checked moves           state_file.py     the format of a saved file
 discovery.py   what a server is, and what it lacks      fingerprint.py    which model made its KV
-tokens.py      a request's token ids, by the server     responses.py      /v1/responses as a chat
-command.py     its command line, when kvpin starts it   save_dir.py       where its files go by default
-options.py     settings of this kind
+tokens.py      a request's token ids, by the server     save_dir.py       where its files go by default
+command.py     its command line, when kvpin starts it   options.py        settings of this kind
 """

@@ -34,6 +34,8 @@ from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
 from engine_adapter.types import (
+    MESSAGES_ROUTES,
+    RESPONSES_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -50,10 +52,9 @@ from engine_adapter.undeclared import Undeclared
 log = logging.getLogger("kvpin.llama_server")
 
 DEFAULT_CACHE_BYTES = 4 * 2**30
-# The server honours `id_slot` on these routes. On other routes that run a prompt, a request runs alone.
-PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+# The server honours `id_slot` on these routes.
+PINNED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _COMPLETIONS = "/v1/completions"
-UNPINNED_ROUTES = frozenset({"/v1/messages"})
 # Fields that turn one request into several; the server chooses their slots.
 _SEVERAL = ("n", "n_cmpl")
 # Fields that make the server parse an answer instead of passing on its text.
@@ -121,6 +122,7 @@ class LlamaServerAdapter(Undeclared):
             gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
             version=facts.build,
             shares_prefill=True,
+            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
         )
 
     async def load(self) -> EngineLoad:
@@ -168,11 +170,11 @@ class LlamaServerAdapter(Undeclared):
         session = self._session
         if session is None or session.keeper is None or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
-        if path in PINNED_ROUTES and not _is_several(body):
-            return self._hold_slot(session, session.keeper, path, body, prompt)
-        if path in PINNED_ROUTES or path in UNPINNED_ROUTES:
+        if path not in PINNED_ROUTES:
+            return nullcontext(Hold(body))
+        if _is_several(body):
             return _hold_all(session.keeper, body)
-        return nullcontext(Hold(body))
+        return self._hold_slot(session, session.keeper, path, body, prompt)
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody

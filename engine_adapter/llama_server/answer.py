@@ -30,14 +30,11 @@ class _Details(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts, by the names of the chat and completions routes and by those of `/v1/responses`."""
+    """Token counts, by the names of the chat and completions routes."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
 
 
 class Timings(msgspec.Struct):
@@ -62,21 +59,14 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Response(msgspec.Struct):
-    usage: Usage | None = None
-
-
 class _Event(msgspec.Struct):
-    """One chunk of a stream; `type`, `delta` and `response` are those of `/v1/responses`."""
+    """One chunk of a stream."""
 
     choices: list[_Choice] = []
     usage: Usage | None = None
     timings: Timings | None = None
     error: Any = None
     prompt_progress: Any = None
-    type: str | None = None
-    delta: str | None = None
-    response: _Response | None = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -113,18 +103,18 @@ class Answer:
             if timings.cache_n is None or timings.prompt_n is None
             else timings.cache_n + timings.prompt_n
         )
-        return _first(self.usage.prompt_tokens, self.usage.input_tokens, computed)
+        return _first(self.usage.prompt_tokens, computed)
 
     @property
     def cached_tokens(self) -> int | None:
         """Tokens of the prompt whose KV was reused."""
-        details = self.usage.prompt_tokens_details or self.usage.input_tokens_details or _Details()
+        details = self.usage.prompt_tokens_details or _Details()
         return _first(details.cached_tokens, self.timings.cache_n)
 
     @property
     def sampled_tokens(self) -> int | None:
         """Tokens that were sampled, the end of a turn included."""
-        return _first(self.usage.completion_tokens, self.usage.output_tokens, self.timings.predicted_n)
+        return _first(self.usage.completion_tokens, self.timings.predicted_n)
 
     @property
     def has_chunk_per_token(self) -> bool:
@@ -151,10 +141,7 @@ class Answer:
         if event.prompt_progress is None:  # sent before the first token
             for choice in event.choices:
                 self._read_choice(choice)
-            if event.type is not None:
-                self._read_response_event(event.type, event.delta or "")
-        usage = event.usage or (event.response.usage if event.response is not None else None)
-        self.usage = usage or self.usage
+        self.usage = event.usage or self.usage
         self.timings = event.timings or self.timings
 
     def _read_choice(self, choice: _Choice) -> None:
@@ -166,16 +153,6 @@ class Answer:
             self.pieces.append(text)
         if choice.finish_reason is not None:
             self.finish_reason, self.is_complete = choice.finish_reason, True
-
-    def _read_response_event(self, kind: str, delta: str) -> None:
-        match kind:
-            case "response.output_text.delta":
-                self.pieces.append(delta)
-            case "response.reasoning_text.delta" | "response.function_call_arguments.delta":
-                self.pieces.append(delta)
-                self.is_plain = False
-            case "response.completed":
-                self.is_complete = True
 
 
 def _first(*values: int | None) -> int | None:

@@ -19,7 +19,7 @@ from engine_adapter.errors import EngineError
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.llama_server.answer import DONE, stream_payloads
 
-_CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _BAD_GATEWAY, _SERVER_ERROR = 502, 500
 _ERROR_STATUS = range(400, 600)
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
@@ -48,8 +48,6 @@ def streaming_body(path: str, body: JsonBody) -> JsonBody | None:
         return None
     if path == _CHAT and body.get("logprobs") and body.get("tools"):
         return None  # the server refuses this as a stream, and answers it otherwise
-    if path == _RESPONSES:
-        return body.replace(stream=True)
     return body.replace(stream=True, stream_options={"include_usage": True})
 
 
@@ -72,31 +70,9 @@ def assemble_completion(raw: bytes) -> bytes:
     return _assemble(raw, "text_completion", _completion_choice)
 
 
-def assemble_response(raw: bytes) -> bytes:
-    """The `response` from its last event; raises StreamError."""
-    for event, _ in _events(raw, _ResponseEvent):
-        if event.type == "response.completed":
-            return _whole_response(event.response)
-    raise _broken_off()
-
-
-def _whole_response(response: object) -> bytes:
-    """The response of the last event, with the end time and the status of reasoning that it lacks."""
-    match response:
-        case {"output": list(items), "created_at": created_at, **rest} if all(
-            isinstance(item, dict) for item in items
-        ):
-            output = [{"status": "completed", **item} for item in items]
-            times = {"created_at": created_at, "completed_at": created_at}
-            return msgspec.json.encode({**rest, **times, "output": output})
-        case _:
-            raise _broken_off()
-
-
 _ASSEMBLERS: dict[str, Callable[[bytes], bytes]] = {
     _CHAT: assemble_chat,
     _COMPLETIONS: assemble_completion,
-    _RESPONSES: assemble_response,
 }
 
 
@@ -134,13 +110,7 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-class _ResponseEvent(msgspec.Struct):
-    type: str = ""
-    response: Any = None
-    error: Any = None
-
-
-_Event = TypeVar("_Event", _Chunk, _ResponseEvent)
+_CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 @dataclass(slots=True)
@@ -199,7 +169,7 @@ def _assemble(raw: bytes, kind: str, render: Callable[[int, _Choice], dict[str, 
     choices: dict[int, _Choice] = {}
     answer: dict[str, Any] = {}
     index = 0
-    for chunk, payload in _events(raw, _Chunk):
+    for chunk, payload in _chunks(raw):
         for part in chunk.choices:
             index = part.index
             choices.setdefault(index, _Choice()).add(part)
@@ -213,16 +183,15 @@ def _assemble(raw: bytes, kind: str, render: Callable[[int, _Choice], dict[str, 
     return msgspec.json.encode({**answer, "choices": rendered, "object": kind})
 
 
-def _events(raw: bytes, kind: type[_Event]) -> Iterator[tuple[_Event, bytes]]:
-    """The events of a stream; raises StreamError for an error event, and if the stream ends too early."""
-    decoder = msgspec.json.Decoder(kind)
+def _chunks(raw: bytes) -> Iterator[tuple[_Chunk, bytes]]:
+    """The chunks of a stream; raises StreamError for an error event, and if the stream ends too early."""
     for payload in stream_payloads(raw):
         if payload == DONE:
             return
-        event = _decode(payload, decoder)
-        if event.error is not None:
-            raise _failed(payload, event.error)
-        yield event, payload
+        chunk = _decode(payload, _CHUNK)
+        if chunk.error is not None:
+            raise _failed(payload, chunk.error)
+        yield chunk, payload
     raise _broken_off()
 
 

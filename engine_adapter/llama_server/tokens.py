@@ -1,6 +1,6 @@
 """The token ids of a request, from the server that will compute it: exact for any template and flags.
 
-A chat or response costs two calls (`/apply-template`, `/tokenize`), a text one call, ready ids none.
+A chat costs two calls (`/apply-template`, `/tokenize`), a text one call, ready ids none.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import msgspec
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
-from engine_adapter.llama_server.responses import as_chat
 from engine_adapter.types import TokenIds
 
-_CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _BAD_REQUEST = 400
 _INT32_MAX = 2**31 - 1
 _Answer = TypeVar("_Answer")
@@ -35,7 +34,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenIds[int]:
-    """The ids of a request to `path`: OpenAI's chat, completions or responses.
+    """The ids of a request to `path`: OpenAI's chats or completions.
 
     The server gets the whole chat body, because more than its messages makes the prompt: tools,
     `tool_choice`, `response_format`, `reasoning_effort`, `chat_template_kwargs`, a message to continue.
@@ -49,8 +48,6 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
     if path == _CHAT:
         _check_all_text(body.get("messages"))
         return await _chat(control, body)
-    if path == _RESPONSES:
-        return await _chat(control, as_chat(body))
     if path != _COMPLETIONS:
         raise _rejected(f"kvpin does not follow prompts of {path}", "path")
     prompt = _single(body.get("prompt"))

@@ -27,6 +27,8 @@ from engine_adapter.sglang.requests import hold_request, kept_apart, tells_cache
 from engine_adapter.sglang.server_info import ServerInfo, read_loras, read_server_info
 from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
 from engine_adapter.types import (
+    MESSAGES_ROUTES,
+    RESPONSES_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -223,4 +225,5 @@ class SglangAdapter(SelfPlaced, Undeclared):
             version=f"SGLang {info.version}",
             loras=info.loras,
             shares_prefill=True,
+            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
         )

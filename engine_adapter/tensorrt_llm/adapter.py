@@ -34,6 +34,8 @@ from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, PROMPT_ROUTES,
 from engine_adapter.tensorrt_llm.poller import CONFIG, EventPoller
 from engine_adapter.tensorrt_llm.stats import Stats
 from engine_adapter.types import (
+    MESSAGES_ROUTES,
+    RESPONSES_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -112,6 +114,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
             host_blocks=sum(levels[1:]) if levels else None,
             version=f"TensorRT-LLM {server.version}".strip(),
             events_read_once=True,
+            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
         )
 
     async def load(self) -> EngineLoad:

@@ -20,6 +20,8 @@ from engine_adapter.hold import Hold, RequestBody, SelfPlaced
 from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import (
+    MESSAGES_ROUTES,
+    RESPONSES_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -119,6 +121,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             version=info.version,
             shares_prefill=True,
             renders_alike=True,
+            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
         )
 
     async def load(self) -> EngineLoad:

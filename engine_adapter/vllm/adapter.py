@@ -16,6 +16,8 @@ from engine_adapter.hold import Hold, RequestBody, SelfPlaced
 from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import (
+    MESSAGES_ROUTES,
+    RESPONSES_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -92,6 +94,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             version=f"vLLM {facts.version}".rstrip(),
             loras=facts.loras,
             shares_prefill=True,
+            served_as_chats=MESSAGES_ROUTES if facts.renders else MESSAGES_ROUTES | RESPONSES_ROUTES,
         )
 
     async def load(self) -> EngineLoad:

@@ -8,12 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from proxy import errors
+from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.error_table import TABLE, error_body, row_of, status_of
 
 NOT_FOUND = 404
 
 
-def error_response(error: Exception, request_id: str | None = None) -> Response:
+def error_response(error: Exception, request_id: str | None = None, dialect: Dialect = OPENAI) -> Response:
     """The answer to a failed request. The text of a bug, which may hold anything, stays in the log."""
     row = row_of(error)
     message = str(error)
@@ -21,16 +22,19 @@ def error_response(error: Exception, request_id: str | None = None) -> Response:
         row, message = TABLE[errors.ProxyError], "kvpin failed on this request; the log has the details"
     if isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError):
         message = f"the body is not valid JSON: {error}"
-    body = error_body(
+    status = status_of(error)
+    body = dialect.error(
+        status,
         message,
         kind=getattr(error, "type", None) or row.type,
         param=getattr(error, "param", None),
         code=getattr(error, "code", None) or row.code,
+        request_id=request_id,
     )
     headers = dict(getattr(error, "headers", {}))
     if request_id:
-        headers["x-request-id"] = request_id
-    return Response(body, status_of(error), headers, media_type="application/json")
+        headers |= dict.fromkeys(dialect.id_headers, request_id)
+    return Response(body, status, headers, media_type="application/json")
 
 
 async def handle(request: Request, error: Exception) -> Response:

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from urllib.parse import unquote
 
@@ -18,12 +18,15 @@ from engine_adapter import Headers, JsonBody, route_of
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
+from proxy.api.responses import KeptResponses
 from proxy.errors import BadRequest, BodyTooLarge, Forbidden, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
+from proxy.request.dialects import dialect_of
 from proxy.request.error_table import ANSWERED
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
+from proxy.translate import ResponseStore
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +51,7 @@ class DataPlane:
     flow: Flow
     tenants: Tenants
     max_body_bytes: int
+    responses: KeptResponses = field(default_factory=lambda: KeptResponses(ResponseStore()))
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
@@ -55,7 +59,7 @@ class DataPlane:
         _OWN_ID.set(own_id)
         if client_id is not None:
             _CLIENT_ID.set(client_id)
-        reply = Reply(exchange)
+        reply = Reply(exchange, dialect_of(exchange.target))
         exchange.on_left = lambda: _cancel(exchange, reply)
         try:
             await self._serve(exchange, reply, own_id, client_id)
@@ -66,13 +70,14 @@ class DataPlane:
                 return
             # kvpin stops, and the request outlasted `graceful_shutdown_s`.
             log.info("request ended early: kvpin is stopping")
-            _answer_error(NoEngine("kvpin is stopping; try again shortly"), client_id or own_id, exchange)
+            stopping = NoEngine("kvpin is stopping; try again shortly")
+            _answer_error(stopping, client_id or own_id, exchange, reply)
         except ANSWERED as error:
-            _answer_error(error, client_id or own_id, exchange)
+            _answer_error(error, client_id or own_id, exchange, reply)
         except Exception as error:
             # A bug must fail one request, not the connection or the process.
             log.exception("request crashed")
-            _answer_error(error, client_id or own_id, exchange)
+            _answer_error(error, client_id or own_id, exchange, reply)
 
     async def _serve(self, exchange: Exchange, reply: Reply, own_id: str, client_id: str | None) -> None:
         headers, method = exchange.headers, exchange.method
@@ -86,6 +91,8 @@ class DataPlane:
                 return _send(self._models(), exchange)
             if asked.startswith("/v1/models/"):
                 return _send(self._model(unquote(path.removeprefix("/v1/models/"))), exchange)
+        if (kept := self.responses.answer(method, path, tenant)) is not None:
+            return _send(kept, exchange)
         # No name for the call here: its body is freed before the answer ends.
         return await self.flow.serve(await self._call(exchange, path, tenant, own_id, client_id), reply)
 
@@ -168,7 +175,7 @@ def _send(response: Response, exchange: Exchange) -> None:
     exchange.finish(bytes(response.body))
 
 
-def _answer_error(error: Exception, request_id: str, exchange: Exchange) -> None:
+def _answer_error(error: Exception, request_id: str, exchange: Exchange, reply: Reply) -> None:
     """Answers with the error. If the answer has begun, the connection breaks instead: clients notice that."""
     if not exchange.started:
-        _send(error_response(error, request_id), exchange)
+        _send(error_response(error, request_id, reply.dialect), exchange)

@@ -217,6 +217,7 @@ class PromptBuilder:
         salt: str | None,
         lora: str | None = None,
         tenant: str | None = None,
+        bounded: bool = True,
     ) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, and the request is forwarded as it is.
 
@@ -226,6 +227,7 @@ class PromptBuilder:
             salt: the cache salt it will run under.
             lora: the LoRA adapter it will run with.
             tenant: who sent it; what is remembered of it takes this tenant's share of memory.
+            bounded: refuse a prompt beyond the model's context.
 
         Raises:
             BadRequest: a field that no engine can take, or a prompt beyond the model's context.
@@ -238,7 +240,8 @@ class PromptBuilder:
         tokens = await self._tokenise(source, path, body, Owner(salt, lora, tenant))
         if tokens is None:
             return None
-        self._check_length(len(tokens.prompt.token_ids), source.param)
+        if bounded:
+            self._check_length(len(tokens.prompt.token_ids), source.param)
         made = tokens.prompt
         return Prompt(
             made.token_ids,

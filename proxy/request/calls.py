@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from engine_adapter import HeaderPairs, Headers, JsonBody, route_of
+from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.session import Session
 
 # OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
@@ -108,16 +109,18 @@ class Reply:
     `write` and `finish` return when the client's socket has room again: a slow client slows its engine down.
 
     Attributes:
+        dialect: how the client's API words errors.
         started: status and headers were sent.
         complete: the client has the whole answer. A disconnect from now on is no cancellation.
         events: number of stream events sent.
         on_start: called when the answer begins. From then on no other engine can be tried.
     """
 
-    __slots__ = ("_client", "complete", "events", "on_start", "started")
+    __slots__ = ("_client", "complete", "dialect", "events", "on_start", "started")
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
         self._client = client
+        self.dialect = dialect
         self.on_start: Callable[[], None] | None = None
         self.started = False
         self.complete = False

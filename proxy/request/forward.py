@@ -1,7 +1,7 @@
 """Sends one request to one engine and passes the answer back, byte for byte.
 
 send → refused (REFUSALS)       raise: nothing was sent to the client, so another engine can be tried
-     → any other error          pass on with its status, in OpenAI's shape
+     → any other error          pass on with its status, as the client's API words errors
      → JSON                     read whole, so that an engine that dies in mid-answer costs the client nothing
      → stream                   pass on chunk by chunk; if the engine dies, send an error event and break off
      → stream, JSON wanted      read whole and assemble (for adapters that must stream)
@@ -30,7 +30,6 @@ from engine_adapter import (
     read_streamed_usage,
 )
 from proxy.request.calls import Call, Reply
-from proxy.request.error_table import error_body
 
 # Statuses of an engine that could not serve the request: another engine may.
 REFUSALS = frozenset({429, 500, 502, 503, 504})
@@ -49,6 +48,7 @@ _NOT_PASSED_ON = frozenset(
         b"date",
         b"x-kv-cached-tokens",
         b"x-request-id",
+        b"request-id",
     }
 )
 # Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.
@@ -187,7 +187,8 @@ async def _answer_stream(
     except EngineUnavailable as error:
         if not reply.complete:
             if response.headers.get("content-type", "").startswith("text/event-stream"):
-                await reply.write(b"\n\ndata: " + error_body(str(error), kind="server_error") + b"\n\n")
+                body = reply.dialect.error(502, str(error), kind="server_error")
+                await reply.write(b"\n\n" + reply.dialect.error_event(body))
             # No `finish`, on purpose: clients take a clean end for a complete answer.
             return Outcome(response.status, cached, error=str(error))
     if reader is not None:
@@ -231,7 +232,7 @@ class _Stream:
 
 
 async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mapping[str, str]) -> Outcome:
-    """Passes the engine's error on in OpenAI's shape.
+    """Passes the engine's error on, as the client's API words errors.
 
     Raises:
         EngineRejected: another engine may succeed.
@@ -249,7 +250,14 @@ async def _answer_error(response: IncomingResponse, reply: Reply, headers: Mappi
             headers=advice,
         )
     kind = error.type or ("server_error" if response.status in REFUSALS else "invalid_request_error")
-    body = error_body(error.message, kind=kind, param=error.param, code=error.code)
+    body = reply.dialect.error(
+        response.status,
+        error.message,
+        kind=kind,
+        param=error.param,
+        code=error.code,
+        request_id=headers.get("x-request-id"),
+    )
     every = {"content-type": "application/json", **advice, **headers}
     await reply.start(response.status, _pairs(every))
     await reply.finish(body)

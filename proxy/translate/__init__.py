@@ -3,6 +3,12 @@
 translation.py  one translated request: the chat, and its answer in the words of the API that was asked
 translated.py   the client of such a request: gets the engine's answer to the chat, sends the translated one
 sse.py          the events of a stream, from its chunks
+registry.py     the routes that can be translated
+messages.py     Anthropic's Messages API: its requests (messages_request.py) and answers (messages_answer.py)
+responses.py    OpenAI's Responses API: requests (responses_request.py, responses_items.py), answers
+                (responses_answer.py), and what is kept of them (responses_store.py)
+
+response_homes.py   which engine made a response, where engines serve that API themselves
 
 `EngineInfo.served_as_chats` names the routes that an engine wants translated. `Flow.prepare` translates, so
 that all later steps, and dry runs, see a chat.
@@ -10,7 +16,24 @@ that all later steps, and dry runs, see a chat.
 
 from __future__ import annotations
 
+from proxy.translate.registry import translations
+from proxy.translate.response_homes import Home, Homes, Noting, response_named
+from proxy.translate.responses import RESPONSES_PATH
+from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translated import Translated
-from proxy.translate.translation import CHAT_PATH, TRANSLATIONS, Translation
+from proxy.translate.translation import CHAT_PATH, Predicted, Translate, Translation
 
-__all__ = ["CHAT_PATH", "TRANSLATIONS", "Translated", "Translation"]
+__all__ = [
+    "CHAT_PATH",
+    "RESPONSES_PATH",
+    "Home",
+    "Homes",
+    "Noting",
+    "Predicted",
+    "ResponseStore",
+    "Translate",
+    "Translated",
+    "Translation",
+    "response_named",
+    "translations",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from engine_adapter import HeaderPairs
 from proxy.request.calls import Client
 from proxy.translate.sse import DONE, Events
@@ -15,13 +17,15 @@ class Translated:
     """Takes the answer to the chat, and sends its translation to the client.
 
     A stream is translated event by event. A stream that breaks off has no end: the client notices. Of any
-    other answer nothing is sent before it was translated: until then it can still fail.
+    other answer nothing is sent before it was translated: until then it can still fail. Errors are in the
+    words of the client's API already (`proxy/request/dialects.py`).
     """
 
     def __init__(self, client: Client, translation: Translation) -> None:
         self._client = client
         self._translation = translation
         self._events: Events | None = None  # those of a stream
+        self._ended = False  # the end of a stream was sent
         self._whole: list[bytes] = []  # pieces of any other answer
         self._head: tuple[int, HeaderPairs] = 200, []  # of any other answer
 
@@ -52,13 +56,28 @@ class Translated:
     def finish(self, chunk: bytes) -> None:
         """See Client."""
         if self._events is not None:
-            self._client.finish(self._translated(self._events, chunk) + self._translation.end())
+            events = self._translated(self._events, chunk)
+            self._client.finish(events if self._ended else events + self._translation.end())
             return
         content, (status, headers) = b"".join([*self._whole, chunk]), self._head
-        translate = self._translation.error if status >= _ERROR else self._translation.answer
-        translated = translate(content)
+        content = self._translation.answer(content) if status < _ERROR else self._error(content)
         self._client.start(status, headers)
-        self._client.finish(translated)
+        self._client.finish(content)
+
+    def _error(self, content: bytes) -> bytes:
+        """An error of the engine, with the client's name of the field at fault."""
+        match error := msgspec.json.decode(content):
+            case {"error": {"param": str(param)} as named}:
+                named["param"] = self._translation.param(param)
+                return msgspec.json.encode(error)
+            case _:
+                return content
 
     def _translated(self, events: Events, chunk: bytes) -> bytes:
-        return b"".join(self._translation.event(data) for data in events.feed(chunk) if data != DONE)
+        return b"".join(map(self._event, events.feed(chunk)))
+
+    def _event(self, data: bytes) -> bytes:
+        if data != DONE:
+            return self._translation.event(data)
+        self._ended = True  # an engine may close its stream a while later
+        return self._translation.end()

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from engine_adapter import JsonBody
 
 CHAT_PATH = "/v1/chat/completions"
+
+
+class Predicted(NamedTuple):
+    """What kvpin knows of a prompt before the engine answers.
+
+    Attributes:
+        prompt_tokens: its length; None where it is not known.
+        cached_tokens: how many of them the engine is expected to reuse.
+    """
+
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
 
 
 class Translation(Protocol):
@@ -15,22 +28,33 @@ class Translation(Protocol):
 
     Attributes:
         chat: the body of the chat that is served in its place. A stream asks for usage.
+        counts: the request only asks how long its prompt is, which `count` answers: no engine serves it.
+        predicted: for usage that the client gets before the engine tells it. Set before the answer begins.
+        extra: fields that kvpin adds to the answer, in the API's words. Set before the answer begins, because
+            a stream may show them in its first event.
     """
 
     chat: JsonBody
+    counts: bool = False
+    predicted: Predicted = Predicted()
+    extra: Mapping[str, object] = MappingProxyType({})
 
     def answer(self, content: bytes) -> bytes:
         """The answer, from a whole `chat.completion`."""
 
-    def error(self, content: bytes) -> bytes:
-        """An error in the API's shape, from one in OpenAI's."""
+    def count(self, tokens: int) -> bytes:
+        """The answer to a request that counts."""
 
     def event(self, payload: bytes) -> bytes:
-        """What the client gets for the data of one event of the chat's stream: events, or nothing."""
+        """What the client gets for the data of one event of the chat's stream: events, or nothing. An event
+        with `error` ends the stream."""
 
     def end(self) -> bytes:
-        """What the client gets when the chat's stream has ended as it should."""
+        """What the client gets at the end of the chat's stream, which may have come too early."""
+
+    def param(self, of_chat: str) -> str:
+        """The client's name of a field of the chat, for errors."""
 
 
-# Route → what translates a body that was sent there. Raises BadRequest for one that cannot be served.
-TRANSLATIONS: Mapping[str, Callable[[JsonBody], Translation]] = {}
+Translate = Callable[[JsonBody, str | None], Translation]
+"""Translates a body, for the tenant that sent it. Raises ProxyError for one that cannot be served."""

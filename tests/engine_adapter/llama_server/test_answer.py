@@ -25,7 +25,7 @@ from engine_adapter.llama_server.answer import (
 from engine_adapter.llama_server.state_file import read_tokens
 from tests.engines import served
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SLOT = 1
 WORDS = ["hello", " world", "é", "🙂", "漢字", "\n\n", " x", "<|im_end|>", "12345", "Привет ", "{"]
 # What a grammar forces is sampled token by token in ways no text would be tokenised to.
@@ -64,12 +64,11 @@ async def content_after(control, llama, path, fields):
 
 def random_request(random):
     text = "".join(random.choices(WORDS, k=random.randint(1, 12)))
-    path = random.choice([CHAT, COMPLETIONS, RESPONSES])
+    path = random.choice([CHAT, COMPLETIONS])
     length = random.randint(1, 40)
     fields = {
         CHAT: {"messages": [{"role": "user", "content": text}], "max_tokens": length},
         COMPLETIONS: {"prompt": text, "max_tokens": length},
-        RESPONSES: {"input": text, "max_output_tokens": length},
     }[path]
     fields |= {"temperature": random.choice([0, 1]), "seed": random.randrange(10**6)}
     fields["stream_options"] = {"include_usage": random.random() < 0.5}
@@ -178,8 +177,6 @@ def read(*events):
         delta(content=7),
         event(choices=7),
         event(choices=[{"index": 1, "text": "b"}]),
-        event(type="response.reasoning_text.delta", delta="hm"),
-        event(type="response.function_call_arguments.delta", delta="{"),
         b"data: {\n\n",
         b"data: [7]\n\n",
         b'data: "\xff"\n\n',
@@ -214,10 +211,6 @@ def test_counts_are_found_where_they_stand():
     usage = {"prompt_tokens": 5, "completion_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}
     answer = read(event(**end), event(choices=[], usage=usage))
     assert (answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens) == (5, 0, 0)
-    assert answer.is_complete
-    usage = {"input_tokens": 5, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 1}}
-    answer = read(event(type="response.completed", response={"usage": usage}))
-    assert (answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens) == (5, 1, 2)
     assert answer.is_complete
 
 

@@ -13,10 +13,9 @@ from starlette.routing import Route
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.llama_server.tokens import tokenize
-from tests.engine_adapter.llama_server import response_requests as responses
 from tests.engines import served
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SLOT = 3
 WEATHER = {
     "type": "function",
@@ -98,9 +97,8 @@ def body_of(**fields):
 async def assert_computed(control, path, fields):
     """The server counts as many ids, and finds all of them (but the last, always computed) in its slot."""
     ids = await tokenize(control, path, body_of(**fields))
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    usage = (await control.call("POST", path, json={**fields, limit: 1, "id_slot": SLOT}))["usage"]
-    assert len(ids) == usage.get("prompt_tokens", usage.get("input_tokens"))
+    usage = (await control.call("POST", path, json={**fields, "max_tokens": 1, "id_slot": SLOT}))["usage"]
+    assert len(ids) == usage["prompt_tokens"]
     again = await control.call(
         "POST", "/completion", json={"prompt": ids.tolist(), "n_predict": 0, "id_slot": SLOT}
     )
@@ -115,19 +113,6 @@ async def test_chats(control, name):
 @pytest.mark.parametrize("name", TEXTS)
 async def test_completions(control, name):
     await assert_computed(control, COMPLETIONS, {"prompt": TEXTS[name]})
-
-
-@pytest.mark.parametrize("name", responses.REQUESTS)
-async def test_responses(control, name):
-    await assert_computed(control, RESPONSES, responses.REQUESTS[name])
-
-
-@pytest.mark.parametrize("name", responses.REFUSED)
-async def test_responses_that_are_not_followed(control, name):
-    fields, param = responses.REFUSED[name]
-    with pytest.raises(EngineRejected) as caught:
-        await tokenize(control, RESPONSES, body_of(**fields))
-    assert caught.value.param == param
 
 
 async def test_prompts_that_differ_have_ids_that_differ(control):
@@ -161,10 +146,6 @@ async def test_a_template_with_options_of_its_own(start_llama, control_of, tmp_p
         ids.add(tuple(await tokenize(control, CHAT, body_of(**fields))))
         await assert_computed(control, CHAT, fields)
     assert len(ids) == len(chats)
-    for options in [*chats[:3], {"reasoning": {"effort": "high"}}]:
-        fields = {"input": "a", **options}
-        assert tuple(await tokenize(control, RESPONSES, body_of(**fields))) in ids
-        await assert_computed(control, RESPONSES, fields)
 
 
 async def test_a_model_that_begins_with_its_own_token(start_llama, control_of):
@@ -174,7 +155,6 @@ async def test_a_model_that_begins_with_its_own_token(start_llama, control_of):
     assert ids[0] == 0
     await assert_computed(control, COMPLETIONS, {"prompt": TEXTS["text"]})
     await assert_computed(control, CHAT, CHATS["tool call"])
-    await assert_computed(control, RESPONSES, responses.REQUESTS["a call"])
 
 
 async def test_ready_ids_need_no_server(control_of):
@@ -214,15 +194,13 @@ async def test_what_ids_do_not_tell(control, path, fields, param):
         ({"messages": "a"}, "array"),
         ({"messages": [{"role": "sorcerer", "content": "a"}]}, "unknown role sorcerer"),
         ({"messages": [user("a")], "response_format": {"type": "verse"}}, "response_format"),
-        ({"input": "a", "response_format": {"type": "verse"}}, "response_format"),
     ],
 )
 async def test_what_the_server_refuses_it_says(control, fields, message):
-    path = RESPONSES if "input" in fields else CHAT
     with pytest.raises(EngineRejected, match=message) as caught:
-        await tokenize(control, path, body_of(**fields))
+        await tokenize(control, CHAT, body_of(**fields))
     with pytest.raises(EngineRejected) as real:
-        await control.call("POST", path, json=fields)
+        await control.call("POST", CHAT, json=fields)
     assert (str(caught.value), caught.value.status) == (str(real.value), real.value.status)
 
 

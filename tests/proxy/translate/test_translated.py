@@ -3,11 +3,11 @@
 import json
 from dataclasses import replace
 
+import httpx
 import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.translate import TRANSLATIONS
 from proxy.translate.sse import Events
 from tests.fakes import CHAT, DONE, INFO, FakeAdapter, client_of, event, proxy_over
 
@@ -17,7 +17,10 @@ ROUTE = "/v1/shouts"
 class Shouting:
     """Turns a shout into a chat, and the chat's answer into a shout."""
 
-    def __init__(self, body):
+    counts = False
+
+    def __init__(self, body, tenant):
+        self.tenant = tenant
         messages = [{"role": "user", "content": body.get("shout")}]
         self.chat = JsonBody(json.dumps({"messages": messages, "stream": body.get("stream")}).encode())
 
@@ -27,8 +30,8 @@ class Shouting:
         except KeyError as error:
             raise EngineFailed("no chat") from error
 
-    def error(self, content):
-        return b"NO: " + json.loads(content)["error"]["message"].encode()
+    def count(self, tokens):
+        return b"%d letters" % tokens
 
     def event(self, payload):
         return payload.upper() + b";"
@@ -36,12 +39,31 @@ class Shouting:
     def end(self):
         return b"!"
 
+    def param(self, of_chat):
+        return of_chat.replace("messages", "shout")
+
+
+SHOUTS = {ROUTE: Shouting}
+
+
+async def aiter_until(answer, end):
+    """The parts of an answer, to the one with this end."""
+    async for part in answer.aiter_text():
+        yield part
+        if part.endswith(end):
+            return
+
+
+async def read_stream(client, parts):
+    async with client.stream("POST", ROUTE, json={"shout": "hello", "stream": True}) as answer:
+        async for part in answer.aiter_text():
+            parts.append(part)
+
 
 @pytest.fixture
-async def client(engine, monkeypatch):
-    monkeypatch.setitem(TRANSLATIONS, ROUTE, Shouting)
+async def client(engine):
     adapter = FakeAdapter("a", engine.url, replace(INFO, served_as_chats=frozenset({ROUTE})))
-    async with proxy_over(adapter) as proxy, client_of(proxy) as client:
+    async with proxy_over(adapter, translations=SHOUTS) as proxy, client_of(proxy) as client:
         client.proxy = proxy
         yield client
         await proxy.settled()
@@ -56,9 +78,8 @@ async def test_the_engine_gets_a_chat_and_the_client_its_own_words(engine, clien
     assert client.proxy.last.route == ROUTE
 
 
-async def test_an_engine_that_serves_the_route_gets_it_as_it_is(engine, monkeypatch):
-    monkeypatch.setitem(TRANSLATIONS, ROUTE, Shouting)
-    async with proxy_over(engine) as proxy, client_of(proxy) as client:
+async def test_an_engine_that_serves_the_route_gets_it_as_it_is(engine):
+    async with proxy_over(engine, translations=SHOUTS) as proxy, client_of(proxy) as client:
         await client.post(ROUTE, content=b'{"shout" : "hello"}')
         await proxy.settled()
     (sent,) = engine.seen
@@ -71,7 +92,7 @@ async def test_an_error_of_the_engine(engine, client):
 
     engine.script = script
     answer = await client.post(ROUTE, json={"shout": "hello"})
-    assert (answer.status_code, answer.text) == (400, "NO: too long")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
 
 
 async def test_an_answer_that_is_no_chat_is_an_error_of_its_own(engine, client):
@@ -90,6 +111,67 @@ async def test_a_stream_is_translated_event_by_event(engine, client):
     engine.script = script
     answer = await client.post(ROUTE, json={"shout": "hello", "stream": True})
     assert answer.text == "ONE;TWO;!"
+
+
+async def test_a_stream_ends_with_its_end_mark(engine, client):
+    async def script(exchange):
+        await exchange.start()
+        await exchange.chunk(b"data: one\n\n" + DONE)
+        await exchange.left.wait()
+
+    engine.script = script
+    async with client.stream("POST", ROUTE, json={"shout": "hello", "stream": True}) as answer:
+        assert [part async for part in aiter_until(answer, "!")] == ["ONE;!"]
+
+
+async def test_a_stream_that_breaks_off_has_no_end(engine, client):
+    async def script(exchange):
+        await exchange.start()
+        await exchange.chunk(b"data: one\n\n")
+        exchange.die()
+
+    engine.script = script
+    parts = []
+    with pytest.raises(httpx.RemoteProtocolError):
+        await read_stream(client, parts)
+    text = "".join(parts)
+    assert text.startswith('ONE;{"ERROR"')
+    assert not text.endswith("!")
+
+
+class TestCounting:
+    """A request that only asks how long its prompt is."""
+
+    @pytest.fixture(autouse=True)
+    def counting(self, monkeypatch):
+        monkeypatch.setattr(Shouting, "counts", True)
+
+    async def ask(self, proxy, shout):
+        async with client_of(proxy) as client:
+            return await client.post(ROUTE, json={"shout": shout})
+
+    async def test_no_engine_serves_it(self, engine, tokenizer_dir):
+        info = replace(INFO, tokenizer=str(tokenizer_dir), served_as_chats=frozenset({ROUTE}))
+        async with proxy_over(FakeAdapter("a", engine.url, info), reuse=True, translations=SHOUTS) as proxy:
+            answer = await self.ask(proxy, "hello")
+            assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+            assert answer.text == f"{proxy.last.n_tokens} letters"
+            assert answer.headers["x-request-id"] == proxy.last.request_id
+            assert (engine.seen, proxy.last.attempts, proxy.last.status) == ([], [], 200)
+
+    async def test_a_prompt_of_any_length(self, engine, tokenizer_dir):
+        info = replace(
+            INFO, tokenizer=str(tokenizer_dir), served_as_chats=frozenset({ROUTE}), max_model_len=4
+        )
+        async with proxy_over(FakeAdapter("a", engine.url, info), reuse=True, translations=SHOUTS) as proxy:
+            answer = await self.ask(proxy, "hello " * 10)
+            assert answer.status_code == 200
+            assert int(answer.text.split()[0]) > 10
+
+    async def test_a_prompt_that_nobody_can_tokenise(self, client):
+        answer = await client.post(ROUTE, json={"shout": "hello"})
+        assert answer.status_code == 501
+        assert "cannot count" in answer.json()["error"]["message"]
 
 
 def test_events_of_either_line_end_in_any_pieces():

@@ -1,0 +1,97 @@
+"""`/v1/responses/{id}`: reads and deletes the responses that kvpin keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+import msgspec
+from starlette.responses import Response
+
+from proxy.errors import BadRequest, NotFound
+from proxy.translate import ResponseStore
+from proxy.translate.responses_store import Shelf, Stored
+
+_ROUTE = "/v1/responses/"
+_MOST_ITEMS, _ITEMS = 100, 20
+_ORDERS = ("asc", "desc")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponses:
+    """The routes of responses that kvpin keeps itself, because their engines got chats."""
+
+    store: ResponseStore
+
+    def answer(self, method: str, target: str, tenant: str | None) -> Response | None:
+        """The answer to a request for one of the tenant's responses; None if it names none of them.
+
+        Raises:
+            BadRequest: a parameter is wrong, or the response cannot be cancelled.
+            NotFound: there is no such route.
+        """
+        path, _, query = target.partition("?")
+        if not path.startswith(_ROUTE):
+            return None
+        if path == f"{_ROUTE}compact":
+            raise NotFound("conversations are not compacted here: send a shorter input")
+        name, _, part = path.removeprefix(_ROUTE).partition("/")
+        shelf, response_id = self.store.of(tenant), unquote(name)
+        stored = shelf.get(response_id)
+        if stored is None:
+            return None
+        match method, part:
+            case "GET", "":
+                return _json(_whole(stored, parse_qs(query)))
+            case "DELETE", "":
+                return _json(_deleted(shelf, response_id))
+            case "POST", "cancel":
+                raise BadRequest("Only responses that are made in the background can be cancelled.")
+            case "GET", "input_items":
+                return _json(_listed(stored, parse_qs(query)))
+            case _:
+                raise NotFound(f"there is no route {method} {path!r}")
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+def _whole(stored: Stored, query: dict[str, list[str]]) -> bytes:
+    if query.get("stream") == ["true"]:
+        raise BadRequest("a response is streamed while it is made, and not again", param="stream")
+    return stored.content
+
+
+def _deleted(shelf: Shelf, response_id: str) -> bytes:
+    shelf.delete(response_id)
+    return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
+
+
+def _listed(stored: Stored, query: dict[str, list[str]]) -> bytes:
+    """A page of the items that were the input of a response, the turns before it included."""
+    items = dict(stored.turn.input())
+    names = list(items)
+    order, limit, after = query.get("order", ["desc"])[-1], _limit(query), query.get("after", [""])[-1]
+    if order not in _ORDERS:
+        raise BadRequest("order must be asc or desc", param="order")
+    if order == "desc":
+        names.reverse()
+    if after:
+        if after not in items:
+            raise BadRequest(
+                f"after must be the id of an item of this response; {after!r} is none", param="after"
+            )
+        names = names[names.index(after) + 1 :]
+    page = names[:limit]
+    ends: dict[str, Any] = {"first_id": page[0] if page else None, "last_id": page[-1] if page else None}
+    data = [msgspec.Raw(items[name]) for name in page]
+    return msgspec.json.encode({"object": "list", "data": data, **ends, "has_more": len(names) > len(page)})
+
+
+def _limit(query: dict[str, list[str]]) -> int:
+    given = query.get("limit", [str(_ITEMS)])[-1]
+    if not given.isdecimal() or not 1 <= int(given) <= _MOST_ITEMS:
+        raise BadRequest(f"limit must be a number from 1 to {_MOST_ITEMS}", param="limit")
+    return int(given)

@@ -1,0 +1,112 @@
+"""How an API words an error and names a request: OpenAI's, and Anthropic's on `/v1/messages`.
+
+The route that a client asked decides, also where an engine serves the request on another route.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from proxy.request.error_table import error_body
+
+_MESSAGES = b"/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+# A code, and a type of llama-server, of a prompt that does not fit. Agents shorten their chats when the
+# message begins as Anthropic's does.
+_TOO_LONG = frozenset({"context_length_exceeded", "exceed_context_size_error"})
+
+
+class Dialect(Protocol):
+    """One API's way.
+
+    Attributes:
+        id_headers: the headers of an answer that name its request.
+    """
+
+    id_headers: tuple[str, ...]
+
+    def error(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str,
+        param: str | None = None,
+        code: str | None = None,
+        request_id: str | None = None,
+    ) -> bytes:
+        """The body of an error. `kind`, `param` and `code` are OpenAI's."""
+
+    def error_event(self, error: bytes) -> bytes:
+        """An event of a stream that holds an error."""
+
+
+class OpenAI:
+    """OpenAI's way, and that of every route but Anthropic's."""
+
+    id_headers: tuple[str, ...] = ("x-request-id",)
+
+    def error(
+        self,
+        status: int,  # noqa: ARG002 - see Dialect
+        message: str,
+        *,
+        kind: str,
+        param: str | None = None,
+        code: str | None = None,
+        request_id: str | None = None,  # noqa: ARG002 - see Dialect
+    ) -> bytes:
+        """See Dialect."""
+        return error_body(message, kind=kind, param=param, code=code)
+
+    def error_event(self, error: bytes) -> bytes:
+        """See Dialect."""
+        return b"data: " + error + b"\n\n"
+
+
+class Anthropic:
+    """Anthropic's way. The status alone decides an error's type, as it decides the SDK's class of error."""
+
+    id_headers: tuple[str, ...] = ("x-request-id", "request-id")
+
+    def error(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str,
+        param: str | None = None,  # noqa: ARG002 - the message names the field
+        code: str | None = None,
+        request_id: str | None = None,
+    ) -> bytes:
+        """See Dialect."""
+        other = "invalid_request_error" if status < 500 else "api_error"  # noqa: PLR2004 - HTTP
+        if not _TOO_LONG.isdisjoint({kind, code}):
+            message = f"prompt is too long: {message}"
+        error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+    def error_event(self, error: bytes) -> bytes:
+        """See Dialect."""
+        return b"event: error\ndata: " + error + b"\n\n"
+
+
+OPENAI, ANTHROPIC = OpenAI(), Anthropic()
+
+
+def dialect_of(target: bytes) -> Dialect:
+    """The dialect of a route, from a path as clients send it."""
+    return ANTHROPIC if target.startswith(_MESSAGES) else OPENAI

@@ -1,0 +1,363 @@
+"""Anthropic's answers, whole and streamed, from those of chats.
+
+    reasoning                  a `thinking` block
+    content                    a `text` block
+    tool_calls                 a `tool_use` block each
+    finish_reason              stop_reason
+    usage                      input_tokens counts what was neither read from the cache nor written to it
+
+A stream tells usage twice: in its first event what kvpin predicts, in its last what the engine reports.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from engine_adapter import read_error
+from proxy.errors import EngineFailed
+from proxy.request.dialects import ANTHROPIC
+from proxy.translate.translation import Predicted
+
+# --- chats, as engines answer them --------------------------------------------------------------------
+
+
+class _Function(Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _Said(Struct):
+    """A message, or a piece of one. Engines have either name for reasoning."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
+
+class _Choice(Struct):
+    """`stop_reason` (vLLM) and `matched_stop` (SGLang) are the stop sequence, or the id of a token."""
+
+    message: _Said | None = None
+    delta: _Said | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    matched_stop: str | int | list[int] | None = None
+
+    @property
+    def stop_sequence(self) -> str | None:
+        return next((at for at in (self.stop_reason, self.matched_stop) if isinstance(at, str)), None)
+
+
+class _Details(Struct):
+    """`created_cache_tokens` is vLLM's name of `cache_write_tokens`."""
+
+    cached_tokens: int | None = None
+    cache_write_tokens: int | None = None
+    created_cache_tokens: int | None = None
+
+
+class _ChatUsage(Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chat(Struct):
+    """A whole answer, or a chunk of one."""
+
+    choices: list[_Choice] = []
+    usage: _ChatUsage | None = None
+    error: object = None
+
+
+_decode = msgspec.json.Decoder(_Chat).decode
+
+# --- messages, as clients get them --------------------------------------------------------------------
+
+
+class Usage(Struct):
+    """Token counts; together the first three are the prompt's."""
+
+    input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Text(Struct, tag="text"):
+    text: str
+
+
+class _Thinking(Struct, tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class _ToolUse(Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: Mapping[str, object]
+
+
+_Block = _Text | _Thinking | _ToolUse
+
+
+class _Message(Struct):
+    id: str
+    type: str
+    role: str
+    model: str | None
+    content: list[_Block]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: Usage
+
+
+class _TextDelta(Struct, tag="text_delta"):
+    text: str
+
+
+class _ThinkingDelta(Struct, tag="thinking_delta"):
+    thinking: str
+
+
+class _SignatureDelta(Struct, tag="signature_delta"):
+    signature: str
+
+
+class _InputDelta(Struct, tag="input_json_delta"):
+    partial_json: str
+
+
+class _MessageStart(Struct, tag="message_start"):
+    message: dict[str, object]
+
+
+class _Ping(Struct, tag="ping"):
+    pass
+
+
+class _BlockStart(Struct, tag="content_block_start"):
+    index: int
+    content_block: _Block
+
+
+class _BlockDelta(Struct, tag="content_block_delta"):
+    index: int
+    delta: _TextDelta | _ThinkingDelta | _SignatureDelta | _InputDelta
+
+
+class _BlockStop(Struct, tag="content_block_stop"):
+    index: int
+
+
+class _Stop(Struct):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class _MessageDelta(Struct, tag="message_delta"):
+    delta: _Stop
+    usage: Usage
+
+
+class _MessageStop(Struct, tag="message_stop"):
+    pass
+
+
+_Event = _MessageStart | _Ping | _BlockStart | _BlockDelta | _BlockStop | _MessageDelta | _MessageStop
+_encode = msgspec.json.Encoder().encode
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+# Clients send a thinking block back only if it is signed. kvpin does not check it.
+_SIGNATURE = "kvpin"
+_BROKEN_OFF = "the engine ended its answer early"
+
+
+def message_of(content: bytes, ident: str, model: str | None, *, prewarms: bool) -> dict[str, object]:
+    """The message of a whole chat.
+
+    Args:
+        content: the chat's answer.
+        ident: the message's id.
+        model: the model's name, as it was asked.
+        prewarms: no answer is wanted, only the prompt's usage.
+
+    Raises:
+        EngineFailed: the content is not that of a chat.
+    """
+    chat = _read(content)
+    choice = next(iter(chat.choices), None)
+    if choice is None or choice.message is None:
+        raise EngineFailed("the engine's answer is not that of a chat")
+    usage, blocks = _usage(chat.usage or _ChatUsage()), _blocks(choice.message)
+    if prewarms:
+        blocks, usage.output_tokens = [], 0
+    uses_tool = bool(choice.message.tool_calls)
+    reason, sequence = _reason(choice.finish_reason, choice.stop_sequence, uses_tool=uses_tool)
+    return _fields(_Message(ident, "message", "assistant", model, blocks, reason, sequence, usage))
+
+
+class MessageStream:
+    """The events of one streamed message, from the chunks of a chat's stream."""
+
+    def __init__(self, ident: str, model: str | None, *, prewarms: bool) -> None:
+        """See `message_of`."""
+        self._ident, self._model, self._prewarms = ident, model, prewarms
+        self._started = self._failed = False
+        self._kind = ""  # of the open block
+        self._call: int | None = None  # index of the open block's call
+        self._index = -1  # of the open block, or of the last one
+        self._finish: str | None = None
+        self._sequence: str | None = None
+        self._usage = Usage()
+        self._uses_tool = False
+
+    def event(self, payload: bytes, predicted: Predicted, extra: Mapping[str, object]) -> bytes:
+        """The events that a chunk makes; `predicted` and `extra`: for the first one, see Translation.
+
+        Raises:
+            EngineFailed: the chunk is not that of a chat.
+        """
+        chunk = _read(payload)
+        if chunk.error:
+            self._failed = True
+            return _error(read_error(payload).message)
+        events = [] if self._started else self._start(predicted, extra)
+        if chunk.usage is not None:
+            self._usage = _usage(chunk.usage)
+        for choice in chunk.choices[:1]:
+            if choice.delta is not None and not self._prewarms:
+                events += self._said(choice.delta)
+            if choice.finish_reason is not None:
+                self._finish, self._sequence = choice.finish_reason, choice.stop_sequence
+        return b"".join(map(_sent, events))
+
+    def end(self) -> bytes:
+        """The last events; an error if the stream broke off before its end."""
+        if self._failed:
+            return b""
+        if self._finish is None:
+            return _error(_BROKEN_OFF)
+        if self._prewarms:
+            self._usage.output_tokens = 0
+        stop = _Stop(*_reason(self._finish, self._sequence, uses_tool=self._uses_tool))
+        return b"".join(map(_sent, [*self._close(), _MessageDelta(stop, self._usage), _MessageStop()]))
+
+    def _start(self, predicted: Predicted, extra: Mapping[str, object]) -> list[_Event]:
+        self._started = True
+        cached = predicted.cached_tokens
+        fresh = max((predicted.prompt_tokens or 0) - cached, 0)
+        self._usage = Usage(fresh, cache_read_input_tokens=cached)
+        message = _Message(self._ident, "message", "assistant", self._model, [], None, None, self._usage)
+        return [_MessageStart({**_fields(message), **extra}), _Ping()]
+
+    def _said(self, delta: _Said) -> list[_Event]:
+        events: list[_Event] = []
+        if delta.thoughts:
+            events += self._open("thinking", _Thinking(""))
+            events.append(_BlockDelta(self._index, _ThinkingDelta(delta.thoughts)))
+        if delta.content:
+            events += self._open("text", _Text(""))
+            events.append(_BlockDelta(self._index, _TextDelta(delta.content)))
+        for call in delta.tool_calls or ():
+            name, arguments = call.function.name, call.function.arguments
+            if name and call.index != self._call:
+                self._uses_tool = True
+                events += self._open("tool_use", _ToolUse(call.id or _call_id(), name, {}), call.index)
+            if arguments and self._call is not None:
+                events.append(_BlockDelta(self._index, _InputDelta(arguments)))
+        return events
+
+    def _open(self, kind: str, block: _Block, call: int | None = None) -> list[_Event]:
+        """The events before a delta of this kind: none if such a block is open."""
+        if kind == self._kind and call == self._call:
+            return []
+        events = self._close()
+        self._kind, self._call, self._index = kind, call, self._index + 1
+        return [*events, _BlockStart(self._index, block)]
+
+    def _close(self) -> list[_Event]:
+        if not self._kind:
+            return []
+        signed: Sequence[_Event] = ()
+        if self._kind == "thinking":
+            signed = (_BlockDelta(self._index, _SignatureDelta(_SIGNATURE)),)
+        self._kind, self._call = "", None
+        return [*signed, _BlockStop(self._index)]
+
+
+def _read(content: bytes) -> _Chat:
+    try:
+        return _decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineFailed("the engine's answer is not that of a chat") from error
+
+
+def _fields(message: _Message) -> dict[str, Any]:
+    return msgspec.structs.asdict(message)
+
+
+def _blocks(said: _Said) -> list[_Block]:
+    blocks: list[_Block] = []
+    if said.thoughts:
+        blocks.append(_Thinking(said.thoughts, _SIGNATURE))
+    if said.content:
+        blocks.append(_Text(said.content))
+    for call in said.tool_calls or ():
+        arguments = _arguments(call.function.arguments or "")
+        blocks.append(_ToolUse(call.id or _call_id(), call.function.name or "", arguments))
+    return blocks
+
+
+def _arguments(text: str) -> Mapping[str, object]:
+    """What a model calls a tool with; nothing if it is no JSON object, for example because it was cut off."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+
+
+def _call_id() -> str:
+    """The id of a call that the engine gave none."""
+    return f"toolu_{os.urandom(12).hex()}"
+
+
+def _reason(finish: str | None, sequence: str | None, *, uses_tool: bool) -> tuple[str, str | None]:
+    """`stop_reason` and `stop_sequence`. Some engines end a call that was asked for with `stop`."""
+    if finish == "stop" and sequence is not None:
+        return "stop_sequence", sequence
+    if finish == "stop" and uses_tool:
+        return "tool_use", None
+    return _REASONS.get(finish or "", "end_turn"), None
+
+
+def _usage(usage: _ChatUsage) -> Usage:
+    details = usage.prompt_tokens_details or _Details()
+    read = details.cached_tokens or 0
+    created = details.cache_write_tokens or details.created_cache_tokens or 0
+    fresh = max(usage.prompt_tokens - read - created, 0)
+    return Usage(fresh, created, read, usage.completion_tokens or 0)
+
+
+def _error(message: str) -> bytes:
+    return ANTHROPIC.error_event(ANTHROPIC.error(500, message, kind="server_error"))
+
+
+def _sent(event: _Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), _encode(event))

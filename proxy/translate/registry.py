@@ -1,0 +1,19 @@
+"""Which routes can be served as chats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from proxy.translate.messages import CountTokens, Messages
+from proxy.translate.responses import response_translations
+from proxy.translate.responses_store import ResponseStore
+from proxy.translate.translation import Translate
+
+
+def translations(responses: ResponseStore) -> Mapping[str, Translate]:
+    """Route → what translates a body that was sent there. `responses` keeps those that clients want kept."""
+    return {
+        "/v1/messages": lambda body, _tenant: Messages(body),
+        "/v1/messages/count_tokens": lambda body, _tenant: CountTokens(body),
+        **response_translations(responses),
+    }

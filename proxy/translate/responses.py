@@ -1,0 +1,184 @@
+"""OpenAI's Responses API, served as chats.
+
+responses_request.py   the request: its chat, and what the answer repeats of it
+responses_items.py     items → messages
+responses_answer.py    chunks → items and events
+responses_store.py     the responses that are kept
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from engine_adapter import JsonBody
+from proxy.errors import EngineFailed
+from proxy.translate.responses_answer import Chunk, Delta, Event, Output, Usage, decode_chunk
+from proxy.translate.responses_request import param_of, read_request
+from proxy.translate.responses_store import ResponseStore
+from proxy.translate.translation import Predicted, Translation
+
+RESPONSES_PATH = "/v1/responses"
+INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# Telemetry of llama-server's chunks, which its own events have, too.
+_TELEMETRY = ("timings", "prompt_progress")
+
+
+def response_translations(
+    store: ResponseStore,
+) -> Mapping[str, Callable[[JsonBody, str | None], Translation]]:
+    """The routes of the API that become chats; responses are kept in `store`."""
+    return {
+        RESPONSES_PATH: partial(ResponseTranslation, store=store),
+        INPUT_TOKENS_PATH: partial(ResponseTranslation, store=store, counts=True),
+    }
+
+
+class ResponseTranslation:
+    """`Translation` of one request for a response."""
+
+    def __init__(
+        self, body: JsonBody, tenant: str | None, *, store: ResponseStore, counts: bool = False
+    ) -> None:
+        """Raises BadRequest or NotFound for a request that cannot be served."""
+        self._id = f"resp_{secrets.token_hex(24)}"
+        self._created_at = int(time.time())
+        asked = read_request(body, store.of(tenant), self._id)
+        self.chat = asked.chat
+        self.counts = counts
+        self.predicted = Predicted()
+        self.extra: Mapping[str, object] = MappingProxyType({})
+        self._keep = partial(store.put, tenant, self._id)
+        self._turn = asked.turn
+        self._repeated = asked.repeated
+        self._output = Output(asked.custom, seals=asked.seals)
+        self._model = body.get("model")
+        self._usage: Usage | None = None
+        self._finish: str | None = None
+        self._begun = self._failed = False
+        self._number = 0  # of the next event
+
+    # --- Translation ----------------------------------------------------------------------------------
+
+    def answer(self, content: bytes) -> bytes:
+        """See Translation. A whole answer is a stream of one chunk."""
+        chunk = self._read(content)
+        if not chunk.choices:
+            raise EngineFailed("the engine's answer is no chat")
+        for _ in self._take(chunk):
+            """The items are all that is wanted."""
+        self._finish = self._finish or "stop"
+        status = self._status
+        for _ in self._output.end(status):
+            """Likewise."""
+        return self._final(status)
+
+    def count(self, tokens: int) -> bytes:
+        """See Translation."""
+        return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
+
+    def event(self, payload: bytes) -> bytes:
+        """See Translation."""
+        chunk = self._read(payload)
+        events: list[Event] = []
+        if not self._begun:
+            self._begun = True
+            begun = self._response("in_progress", [])
+            events += [(f"response.{kind}", {"response": begun}) for kind in ("created", "in_progress")]
+        if chunk.prompt_progress is not UNSET:
+            events.append(("response.in_progress", {"response": self._response("in_progress", [])}))
+        if chunk.error is not None and not self._failed:
+            events.append(self._error(chunk))
+        events += self._take(chunk)
+        more = {name: value for name in _TELEMETRY if (value := getattr(chunk, name)) is not UNSET}
+        return self._written((kind, {**fields, **more}) for kind, fields in events)
+
+    def end(self) -> bytes:
+        """See Translation. A stream that says not why it ended is not complete: the client gets no end."""
+        if self._failed or self._finish is None:
+            return b""
+        status = self._status
+        events = list(self._output.end(status))
+        final = msgspec.Raw(self._final(status))
+        return self._written([*events, (f"response.{status}", {"response": final})])
+
+    def param(self, of_chat: str) -> str:
+        """See Translation."""
+        return param_of(of_chat)
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish in _INCOMPLETE else "completed"
+
+    def _read(self, payload: bytes) -> Chunk:
+        try:
+            return decode_chunk(payload)
+        except _UNREADABLE as error:
+            raise EngineFailed(f"the engine's answer is no chat: {error}") from error
+
+    def _take(self, chunk: Chunk) -> Iterable[Event]:
+        self._usage = chunk.usage or self._usage
+        self._model = self._model or chunk.model
+        for choice in chunk.choices[:1]:
+            logprobs = choice.logprobs.content if choice.logprobs is not None else None
+            self._finish = choice.finish_reason or self._finish
+            yield from self._output.add(choice.delta or choice.message or Delta(), logprobs or [])
+
+    def _error(self, chunk: Chunk) -> Event:
+        self._failed = True
+        error = chunk.error
+        message, code, param = (
+            (error, None, None)
+            if error is None or isinstance(error, str)
+            else (error.message, error.code, error.param)
+        )
+        code = code if isinstance(code, str) else "server_error"
+        return "error", {"code": code, "message": message, "param": param}
+
+    def _written(self, events: Iterable[Event]) -> bytes:
+        written = []
+        for kind, fields in events:
+            content = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
+            written.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), content))
+            self._number += 1
+        return b"".join(written)
+
+    def _final(self, status: str) -> bytes:
+        """The response, which is kept if the client wants that."""
+        items = self._output.items
+        content = msgspec.json.encode(self._response(status, items))
+        if self._turn is not None:
+            self._turn.answered = {item.id: msgspec.json.encode(item) for item in items}
+            self._keep(content, self._turn)
+        return content
+
+    def _response(self, status: str, items: list[Any]) -> dict[str, Any]:
+        is_over = status != "in_progress"
+        incomplete = (
+            {"reason": _INCOMPLETE[self._finish]} if status == "incomplete" and self._finish else None
+        )
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_at,
+            "completed_at": int(time.time()) if is_over else None,
+            "status": status,
+            "model": self._model,
+            "error": None,
+            "incomplete_details": incomplete,
+            **self._repeated,
+            "output": items,
+            "usage": (self._usage or Usage()).of_response() if is_over else None,
+            **(self.extra if is_over else {}),
+        }

@@ -1,0 +1,325 @@
+"""The items and events of a response, from the chunks of a chat."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Container, Iterator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from proxy.translate.responses_items import custom_input, sealed
+
+# --- what an engine sends ----------------------------------------------------------------------------------
+
+
+class _Function(Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(Struct):
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+
+class Delta(Struct):
+    """A message, or what a chunk adds to it. Engines have two names for reasoning."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Logprobs(Struct):
+    content: list[Raw] | None = None
+
+
+class Choice(Struct):
+    """One choice of a chat, whole or in part."""
+
+    delta: Delta | None = None
+    message: Delta | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    index: int = 0
+
+
+class _PromptDetails(Struct):
+    cached_tokens: int | None = None
+    cache_write_tokens: int | None = None
+    created_cache_tokens: int | None = None  # vLLM's
+
+
+class _OutputDetails(Struct):
+    reasoning_tokens: int | None = None
+
+
+class Usage(Struct):
+    """A chat's token counts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _OutputDetails | None = None
+
+    def of_response(self) -> dict[str, Any]:
+        """The usage of a response."""
+        details = self.prompt_tokens_details or _PromptDetails()
+        written = details.cache_write_tokens or details.created_cache_tokens or 0
+        reasoning = (self.completion_tokens_details or _OutputDetails()).reasoning_tokens or 0
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": details.cached_tokens or 0,
+                "cache_write_tokens": written,
+            },
+            "output_tokens": self.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+class _Error(Struct):
+    message: str = ""
+    code: str | int | None = None
+    param: str | None = None
+
+
+class Chunk(Struct):
+    """A chunk of a chat, or all of it. `timings` and `prompt_progress` are llama-server's."""
+
+    choices: list[Choice] = []
+    model: str | None = None
+    usage: Usage | None = None
+    error: _Error | str | None = None
+    timings: Raw | UnsetType = UNSET
+    prompt_progress: Raw | UnsetType = UNSET
+
+
+# --- what a client gets ------------------------------------------------------------------------------------
+
+
+class Text(Struct, tag="output_text"):
+    """A part of a message."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Raw] = []
+
+
+class Refusal(Struct, tag="refusal"):
+    """A part of a message."""
+
+    refusal: str
+
+
+class Thought(Struct, tag="reasoning_text"):
+    """A part of reasoning."""
+
+    text: str
+
+
+class Message(Struct, tag="message"):
+    """An item: what the model says."""
+
+    id: str
+    status: str
+    content: list[Text | Refusal]
+    role: str = "assistant"
+
+
+class Reasoning(Struct, tag="reasoning"):
+    """An item: what the model thinks."""
+
+    id: str
+    status: str
+    content: list[Thought]
+    summary: list[Any] = []
+    encrypted_content: str | None = None
+
+
+class FunctionCall(Struct, tag="function_call"):
+    """An item: a call of a function."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CustomCall(Struct, tag="custom_tool_call"):
+    """An item: a call of a custom tool."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+
+
+Item = Message | Reasoning | FunctionCall | CustomCall
+# The type of an event, and its fields beside the number of its item.
+Event = tuple[str, dict[str, Any]]
+
+
+class _Part:
+    """The one part of a message or of reasoning, while it is written."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.id = f"{'rs' if kind == 'reasoning_text' else 'msg'}_{secrets.token_hex(16)}"
+        self.pieces: list[str] = []
+        self.logprobs: list[Raw] = []
+
+    def item(self, status: str, *, seals: bool = False) -> Item:
+        text = "".join(self.pieces)
+        if self.kind == "reasoning_text":
+            content = [Thought(text)] if self.pieces else []
+            return Reasoning(self.id, status, content, encrypted_content=sealed(text) if seals else None)
+        return Message(self.id, status, [self._part()] if self.pieces else [])
+
+    def _part(self) -> Any:  # noqa: ANN401 - a part of the item
+        text = "".join(self.pieces)
+        match self.kind:
+            case "reasoning_text":
+                return Thought(text)
+            case "refusal":
+                return Refusal(text)
+            case _:
+                return Text(text, logprobs=self.logprobs)
+
+    def begin(self) -> Iterator[Event]:
+        yield "response.output_item.added", {"item": self.item("in_progress")}
+        yield "response.content_part.added", {"item_id": self.id, "content_index": 0, "part": self._part()}
+
+    def add(self, text: str, logprobs: list[Raw]) -> Iterator[Event]:
+        self.pieces.append(text)
+        self.logprobs += logprobs
+        known = {"logprobs": logprobs} if self.kind == "output_text" else {}
+        yield (
+            f"response.{self.kind}.delta",
+            {"item_id": self.id, "content_index": 0, "delta": text, **known},
+        )
+
+    def end(self, item: Item) -> Iterator[Event]:
+        at = {"item_id": self.id, "content_index": 0}
+        whole = {"refusal" if self.kind == "refusal" else "text": "".join(self.pieces)}
+        known = {"logprobs": self.logprobs} if self.kind == "output_text" else {}
+        yield f"response.{self.kind}.done", {**at, **whole, **known}
+        yield "response.content_part.done", {**at, "part": self._part()}
+        yield "response.output_item.done", {"item": item}
+
+
+class _CallItem:
+    """A call, while it is written."""
+
+    def __init__(self, call: _Call, custom: Container[str]) -> None:
+        self.name = (call.function.name if call.function is not None else None) or ""
+        self.call_id = call.id or f"call_{secrets.token_hex(12)}"
+        self.is_custom = self.name in custom
+        self.id = f"{'ctc' if self.is_custom else 'fc'}_{secrets.token_hex(16)}"
+        self.pieces: list[str] = []
+
+    def item(self, status: str, *, seals: bool = False) -> Item:  # noqa: ARG002 - reasoning is
+        given = "".join(self.pieces)
+        if self.is_custom:
+            made = custom_input(given) if given else ""
+            return CustomCall(self.id, status, self.call_id, self.name, made)
+        return FunctionCall(self.id, status, self.call_id, self.name, given)
+
+    def begin(self) -> Iterator[Event]:
+        yield "response.output_item.added", {"item": self.item("in_progress")}
+
+    def add(self, text: str, logprobs: list[Raw]) -> Iterator[Event]:  # noqa: ARG002 - text has them
+        self.pieces.append(text)
+        if not self.is_custom:  # its input is known when it is complete
+            yield "response.function_call_arguments.delta", {"item_id": self.id, "delta": text}
+
+    def end(self, item: Item) -> Iterator[Event]:
+        if isinstance(item, CustomCall):
+            yield "response.custom_tool_call_input.delta", {"item_id": self.id, "delta": item.input}
+            yield "response.custom_tool_call_input.done", {"item_id": self.id, "input": item.input}
+        else:
+            done = {"item_id": self.id, "name": self.name, "arguments": "".join(self.pieces)}
+            yield "response.function_call_arguments.done", done
+        yield "response.output_item.done", {"item": item}
+
+
+class Output:
+    """The items of a response, which grow chunk by chunk.
+
+    Attributes:
+        items: those that are complete, in order.
+    """
+
+    def __init__(self, custom: Container[str], *, seals: bool) -> None:
+        """`custom`: the names of custom tools. `seals`: reasoning is also given as `encrypted_content`."""
+        self._custom, self._seals = custom, seals
+        self._open: dict[str | int, tuple[int, _Part | _CallItem]] = {}
+        self._done: dict[int, Item] = {}
+
+    @property
+    def items(self) -> list[Item]:
+        """The items that are complete, in order."""
+        return [item for _, item in sorted(self._done.items(), key=lambda pair: pair[0])]
+
+    def add(self, delta: Delta, logprobs: list[Raw]) -> Iterator[Event]:
+        """Takes what a chunk adds, and gives the events that say so."""
+        if thought := delta.reasoning_content or delta.reasoning:
+            yield from self._write("reasoning_text", thought, [])
+        if delta.content:
+            yield from self._write("output_text", delta.content, logprobs)
+        if delta.refusal:
+            yield from self._write("refusal", delta.refusal, [])
+        for at, call in enumerate(delta.tool_calls or ()):
+            yield from self._call(at if call.index is None else call.index, call)
+
+    def end(self, status: str) -> Iterator[Event]:
+        """No chunk follows: completes the items that are not complete."""
+        for key in list(self._open):
+            yield from self._end(key, status)
+
+    def _write(self, kind: str, text: str, logprobs: list[Raw]) -> Iterator[Event]:
+        if kind not in self._open:
+            yield from self._end_text()
+            yield from self._begin(kind, _Part(kind))
+        yield from self._at(kind, self._open[kind][1].add(text, logprobs))
+
+    def _call(self, index: int, call: _Call) -> Iterator[Event]:
+        if index not in self._open:
+            yield from self._end_text()
+            yield from self._begin(index, _CallItem(call, self._custom))
+        item = self._open[index][1]
+        if call.function is not None and isinstance(item, _CallItem):
+            item.name = call.function.name or item.name  # it may grow
+        if call.function is not None and call.function.arguments:
+            yield from self._at(index, item.add(call.function.arguments, []))
+
+    def _begin(self, key: str | int, item: _Part | _CallItem) -> Iterator[Event]:
+        self._open[key] = len(self._open) + len(self._done), item
+        yield from self._at(key, item.begin())
+
+    def _end_text(self) -> Iterator[Event]:
+        """Something else begins: a message or reasoning is complete. Calls may be written side by side."""
+        for key in [key for key in self._open if isinstance(key, str)]:
+            yield from self._end(key, "completed")
+
+    def _end(self, key: str | int, status: str) -> Iterator[Event]:
+        index, made = self._open[key]
+        item = self._done[index] = made.item(status, seals=self._seals)
+        yield from self._at(key, made.end(item))
+        del self._open[key]
+
+    def _at(self, key: str | int, events: Iterator[Event]) -> Iterator[Event]:
+        index = self._open[key][0]
+        for kind, fields in events:
+            yield kind, {"output_index": index, **fields}
+
+
+decode_chunk = msgspec.json.Decoder(Chunk).decode

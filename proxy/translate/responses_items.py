@@ -1,0 +1,189 @@
+"""Messages of a chat, from the items of OpenAI's Responses API.
+
+The same item always becomes the same bytes, so that a next turn finds the KV of the turn before it, whether
+it sends the conversation again or names the response. The assistant's items of one turn (reasoning, text,
+calls) become one message.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from proxy.errors import BadRequest
+
+Json = dict[str, Any]
+# What marks reasoning that kvpin wrote as `encrypted_content`. It is the client's own answer and no secret.
+_REASONING = "kvpin."
+# The argument of the function that stands for a custom tool.
+CUSTOM_ARGUMENT = "input"
+_SAID = frozenset({"output_text", "input_text", "text"})
+
+
+class Messages:
+    """A chat that grows item by item.
+
+    Attributes:
+        all: its messages.
+    """
+
+    def __init__(self, instructions: str | None) -> None:
+        """`instructions` become the system message, which comes first."""
+        self.all: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+
+    def add(self, item: Json, param: str) -> None:
+        """Adds an item; `param` is its place in the request.
+
+        Raises:
+            BadRequest: it cannot be served.
+        """
+        match item:
+            case {"role": "user" | "system" | "developer" as role, "content": str() | list() as content}:
+                self.all.append({"role": role, "content": _asked(content, f"{param}.content")})
+            case {"role": "assistant", "content": str() | list() as content}:
+                self._turn("content")["content"] = _said(content, f"{param}.content")
+            case {
+                "type": "function_call",
+                "call_id": str(call_id),
+                "name": str(name),
+                "arguments": str(given),
+            }:
+                self._call(call_id, name, given)
+            case {
+                "type": "custom_tool_call",
+                "call_id": str(call_id),
+                "name": str(name),
+                "input": str(given),
+            }:
+                self._call(call_id, name, custom_arguments(given))
+            case {
+                "type": "function_call_output" | "custom_tool_call_output",
+                "call_id": str(call_id),
+                "output": str() | list() as output,
+            }:
+                content = _asked(output, f"{param}.output")
+                self.all.append({"role": "tool", "content": content, "tool_call_id": call_id})
+            case {"type": "reasoning"}:
+                if thought := _thought(item):
+                    self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
+            case {"type": str(kind)}:
+                raise BadRequest(
+                    f"{param}: an item of type {kind!r} with these fields cannot be served", param=param
+                )
+            case _:
+                raise BadRequest(
+                    f"{param} is no item: it has neither a role with a content nor a type", param=param
+                )
+
+    def _call(self, call_id: str, name: str, arguments: str) -> None:
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._turn().setdefault("tool_calls", []).append(call)
+
+    def _turn(self, *taken: str) -> Json:
+        """The assistant's message that is being made; a new one if it has one of these fields already."""
+        last = self.all[-1] if self.all else {}
+        if last.get("role") != "assistant" or any(last.get(name) for name in taken):
+            self.all.append({"role": "assistant", "content": None})
+        return self.all[-1]
+
+
+def custom_arguments(given: str) -> str:
+    """The arguments of the function that stands for a custom tool, from the tool's input."""
+    return msgspec.json.encode({CUSTOM_ARGUMENT: given}).decode()
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool, from the arguments of the function that stands for it. A model may write
+    other arguments: these are then the input."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, str])[CUSTOM_ARGUMENT]
+    except (msgspec.DecodeError, KeyError):
+        return arguments
+
+
+def sealed(thought: str) -> str:
+    """Reasoning as `encrypted_content`, for clients that send back nothing else of it."""
+    return _REASONING + base64.b64encode(thought.encode()).decode()
+
+
+def listed(item: Json, item_id: str) -> Json:
+    """An item of a request as the API lists it: with its id, its status, and parts instead of a text."""
+    full = {"id": item_id, "status": "completed", **item}
+    if "role" in item:
+        full["type"] = "message"
+        if isinstance(content := item["content"], str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            full["content"] = [{"type": kind, "text": content}]
+            if kind == "output_text":
+                full["content"][0]["annotations"] = []
+    return full
+
+
+def _asked(content: str | list[Any], param: str) -> str | list[Json]:
+    """The content of a message that is not the assistant's. One text is a text, also as a part."""
+    if isinstance(content, str):
+        return content
+    parts = [_part(part, f"{param}[{index}]") for index, part in enumerate(content)]
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        text: str = parts[0]["text"]
+        return text
+    return parts
+
+
+def _part(part: Any, param: str) -> Json:  # noqa: ANN401 - JSON
+    match part:
+        case {"type": "input_text" | "output_text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "input_image", "image_url": str(url)}:
+            image = {"url": url}
+            if (detail := part.get("detail")) not in (None, "auto"):
+                image["detail"] = detail
+            named = {"uuid": part["uuid"]} if "uuid" in part else {}
+            return {"type": "image_url", "image_url": image, **named}
+        case {"type": "input_audio", "input_audio": dict(audio)}:
+            return {"type": "input_audio", "input_audio": audio}
+        case {"type": "input_image"}:
+            raise BadRequest(f"{param}: images are served by image_url, not by file_id", param=param)
+        case {"type": "input_file"}:
+            raise BadRequest(f"{param}: files are not served; send their text as input_text", param=param)
+        case _:
+            raise BadRequest(
+                f"{param} is no part: it must be input_text, input_image or input_audio", param=param
+            )
+
+
+def _said(content: str | Sequence[Any], param: str) -> str:
+    """What the assistant said, as one text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        match part:
+            case {"type": str(kind), "text": str(text)} if kind in _SAID:
+                texts.append(text)
+            case {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
+            case _:
+                at = f"{param}[{index}]"
+                raise BadRequest(f"{at} is no part of an answer: it must be output_text or refusal", param=at)
+    return "".join(texts)
+
+
+def _thought(item: Json) -> str:
+    """The text of a reasoning item; empty for one of another server, or of which only a summary is left."""
+    match item:
+        case {"content": [*parts]} if parts:
+            return "".join(
+                part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
+            )
+        case {"encrypted_content": str(content)} if content.startswith(_REASONING):
+            try:
+                return base64.b64decode(content.removeprefix(_REASONING), validate=True).decode()
+            except (binascii.Error, UnicodeDecodeError):
+                return ""
+        case _:
+            return ""

@@ -1,0 +1,168 @@
+"""The responses that kvpin keeps for clients: `store`, `previous_response_id`, `GET /v1/responses/{id}`.
+
+They lie in memory. Each tenant has its own, and the same room for them. The one that was used longest ago
+goes first, and each goes when it was not used for a day. A response names the turn before it, so a
+conversation is kept once, however many responses it has. Only its own tenant can tell a response from one
+that never was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+MAX_BYTES = 256 << 20
+"""The most that all tenants' responses take."""
+IDLE_S = 86_400.0
+"""How long a response is kept that nobody uses."""
+# What an object takes beside its bytes.
+_OVERHEAD = 200
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A request and its answer, in items as JSON.
+
+    Attributes:
+        previous: the turn before it; None for the first.
+        asked, answered: the items by their ids.
+        users: how many responses and later turns keep it.
+    """
+
+    previous: Turn | None
+    asked: dict[str, bytes]
+    answered: dict[str, bytes]
+    users: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes by itself."""
+        return sum(len(item) + _OVERHEAD for items in (self.asked, self.answered) for item in items.values())
+
+    def conversation(self) -> Iterator[tuple[str, bytes]]:
+        """The items of the conversation with their ids, up to and including this turn."""
+        for turn in self._turns():
+            yield from turn.asked.items()
+            yield from turn.answered.items()
+
+    def input(self) -> Iterator[tuple[str, bytes]]:
+        """The items that were the input of this turn's answer."""
+        if self.previous is not None:
+            yield from self.previous.conversation()
+        yield from self.asked.items()
+
+    def _turns(self) -> list[Turn]:
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.previous
+        return turns[::-1]
+
+
+@dataclass(slots=True)
+class Stored:
+    """A response that is kept.
+
+    Attributes:
+        content: the response as JSON.
+        turn: its items.
+        used_at: when it was used last, by the store's clock.
+    """
+
+    content: bytes = field(repr=False)
+    turn: Turn = field(repr=False)
+    used_at: float
+
+
+class Shelf:
+    """The responses of one tenant."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.bytes = 0
+        self._clock = clock
+        self._stored: OrderedDict[str, Stored] = OrderedDict()  # the one used longest ago first
+        self._items: dict[str, tuple[Turn, bytes]] = {}
+
+    def put(self, response_id: str, content: bytes, turn: Turn, room: int) -> None:
+        """Keeps a response. Others, or this one, go if there is no room for all."""
+        self._expire()
+        self._stored[response_id] = Stored(content, turn, self._clock())
+        self.bytes += len(content) + _OVERHEAD
+        self._keep(turn)
+        while self.bytes > room:
+            self._drop(next(iter(self._stored)))
+
+    def get(self, response_id: str) -> Stored | None:
+        """The response; None if it is not, or no longer, kept."""
+        self._expire()
+        stored = self._stored.get(response_id)
+        if stored is not None:
+            stored.used_at = self._clock()
+            self._stored.move_to_end(response_id)
+        return stored
+
+    def delete(self, response_id: str) -> bool:
+        """Forgets a response. Responses that follow it keep what was said. False if it is not kept."""
+        found = response_id in self._stored
+        if found:
+            self._drop(response_id)
+        return found
+
+    def item(self, item_id: str) -> bytes | None:
+        """An item of any response that is kept."""
+        found = self._items.get(item_id)
+        return None if found is None else found[1]
+
+    def _expire(self) -> None:
+        idle_since = self._clock() - IDLE_S
+        while self._stored and next(iter(self._stored.values())).used_at < idle_since:
+            self._drop(next(iter(self._stored)))
+
+    def _drop(self, response_id: str) -> None:
+        stored = self._stored.pop(response_id)
+        self.bytes -= len(stored.content) + _OVERHEAD
+        self._release(stored.turn)
+
+    def _keep(self, turn: Turn | None) -> None:
+        while turn is not None:
+            turn.users += 1
+            if turn.users > 1:
+                return
+            self.bytes += turn.size
+            for items in (turn.asked, turn.answered):
+                self._items.update((name, (turn, item)) for name, item in items.items())
+            turn = turn.previous
+
+    def _release(self, turn: Turn | None) -> None:
+        while turn is not None:
+            turn.users -= 1
+            if turn.users:
+                return
+            self.bytes -= turn.size
+            for name in (*turn.asked, *turn.answered):
+                if name in self._items and self._items[name][0] is turn:
+                    del self._items[name]
+            turn = turn.previous
+
+
+class ResponseStore:
+    """The responses of all tenants."""
+
+    def __init__(
+        self, tenants: int = 1, *, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`tenants`: among how many the room is divided."""
+        self._room = max_bytes // max(tenants, 1)
+        self._clock = clock
+        self._shelves: dict[str | None, Shelf] = {}
+
+    def of(self, tenant: str | None) -> Shelf:
+        """The responses of a tenant."""
+        return self._shelves.setdefault(tenant, Shelf(self._clock))
+
+    def put(self, tenant: str | None, response_id: str, content: bytes, turn: Turn) -> None:
+        """Keeps a response of a tenant."""
+        self.of(tenant).put(response_id, content, turn, self._room)

@@ -1,0 +1,192 @@
+"""OpenAI's Responses API by the stock SDK, on real engines: state, hits, streams, tools, errors."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+
+from tests.engine_adapter.llama_server.test_assemble import CALLING, TEMPLATE, USER
+from tests.live.llama_world import MODEL, llama_world
+
+pytestmark = pytest.mark.live
+
+STORY = "The ship sailed on, past the isles of the north, and the crew sang. " * 12
+LIMIT = {"max_output_tokens": 6, "temperature": 0}
+TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather for a city: today's",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Kraków"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    with llama_world(tmp_path_factory.mktemp("responses")) as world:
+        yield world
+
+
+@pytest.fixture(params=["embedded", "llama-server"])
+def client(request):
+    """The SDK, with a kvpin in front of an engine of that kind."""
+    is_llama = request.param == "llama-server"
+    served = request.getfixturevalue("world" if is_llama else "kvpin")
+    with OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
+        client.model = client.models.list().data[0].id
+        client.settle = served.until_idle if is_llama else lambda: None
+        client.is_llama = is_llama
+        yield client
+
+
+def create(client, **fields):
+    """A response, and its cached tokens, which kvpin predicted rightly."""
+    raw = client.responses.with_raw_response.create(model=client.model, **{**LIMIT, **fields})
+    response = raw.parse()
+    cached = response.usage.input_tokens_details.cached_tokens
+    assert int(raw.headers["x-kvpin-predicted-tokens"]) == cached
+    client.settle()
+    return response, cached
+
+
+def test_second_turns_hit_by_name_and_by_items(client):
+    first, _ = create(client, input=f"By name. {STORY}")
+    assert (first.status, first.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert first.output_text
+    named, cached = create(client, input="Go on!", previous_response_id=first.id)
+    assert cached > first.usage.input_tokens - 40
+    assert named.previous_response_id == first.id
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": f"By name. {STORY}"}]},
+        *(item.model_dump(exclude_none=True) for item in first.output),
+        {"role": "user", "content": "Go on!"},
+    ]
+    again, cached = create(client, input=items, store=False)
+    assert again.usage.input_tokens == named.usage.input_tokens
+    assert cached > named.usage.input_tokens - 20
+    assert again.output_text == named.output_text
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(again.id)
+
+
+def test_a_stream_is_accumulated(client):
+    asked = {"input": f"Streamed. {STORY}", "instructions": "Be brief."}
+    whole, _ = create(client, **asked)
+    with client.responses.stream(model=client.model, **asked, **LIMIT) as stream:
+        events = list(stream)
+    client.settle()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    last = events[-1].response
+    assert (
+        "".join(each.delta for each in events if each.type == "response.output_text.delta")
+        == last.output_text
+    )
+    assert last.output_text == whole.output_text
+    assert last.usage.input_tokens_details.cached_tokens > whole.usage.input_tokens - 20
+    kept = client.responses.retrieve(last.id)
+    assert kept.to_dict() == last.to_dict()
+
+
+def test_items_are_listed_page_by_page(client):
+    first, _ = create(client, input="One.", metadata={"who": "me"})
+    second, _ = create(client, input="Two.", previous_response_id=first.id)
+    assert client.responses.retrieve(first.id).metadata == {"who": "me"}
+    listed = list(client.responses.input_items.list(second.id, limit=1, order="asc"))
+    assert [item.content[0].text for item in listed] == ["One.", first.output_text, "Two."]
+    assert listed[1].id == first.output[0].id
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(first.id)
+    client.responses.delete(first.id)
+    for gone in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            gone(first.id)
+    third, _ = create(client, input="Three.", previous_response_id=second.id)
+    assert len(list(client.responses.input_items.list(third.id))) == 5
+
+
+def test_tokens_are_counted(client):
+    asked = {"input": [{"role": "user", "content": "How long?"}], "instructions": "Count."}
+    counted = client.responses.input_tokens.count(model=client.model, **asked)
+    response, _ = create(client, **asked)
+    assert counted.input_tokens == response.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"previous_response_id": "resp_none"}, openai.NotFoundError, "previous_response_id"),
+        ({"input": "ship " * 20_000}, openai.BadRequestError, "input"),
+        ({"background": True}, openai.BadRequestError, "background"),
+        ({"input": [{"type": "item_reference", "id": "msg_none"}]}, openai.NotFoundError, "input[0].id"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            openai.BadRequestError,
+            "input[0].content[0]",
+        ),
+        ({"tool_choice": {"type": "web_search"}}, openai.BadRequestError, "tool_choice"),
+    ],
+)
+def test_each_error_names_its_field(client, fields, error, param):
+    with pytest.raises(error) as caught:
+        client.responses.create(model=client.model, **{"input": "Hi.", **LIMIT, **fields})
+    assert caught.value.param == param
+
+
+class Weather(BaseModel):
+    city: str
+
+
+def test_tools_and_parsed_answers(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    asked = {"tools": [TOOL, {"type": "web_search"}], "tool_choice": "required", "max_output_tokens": 300}
+    asked |= {"input": [*USER, CALLING], "extra_body": {"seed": 1}}
+    with (
+        llama_world(tmp_path, "--chat-template-file", str(template)) as world,
+        OpenAI(base_url=world.base_url, api_key="unused", max_retries=0) as client,
+    ):
+        client.model, client.settle = MODEL, world.until_idle
+        first, _ = create(client, **asked)
+        calls = [item for item in first.output if item.type == "function_call"]
+        assert calls
+        assert {call.name for call in calls} == {"get_weather"}
+        assert [tool.type for tool in first.tools] == ["function"]
+        with client.responses.stream(model=MODEL, **{**LIMIT, **asked}) as stream:
+            written: dict[int, str] = {}
+            for event in stream:
+                if event.type == "response.function_call_arguments.delta":
+                    written[event.output_index] = written.get(event.output_index, "") + event.delta
+            final = stream.get_final_response()
+        world.until_idle()
+        assert written == {
+            at: item.arguments for at, item in enumerate(final.output) if item.type == "function_call"
+        }
+        results = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "18 °C"} for call in calls
+        ]
+        _, cached = create(client, input=results, previous_response_id=first.id, tools=[TOOL])
+        assert cached > first.usage.input_tokens - 40
+        parsed = client.responses.parse(
+            model=MODEL, input="Where?", text_format=Weather, temperature=0, max_output_tokens=300
+        )
+        assert isinstance(parsed.output_parsed, Weather)

@@ -1,0 +1,61 @@
+import json
+
+import pytest
+
+from proxy.request.dialects import ANTHROPIC, OPENAI, dialect_of
+
+
+@pytest.mark.parametrize(
+    ("target", "dialect"),
+    [
+        (b"/v1/messages", ANTHROPIC),
+        (b"/v1/messages?beta=true", ANTHROPIC),
+        (b"/v1/messages/count_tokens", ANTHROPIC),
+        (b"/v1/chat/completions", OPENAI),
+        (b"/v1/models", OPENAI),
+    ],
+)
+def test_the_route_decides(target, dialect):
+    assert dialect_of(target) is dialect
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (409, "conflict_error"),
+        (413, "request_too_large"),
+        (422, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
+    ],
+)
+def test_an_error_of_anthropics(status, kind):
+    body = ANTHROPIC.error(status, "why", kind="whatever", param="p", code="c", request_id="r")
+    assert json.loads(body) == {
+        "type": "error",
+        "error": {"type": kind, "message": "why"},
+        "request_id": "r",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("invalid_request_error", "context_length_exceeded"), ("exceed_context_size_error", None)],
+)
+def test_agents_know_a_prompt_that_does_not_fit_by_its_message(kind, code):
+    body = ANTHROPIC.error(400, "it has 9 tokens", kind=kind, code=code)
+    assert json.loads(body)["error"]["message"] == "prompt is too long: it has 9 tokens"
+    assert (
+        json.loads(OPENAI.error(400, "it has 9 tokens", kind=kind))["error"]["message"] == "it has 9 tokens"
+    )
+
+
+def test_events():
+    assert OPENAI.error_event(b"{}") == b"data: {}\n\n"
+    assert ANTHROPIC.error_event(b"{}") == b"event: error\ndata: {}\n\n"

@@ -1,0 +1,89 @@
+"""The responses that are kept: room, age, tenants, conversations."""
+
+import pytest
+
+from proxy.translate.responses_store import IDLE_S, ResponseStore, Turn
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def turn(previous=None, asked=b"q", name="1"):
+    return Turn(previous, {f"msg_{name}": asked}, {f"out_{name}": b"a"})
+
+
+def test_a_conversation_is_kept_once():
+    store = ResponseStore()
+    first, shelf = turn(name="1"), store.of(None)
+    store.put(None, "r1", b"{}", first)
+    alone = shelf.bytes
+    second = turn(first, name="2")
+    store.put(None, "r2", b"{}", second)
+    assert shelf.bytes == 2 * alone
+    assert [name for name, _ in second.conversation()] == ["msg_1", "out_1", "msg_2", "out_2"]
+    assert [name for name, _ in second.input()] == ["msg_1", "out_1", "msg_2"]
+    assert shelf.delete("r1")
+    assert not shelf.delete("r1")
+    assert shelf.get("r1") is None
+    assert shelf.item("msg_1") == b"q"  # r2 still needs it
+    shelf.delete("r2")
+    assert (shelf.bytes, shelf.item("msg_1"), shelf.item("out_2")) == (0, None, None)
+
+
+def test_what_was_used_longest_ago_goes_first():
+    store = ResponseStore(max_bytes=4 * 1024)
+    for name in ("1", "2", "3"):
+        store.put(None, f"r{name}", b"x" * 1000, turn(name=name))
+        store.of(None).get("r1")
+    assert [store.of(None).get(f"r{name}") is not None for name in ("1", "2", "3")] == [True, False, True]
+    store.put(None, "r4", b"x" * 10_000, turn(name="4"))
+    assert store.of(None).bytes == 0
+
+
+def test_a_turn_that_went_while_its_next_one_was_made_comes_back():
+    store = ResponseStore()
+    first = turn(name="1")
+    store.put(None, "r1", b"{}", first)
+    store.of(None).delete("r1")
+    store.put(None, "r2", b"{}", turn(first, name="2"))
+    assert store.of(None).item("out_1") == b"a"
+    store.of(None).delete("r2")
+    assert store.of(None).bytes == 0
+
+
+def test_an_item_that_a_later_turn_has_too_stays():
+    store = ResponseStore()
+    store.put(None, "r1", b"{}", turn(name="1"))
+    store.put(None, "r2", b"{}", turn(name="1"))
+    store.of(None).delete("r1")
+    assert store.of(None).item("msg_1") == b"q"
+
+
+def test_tenants_do_not_see_or_crowd_out_each_other(clock):
+    store = ResponseStore(2, max_bytes=4 * 1024, clock=clock)
+    store.put("a", "r1", b"{}", turn(name="1"))
+    for name in range(50):
+        store.put("b", f"r{name + 2}", b"{}", turn(asked=b"q" * 500, name=str(name + 2)))
+    assert store.of("a").get("r1") is not None
+    assert store.of("b").get("r1") is None
+    assert store.of("b").item("msg_1") is None
+    assert 0 < store.of("b").bytes <= 2 * 1024
+
+
+def test_what_nobody_uses_expires(clock):
+    store = ResponseStore(clock=clock)
+    for name in ("1", "2"):
+        store.put(None, f"r{name}", b"{}", turn(name=name))
+    clock.now = IDLE_S
+    assert store.of(None).get("r1") is not None
+    clock.now += 1
+    assert [store.of(None).get(name) is None for name in ("r1", "r2")] == [False, True]
