@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -12,8 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fake_engines.sglang import running_sglang
+from tests.fake_engines.vllm import running_vllm
 from tests.live.conftest import Kvpin, running_kvpin
 from tests.live.llama_world import llama_world
+from tests.live.sglang_world import kvpin_over as over_sglang
+from tests.live.test_media import kvpin_over as over_vllm
 
 pytestmark = pytest.mark.live
 
@@ -269,3 +274,49 @@ def test_the_apis_own_field_of_messages(place, stream):
 
 def first_event(stream):
     return next(json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {"))
+
+
+async def miss_of(client, url, answer):
+    request_id = answer.raise_for_status().headers["x-request-id"]
+    shown = (await client.get(f"{url}/admin/v1/requests/{request_id}")).raise_for_status().json()
+    return differs(shown)
+
+
+async def test_another_lora_adapter():
+    body = {"model": "tiny", "prompt": rules("adapters"), "max_tokens": 2}
+    with running_sglang(loras=("calm",), page_size=16) as running:
+        async with over_sglang((running, None)) as world:
+            found = []
+            for model in ("tiny", "calm", "calm", "tiny"):
+                answer = await world.post("completions", body | {"model": model})
+                found.append(await miss_of(world.client, world.url, answer))
+    assert found == [("first_seen", None), ("lora_changed", None), ("hit", None), ("hit", None)]
+
+
+async def test_another_image():
+    def asked(content):
+        address = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+        parts = [
+            {"type": "image_url", "image_url": {"url": address}},
+            {"type": "text", "text": "What is it?"},
+        ]
+        return {
+            "messages": [{"role": "system", "content": rules("images")}, {"role": "user", "content": parts}]
+        }
+
+    with running_vllm(num_gpu_blocks=1000) as running:
+        async with over_vllm(running) as world, httpx.AsyncClient(trust_env=False) as client:
+            found = [
+                await miss_of(client, world.url, await world.post(asked(content)))
+                for content in (b"cat", b"dog", b"dog")
+            ]
+    assert found == [("first_seen", None), ("media_changed", "messages[1].content[0]"), ("hit", None)]
+
+
+def test_a_prompt_that_is_not_followed(tmp_path):
+    with running_kvpin(tmp_path / "log", "--managed", "embedded: --threads 1", reuse=False) as kvpin:
+        shown = Place(kvpin, "kvpin-tiny", "", lambda: None).ask(chat("nothing"))
+    assert differs(shown) == ("not_followed", None)
+    assert shown["explanation"] == (
+        "nothing was predicted: the prompt is not known here: reuse is off, or it is not text"
+    )

@@ -916,3 +916,42 @@ async def test_an_engine_that_broke_off_an_answer_is_suspected(proxy):
     await replace(proxy.flow, forwarder=Forwarder()).serve(call, Reply(None))
     assert proxy.fleet.engines["a"].state == EngineState.SUSPECT
     assert (proxy.last.status, proxy.last.error) == (200, "it died")
+
+
+class TestDiagnostics:
+    """Why a prompt missed, in the answer, for those who name an earlier answer. More of it: tests/live."""
+
+    @pytest.fixture
+    async def client(self, engine):
+        async def script(exchange):
+            await exchange.send({"id": f"resp_{len(engine.seen)}", "status": "completed"})
+
+        engine.script = script
+        keys = [ApiKey.of(name, name) for name in ("red", "blue")]
+        async with proxy_over(engine, tenants=Tenants(keys)) as proxy, client_of(proxy) as client:
+            client.proxy = proxy
+            yield client
+
+    async def ask(self, client, tenant="red", **options):
+        body = {"model": "m", "input": "x"} | ({"prompt_cache_options": options} if options else {})
+        headers = {"authorization": f"Bearer {tenant}"}
+        return (await client.post("/v1/responses", json=body, headers=headers)).json()
+
+    async def test_they_are_only_in_answers_that_want_them(self, client):
+        assert await self.ask(client) == {"id": "resp_1", "status": "completed"}
+        assert client.proxy.last.answer_id == "resp_1"
+        found = (await self.ask(client, comparison_response_id="resp_1"))["prompt_cache_diagnostics"]
+        assert (found["type"], found["kvpin"]["reason"]) == ("unavailable", "not_followed")
+
+    @pytest.mark.parametrize("tenant", ["red", "blue"])
+    async def test_an_answer_of_nobody_or_of_another_tenant_is_not_found(self, client, tenant):
+        await self.ask(client)
+        named = "resp_9" if tenant == "red" else "resp_1"
+        found = await self.ask(client, tenant, comparison_response_id=named)
+        assert found["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+
+    async def test_the_body_is_kept_for_comparison_and_the_record_says_whose_it_is(self, client):
+        await self.ask(client)
+        record = client.proxy.last
+        assert client.proxy.requests.sources.fields(record.request_id, "red") == {"input": "x"}
+        assert client.proxy.requests.sources.fields(record.request_id, "blue") is None
