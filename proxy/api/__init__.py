@@ -4,5 +4,5 @@ site.py      what is served where            http1.py    the HTTP/1.1 protocol o
 openai.py    /v1/*: the data plane           exchange.py one request and its answer
 ops.py       /health/*, /metrics             asgi.py     ASGI on exchanges, for all but the data plane
 admin/       /admin/v1/*: the control plane  auth.py     keys, loopback
-errors.py    exceptions → error answers
+errors.py    exceptions → error answers      responses.py /v1/responses/{id}: those that kvpin keeps
 """

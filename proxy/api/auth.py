@@ -38,15 +38,25 @@ def authenticate(headers: Headers, tenants: Tenants) -> str | None:
     key = bearer(headers)
     tenant = tenants.of_key(key) if key else None
     if tenant is None:
-        raise Unauthorized("wrong API key" if key else "an API key is needed: Authorization: Bearer <key>")
+        raise Unauthorized(
+            "wrong API key" if key else "an API key is needed: Authorization: Bearer <key>, or x-api-key"
+        )
     return tenant
 
 
 def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:
-    """A client's headers without its kvpin key. Where kvpin has no keys, the client's key is the engine's."""
-    if tenants.open:
+    """A client's headers without its kvpin key.
+
+    Where kvpin has no keys, the client's key is the engine's. All engines take it in `authorization`, not all
+    in `x-api-key`.
+    """
+    if not tenants.open:
+        return Headers([pair for pair in headers.raw if pair[0] not in _KEY_HEADERS])
+    key = headers.get("x-api-key")
+    if key is None or headers.get("authorization") is not None:
         return headers
-    return Headers([pair for pair in headers.raw if pair[0] not in _KEY_HEADERS])
+    kept = [pair for pair in headers.raw if pair[0] != b"x-api-key"]
+    return Headers([*kept, (b"authorization", b"Bearer " + key.encode("latin-1"))])
 
 
 class AdminGuard:

@@ -3,5 +3,5 @@
 calls.py        the request and its reply           session.py      the conversation it belongs to
 forward.py      sends it to an engine, streams the  tenants.py      API key → tenant → cache salt
                 answer back                         records.py      the last requests, for `kvpin requests`
-error_table.py  error class → status, type, code
+error_table.py  error class → status, type, code    dialects.py     how each API words an error
 """

@@ -307,7 +307,8 @@ def _messages(request: Request) -> Iterator[dict[str, Any]]:
         elif message.role == "assistant":
             yield _assistant(blocks, path)
         else:
-            yield {"role": "system", "content": "".join(_text(block, path) for block in blocks)}
+            texts = (_text(block, f"{path}[{i}]") for i, block in enumerate(blocks))
+            yield {"role": "system", "content": "".join(texts)}
 
 
 def _system_text(system: str | list[_Text] | None) -> str | None:

@@ -127,3 +127,8 @@ def test_a_key_of_ours_ends_here_and_another_goes_to_the_engine():
     headers = given({"authorization": "Bearer k1", "x-api-key": "k1", "x-other": "1"})
     assert passed_on_headers(headers, TENANTS) == {"x-other": "1"}
     assert passed_on_headers(headers, Tenants([])) is headers
+
+
+def test_a_key_of_the_engines_is_sent_as_all_engines_take_it():
+    headers = passed_on_headers(given({"x-api-key": "k1", "x-other": "1"}), Tenants([]))
+    assert headers == {"x-other": "1", "authorization": "Bearer k1"}

@@ -8,8 +8,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.translate.sse import Events
-from tests.fakes import CHAT, DONE, INFO, FakeAdapter, client_of, event, proxy_over
+from tests.fakes import CHAT, DONE, INFO, FakeAdapter, client_of, proxy_over
 
 ROUTE = "/v1/shouts"
 
@@ -172,11 +171,3 @@ class TestCounting:
         answer = await client.post(ROUTE, json={"shout": "hello"})
         assert answer.status_code == 501
         assert "cannot count" in answer.json()["error"]["message"]
-
-
-def test_events_of_either_line_end_in_any_pieces():
-    raw = event({"a": 1}) + b"event: x\r\ndata: b\r\ndata: c\r\n\r\n" + b"data: cut"
-    for size in (1, 2, 3, 7, len(raw)):
-        events = Events()
-        found = [data for at in range(0, len(raw), size) for data in events.feed(raw[at : at + size])]
-        assert found == [b'{"a": 1}', b"b\nc"]

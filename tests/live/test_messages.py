@@ -1,0 +1,218 @@
+"""Anthropic's Messages API on an embedded engine and a llama-server: prompts are known, pinned and reused."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from tests.live.conftest import ENGINE, running_kvpin
+from tests.live.llama_world import llama_world
+
+pytestmark = pytest.mark.live
+
+STORY = "The ship sailed on, past the isles of the north, and the crew sang. " * 12
+SCHEMA = {"type": "object", "properties": {"port": {"type": "string"}}}
+TOOL = {"name": "tide", "description": "Height of the tide", "input_schema": SCHEMA}
+WAIT_S = 120.0
+
+
+@dataclass
+class World:
+    """A kvpin, and what engine is behind it."""
+
+    kind: str
+    base_url: str
+    model: str
+    log: object
+
+    def post(self, fields, path="messages", **headers) -> httpx.Response:
+        body = {"model": self.model, "max_tokens": 6, "temperature": 0, **fields}
+        url = f"{self.base_url}/{path}"
+        answer = httpx.post(url, json=body, headers=headers, timeout=WAIT_S, trust_env=False)
+        time.sleep(0.5 if self.kind == "embedded" else 0)  # its events are still on their way
+        return answer
+
+    def ask(self, text, **fields) -> httpx.Response:
+        messages = [user(text)] if isinstance(text, str) else text
+        return self.post({"messages": messages, **fields}).raise_for_status()
+
+
+@pytest.fixture(scope="module", params=["embedded", "llama_server"])
+def world(request, tmp_path_factory) -> Iterator[World]:
+    if request.param == "embedded":
+        log = tmp_path_factory.mktemp("messages") / "log"
+        with running_kvpin(log, "--managed", ENGINE) as kvpin:
+            (model,) = httpx.get(f"{kvpin.base_url}/models", trust_env=False).json()["data"]
+            yield World("embedded", kvpin.base_url, model["id"], log)
+    else:
+        with llama_world(tmp_path_factory.mktemp("messages")) as llama:
+            yield World("llama_server", llama.base_url, "tiny", llama.kvpin.log)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def events_of(text) -> list[dict]:
+    """The events of a stream; each is named as its data says."""
+    found = []
+    for event in text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def message_of(events) -> dict:
+    """The message that a stream tells, put together as Anthropic's SDK does."""
+    assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
+    message = events[0]["message"]
+    for event in events[1:]:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                assert delta["type"] == "text_delta"
+                block["text"] += delta["text"]
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+    return message
+
+
+def checked(answer) -> tuple[dict, int]:
+    """Message and prompt tokens of an answer whose prediction came true."""
+    is_stream = answer.headers["content-type"].startswith("text/event-stream")
+    events = events_of(answer.text) if is_stream else []
+    begun = dict(events[0]["message"]["usage"]) if is_stream else {}
+    message = message_of(events) if is_stream else answer.json()
+    usage = message["usage"]
+    assert int(answer.headers["x-kvpin-predicted-tokens"]) == usage["cache_read_input_tokens"]
+    if is_stream:
+        assert begun == {**usage, "output_tokens": 0}
+    return message, usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation(world, stream):
+    system = [{"type": "text", "text": f"{stream} {STORY}", "cache_control": {"type": "ephemeral"}}]
+    asked = {"system": system, "stream": stream}
+    first, tokens = checked(world.ask("Where does it sail?", **asked))
+    assert first["stop_reason"] in {"end_turn", "max_tokens"}
+    assert (first["type"], first["role"], first["model"]) == ("message", "assistant", world.model)
+    assert first["id"].startswith("msg_")
+    assert 0 < first["usage"]["output_tokens"] <= 6
+    turns = [
+        user("Where does it sail?"),
+        {"role": "assistant", "content": first["content"] or "?"},
+        user("And then?"),
+    ]
+    second, more = checked(world.ask(turns, **asked))
+    assert tokens - 17 < second["usage"]["cache_read_input_tokens"] < more
+    counted = world.post({"messages": turns, "system": system}, "messages/count_tokens")
+    assert counted.json() == {"input_tokens": more}
+
+
+def test_a_stream_tells_what_a_whole_answer_tells(world):
+    text = f"Both ways. {STORY}"
+    whole, _ = checked(world.ask(text))
+    streamed, _ = checked(world.ask(text, stream=True))
+    assert streamed["content"] == whole["content"]
+    assert streamed["stop_reason"] == whole["stop_reason"]
+
+
+def test_a_string_and_a_block_are_the_same_prompt(world):
+    text = f"As a block. {STORY}"
+    _, tokens = checked(world.ask(text))
+    blocks = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
+    again, same = checked(world.ask([user(blocks)]))
+    assert same == tokens
+    assert tokens - 17 < again["usage"]["cache_read_input_tokens"]
+
+
+def test_what_chats_left_is_reused(world):
+    text = f"Chats first. {STORY}"
+    body = {"model": world.model, "messages": [user(text)], "max_tokens": 4}
+    told = httpx.post(f"{world.base_url}/chat/completions", json=body, timeout=WAIT_S, trust_env=False).json()
+    time.sleep(0.5)
+    message, tokens = checked(world.ask(text))
+    assert tokens == told["usage"]["prompt_tokens"]
+    assert tokens - 17 < message["usage"]["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_round_trip_of_a_tool(world, stream):
+    """The call is made up: no tiny model makes one."""
+    asked = {"tools": [TOOL], "stream": stream}
+    turns = [user(f"How high is the water? {stream} {STORY}")]
+    _, before = checked(world.ask(turns, **asked))
+    call = {"type": "tool_use", "id": "toolu_1", "name": "tide", "input": {"port": "Brest"}}
+    turns.append({"role": "assistant", "content": [{"type": "text", "text": "I look."}, call]})
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "4 m"}]}
+    turns.append(user([result, {"type": "text", "text": "Briefly!"}]))
+    second, tokens = checked(world.ask(turns, **asked))
+    assert before - 17 < second["usage"]["cache_read_input_tokens"] < tokens
+    assert world.post({"messages": turns, **asked}, "messages/count_tokens").json() == {
+        "input_tokens": tokens
+    }
+
+
+def test_the_beginning_of_the_answer_is_continued(world):
+    turns = [user(f"What is the sea? {STORY}"), {"role": "assistant", "content": "The sea is"}]
+    _, tokens = checked(world.ask(turns))
+    again, _ = checked(world.ask(turns))
+    assert tokens - 17 < again["usage"]["cache_read_input_tokens"]
+    counted = world.post({"messages": turns}, "messages/count_tokens")
+    assert counted.json() == {"input_tokens": tokens}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_prewarmed(world, stream):
+    text = f"Prewarmed {stream}. {STORY}"
+    message, tokens = checked(world.ask(text, max_tokens=0, stream=stream))
+    assert (message["content"], message["usage"]["output_tokens"]) == ([], 0)
+    again, _ = checked(world.ask(text))
+    assert tokens - 17 < again["usage"]["cache_read_input_tokens"]
+
+
+def test_others_are_served_meanwhile(world):
+    """A llama-server ran these requests alone on all its slots."""
+    answers = []
+
+    def run():
+        answers.append(world.ask("Tell me all. " + STORY, max_tokens=300))
+
+    long = threading.Thread(target=run)
+    long.start()
+    short = world.ask("Briefly.", max_tokens=1)
+    assert long.is_alive()
+    assert short.json()["usage"]["output_tokens"] == 1
+    long.join()
+    assert answers[0].json()["usage"]["output_tokens"] <= 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "kind", "says"),
+    [
+        ({"messages": [user("ship " * 20_000)]}, 400, "invalid_request_error", "prompt is too long"),
+        ({"messages": [user([{"type": "web"}])]}, 400, "invalid_request_error", "content[0].type"),
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+        ({"model": "no-such-model"}, 404, "not_found_error", "no-such-model"),
+        ({"temperature": "hot"}, 400, "invalid_request_error", ""),
+    ],
+)
+def test_errors_are_anthropics(world, changes, status, kind, says):
+    answer = world.post({"messages": [user("Hi.")], **changes}, **{"x-request-id": "mine"})
+    assert answer.status_code == status
+    error = answer.json()
+    assert (error["type"], error["error"]["type"], error["request_id"]) == ("error", kind, "mine")
+    assert says in error["error"]["message"]
+    assert answer.headers["request-id"] == "mine"

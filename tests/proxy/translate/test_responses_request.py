@@ -1,0 +1,125 @@
+"""Requests for responses as chats."""
+
+import pytest
+
+from proxy.errors import BadRequest
+from tests.proxy.translate.response_world import (
+    FUNCTION,
+    TOOL,
+    chat_of,
+    translation,
+)
+
+
+class TestRequests:
+    def test_the_least(self):
+        assert chat_of() == {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+    def test_fields_that_are_an_engines_stay(self):
+        kept = {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "cache_salt": "s",
+            "chat_template_kwargs": {"a": 1},
+            "prompt_cache_key": "k",
+            "user": "u",
+            "parallel_tool_calls": False,
+        }
+        dropped = {"metadata": {"a": "b"}, "truncation": "auto", "n": 2, "client_metadata": {}}
+        assert chat_of(**kept, **dropped) == {**chat_of(), **kept}
+
+    @pytest.mark.parametrize(
+        ("fields", "of_chat"),
+        [
+            ({"max_output_tokens": 7}, {"max_tokens": 7}),
+            ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
+            ({"reasoning": {"effort": None}}, {}),
+            ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, {}),
+            ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+            (
+                {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}, "strict": True}}},
+                {
+                    "response_format": {
+                        "type": "json_schema",
+                        "json_schema": {"name": "x", "schema": {}, "strict": True},
+                    }
+                },
+            ),
+            ({"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
+            ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
+            ({"include": ["message.output_text.logprobs"]}, {"logprobs": True, "top_logprobs": 0}),
+            ({"tools": [TOOL], "tool_choice": "auto"}, {"tools": [FUNCTION]}),
+            ({"tools": [{"type": "web_search"}, TOOL, {"type": "mcp"}]}, {"tools": [FUNCTION]}),
+            ({"tools": [{"type": "web_search"}]}, {}),
+            ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [FUNCTION], "tool_choice": "required"}),
+            (
+                {"tools": [TOOL], "tool_choice": {"type": "function", "name": "tide"}},
+                {
+                    "tools": [FUNCTION],
+                    "tool_choice": {"type": "function", "function": {"name": "tide"}},
+                },
+            ),
+            (
+                {
+                    "tools": [TOOL, TOOL | {"name": "other"}],
+                    "tool_choice": {
+                        "type": "allowed_tools",
+                        "mode": "required",
+                        "tools": [{"type": "function", "name": "tide"}],
+                    },
+                },
+                {"tools": [FUNCTION], "tool_choice": "required"},
+            ),
+            (
+                {"tools": [TOOL | {"strict": True}]},
+                {"tools": [{**FUNCTION, "function": {**FUNCTION["function"], "strict": True}}]},
+            ),
+        ],
+    )
+    def test_each_field_has_its_place(self, fields, of_chat):
+        assert chat_of(**fields) == {**chat_of(), **of_chat}
+
+    def test_a_custom_tool_is_offered_as_a_function(self):
+        (tool,) = chat_of(tools=[{"type": "custom", "name": "patch", "description": "Patches"}])["tools"]
+        assert tool["function"]["name"] == "patch"
+        assert tool["function"]["parameters"]["required"] == ["input"]
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"input": ...}, "input"),
+            ({"input": 1}, "input"),
+            ({"input": ["a"]}, "input[0]"),
+            ({"instructions": 1}, "instructions"),
+            ({"background": True}, "background"),
+            ({"conversation": "conv_1"}, "conversation"),
+            ({"prompt": {"id": "p"}}, "prompt"),
+            ({"moderation": {"model": "x"}}, "moderation"),
+            ({"tools": {}}, "tools"),
+            ({"tools": [{"type": "function"}]}, "tools[0]"),
+            ({"tools": [1]}, "tools[0]"),
+            ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+            ({"text": "a"}, "text"),
+            ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+            ({"metadata": {"a": 1}}, "metadata"),
+            ({"metadata": []}, "metadata"),
+            ({"include": "a"}, "include"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, fields, param):
+        with pytest.raises(BadRequest) as caught:
+            translation(**fields)
+        assert caught.value.param == param
+
+    @pytest.mark.parametrize(
+        ("of_chat", "param"),
+        [
+            ("messages", "input"),
+            ("messages[1].content[0]", "input"),
+            ("max_tokens", "max_output_tokens"),
+            ("response_format.json_schema", "text.format"),
+            ("temperature", "temperature"),
+        ],
+    )
+    def test_errors_of_the_chat_name_the_clients_field(self, of_chat, param):
+        assert translation().param(of_chat) == param
