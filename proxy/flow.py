@@ -47,7 +47,7 @@ from proxy.fleet.pool import Pool, no_engine_for
 from proxy.prompt import MediaUuids, Prompt, audit_tokens
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
-from proxy.request.diagnostics import APIS, Api, Diagnosed
+from proxy.request.diagnostics import APIS, Diagnosed
 from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.forward import REFUSALS, RETRY_HEADERS, Forwarder, Outcome
 from proxy.request.records import RequestLog, RequestRecord
@@ -142,9 +142,7 @@ class Flow:
         """
         record = RequestRecord.of(call)
         if isinstance(call.body, JsonBody):
-            self.requests.keep_source(record, call.body.raw)
-            if (api := APIS.get(record.route)) is not None:
-                self._diagnose_through(reply, record, api, api.asked(call.body))
+            self._keep_for_diagnosis(call.body, record, reply)
         started = time.monotonic()
         failed: dict[str, EngineError] = {}
         try:
@@ -189,8 +187,12 @@ class Flow:
         """Tells why the cache of a request missed."""
         return Comparison(self.requests, self.fleet.engines, TOKENS_PER_BLOCK)
 
-    def _diagnose_through(self, reply: Reply, record: RequestRecord, api: Api, asked: str | None) -> None:
-        """Notes the id of the answer, and adds diagnostics if the answer `asked` is to be compared with."""
+    def _keep_for_diagnosis(self, body: JsonBody, record: RequestRecord, reply: Reply) -> None:
+        """Keeps the body. Notes the answer's id, and adds diagnostics to it if the client asks for them."""
+        self.requests.keep_source(record, body.raw)
+        if (api := APIS.get(record.route)) is None:
+            return
+        asked = api.asked(body)
 
         def diagnose(answer_id: str, reused: int | None) -> Diagnosis | None:
             other = self.requests.answered(answer_id, record.tenant)
