@@ -141,8 +141,7 @@ class Flow:
             ProxyError, EngineError: the request failed before the answer began.
         """
         record = RequestRecord.of(call)
-        if isinstance(call.body, JsonBody):
-            self._keep_for_diagnosis(call.body, record, reply)
+        self._keep_for_diagnosis(call.body, record, reply)
         started = time.monotonic()
         failed: dict[str, EngineError] = {}
         try:
@@ -187,8 +186,10 @@ class Flow:
         """Tells why the cache of a request missed."""
         return Comparison(self.requests, self.fleet.engines, TOKENS_PER_BLOCK)
 
-    def _keep_for_diagnosis(self, body: JsonBody, record: RequestRecord, reply: Reply) -> None:
+    def _keep_for_diagnosis(self, body: RequestBody, record: RequestRecord, reply: Reply) -> None:
         """Keeps the body. Notes the answer's id, and adds diagnostics to it if the client asks for them."""
+        if not isinstance(body, JsonBody):
+            return
         self.requests.keep_source(record, body.raw)
         if (api := APIS.get(record.route)) is None:
             return
