@@ -316,7 +316,7 @@ class Flow:
                     placement = record.placement = lease.refine(hold)
                     record.note = hold.note
                     if ready.translation is not None:
-                        ready.translation.predicted = _predicted(ready, placement)
+                        ready.translation.predicted = _predicted(ready, placement, engine)
                     reply.on_start = lambda: _forget_bodies(call, hold)
                     outcome = await self.forwarder.forward(
                         engine.adapter,
@@ -411,12 +411,12 @@ async def _answer_count(ready: Ready, translation: Translation, reply: Reply, re
     await reply.finish(translation.count(len(ready.prompt.token_ids)))
 
 
-def _predicted(ready: Ready, placement: Placement) -> Predicted:
-    """What is known of the prompt; nothing of one that is only known in part."""
-    prompt = ready.prompt
+def _predicted(ready: Ready, placement: Placement, engine: Engine) -> Predicted:
+    """What is known of the prompt; of one that is only known in part, how the engine keeps it."""
+    prompt, block = ready.prompt, engine.info.tokens_per_block if engine.info is not None else None
     if prompt is None or not prompt.whole:
-        return Predicted()
-    return Predicted(len(prompt.token_ids), placement.predicted_tokens)
+        return Predicted(tokens_per_block=block)
+    return Predicted(len(prompt.token_ids), placement.predicted_tokens, block)
 
 
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:

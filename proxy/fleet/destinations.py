@@ -1,4 +1,4 @@
-"""Where a request may go: to the pool of its model or, if it names a response of an engine, to that engine."""
+"""Where a request may go: to the pool of its model or, if it names a response of an engine, to that one."""
 
 from __future__ import annotations
 

@@ -39,7 +39,13 @@ class Messages:
 
     def answer(self, content: bytes) -> bytes:
         """See Translation."""
-        message = message_of(content, self.id, self._model, prewarms=self._prewarms)
+        message = message_of(
+            content,
+            self.id,
+            self._model,
+            prewarms=self._prewarms,
+            tokens_per_block=self.predicted.tokens_per_block,
+        )
         return msgspec.json.encode({**message, **self.extra})
 
     def count(self, tokens: int) -> bytes:

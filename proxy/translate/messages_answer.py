@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_adapter import read_error
+from proxy.core.misses import written_tokens
 from proxy.errors import EngineFailed
 from proxy.request.dialects import ANTHROPIC
 from proxy.translate.translation import Predicted
@@ -189,7 +190,14 @@ _SIGNATURE = "kvpin"
 _BROKEN_OFF = "the engine broke off its answer"
 
 
-def message_of(content: bytes, ident: str, model: str | None, *, prewarms: bool) -> dict[str, object]:
+def message_of(
+    content: bytes,
+    ident: str,
+    model: str | None,
+    *,
+    prewarms: bool,
+    tokens_per_block: int | None = None,
+) -> dict[str, object]:
     """The message of a whole chat.
 
     Args:
@@ -197,6 +205,7 @@ def message_of(content: bytes, ident: str, model: str | None, *, prewarms: bool)
         ident: the message's id.
         model: the model's name, as it was asked.
         prewarms: no answer is wanted, only the prompt's usage.
+        tokens_per_block: the engine keeps full blocks; None where it does not tell.
 
     Raises:
         EngineFailed: the content is not that of a chat.
@@ -205,7 +214,7 @@ def message_of(content: bytes, ident: str, model: str | None, *, prewarms: bool)
     choice = next(iter(chat.choices), None)
     if choice is None or choice.message is None:
         raise EngineFailed("the engine's answer is not that of a chat")
-    usage, blocks = _usage(chat.usage or _ChatUsage()), _blocks(choice.message)
+    usage, blocks = _usage(chat.usage or _ChatUsage(), tokens_per_block), _blocks(choice.message)
     if prewarms:
         blocks, usage.output_tokens = [], 0
     uses_tool = bool(choice.message.tool_calls)
@@ -245,7 +254,7 @@ class MessageStream:
             return b""
         events = [] if self._started else self._start(predicted, extra)
         if chunk.usage is not None:
-            self._usage = _usage(chunk.usage)
+            self._usage = _usage(chunk.usage, predicted.tokens_per_block)
         for choice in chunk.choices[:1]:
             if choice.delta is not None and not self._prewarms:
                 events += self._said(choice.delta)
@@ -352,10 +361,13 @@ def _reason(finish: str | None, sequence: str | None, *, uses_tool: bool) -> tup
     return _REASONS.get(finish or "", "end_turn"), None
 
 
-def _usage(usage: _ChatUsage) -> Usage:
+def _usage(usage: _ChatUsage, tokens_per_block: int | None) -> Usage:
     details = usage.prompt_tokens_details or _Details()
     read = details.cached_tokens or 0
-    created = details.cache_write_tokens or details.created_cache_tokens or 0
+    created = details.cache_write_tokens
+    created = details.created_cache_tokens if created is None else created
+    if created is None:
+        created = written_tokens(usage.prompt_tokens, read, tokens_per_block)
     fresh = max(usage.prompt_tokens - read - created, 0)
     return Usage(fresh, created, read, usage.completion_tokens or 0)
 

@@ -58,6 +58,7 @@ class ResponseTranslation:
         self._keep = partial(store.put, tenant, self._id)
         self._turn = asked.turn
         self._repeated = asked.repeated
+        self._prewarms = asked.prewarms
         self._output = Output(asked.custom, seals=asked.seals)
         self._model = body.get("model")
         self._usage: Usage | None = None
@@ -122,7 +123,7 @@ class ResponseTranslation:
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._finish in _INCOMPLETE else "completed"
+        return "incomplete" if self._finish in _INCOMPLETE and not self._prewarms else "completed"
 
     def _read(self, payload: bytes) -> Chunk:
         try:
@@ -136,6 +137,8 @@ class ResponseTranslation:
         for choice in chunk.choices[:1]:
             logprobs = choice.logprobs.content if choice.logprobs is not None else None
             self._finish = choice.finish_reason or self._finish
+            if self._prewarms:
+                continue  # the prompt is computed, and the token that it took is nobody's
             yield from self._output.add(choice.delta or choice.message or Delta(), logprobs or [])
 
     def _error(self, chunk: Chunk) -> Event:
@@ -182,6 +185,9 @@ class ResponseTranslation:
             "incomplete_details": incomplete,
             **self._repeated,
             "output": items,
-            "usage": (self._usage or Usage()).of_response() if is_over else None,
+            "usage": self._usage_of_response() if is_over else None,
             **(self.extra if is_over else {}),
         }
+
+    def _usage_of_response(self) -> dict[str, Any]:
+        return (self._usage or Usage()).of_response(self.predicted.tokens_per_block, prewarms=self._prewarms)

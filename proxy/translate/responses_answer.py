@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from proxy.core.misses import written_tokens
 from proxy.translate.responses_items import custom_input, sealed
 
 # --- what an engine sends ----------------------------------------------------------------------------------
@@ -67,20 +68,24 @@ class Usage(Struct):
     prompt_tokens_details: _PromptDetails | None = None
     completion_tokens_details: _OutputDetails | None = None
 
-    def of_response(self) -> dict[str, Any]:
-        """The usage of a response."""
+    def of_response(self, tokens_per_block: int | None, *, prewarms: bool = False) -> dict[str, Any]:
+        """The usage of a response, of an engine that keeps full blocks. `prewarms`: it has no output."""
         details = self.prompt_tokens_details or _PromptDetails()
-        written = details.cache_write_tokens or details.created_cache_tokens or 0
+        cached, written = details.cached_tokens or 0, details.cache_write_tokens
+        written = details.created_cache_tokens if written is None else written
+        if written is None:
+            written = written_tokens(self.prompt_tokens, cached, tokens_per_block)
+        generated = 0 if prewarms else self.completion_tokens
         reasoning = (self.completion_tokens_details or _OutputDetails()).reasoning_tokens or 0
         return {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {
-                "cached_tokens": details.cached_tokens or 0,
+                "cached_tokens": cached,
                 "cache_write_tokens": written,
             },
-            "output_tokens": self.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": min(reasoning, generated)},
+            "total_tokens": self.prompt_tokens + generated,
         }
 
 

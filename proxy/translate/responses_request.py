@@ -63,6 +63,7 @@ class Asked:
         repeated: what the response repeats of the request.
         custom: names of custom tools, which the chat offers as functions.
         seals: the client wants reasoning as `encrypted_content`, too.
+        prewarms: the prompt is only to be computed, and no output is wanted.
     """
 
     chat: JsonBody = field(repr=False)
@@ -70,6 +71,7 @@ class Asked:
     repeated: Json = field(repr=False)
     custom: frozenset[str]
     seals: bool
+    prewarms: bool
 
 
 def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
@@ -96,7 +98,9 @@ def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
     changes: dict[str, Any] = dict.fromkeys(_NOT_OF_A_CHAT)
     changes["messages"] = messages.all
     changes |= _choice(choice, tools)
-    if (limit := body.get("max_output_tokens")) is not None:
+    if (_of(body, "prompt_cache_options", dict) or {}).get("prewarm") is True:
+        changes["max_tokens"] = 1
+    elif (limit := body.get("max_output_tokens")) is not None:
         changes["max_tokens"] = limit
     changes |= _format(text.get("format"))
     if (effort := reasoning.get("effort")) is not None:
@@ -112,6 +116,7 @@ def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
         _repeated(body, tools, text, reasoning),
         frozenset(tool["name"] for tool in tools if tool["type"] == "custom"),
         _SEALED in include,
+        prewarms,
     )
 
 

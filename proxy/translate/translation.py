@@ -17,10 +17,12 @@ class Predicted(NamedTuple):
     Attributes:
         prompt_tokens: its length; None where it is not known.
         cached_tokens: how many of them the engine is expected to reuse.
+        tokens_per_block: the engine keeps full blocks; None where it does not tell.
     """
 
     prompt_tokens: int | None = None
     cached_tokens: int = 0
+    tokens_per_block: int | None = None
 
 
 class Translation(Protocol):

@@ -238,6 +238,44 @@ def test_the_apis_own_field_of_responses(place, stream):
     assert shown == {"kind": "system", "field": "instructions", "item": None, "part": None, "offset": 3}
 
 
+def message(place, text, key=RED, **fields):
+    """A message of Anthropic's API."""
+    body = {"model": place.model, "messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
+    return httpx.post(
+        f"{place.kvpin.base_url}/messages",
+        json=body,
+        headers={"authorization": f"Bearer {key}"},
+        timeout=60,
+        trust_env=False,
+    ).raise_for_status()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_apis_own_field_of_messages(place, stream):
+    question = f"[10:31] {rules(f'messages {stream}')}"
+    rule = f"You know all about {stream}. Be kind to everybody who asks."
+    first = message(place, question, system=rule).json()
+    assert "diagnostics" not in first
+
+    def reason(text, key=RED, compared=first["id"], system=rule, **fields):
+        asked = {"previous_message_id": compared}
+        answer = message(place, text, key, stream=stream, system=system, diagnostics=asked, **fields)
+        found = first_event(answer.text)["message"] if stream else answer.json()
+        return found.get("diagnostics") and found["diagnostics"]["cache_miss_reason"]["type"]
+
+    assert reason(question) is reason(question, compared=None) is None
+    assert reason(question.replace("31", "32")) == "messages_changed"
+    assert reason(question, system=rule.replace("Be kind", "Be rude")) == "system_changed"
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "trains")]
+    assert reason(question, tools=tools) == "tools_changed"
+    assert reason(question, model=place.other_model) == "model_changed"
+    assert reason(question, BLUE) == "previous_message_not_found"
+
+
+def first_event(stream):
+    return next(json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {"))
+
+
 async def miss_of(client, url, answer):
     request_id = answer.raise_for_status().headers["x-request-id"]
     shown = (await client.get(f"{url}/admin/v1/requests/{request_id}")).raise_for_status().json()

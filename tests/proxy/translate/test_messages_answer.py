@@ -89,9 +89,10 @@ class TestWhole:
     @pytest.mark.parametrize(
         ("details", "counts"),
         [
-            (None, (40, 0, 0)),
-            ({"cached_tokens": 32}, (8, 0, 32)),
-            ({"cached_tokens": None}, (40, 0, 0)),
+            (None, (0, 40, 0)),
+            ({"cached_tokens": 32}, (0, 8, 32)),
+            ({"cached_tokens": None}, (0, 40, 0)),
+            ({"cached_tokens": 32, "cache_write_tokens": 0}, (8, 0, 32)),
             ({"cached_tokens": 16, "cache_write_tokens": 20}, (4, 20, 16)),
             ({"cached_tokens": 16, "created_cache_tokens": 20}, (4, 20, 16)),
         ],

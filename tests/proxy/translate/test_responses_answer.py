@@ -2,9 +2,11 @@
 
 import json
 
+import msgspec
 import pytest
 
 from proxy.errors import EngineFailed
+from proxy.translate.responses_answer import Usage
 from tests.proxy.translate.response_world import (
     TOOL,
     answered,
@@ -206,3 +208,35 @@ class TestStreams:
         made = translation()
         made.event(b'{"choices": [{"delta": {"content": "a"}}]}')
         assert made.end() == b""
+
+
+def test_written_tokens_are_told_by_the_engine_or_are_the_new_full_blocks():
+    def written(**details):
+        usage = msgspec.convert({"prompt_tokens": 100, "prompt_tokens_details": details}, Usage)
+        return usage.of_response(16)["input_tokens_details"]["cache_write_tokens"]
+
+    assert (written(cached_tokens=32), written()) == (64, 96)
+    assert (written(cache_write_tokens=0), written(created_cache_tokens=5)) == (0, 5)
+
+
+def test_a_prewarmed_prompt_has_no_output():
+    usage = Usage(prompt_tokens=10, completion_tokens=1).of_response(None, prewarms=True)
+    assert (usage["output_tokens"], usage["total_tokens"]) == (0, 10)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_prewarm_computes_one_token_and_shows_none(streams):
+    made = translation(prompt_cache_options={"prewarm": True}, max_output_tokens=50)
+    assert json.loads(made.chat.raw)["max_tokens"] == 1
+    choice = {"finish_reason": "length", "delta" if streams else "message": {"content": "a"}}
+    chunk = json.dumps({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}).encode()
+    if streams:
+        kinds = [event["type"] for event in events_of(made.event(chunk) + made.end())]
+        assert kinds == ["response.created", "response.in_progress", "response.completed"]
+    else:
+        response = json.loads(made.answer(chunk))
+        assert (response["status"], response["output"], response["usage"]["output_tokens"]) == (
+            "completed",
+            [],
+            0,
+        )
