@@ -388,8 +388,8 @@ def _in_the_words_of(translation: Translation) -> Iterator[None]:
     try:
         yield
     except ANSWERED as error:
-        if (param := getattr(error, "param", None)) is not None:
-            error.param = translation.param(param)  # type: ignore[union-attr]  # it has one
+        param = getattr(error, "param", None)
+        error.param = param and translation.param(param)  # type: ignore[union-attr]  # most have one
         raise
 
 

@@ -1,22 +1,20 @@
-"""OpenAI's Responses API on a real vLLM: as chats, and by the server itself where it renders prompts."""
+"""OpenAI's Responses API on a real vLLM, which serves it as chats."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.vllm_live.vllm_world import BLOCK, VllmOptions, vllm_world
+from tests.vllm_live.vllm_world import BLOCK, vllm_world
 
 pytestmark = pytest.mark.live
 
 STORY = "The ship sailed on, past the isles of the north, and the crew sang. " * 20
-FLAGS = {"as chats": (), "natively": ("--enable-scale-out",)}
 
 
-@pytest.fixture(scope="module", params=FLAGS)
-def served(request, tmp_path_factory):
-    options = VllmOptions(flags=FLAGS[request.param])
-    with vllm_world(tmp_path_factory.mktemp("vllm"), options) as world:
-        yield world, request.param == "as chats"
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    with vllm_world(tmp_path_factory.mktemp("vllm")) as world:
+        yield world
 
 
 def ask(world, **fields):
@@ -28,16 +26,14 @@ def ask(world, **fields):
     return response, cached
 
 
-def test_a_conversation(served, tell):
-    world, keeps = served
-    asked = {"role": "user", "content": f"{keeps} {STORY}"}
+def test_a_conversation(world, tell):
+    asked = {"role": "user", "content": STORY}
     first, _ = ask(world, input=[asked])
     told = first["usage"]["input_tokens"]
     more = {"role": "user", "content": "Go on!"}
     second, cached = ask(world, input=[asked, *first["output"], more])
     assert told - told % BLOCK - BLOCK <= cached < second["usage"]["input_tokens"]
     tell(f"{told} tokens, then {second['usage']['input_tokens']} of which {cached} were reused, as predicted")
-    if keeps:
-        named, cached = ask(world, input=[more], previous_response_id=first["id"])
-        assert named["usage"]["input_tokens"] == second["usage"]["input_tokens"]
-        assert cached >= told - told % BLOCK - BLOCK
+    named, cached = ask(world, input=[more], previous_response_id=first["id"])
+    assert named["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+    assert cached >= told - told % BLOCK - BLOCK

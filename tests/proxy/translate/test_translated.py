@@ -8,7 +8,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, proxy_over
+from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, is_openai_error, proxy_over
 
 ROUTE = "/v1/shouts"
 
@@ -100,6 +100,15 @@ async def test_an_error_of_the_engine(engine, client):
     engine.script = script
     answer = await client.post(ROUTE, json={"shout": "hello"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
+
+
+async def test_an_error_of_kvpins_names_the_clients_field(engine, tokenizer_dir):
+    info = replace(INFO, tokenizer=str(tokenizer_dir), served_as_chats=frozenset({ROUTE}), max_model_len=4)
+    adapter = FakeAdapter("a", engine.url, info)
+    async with proxy_over(adapter, reuse=True, translations=SHOUTS) as proxy, client_of(proxy) as client:
+        answer = await client.post(ROUTE, json={"shout": "hello " * 10})
+    assert is_openai_error(answer, 400, "context_length_exceeded", "shout")
+    assert engine.seen == []
 
 
 async def test_an_answer_that_is_no_chat_is_an_error_of_its_own(engine, client):
