@@ -163,7 +163,7 @@ CLIENTS = {
         "use_openai_agents.py",
         (*_PLAIN, *_TOOLS, "usage", "responses", "responses_stream", "responses_tools"),
     ),
-    "instructor": Client("instructor", "use_instructor.py", (*_TOOLS, "parallel", "wrong_key", "messages")),
+    "instructor": Client("instructor", "use_instructor.py", (*_TOOLS, "wrong_key", "messages")),
     "pydantic-ai": Client(
         "pydantic-ai",
         "use_pydantic_ai.py",
