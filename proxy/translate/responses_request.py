@@ -98,10 +98,8 @@ def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
     changes: dict[str, Any] = dict.fromkeys(_NOT_OF_A_CHAT)
     changes["messages"] = messages.all
     changes |= _choice(choice, tools)
-    if (_of(body, "prompt_cache_options", dict) or {}).get("prewarm") is True:
-        changes["max_tokens"] = 1
-    elif (limit := body.get("max_output_tokens")) is not None:
-        changes["max_tokens"] = limit
+    prewarms = (_of(body, "prompt_cache_options", dict) or {}).get("prewarm") is True
+    changes |= _limit(1 if prewarms else body.get("max_output_tokens"))
     changes |= _format(text.get("format"))
     if (effort := reasoning.get("effort")) is not None:
         changes["reasoning_effort"] = effort
@@ -203,6 +201,11 @@ def _tools(body: JsonBody) -> list[Json]:
                 param = f"tools[{index}]"
                 raise BadRequest(f"{param} is no tool: it must have a type and a name", param=param)
     return tools
+
+
+def _limit(tokens: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    """The most tokens of the answer, if there is a limit."""
+    return {} if tokens is None else {"max_tokens": tokens}
 
 
 def _choice(choice: Any, tools: list[Json]) -> Json:  # noqa: ANN401 - JSON

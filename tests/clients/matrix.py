@@ -69,7 +69,7 @@ FEATURES = {
     "responses_stream": Feature("Responses, streamed"),
     "responses_tools": Feature("Responses, tools", FAKE),
     "responses_kept": Feature("Responses, `previous_response_id`"),
-    "agent": Feature("one-shot task"),
+    "agent": Feature("one-shot task", FAKE),
     "wrong_key": Feature("401"),
     "no_model": Feature("404"),
     "bad_request": Feature("400"),
@@ -163,7 +163,7 @@ CLIENTS = {
         "use_openai_agents.py",
         (*_PLAIN, *_TOOLS, "usage", "responses", "responses_stream", "responses_tools"),
     ),
-    "instructor": Client("instructor", "use_instructor.py", (*_TOOLS, "parallel", "wrong_key", "messages")),
+    "instructor": Client("instructor", "use_instructor.py", (*_TOOLS, "wrong_key", "messages")),
     "pydantic-ai": Client(
         "pydantic-ai",
         "use_pydantic_ai.py",
@@ -177,9 +177,9 @@ CLIENTS = {
             *("images", "responses", "responses_stream", "messages"),
         ),
     ),
-    "aider": Client("aider", "use_aider.py", ("agent",)),
-    # Its prompt is longer than the embedded engine's context.
-    "Codex": Client("codex", "codex.mjs", ("agent",), engines=("llama-server", "fake")),
+    # Noise is no edit and no command: only the script lets an agent finish its task.
+    "aider": Client("aider", "use_aider.py", ("agent",), engines=FAKE),
+    "Codex": Client("codex", "codex.mjs", ("agent",), engines=FAKE),
 }
 
 REQUIREMENTS = {

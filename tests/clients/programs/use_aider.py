@@ -30,7 +30,7 @@ async def agent(world: World) -> None:
         printed = (await process.communicate())[0].decode()
         assert process.returncode == 0, printed
         assert "Tokens: " in printed, printed  # usage
-        assert not world.is_fake or file.read_text() == "goodbye\n", printed
+        assert file.read_text() == "goodbye\n", printed
 
 
 if __name__ == "__main__":

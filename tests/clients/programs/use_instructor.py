@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import instructor
 from anthropic import AsyncAnthropic
 from features import World, main, status_of
+from instructor.core import IncompleteOutputException
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -51,11 +50,6 @@ async def stream_tools(world: World) -> None:
     assert isinstance(last.open, bool)
 
 
-async def parallel(world: World) -> None:
-    made = await asyncio.gather(*(_make(world, instructor.Mode.JSON_SCHEMA) for _ in range(8)))
-    assert all(isinstance(each, Harbour) for each in made)
-
-
 async def wrong_key(world: World) -> None:
     try:
         await _make(world, instructor.Mode.TOOLS, api_key="wrong")
@@ -70,13 +64,17 @@ async def messages(world: World) -> None:
         AsyncAnthropic(base_url=world.url, api_key=world.key, max_retries=0),
         mode=instructor.Mode.ANTHROPIC_TOOLS,
     )
-    made = await client.messages.create(
-        model=world.model,
-        messages=[{"role": "user", "content": world.fresh()}],
-        response_model=Harbour,
-        max_tokens=96,
-    )
-    assert isinstance(made, Harbour)
+    try:
+        made = await client.messages.create(
+            model=world.model,
+            messages=[{"role": "user", "content": world.fresh()}],
+            response_model=Harbour,
+            max_tokens=96,
+        )
+    except IncompleteOutputException:
+        assert not world.is_fake  # real engines' noise ends at the limit of tokens
+    else:
+        assert isinstance(made, Harbour)
 
 
 if __name__ == "__main__":
