@@ -79,6 +79,8 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody, model: str
     fields = {name: value for name in names if (value := body.get(name)) is not None}
     if path == "/v1/completions" and not isinstance(fields.get("prompt"), str):
         return _plain_ids(fields.get("prompt"))
+    if isinstance(fields.get("messages"), list):
+        fields["messages"] = [_as_chats_read(message) for message in fields["messages"]]
     answer = await control.call("POST", "/tokenize", json={**fields, "model": model})
     return token_array(_read(answer, _Tokens).tokens)
 
@@ -99,6 +101,16 @@ async def render(control: ControlClient, path: str, body: JsonBody, model: str) 
     rendered = _read(prompts[0], _Rendered)
     media = _media(rendered.features) if rendered.features is not None else ()
     return RenderedPrompt(token_array(rendered.token_ids), media)
+
+
+def _as_chats_read(message: object) -> object:
+    """The message with `reasoning_content` under the name `reasoning`: so chats read it, and `/tokenize` does
+    not."""
+    if not isinstance(message, dict) or "reasoning_content" not in message:
+        return message
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    given = message["reasoning_content"]
+    return rest if given is None or rest.get("reasoning") is not None else {**rest, "reasoning": given}
 
 
 def _media(features: _Features) -> tuple[MediaSpan, ...]:

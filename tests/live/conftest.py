@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-READY_S = 120.0
+READY_S = 300.0
 STOP_S = 60.0
 ENGINE = "embedded: --threads 1 --kv-blocks 512 --host-cache-bytes 64MiB"
 

@@ -47,6 +47,27 @@ async def test_chats_and_texts_with_what_shapes_them(control):
     assert await tokenize(control, TEXT, body(prompt=[1, 2]), "tiny") == array("i", [1, 2])
 
 
+async def test_reasoning_has_the_name_that_chats_read():
+    sent = []
+
+    async def answer(request):
+        sent.append(await request.json())
+        return JSONResponse({"tokens": [1]})
+
+    said = {"role": "assistant", "content": "So."}
+    messages = [
+        *HI,
+        {**said, "reasoning_content": "Hm."},
+        {**said, "reasoning_content": "Hm.", "reasoning": "Ah."},
+        {**said, "reasoning_content": None},
+    ]
+    with served(Starlette(routes=[Route("/tokenize", answer, methods=["POST"])])) as url:
+        control = ControlClient(EngineSpec("vllm", url, "e"))
+        await tokenize(control, CHAT, body(messages=messages), "tiny")
+        await control.aclose()
+    assert sent[0]["messages"] == [*HI, {**said, "reasoning": "Hm."}, {**said, "reasoning": "Ah."}, said]
+
+
 @pytest.mark.parametrize("prompt", [None, ["a", "b"], [[1], [2]], [2**40], [1.5]])
 async def test_prompts_that_are_not_one(control, prompt):
     with pytest.raises(EngineRejected, match="prompt must be") as caught:
