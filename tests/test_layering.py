@@ -12,6 +12,10 @@ ROOT = Path(__file__).parent.parent
 ELSEWHERE = {
     "engine_adapter/base.py": "a Protocol: tests/contract",
     "engine_adapter/errors.py": "classes of data: tests/proxy/api/test_errors.py",
+    **{
+        f"engine_adapter/{kind}/routes.py": "a table: tests/engine_adapter/test_routes.py"
+        for kind in ("llama_server", "sglang", "tensorrt_llm", "torch_engine", "vllm")
+    },
     "engine_adapter/types.py": "classes of data: tests of everything that uses them",
     "engine_adapter/torch_engine/loaded_model.py": "data: tests/engine_adapter/torch_engine/test_model.py",
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",

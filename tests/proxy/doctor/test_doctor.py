@@ -121,7 +121,10 @@ class TestAnOddEngine:
     async def test_without_a_probe_nothing_is_asked_of_it_but_what_it_is(self, engine):
         found = await of(engine.url, probe=False)
         assert found.probe is None
-        assert {exchange.method for exchange in engine.seen} == {"GET"}
+        assert {exchange.body for exchange in engine.seen} == {
+            b"",
+            b"{}",
+        }  # which routes it has, but no prompt
 
     async def test_one_that_is_not_there(self, engine):
         await engine.stop()
