@@ -49,7 +49,7 @@ FEATURES = {
     "usage": Feature("usage, in streams only if asked for"),
     "stop": Feature("stop sequences"),
     "parallel": Feature("8 requests at once"),
-    "many": Feature("several answers (`n`)", refused={"embedded": Refusal(400, "it gives one answer")}),
+    "many": Feature("several answers (`n`)"),
     "logprobs": Feature("log probabilities"),
     "cached": Feature("cached tokens on the second turn"),
     "headers": Feature("response headers"),
