@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import msgspec
 
@@ -32,7 +30,6 @@ class Messages:
         self.chat = chat_of(request, body)
         self.id = f"msg_{os.urandom(12).hex()}"
         self.predicted = Predicted()
-        self.extra: Mapping[str, object] = MappingProxyType({})
         self._model: str | None = body.hint("model")
         self._prewarms = request.prewarms
         self._stream = MessageStream(self.id, self._model, prewarms=self._prewarms)
@@ -46,7 +43,7 @@ class Messages:
             prewarms=self._prewarms,
             tokens_per_block=self.predicted.tokens_per_block,
         )
-        return msgspec.json.encode({**message, **self.extra})
+        return msgspec.json.encode(message)
 
     def count(self, tokens: int) -> bytes:
         """See Translation."""
@@ -54,7 +51,7 @@ class Messages:
 
     def event(self, payload: bytes) -> bytes:
         """See Translation."""
-        return self._stream.event(payload, self.predicted, self.extra)
+        return self._stream.event(payload, self.predicted)
 
     def end(self) -> bytes:
         """See Translation."""

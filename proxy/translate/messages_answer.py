@@ -237,8 +237,8 @@ class MessageStream:
         self._usage = Usage()
         self._uses_tool = False
 
-    def event(self, payload: bytes, predicted: Predicted, extra: Mapping[str, object]) -> bytes:
-        """The events that a chunk makes; `predicted` and `extra`: for the first one, see Translation.
+    def event(self, payload: bytes, predicted: Predicted) -> bytes:
+        """The events that a chunk makes; `predicted`: for the first one, see Translation.
 
         Nothing follows what is no chunk, such as half an event of an engine that died, but an error.
         """
@@ -252,7 +252,7 @@ class MessageStream:
             return _error(read_error(payload).message)
         if self._garbled:
             return b""
-        events = [] if self._started else self._start(predicted, extra)
+        events = [] if self._started else self._start(predicted)
         if chunk.usage is not None:
             self._usage = _usage(chunk.usage, predicted.tokens_per_block)
         for choice in chunk.choices[:1]:
@@ -273,13 +273,13 @@ class MessageStream:
         stop = _Stop(*_reason(self._finish, self._sequence, uses_tool=self._uses_tool))
         return b"".join(map(_sent, [*self._close(), _MessageDelta(stop, self._usage), _MessageStop()]))
 
-    def _start(self, predicted: Predicted, extra: Mapping[str, object]) -> list[_Event]:
+    def _start(self, predicted: Predicted) -> list[_Event]:
         self._started = True
         cached = predicted.cached_tokens
         fresh = max((predicted.prompt_tokens or 0) - cached, 0)
         self._usage = Usage(fresh, cache_read_input_tokens=cached)
         message = _Message(self._ident, "message", "assistant", self._model, [], None, None, self._usage)
-        return [_MessageStart({**_fields(message), **extra}), _Ping()]
+        return [_MessageStart(_fields(message)), _Ping()]
 
     def _said(self, delta: _Said) -> list[_Event]:
         events: list[_Event] = []

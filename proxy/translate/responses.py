@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -54,7 +53,6 @@ class ResponseTranslation:
         self.chat = asked.chat
         self.counts = counts
         self.predicted = Predicted()
-        self.extra: Mapping[str, object] = MappingProxyType({})
         self._keep = partial(store.put, tenant, self._id)
         self._turn = asked.turn
         self._repeated = asked.repeated
@@ -186,7 +184,6 @@ class ResponseTranslation:
             **self._repeated,
             "output": items,
             "usage": self._usage_of_response() if is_over else None,
-            **(self.extra if is_over else {}),
         }
 
     def _usage_of_response(self) -> dict[str, Any]:

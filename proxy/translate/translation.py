@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from engine_adapter import JsonBody
@@ -32,14 +31,11 @@ class Translation(Protocol):
         chat: the body of the chat that is served in its place. A stream asks for usage.
         counts: the request only asks how long its prompt is, which `count` answers: no engine serves it.
         predicted: for usage that the client gets before the engine tells it. Set before the answer begins.
-        extra: fields that kvpin adds to the answer, in the API's words. Set before the answer begins, because
-            a stream may show them in its first event.
     """
 
     chat: JsonBody
     counts: bool = False
     predicted: Predicted = Predicted()
-    extra: Mapping[str, object] = MappingProxyType({})
 
     def answer(self, content: bytes) -> bytes:
         """The answer, from a whole `chat.completion`."""

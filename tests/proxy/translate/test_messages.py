@@ -10,7 +10,7 @@ from engine_adapter import JsonBody
 from engine_adapter.types import MESSAGES_ROUTES
 from proxy.errors import BadRequest
 from proxy.translate.messages import CountTokens, Messages
-from tests.fakes import ANSWER, DONE, INFO, FakeAdapter, client_of, event, proxy_over
+from tests.fakes import DONE, INFO, FakeAdapter, client_of, event, proxy_over
 from tests.proxy.translate.message_events import USAGE, chunk, events_of
 
 ROUTE = "/v1/messages"
@@ -249,13 +249,3 @@ class TestCounting:
         body = {name: value for name, value in ASK.items() if name != "max_tokens"}
         with pytest.raises(BadRequest, match="max_tokens"):
             Messages(JsonBody(json.dumps(body).encode()))
-
-
-def test_fields_of_kvpins_own():
-    """As diagnostics: in the whole answer, and in the first event of a stream."""
-    translation = Messages(JsonBody(json.dumps(ASK).encode()))
-    translation.extra = {"diagnostics": None}
-    assert json.loads(translation.answer(json.dumps(ANSWER).encode()))["diagnostics"] is None
-    first, _ = events_of(translation.event(json.dumps(chunk()).encode()))
-    assert first["message"]["diagnostics"] is None
-    assert first["message"]["id"] == translation.id

@@ -88,11 +88,6 @@ class TestAnswers:
         response = answered(translation(), usage=None, content="")
         assert (response["output"], response["usage"]["total_tokens"]) == ([], 0)
 
-    def test_what_kvpin_adds(self):
-        made = translation()
-        made.extra = {"prompt_cache_diagnostics": {"type": "cache_hit"}}
-        assert answered(made, content="a")["prompt_cache_diagnostics"] == {"type": "cache_hit"}
-
     @pytest.mark.parametrize("content", [b"", b"{}", b'{"choices": []}', b'{"choices": 7}', b'"\xff"'])
     def test_what_is_no_chat(self, content):
         with pytest.raises(EngineFailed, match="no chat"):
