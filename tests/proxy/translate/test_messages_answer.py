@@ -21,7 +21,7 @@ def whole(said, finish="stop", usage=None, **choice):
 def streamed(*chunks, **options):
     """The events of a stream of these chunks, without its first two."""
     stream = MessageStream("msg_1", "m", prewarms=options.pop("prewarms", False))
-    sent = [stream.event(json.dumps(each).encode(), Predicted(), {}) for each in chunks]
+    sent = [stream.event(json.dumps(each).encode(), Predicted()) for each in chunks]
     return events_of(b"".join([*sent, stream.end()]))[2:]
 
 
