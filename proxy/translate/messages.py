@@ -12,6 +12,8 @@ from proxy.translate.messages_answer import MessageStream, message_of
 from proxy.translate.messages_request import chat_of, read_request
 from proxy.translate.translation import Predicted
 
+_MARK = b'"cache_control"'
+
 
 class Messages:
     """`Translation` of `/v1/messages`.
@@ -31,8 +33,8 @@ class Messages:
         self.id = f"msg_{os.urandom(12).hex()}"
         self.predicted = Predicted()
         self._model: str | None = body.hint("model")
-        self._prewarms = request.prewarms
-        self._stream = MessageStream(self.id, self._model, prewarms=self._prewarms)
+        self._prewarms, self._marks = request.prewarms, _MARK in body.raw
+        self._stream = MessageStream(self.id, self._model, prewarms=self._prewarms, marks=self._marks)
 
     def answer(self, content: bytes) -> bytes:
         """See Translation."""
@@ -41,6 +43,7 @@ class Messages:
             self.id,
             self._model,
             prewarms=self._prewarms,
+            marks=self._marks,
             tokens_per_block=self.predicted.tokens_per_block,
         )
         return msgspec.json.encode(message)

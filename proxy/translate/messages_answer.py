@@ -196,6 +196,7 @@ def message_of(
     model: str | None,
     *,
     prewarms: bool,
+    marks: bool = False,
     tokens_per_block: int | None = None,
 ) -> dict[str, object]:
     """The message of a whole chat.
@@ -205,6 +206,7 @@ def message_of(
         ident: the message's id.
         model: the model's name, as it was asked.
         prewarms: no answer is wanted, only the prompt's usage.
+        marks: the request marks what is to be cached; without a mark, Anthropic counts nothing as written.
         tokens_per_block: the engine keeps full blocks; None where it does not tell.
 
     Raises:
@@ -214,7 +216,8 @@ def message_of(
     choice = next(iter(chat.choices), None)
     if choice is None or choice.message is None:
         raise EngineFailed("the engine's answer is not that of a chat")
-    usage, blocks = _usage(chat.usage or _ChatUsage(), tokens_per_block), _blocks(choice.message)
+    usage = _usage(chat.usage or _ChatUsage(), tokens_per_block, marks=marks)
+    blocks = _blocks(choice.message)
     if prewarms:
         blocks, usage.output_tokens = [], 0
     uses_tool = bool(choice.message.tool_calls)
@@ -225,9 +228,9 @@ def message_of(
 class MessageStream:
     """The events of one streamed message, from the chunks of a chat's stream."""
 
-    def __init__(self, ident: str, model: str | None, *, prewarms: bool) -> None:
+    def __init__(self, ident: str, model: str | None, *, prewarms: bool, marks: bool = False) -> None:
         """See `message_of`."""
-        self._ident, self._model, self._prewarms = ident, model, prewarms
+        self._ident, self._model, self._prewarms, self._marks = ident, model, prewarms, marks
         self._started = self._failed = self._garbled = False
         self._kind = ""  # of the open block
         self._call: int | None = None  # index of the open block's call
@@ -254,7 +257,7 @@ class MessageStream:
             return b""
         events = [] if self._started else self._start(predicted)
         if chunk.usage is not None:
-            self._usage = _usage(chunk.usage, predicted.tokens_per_block)
+            self._usage = _usage(chunk.usage, predicted.tokens_per_block, marks=self._marks)
         for choice in chunk.choices[:1]:
             if choice.delta is not None and not self._prewarms:
                 events += self._said(choice.delta)
@@ -361,11 +364,13 @@ def _reason(finish: str | None, sequence: str | None, *, uses_tool: bool) -> tup
     return _REASONS.get(finish or "", "end_turn"), None
 
 
-def _usage(usage: _ChatUsage, tokens_per_block: int | None) -> Usage:
+def _usage(usage: _ChatUsage, tokens_per_block: int | None, *, marks: bool) -> Usage:
     details = usage.prompt_tokens_details or _Details()
     read = details.cached_tokens or 0
-    created = details.cache_write_tokens
-    created = details.created_cache_tokens if created is None else created
+    created: int | None = 0
+    if marks:
+        created = details.cache_write_tokens
+        created = details.created_cache_tokens if created is None else created
     if created is None:
         created = written_tokens(usage.prompt_tokens, read, tokens_per_block)
     fresh = max(usage.prompt_tokens - read - created, 0)

@@ -13,9 +13,9 @@ from tests.proxy.translate.message_events import USAGE, chunk, events_of
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Brest"}'}}
 
 
-def whole(said, finish="stop", usage=None, **choice):
+def whole(said, finish="stop", usage=None, marks=False, **choice):
     answer = {"choices": [{"message": said, "finish_reason": finish, **choice}], "usage": usage}
-    return message_of(json.dumps(answer).encode(), "msg_1", "m", prewarms=False)
+    return message_of(json.dumps(answer).encode(), "msg_1", "m", prewarms=False, marks=marks)
 
 
 def streamed(*chunks, **options):
@@ -99,13 +99,18 @@ class TestWhole:
     )
     def test_usage(self, details, counts):
         usage = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": details}
-        told = whole({"content": "x"}, usage=usage)["usage"]
+        told = whole({"content": "x"}, usage=usage, marks=True)["usage"]
         assert counts == (
             told.input_tokens,
             told.cache_creation_input_tokens,
             told.cache_read_input_tokens,
         )
         assert told.output_tokens == 2
+
+    def test_without_a_mark_nothing_counts_as_written(self):
+        details = {"cached_tokens": 16, "cache_write_tokens": 20}
+        told = whole({"content": "x"}, usage={"prompt_tokens": 40, "prompt_tokens_details": details})["usage"]
+        assert (told.input_tokens, told.cache_creation_input_tokens) == (24, 0)
 
     @pytest.mark.parametrize("content", [b"{}", b"no", b'{"choices": [{}]}', b'{"choices": 1}', b"\xff"])
     def test_what_is_no_chat(self, content):
