@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from engine_adapter import EngineInfo, common_prefix
-from proxy.core.differences import are_alike, difference
+from proxy.core.differences import CONTINUED, Difference, are_alike, difference
 from proxy.core.misses import Compared, Diagnosis, Facts, diagnose
 from proxy.prompt import Prompt
 from proxy.request.records import RequestLog, RequestRecord
@@ -108,8 +108,7 @@ class Comparison:
 
     def _compared(self, record: RequestRecord, other: RequestRecord) -> Compared:
         (model, lora), (other_model, other_lora) = _namespace(record), _namespace(other)
-        fields, others = self._fields(record), self._fields(other)
-        has_fields = fields is not None and others is not None
+        has_fields, first = self._difference(record, other)
         placement = record.placement
         candidates = {cost.engine for cost in placement.costs} if placement is not None else set()
         return Compared(
@@ -121,12 +120,22 @@ class Comparison:
             same_model=model == other_model,
             same_lora=lora == other_lora,
             has_fields=has_fields,
-            difference=difference(fields, others) if fields is not None and others is not None else None,
+            difference=first,
             is_running=record.started < _end(other),
             engine=other.engine,
             is_candidate=other.engine in candidates,
             is_emptied=self._is_emptied(record, other),
         )
+
+    def _difference(self, record: RequestRecord, other: RequestRecord) -> tuple[bool, Difference | None]:
+        """Whether the fields tell all that differs, and what differs first. Each API has its own fields. The
+        input of a response only goes on from the response it continues."""
+        fields, others = self._fields(record), self._fields(other)
+        if fields is None or others is None or record.route != other.route:
+            return False, None
+        continued = fields.get(CONTINUED)
+        is_told = continued == others.get(CONTINUED) or continued == other.answer_id
+        return is_told, difference(fields, others)
 
     def _is_emptied(self, record: RequestRecord, other: RequestRecord) -> bool:
         engine = self._engines.get(other.engine) if other.engine is not None else None
