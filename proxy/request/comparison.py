@@ -69,13 +69,15 @@ class Comparison:
         return record.diagnosis
 
     def nearest(self, record: RequestRecord) -> RequestRecord | None:
-        """The earlier request of the same tenant that shares most of its prompt. If none shares a block: one
-        whose text is alike, on whatever model."""
+        """The earlier request of the same tenant that shares most of its prompt; of equals the newest of the
+        same API. If none shares a block: one whose text is alike, on whatever model."""
         if record.prompt is None:
             return None
         earlier = [
             other for other in self._log if _came_before(record, other) and self.may_compare(record, other)
         ]
+        # Only requests of one API can be compared by their fields.
+        earlier.sort(key=lambda other: other.route == record.route)
         best, most = None, 0
         for other in reversed(earlier):
             if other.prompt is None or _namespace(other) != _namespace(record):

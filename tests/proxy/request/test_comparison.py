@@ -65,6 +65,16 @@ class TestNearest:
         two = world.record("two", tokens(20))
         assert world.comparison.nearest(world.record("new", tokens(20))) is two
 
+    def test_of_equals_is_one_of_the_same_api(self, world):
+        said = {"messages": [{"role": "user", "content": "What time is it?"}]}
+        same = world.record("same", tokens(20), body=said)
+        world.record("other", tokens(20), body={"input": "What time is it?"}, route="/v1/y")
+        assert world.comparison.nearest(world.record("new", tokens(20))) is same
+        alike = world.record("alike", tokens(20, 50), body={**said, "tools": []})
+        assert world.comparison.nearest(alike) is same
+        longer = world.record("longer", tokens(24), route="/v1/y")
+        assert world.comparison.nearest(world.record("newer", tokens(24))) is longer
+
     @pytest.mark.parametrize(
         "fields", [{"salt": "s"}, {"tenant": "red"}, {"ids": None}, {"error": "no"}, {"model": "n"}]
     )
