@@ -70,7 +70,8 @@ class Comparison:
 
     def nearest(self, record: RequestRecord) -> RequestRecord | None:
         """The earlier request of the same tenant that shares most of its prompt; of equals the newest of the
-        same API. If none shares a block: one whose text is alike, on whatever model."""
+        same API. If none shares a block: the one that it continues, or one whose text is alike, on whatever
+        model."""
         if record.prompt is None:
             return None
         earlier = [
@@ -91,6 +92,14 @@ class Comparison:
         fields = self._fields(record)
         if most >= self.tokens_per_block(record) or fields is None:
             return best if most else None
+        return self._alike(fields, earlier)
+
+    def _alike(self, fields: dict[str, Any], earlier: Sequence[RequestRecord]) -> RequestRecord | None:
+        """The request that a response with these fields continues, or the newest whose text is alike."""
+        continued = fields.get(CONTINUED)
+        for other in reversed(earlier):
+            if continued is not None and other.answer_id == continued:
+                return other
         for other in islice(reversed(earlier), _LOOKS):
             others = self._fields(other)
             if others is not None and are_alike(fields, others):

@@ -75,6 +75,15 @@ class TestNearest:
         longer = world.record("longer", tokens(24), route="/v1/y")
         assert world.comparison.nearest(world.record("newer", tokens(24))) is longer
 
+    def test_is_the_one_it_continues_if_none_shares_a_block(self, world):
+        body = {"instructions": "Be brief.", "input": "Who wrote it?"}
+        first = world.record("first", tokens(64), body=body, answer_id="resp_1")
+        world.record("between", tokens(64, 200), body={"input": "And when?"}, answer_id="resp_2")
+        body = {"input": "And when?", "previous_response_id": "resp_1"}
+        new = world.record("new", tokens(64, 100), body=body)
+        assert world.comparison.nearest(new) is first
+        assert world.comparison.explain(new).miss is Miss.SYSTEM
+
     @pytest.mark.parametrize(
         "fields", [{"salt": "s"}, {"tenant": "red"}, {"ids": None}, {"error": "no"}, {"model": "n"}]
     )
