@@ -159,7 +159,9 @@ class LlamaServerAdapter(Undeclared):
     def not_supported(self, capability: Capability) -> NotSupported:
         """See `EngineAdapter.not_supported`."""
         return NotSupported(
-            capability.value, engine=self.spec.id, instead=_INSTEAD.get(capability, "it does not exist here")
+            capability.value,
+            engine=self.spec.id,
+            instead=_INSTEAD.get(capability, "llama-server has nothing like it"),
         )
 
     # --- requests -------------------------------------------------------------------------------------

@@ -190,7 +190,8 @@ class DataPlane:
         cards |= {
             alias: {**cards[own], "id": alias, "root": own} for alias, own in fleet.served_aliases().items()
         }
-        name = unquote(asked.removeprefix(_MODELS)).strip("/")
+        # A llama-server's model may be named by its absolute path: slashes of the name stay.
+        name = unquote(asked.removeprefix(_MODELS).removeprefix("/").rstrip("/"))
         if not name:
             return JSONResponse({"object": "list", "data": list(cards.values())})
         if name not in cards:

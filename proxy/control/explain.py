@@ -78,7 +78,8 @@ class RequestAnswer(RequestSummary, kw_only=True):
 def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
     """A record without its prompt, and why its cache missed."""
     facts = {name: getattr(record, name) for name in RequestFacts.__struct_fields__}
-    diagnosis = flow.comparison.explain(record) if record.error is None else None
+    is_served = record.error is None and record.placement is not None
+    diagnosis = flow.comparison.explain(record) if is_served else None
     return RequestSummary(
         **facts,
         engine=record.engine,
@@ -106,7 +107,7 @@ def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
     """Why the request failed, or why the cache missed or hit, in one sentence."""
     placement = record.placement
     if placement is None:
-        return f"not placed: {record.error or 'the request is still being read'}"
+        return f"not placed: {record.error or 'kvpin answered it without an engine'}"
     if record.error is not None:
         return f"failed on {placement.engine} with status {record.status}: {record.error}"
     if record.prompt is None or not record.prompt.whole or record.tokens_agree is False:

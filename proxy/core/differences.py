@@ -38,8 +38,10 @@ OPTIONS = (
     "extra_ids",
     "prompt_table",
 )
-PROMPT_FIELDS = (*_TOOLS, *_SYSTEM, *_INPUT, *OPTIONS)
-"""All fields that `difference` compares."""
+CONTINUED = "previous_response_id"
+"""The field of a response whose `input` goes on after another one: it does not begin the prompt."""
+PROMPT_FIELDS = (*_TOOLS, *_SYSTEM, CONTINUED, *_INPUT, *OPTIONS)
+"""All fields that `difference` looks at."""
 _SYSTEM_ROLES = ("system", "developer")
 _CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
 # A content part with one of these fields is no text.
@@ -94,7 +96,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference | None:
-    """The first difference between the fields of two requests; None if one only goes on."""
+    """The first difference between the fields of two requests; None if one only goes on, or if their inputs
+    continue different responses and so stand at different places in the prompts."""
     for name in _TOOLS:
         if (tools := _of_tools(name, now.get(name), before.get(name))) is not None:
             return tools
@@ -102,6 +105,8 @@ def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference 
         system = _of_content(Kind.SYSTEM, name, None, now.get(name), before.get(name))
         if system is not None:
             return system
+    if now.get(CONTINUED) != before.get(CONTINUED):
+        return None
     for name in _INPUT:
         if (found := _of_items(name, now.get(name), before.get(name))) is not None:
             return found
@@ -183,7 +188,8 @@ def _of_content(
     if len(one) == len(other):
         return None
     at = min(len(one), len(other))
-    return Difference(_kind(kind, *one[at:], *other[at:]), field, item, at)
+    where = at if isinstance(now, list) or isinstance(before, list) else None
+    return Difference(_kind(kind, *one[at:], *other[at:]), field, item, where)
 
 
 def _kind(of_text: Kind, *parts: Any) -> Kind:  # noqa: ANN401 - JSON

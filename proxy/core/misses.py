@@ -213,7 +213,7 @@ def _detail(miss: Miss, facts: Facts) -> str:
         other=compared.request_id,
         engine=compared.engine,
         common=common,
-        at="" if difference is None else f" at {difference}",
+        at="" if difference is None else f" at {difference},",
         within=f", within the first block of {block}" if common < block else "",
     )
 

@@ -148,6 +148,13 @@ class Fleet:
         served = self.served()
         return {alias: own for alias, own in self.aliases.items() if own in served and alias not in served}
 
+    def lost_names(self) -> dict[str, str]:
+        """Models that aliases or the default model stand for, and that nothing serves → what names them."""
+        lost = {own: f"alias {alias!r}" for alias, own in self.aliases.items() if self._named(alias) is None}
+        if self.default_model is not None and self._named(self.default_model) is None:
+            lost[self.default_model] = "default model"
+        return lost
+
     @property
     def has_choice(self) -> bool:
         """Whether the `model` of a request makes a difference to kvpin. If not, it need not be read."""
@@ -191,7 +198,7 @@ class Fleet:
     def not_served(self, model: str | None) -> NotFound:
         """The error of a request for a model that nothing serves."""
         if model is None:
-            reason = "name a model"
+            reason = "name a model, in the body or as ?model=NAME"
         elif model in self.aliases:
             reason = f"the model {model!r} is an alias of {self.aliases[model]!r}, which is not served"
         else:

@@ -62,6 +62,8 @@ class Banner:
         for pool in self._fleet.pools.values():
             if pool.engines:
                 _print(f"ready: {pool.model} on {', '.join(pool.engines)}")
+        for model, named_by in self._fleet.lost_names().items():
+            _print(f"not served: {model} ({named_by})")
         self._print_request(next(iter(self._fleet.pools)))
 
     def _print_request(self, model: str) -> None:

@@ -62,13 +62,13 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> str | None:
-        """The model that the body names, if any; on a native route without a body, the query."""
+        """The model that the body names; if it names none, the query may."""
         body, model = self.body, None
         if isinstance(body, JsonBody):
             model = body.get("model")
-        elif body is not None:
-            model = body.named.model if body.named is not None else None
-        elif self.native is not None:
+        elif body is not None and body.named is not None:
+            model = body.named.model
+        if model is None and "?" in self.path:
             model = next(iter(parse_qs(self.path.partition("?")[2]).get("model", ())), None)
         return model if isinstance(model, str) else None
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from engine_adapter import EngineInfo, common_prefix
-from proxy.core.differences import are_alike, difference
+from proxy.core.differences import CONTINUED, Difference, are_alike, difference
 from proxy.core.misses import Compared, Diagnosis, Facts, diagnose
 from proxy.prompt import Prompt
 from proxy.request.records import RequestLog, RequestRecord
@@ -69,13 +69,16 @@ class Comparison:
         return record.diagnosis
 
     def nearest(self, record: RequestRecord) -> RequestRecord | None:
-        """The earlier request of the same tenant that shares most of its prompt. If none shares a block: one
-        whose text is alike, on whatever model."""
+        """The earlier request of the same tenant that shares most of its prompt; of equals the newest of the
+        same API. If none shares a block: the one that it continues, or one whose text is alike, on whatever
+        model."""
         if record.prompt is None:
             return None
         earlier = [
             other for other in self._log if _came_before(record, other) and self.may_compare(record, other)
         ]
+        # Only requests of one API can be compared by their fields.
+        earlier.sort(key=lambda other: other.route == record.route)
         best, most = None, 0
         for other in reversed(earlier):
             if other.prompt is None or _namespace(other) != _namespace(record):
@@ -89,6 +92,14 @@ class Comparison:
         fields = self._fields(record)
         if most >= self.tokens_per_block(record) or fields is None:
             return best if most else None
+        return self._alike(fields, earlier)
+
+    def _alike(self, fields: dict[str, Any], earlier: Sequence[RequestRecord]) -> RequestRecord | None:
+        """The request that a response with these fields continues, or the newest whose text is alike."""
+        continued = fields.get(CONTINUED)
+        for other in reversed(earlier):
+            if continued is not None and other.answer_id == continued:
+                return other
         for other in islice(reversed(earlier), _LOOKS):
             others = self._fields(other)
             if others is not None and are_alike(fields, others):
@@ -108,8 +119,7 @@ class Comparison:
 
     def _compared(self, record: RequestRecord, other: RequestRecord) -> Compared:
         (model, lora), (other_model, other_lora) = _namespace(record), _namespace(other)
-        fields, others = self._fields(record), self._fields(other)
-        has_fields = fields is not None and others is not None
+        has_fields, first = self._difference(record, other)
         placement = record.placement
         candidates = {cost.engine for cost in placement.costs} if placement is not None else set()
         return Compared(
@@ -121,12 +131,22 @@ class Comparison:
             same_model=model == other_model,
             same_lora=lora == other_lora,
             has_fields=has_fields,
-            difference=difference(fields, others) if fields is not None and others is not None else None,
+            difference=first,
             is_running=record.started < _end(other),
             engine=other.engine,
             is_candidate=other.engine in candidates,
             is_emptied=self._is_emptied(record, other),
         )
+
+    def _difference(self, record: RequestRecord, other: RequestRecord) -> tuple[bool, Difference | None]:
+        """Whether the fields tell all that differs, and what differs first. Each API has its own fields. The
+        input of a response only goes on from the response it continues."""
+        fields, others = self._fields(record), self._fields(other)
+        if fields is None or others is None or record.route != other.route:
+            return False, None
+        continued = fields.get(CONTINUED)
+        is_told = continued == others.get(CONTINUED) or continued == other.answer_id
+        return is_told, difference(fields, others)
 
     def _is_emptied(self, record: RequestRecord, other: RequestRecord) -> bool:
         engine = self._engines.get(other.engine) if other.engine is not None else None

@@ -353,6 +353,12 @@ class TestModels:
         assert is_openai_error(await client.get("/v1/models/none"), 404, "model_not_found")
         assert not engine.seen
 
+    @pytest.mark.parametrize("asked", ["%2Fmodels%2Fa.gguf", "/models/a.gguf", "%2Fmodels%2Fa.gguf/?x=1"])
+    async def test_a_model_that_is_named_by_an_absolute_path(self, engine, asked):
+        async with proxy_over() as proxy, client_of(proxy) as client:
+            proxy.add(FakeAdapter("a", model="/models/a.gguf"))
+            assert (await client.get(f"/v1/models/{asked}")).json()["id"] == "/models/a.gguf"
+
     async def test_an_alias_is_listed_with_the_name_it_stands_for(self, engine):
         aliases = {"gpt": "m", "tuned": "ada", "m": "ada", "lost": "gone"}
         async with proxy_over(aliases=aliases) as proxy, client_of(proxy) as client:

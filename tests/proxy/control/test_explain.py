@@ -113,6 +113,7 @@ async def test_all_that_can_be(world, pair):
     ("fields", "said"),
     [
         ({"placement": None, "error": "no engine"}, "not placed: no engine"),
+        ({"placement": None}, "not placed: kvpin answered it without an engine"),
         (
             {"placement": placed("a", 64, ("a", 0.1, 0)), "ids": None},
             "nothing was predicted: the prompt is not known",
@@ -142,6 +143,12 @@ async def test_a_summary_holds_no_prompt(world, pair):
     summary = msgspec.to_builtins(summarize(world.flow, record))
     assert (summary["n_tokens"], summary["prompt_cache_key"], summary["engine"]) == (64, "k", None)
     assert "prompt" not in summary
+
+
+async def test_what_no_engine_served_missed_nothing(world, pair):
+    placements = (None, placed("a", 64, ("a", 0.1, 0)))
+    records = [world.record("r", None, placement=placement) for placement in placements]
+    assert [summarize(world.flow, record).miss for record in records] == [None, "not_followed"]
 
 
 async def test_a_summary_says_how_it_was_served(world, pair):

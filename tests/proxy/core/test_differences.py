@@ -37,6 +37,7 @@ def chat(*messages, **fields):
         ({"prompt": [1, 2]}, {"prompt": [1, 2, 3]}),
         ({"input": "hello"}, {"input": [said("hello")]}),
         (chat(ASKED, temperature=1), chat(ASKED, temperature=0)),
+        ({"input": "and then?", "previous_response_id": "resp_1"}, {"input": "hello"}),
     ],
 )
 def test_what_is_equal_or_goes_on(now, before):
@@ -69,6 +70,20 @@ def test_what_is_equal_or_goes_on(now, before):
             {"instructions": "be rude", "input": "x"},
             Difference(Kind.SYSTEM, "instructions", offset=3),
             "instructions, character 3",
+        ),
+        ({"input": "x"}, {"instructions": "y", "input": "x"}, Difference(Kind.SYSTEM, "instructions"), None),
+        ({"system": "y"}, {"system": None}, Difference(Kind.SYSTEM, "system"), "system"),
+        (
+            {"instructions": "x", "input": "a", "previous_response_id": "resp_1"},
+            {"instructions": "y", "input": "b"},
+            Difference(Kind.SYSTEM, "instructions", offset=0),
+            None,
+        ),
+        (
+            {"input": "a", "previous_response_id": "resp_1"},
+            {"input": "b", "previous_response_id": "resp_1"},
+            Difference(Kind.INPUT, "input", 0, None, 0),
+            None,
         ),
         (
             chat(SYSTEM, tools=TOOLS),

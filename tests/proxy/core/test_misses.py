@@ -60,11 +60,11 @@ CASES = [
     Case(Miss.RESTARTED, NO_WORD, NO_WORD, "a was restarted", {"compared": other(40, is_emptied=True)}),
     Case(Miss.AWAY, NO_WORD, NO_WORD, "which took no requests", {"compared": other(40, is_candidate=False)}),
     Case(
-        Miss.TOOLS, "tools_changed", "tools_changed", "at messages[1], character 7 from token 5 on, within",
+        Miss.TOOLS, "tools_changed", "tools_changed", "at messages[1], character 7, from token 5 on, within",
         {"compared": differing(Kind.TOOLS, 5)},
     ),
     Case(
-        Miss.SYSTEM, "input_changed", "system_changed", "r1 at messages[1], character 7 from token 20 on",
+        Miss.SYSTEM, "input_changed", "system_changed", "r1 at messages[1], character 7, from token 20 on",
         {"compared": differing(Kind.SYSTEM), "reused_tokens": 16},
     ),
     Case(

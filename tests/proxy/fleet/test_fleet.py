@@ -120,6 +120,14 @@ class TestNames:
         with pytest.raises(NotFound, match="name a model"):
             fleet.find(None)
 
+    def test_names_that_nothing_serves(self):
+        aliases = {"gpt": "m", "tuned": "ada", "lost": "gone"}
+        engine = {"model": "m", "loras": frozenset({"ada"})}
+        assert self.of(dict(engine), aliases=aliases, default_model="tuned").lost_names() == {
+            "gone": "alias 'lost'"
+        }
+        assert self.of(engine, default_model="n").lost_names() == {"n": "default model"}
+
     def test_an_alias_names_a_model_or_an_adapter_and_loses_to_both(self):
         aliases = {"gpt": "m", "tuned": "ada", "n": "m", "ada": "n", "lost": "gone"}
         fleet = self.of({"model": "m", "loras": frozenset({"ada"})}, {"model": "n"}, aliases=aliases)

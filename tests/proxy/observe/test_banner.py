@@ -56,6 +56,16 @@ async def test_once_engines_are_ready_there_is_a_request_to_copy(capsys):
     assert "authorization" not in printed
 
 
+async def test_it_names_models_that_settings_name_and_nothing_serves(capsys):
+    fleet = ready_fleet()
+    fleet.aliases, fleet.default_model = {"gpt": "m", "lost": "gone"}, "nothere"
+    await Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "ready: m on a", "not served: gone (alias 'lost')", "not served: nothere (default model)", "try it:",
+    ]  # fmt: skip
+
+
 async def test_the_request_names_a_variable_for_the_key(capsys):
     fleet = ready_fleet()
     await Banner(fleet, "127.0.0.1", 8000, reuse=True, keys=True).print_when_ready()

@@ -1,6 +1,6 @@
 import pytest
 
-from engine_adapter import Headers, JsonBody
+from engine_adapter import Headers, JsonBody, Upload
 from proxy.request.calls import Call, Nobody, Reply
 
 
@@ -19,6 +19,12 @@ def call(body=None, path="/v1/chat/completions"):
 )
 def test_what_a_body_says(body, model, streams):
     assert (call(body).model, call(body).streams) == (model, streams)
+
+
+@pytest.mark.parametrize("body", [None, JsonBody(b"{}"), Upload(None, None)])
+def test_the_query_names_the_model_where_the_body_does_not(body):
+    assert call(body, "/v1/files?limit=3&model=org%2Fm").model == "org/m"
+    assert call(JsonBody(b'{"model": "n"}'), "/v1/batches?model=m").model == "n"
 
 
 def test_the_route_has_no_query():

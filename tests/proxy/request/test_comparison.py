@@ -39,7 +39,8 @@ class World:
         self.now += 10
         given = {"model": "m", "tenant": None, "started": self.now, "duration_s": 1.0, "reported_tokens": 0}
         given["placement"] = Placement.of("a", cached[0], len(ids or ()), costs, "lowest cost")
-        record = RequestRecord(name, route="/v1/x", stream=False, prompt=prompt, **(given | fields))
+        given["route"] = "/v1/x"
+        record = RequestRecord(name, stream=False, prompt=prompt, **(given | fields))
         if body is not None:
             self.log.keep_source(record, json.dumps(body).encode())
         self.log.add(record)
@@ -63,6 +64,25 @@ class TestNearest:
         world.record("one", tokens(20))
         two = world.record("two", tokens(20))
         assert world.comparison.nearest(world.record("new", tokens(20))) is two
+
+    def test_of_equals_is_one_of_the_same_api(self, world):
+        said = {"messages": [{"role": "user", "content": "What time is it?"}]}
+        same = world.record("same", tokens(20), body=said)
+        world.record("other", tokens(20), body={"input": "What time is it?"}, route="/v1/y")
+        assert world.comparison.nearest(world.record("new", tokens(20))) is same
+        alike = world.record("alike", tokens(20, 50), body={**said, "tools": []})
+        assert world.comparison.nearest(alike) is same
+        longer = world.record("longer", tokens(24), route="/v1/y")
+        assert world.comparison.nearest(world.record("newer", tokens(24))) is longer
+
+    def test_is_the_one_it_continues_if_none_shares_a_block(self, world):
+        body = {"instructions": "Be brief.", "input": "Who wrote it?"}
+        first = world.record("first", tokens(64), body=body, answer_id="resp_1")
+        world.record("between", tokens(64, 200), body={"input": "And when?"}, answer_id="resp_2")
+        body = {"input": "And when?", "previous_response_id": "resp_1"}
+        new = world.record("new", tokens(64, 100), body=body)
+        assert world.comparison.nearest(new) is first
+        assert world.comparison.explain(new).miss is Miss.SYSTEM
 
     @pytest.mark.parametrize(
         "fields", [{"salt": "s"}, {"tenant": "red"}, {"ids": None}, {"error": "no"}, {"model": "n"}]
@@ -144,6 +164,28 @@ class TestWhyItMissed:
         body = {"messages": [{"role": "user", "content": "Who wrote it?"}]}
         world.record("r1", tokens(64), body=body, **fields)
         assert world.comparison.explain(world.record("r2", tokens(64), body=body)).miss is miss
+
+    def test_it_differs_from_a_request_of_another_api(self, world):
+        chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]}
+        world.record("r1", tokens(64), body=chat)
+        response = {"instructions": "Be brief.", "input": "two"}
+        new = world.record(
+            "r2", [*tokens(40), *tokens(24, 100)], body=response, reported_tokens=32, route="/v1/y"
+        )
+        diagnosis = world.comparison.explain(new)
+        assert (diagnosis.miss, diagnosis.at) == (Miss.INPUT, None)
+        assert diagnosis.detail == "it differs from request r1 from token 40 on"
+
+    @pytest.mark.parametrize(
+        ("continued", "miss"), [("resp_1", Miss.TEMPLATE), ("resp_2", Miss.INPUT), (None, Miss.INPUT)]
+    )
+    def test_a_response_goes_on_only_after_the_one_it_names(self, world, continued, miss):
+        world.record("r1", tokens(64), body={"input": "Who wrote it?"}, answer_id="resp_1")
+        body = {"input": "And when?", "previous_response_id": continued}
+        new = world.record("r2", [*tokens(40), *tokens(40, 100)], body=body, reported_tokens=32)
+        diagnosis = world.comparison.explain(new)
+        assert diagnosis.miss is miss
+        assert (diagnosis.at is not None) is (continued is None)
 
     def test_of_an_image_whose_tokens_are_not_known(self, world):
         def asked(name, data):
