@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import select
-import socket
 
 import httpx
 import pytest
@@ -122,16 +120,6 @@ def test_a_schema_is_kept(client):
     assert isinstance(json.loads(answer.choices[0].message.content)["high"], bool)
 
 
-def test_several_choices_run_alone(client):
-    raw = client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=user("Name a ship."), max_tokens=4, n=2, temperature=0
-    )
-    choices = raw.parse().choices
-    assert [choice.index for choice in choices] == [0, 1]
-    assert choices[0].message.content == choices[1].message.content
-    assert "alone" in raw.headers["x-kvpin-note"]
-
-
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -141,7 +129,6 @@ def test_several_choices_run_alone(client):
         ("chat/completions", {"messages": user("High?"), "response_format": {"type": "json_object"}}),
         ("completions", {"prompt": "The sea is"}),
         ("completions", {"prompt": "The sky is", "logprobs": 2}),
-        ("completions", {"prompt": ["One", "Two"]}),
     ],
 )
 def test_an_answer_is_as_the_server_itself_gives_it(world, llama, path, fields):
@@ -157,29 +144,6 @@ def test_an_answer_is_as_the_server_itself_gives_it(world, llama, path, fields):
 
 def without(names, answer):
     return {name: value for name, value in answer.items() if name not in names}
-
-
-def test_a_message_of_the_anthropic_api_runs_alone(world):
-    body = {"model": MODEL, "prompt": "The sea is", "max_tokens": 300, "stream": True, "ignore_eos": True}
-    with begin(world, "/v1/completions", body) as stream:
-        world.until(lambda: any(slot["operation"] for slot in world.slots()), "a running stream")
-        answer = world.post("messages", {"messages": user("Hello!"), "max_tokens": 4}).raise_for_status()
-        # It waited for the stream, which has ended.
-        assert select.select([stream], [], [], 0)[0]
-        assert b"[DONE]" in stream.recv(2**20, socket.MSG_WAITALL)
-    assert answer.json()["type"] == "message"
-    assert answer.headers["x-kvpin-note"] == "unpinned: it ran alone on all slots"
-    assert answer.headers["x-kvpin-predicted-tokens"] == "0"
-
-
-def begin(world, path, body):
-    """A client that has sent a request, and asks for the connection to be closed after its answer."""
-    raw = json.dumps(body).encode()
-    host, port = world.kvpin.url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)))
-    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n"
-    client.sendall(head.encode() + raw)
-    return client
 
 
 # --- KV -----------------------------------------------------------------------------------------------
