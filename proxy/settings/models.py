@@ -94,6 +94,7 @@ EngineId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_url)]
 Origin = Annotated[str, AfterValidator(_origin)]
+Hosts = Annotated[str, StringConstraints(pattern=r"^[^,\s]+(,[^,\s]+)*$")]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -265,7 +266,7 @@ class Settings(BaseSettings):
     """Everything the operator decides. Made by `load_settings`.
 
     Attributes:
-        host: address to listen on.
+        host: address to listen on, or several with commas between them.
         port: port to listen on, 0 for any free one.
         reuse: route by KV cache; without it kvpin is a least-loaded balancer.
         engines: engines that run already.
@@ -291,7 +292,7 @@ class Settings(BaseSettings):
         frozen=True, extra="forbid", env_prefix="KVPIN_", env_nested_delimiter="__", case_sensitive=False
     )
 
-    host: str = "127.0.0.1"
+    host: Hosts = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     reuse: bool = False
     engines: tuple[EngineSettings, ...] = ()
@@ -310,6 +311,11 @@ class Settings(BaseSettings):
     health: HealthSettings = HealthSettings()
     restore_ahead: bool = True
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+
+    @property
+    def hosts(self) -> list[str]:
+        """The addresses to listen on."""
+        return self.host.split(",")
 
     @model_validator(mode="after")
     def _name_engines(self) -> Self:
