@@ -89,12 +89,18 @@ def _words(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
 
+def _hosts(hosts: str) -> str:
+    if not all(host == host.strip() != "" for host in hosts.split(",")):
+        raise ValueError("name an address, or several with only commas between them: 127.0.0.1,::1")
+    return hosts
+
+
 Kind = Annotated[str, AfterValidator(_kind), StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$")]
 EngineId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_url)]
 Origin = Annotated[str, AfterValidator(_origin)]
-Hosts = Annotated[str, StringConstraints(pattern=r"^[^,\s]+(,[^,\s]+)*$")]
+Hosts = Annotated[str, AfterValidator(_hosts)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
