@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -44,6 +45,7 @@ class EngineRejected(EngineError):
         status: HTTP status of the answer.
         param: the request field the engine names, if any.
         type, code: the engine's type and code of the error, if any.
+        more: the engine's further fields of the error.
         headers: the engine's headers about retries; lower-case names.
     """
 
@@ -55,6 +57,7 @@ class EngineRejected(EngineError):
         param: str | None = None,
         type: str | None = None,  # noqa: A002 - OpenAI's name of the field
         code: str | None = None,
+        more: Mapping[str, Any] = NO_HEADERS,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
         super().__init__(message)
@@ -62,6 +65,7 @@ class EngineRejected(EngineError):
         self.param = param
         self.type = type
         self.code = code
+        self.more = more
         self.headers = headers
 
 

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.hold import RequestBody, SelfPlaced
-from engine_adapter.http.control import ControlClient, max_model_len, model_name, prepare_request
+from engine_adapter.http.control import (
+    ControlClient,
+    max_model_len,
+    model_card,
+    model_name,
+    prepare_request,
+)
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import (
     MESSAGES_ROUTES,
@@ -49,6 +55,7 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
             max_model_len=max_model_len(models),
             tokenizer=self.spec.tokenizer,
             served_as_chats=MESSAGES_ROUTES | await self._missing(RESPONSES_ROUTES),
+            card=model_card(models),
         )
 
     async def load(self) -> EngineLoad:

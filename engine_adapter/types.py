@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import Generic, cast
+from typing import Any, Generic, cast
 
 import msgspec
 from typing_extensions import TypeVar
@@ -100,6 +100,10 @@ RESPONSES_ROUTES = frozenset({"/v1/responses", "/v1/responses/input_tokens"})
 """OpenAI's. Engines whose prompts kvpin cannot follow there get chats instead."""
 
 
+def _nothing_more(tokens: int, limit: int) -> Mapping[str, Any]:  # noqa: ARG001 - see EngineInfo.too_long
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is, as of its last connection.
@@ -133,6 +137,8 @@ class EngineInfo:
             would not serve them on the slot or with the salt that kvpin chooses.
         any_model: it serves its model whatever name a request gives.
         routes: its routes beside `/v1` that clients may use.
+        card: its own fields of the model in `/v1/models`, e.g. `max_model_len` or `meta`.
+        too_long: what it adds to an error of a prompt of so many tokens, when its context has only so many.
     """
 
     model: str
@@ -157,6 +163,8 @@ class EngineInfo:
     served_as_chats: frozenset[str] = frozenset()
     any_model: bool = False
     routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
+    card: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    too_long: Callable[[int, int], Mapping[str, Any]] = field(default=_nothing_more, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

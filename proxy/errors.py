@@ -16,6 +16,7 @@ ProxyError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class ProxyError(Exception):
@@ -24,14 +25,23 @@ class ProxyError(Exception):
     Attributes:
         param: the request field at fault, if any.
         code: OpenAI's machine-readable code; None takes the default of the class.
+        more: further fields of the error, in OpenAI's shape.
         headers: added to the answer.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
+        self.more = more or {}
         self.headers: Mapping[str, str] = {}
 
 

@@ -401,7 +401,7 @@ async def _answer_count(ready: Ready, translation: Translation, reply: Reply, re
     """
     if ready.prompt is None or not ready.prompt.whole:
         raise NotSupported(
-            Capability.TOKENIZE,
+            Capability.TOKENIZE.value,
             engine=next(iter(ready.pool.engines), ready.pool.model),
             instead="kvpin cannot count the tokens of this prompt; name the tokenizer with tokenizer=",
         )

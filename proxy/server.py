@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import structlog
 import uvicorn
@@ -47,18 +47,29 @@ def serve(settings: Settings) -> int:
     except EngineSpecError as error:
         return _refuse(error)
     try:
-        listener = listen(settings.host, settings.port)
+        listeners = listen_on(settings.hosts, settings.port)
     except OSError as error:
         # The text that Python adds in brackets repeats the address.
         reason = (error.strerror or str(error)).partition(" (")[0]
         _refuse(f"cannot listen on {settings.host}:{settings.port}: {reason}")
         return 1
-    _warn(settings, listener)
+    _warn(settings, listeners)
     try:
         with steady(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(settings, listener))
+            return runner.run(_run(settings, listeners))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a late Ctrl-C ends Python without a traceback
+
+
+def listen_on(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """A socket for each address, all with the same port; raises OSError."""
+    listeners = list[socket.socket]()
+    with contextlib.ExitStack() as opened:
+        for host in hosts:
+            listeners.append(opened.enter_context(listen(host, port)))
+            port = listeners[0].getsockname()[1]  # the one that 0 became
+        opened.pop_all()
+    return listeners
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -67,7 +78,7 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
-async def _run(settings: Settings, listener: socket.socket) -> int:
+async def _run(settings: Settings, listeners: list[socket.socket]) -> int:
     transport = HttpTransport()
     try:
         proxy = Proxy(settings, transport)
@@ -77,13 +88,13 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
     server = _Server(_config(proxy, settings))
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
-    banner = _banner(proxy, settings, listener)
+    banner = _banner(proxy, settings, listeners)
     try:
         proxy.start()
         settle()
         banner.print_addresses()
         proxy.tasks.start("banner", banner.print_when_ready())
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=listeners)
         await server.cut_short()
     except EngineSpecError as error:
         return _refuse(error)
@@ -143,25 +154,25 @@ def _config(proxy: Proxy, settings: Settings) -> uvicorn.Config:
     )
 
 
-def _banner(proxy: Proxy, settings: Settings, listener: socket.socket) -> Banner:
-    host, port = listener.getsockname()[:2]
+def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) -> Banner:
+    host, port = listeners[0].getsockname()[:2]
     return Banner(
         proxy.fleet,
         host,
         port,
         reuse=settings.reuse,
         keys=bool(settings.api_keys),
-        is_open=_is_open(settings, listener),
+        is_open=_is_open(settings, listeners),
     )
 
 
-def _warn(settings: Settings, listener: socket.socket) -> None:
+def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
     if not settings.reuse:
         log.warning(
             "KV cache reuse is off: requests go to the least loaded engine; "
             "set ENABLE_KV_CACHE_REUSE=1 to route by KV cache"
         )
-    if _is_open(settings, listener):
+    if _is_open(settings, listeners):
         log.warning(
             "no API key is set and other machines can connect: anyone may use these engines; "
             "set --api-key, or leave --host at 127.0.0.1",
@@ -169,9 +180,10 @@ def _warn(settings: Settings, listener: socket.socket) -> None:
         )
 
 
-def _is_open(settings: Settings, listener: socket.socket) -> bool:
+def _is_open(settings: Settings, listeners: list[socket.socket]) -> bool:
     """Whether other machines can use the engines without a key."""
-    return not settings.api_keys and not is_loopback(listener.getsockname()[0])
+    are_local = all(is_loopback(listener.getsockname()[0]) for listener in listeners)
+    return not settings.api_keys and not are_local
 
 
 def _refuse(reason: object) -> int:

@@ -68,10 +68,16 @@ def ready(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
+        by_port: dict[str, int] = {}
         while True:
             connection, _ = listening.accept()
             arguments = json.loads(connection.recv(1 << 16))
-            if os.fork() == 0:
+            port = arguments[arguments.index("--port") + 1]
+            if port in by_port:
+                with suppress(ChildProcessError):  # it has ended
+                    os.waitpid(by_port[port], 0)
+            by_port[port] = os.fork()
+            if by_port[port] == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 threading.Thread(target=_ends_with, args=(connection,), daemon=True).start()
                 sys.argv = ["kvpin", *arguments]

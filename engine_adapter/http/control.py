@@ -50,6 +50,8 @@ _ENDS_HERE = frozenset(
     }
 )
 _KEYS = frozenset({"authorization", "x-api-key"})
+# Fields of a model's card that kvpin sets itself, or that differ each time. A `root` may be a path.
+_NOT_THE_ENGINES = frozenset({"id", "object", "created", "owned_by", "root", "parent", "permission"})
 _OWN_PREFIX = b"x-kvpin-"
 # What nearly every client's `connection` says.
 _NAMES_NO_HEADER = (b"keep-alive", b"close")
@@ -202,6 +204,17 @@ def model_name(models: object) -> str:
             return name
         case _:
             raise EngineUnavailable("/v1/models names no model")
+
+
+def model_card(models: object, name: str | None = None) -> dict[str, Any]:
+    """What a `/v1/models` answer says of a model beside the fields that kvpin sets itself; {} if nothing.
+    Without a name: of the first."""
+    match models:
+        case {"data": [*cards]}:
+            found = [card for card in cards if isinstance(card, dict) and name in (None, card.get("id"))]
+        case _:
+            found = []
+    return {field: value for field, value in (found or [{}])[0].items() if field not in _NOT_THE_ENGINES}
 
 
 def max_model_len(models: object) -> int | None:

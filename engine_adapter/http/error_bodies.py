@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 # An error that is not JSON may be a whole web page: only its beginning is kept.
 _MAX_REASON_BYTES = 500
+_OPENAIS = ("message", "type", "param", "code")
+# llama-server has this type, but not OpenAI's code, which clients look for.
+_CODES = {"exceed_context_size_error": "context_length_exceeded"}
 # llama-server answers these with 500: another engine with the same model would do so, too.
 _CLIENTS_FAULT = re.compile(r"(image|audio|video) input is not supported")
 
@@ -18,6 +23,7 @@ class EngineErrorBody:
     """An engine's error.
 
     Attributes:
+        more: further fields of an error in OpenAI's shape.
         is_clients: the request is at fault, whatever status the engine gave.
     """
 
@@ -26,6 +32,7 @@ class EngineErrorBody:
     param: str | None = None
     code: str | None = None
     is_clients: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_error(content: bytes) -> EngineErrorBody:
@@ -43,7 +50,11 @@ def read_error(content: bytes) -> EngineErrorBody:
     reason = _reason(fields.get("message") or fields.get("detail"))
     if _CLIENTS_FAULT.match(reason):
         return EngineErrorBody(reason, "invalid_request_error", strings["param"], is_clients=True)
-    return EngineErrorBody(reason, strings["type"], strings["param"], strings["code"])
+    code = strings["code"] or _CODES.get(strings["type"] or "")
+    more = (
+        {name: value for name, value in fields.items() if name not in _OPENAIS} if inner is not body else {}
+    )
+    return EngineErrorBody(reason, strings["type"], strings["param"], code, more=more)
 
 
 def _reason(value: object) -> str:

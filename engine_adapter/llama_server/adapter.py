@@ -132,6 +132,8 @@ class LlamaServerAdapter(Undeclared):
             served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
             routes=ROUTES,
             splits_choices=session.keeper is not None,
+            card=facts.card,
+            too_long=_too_long,
         )
 
     async def load(self) -> EngineLoad:
@@ -314,6 +316,11 @@ class LlamaServerAdapter(Undeclared):
             session.keeper.contents.note_removed()
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
+
+
+def _too_long(tokens: int, limit: int) -> dict[str, Any]:
+    """The server's own fields of this error; its clients look for the type."""
+    return {"type": "exceed_context_size_error", "n_prompt_tokens": tokens, "n_ctx": limit}
 
 
 @asynccontextmanager

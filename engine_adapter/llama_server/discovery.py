@@ -7,7 +7,7 @@ trying what no route tells; it costs one slot its content, so the caller chooses
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
-from engine_adapter.http.control import ControlClient
+from engine_adapter.http.control import ControlClient, model_card, model_name
 from engine_adapter.llama_server.fingerprint import file_digest, model_parts, remote_digest
 from engine_adapter.types import EngineSpec, Finding
 
@@ -34,6 +34,7 @@ class ServerFacts:
 
     Attributes:
         model: the name it serves under.
+        card: its own fields of the model in `/v1/models`.
         slots: number of slots.
         slot_ctx: context of each, in tokens.
         train_ctx: context the model was trained with, None if unknown.
@@ -53,6 +54,7 @@ class ServerFacts:
     """
 
     model: str
+    card: Mapping[str, Any] = field(repr=False)
     slots: int
     slot_ctx: int
     train_ctx: int | None
@@ -151,11 +153,13 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
         EngineUnavailable: it does not answer, or is still loading its model.
     """
     props = await _props(control, spec)
-    model = await _model(control)
-    meta = model["meta"]
+    models = await control.get("/v1/models")
+    name, card = model_name(models), model_card(models)
+    meta = card.get("meta") or {}
     local = await asyncio.to_thread(_local_model, props.model_path, meta.get("size"))
     return ServerFacts(
-        model=props.model_alias or model["id"],
+        model=props.model_alias or name,
+        card=card,
         slots=props.total_slots,
         slot_ctx=props.default_generation_settings.n_ctx,
         train_ctx=meta.get("n_ctx_train"),
@@ -299,15 +303,6 @@ async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
     if props.total_slots < 1:
         raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has no slots")
     return props
-
-
-async def _model(control: ControlClient) -> dict[str, Any]:
-    """The model's entry in `/v1/models`, with `meta`, which may be empty."""
-    match await control.get("/v1/models"):
-        case {"data": [{"id": str()} as model, *_]}:
-            return {**model, "meta": model.get("meta") or {}}
-        case _:
-            raise EngineUnavailable("/v1/models names no model")
 
 
 async def _can_save(control: ControlClient) -> bool:

@@ -228,4 +228,5 @@ class SglangAdapter(SelfPlaced, Undeclared):
             shares_prefill=True,
             served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
             routes=ROUTES,
+            card=info.card,
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http.control import model_card
 
 # First version whose events carry the cache salt.
 EVENTS_CARRY_SALTS = (0, 5, 18)
@@ -70,6 +72,7 @@ class ServerInfo:
         completion_template: text completions are rendered by a template.
         disaggregation: "null" for a server that both prefills and decodes.
         lacks_admin_key: management routes want a key that kvpin was not given.
+        card: its own fields of the model in `/v1/models`.
     """
 
     version: str
@@ -92,6 +95,7 @@ class ServerInfo:
     completion_template: bool = False
     disaggregation: str = "null"
     lacks_admin_key: bool = False
+    card: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -183,6 +187,7 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         version=raw.version,
         instance=_identity(raw),
         model=base.id,
+        card=model_card(models, base.id),
         loras=loras,
         max_model_len=base.max_model_len,
         tokenizer=raw.tokenizer_path,

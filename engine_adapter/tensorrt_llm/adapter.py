@@ -117,6 +117,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
             events_read_once=True,
             served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
             routes=ROUTES,
+            card=server.card,
         )
 
     async def load(self) -> EngineLoad:

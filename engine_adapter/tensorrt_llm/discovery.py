@@ -7,13 +7,13 @@ POST route answers 405, a missing one 404, so nothing is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.http.control import ControlClient, max_model_len, model_name
+from engine_adapter.http.control import ControlClient, max_model_len, model_card, model_name
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG
 from engine_adapter.tensorrt_llm.stats import Stats, read_iterations, read_prometheus
@@ -61,6 +61,7 @@ class Discovered:
 
     Attributes:
         model: the name it serves under.
+        card: its own fields of the model in `/v1/models`.
         version: free text.
         tokens_per_block: its block size, the default where it does not say.
         whole_blocks_only: it is known not to reuse parts of blocks.
@@ -73,6 +74,7 @@ class Discovered:
     """
 
     model: str
+    card: Mapping[str, Any] = field(repr=False)
     version: str
     tokens_per_block: int
     whole_blocks_only: bool
@@ -113,6 +115,7 @@ async def discover(control: ControlClient) -> Discovered:
     name = model_name(models)
     return Discovered(
         model=name,
+        card=model_card(models),
         version=str(version.get("version", "")),
         tokens_per_block=reported or DEFAULT_TOKENS_PER_BLOCK,
         whole_blocks_only=stats.partial_reuse is False,

@@ -125,6 +125,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
             renders_alike=True,
             served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
             runs_several=False,
+            card={"max_model_len": info.max_model_len},
         )
 
     async def load(self) -> EngineLoad:

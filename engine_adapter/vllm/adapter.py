@@ -97,6 +97,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             shares_prefill=True,
             served_as_chats=MESSAGES_ROUTES if facts.renders else MESSAGES_ROUTES | RESPONSES_ROUTES,
             routes=ROUTES,
+            card=facts.card,
         )
 
     async def load(self) -> EngineLoad:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.sources import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints
-from engine_adapter.http.control import ControlClient
+from engine_adapter.http.control import ControlClient, model_card
 from engine_adapter.vllm.metrics import VllmMetrics, look
 from engine_adapter.vllm.options import VllmSpec
 from engine_adapter.vllm.ranks import rank_headers
@@ -54,6 +55,7 @@ class Facts:
 
     Attributes:
         model: the name it serves its base model under.
+        card: its own fields of that in `/v1/models`.
         loras: names of its LoRA adapters.
         tokenizer: directory or hub id of its model.
         max_model_len: longest prompt + output in tokens.
@@ -66,6 +68,7 @@ class Facts:
     """
 
     model: str
+    card: Mapping[str, Any] = field(repr=False)
     loras: frozenset[str]
     tokenizer: str | None
     max_model_len: int | None
@@ -102,6 +105,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) 
     tried = known.trials if known is not None and same else Trials()
     return Facts(
         model=base.id,
+        card=model_card(models, base.id),
         loras=loras,
         tokenizer=base.root,
         max_model_len=base.max_model_len,

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from proxy import errors
 from proxy.request.dialects import OPENAI, Dialect
-from proxy.request.error_table import TABLE, error_body, row_of, status_of
+from proxy.request.error_table import NO_MORE, TABLE, error_body, row_of, status_of
 
 NOT_FOUND = 404
 
@@ -30,6 +30,7 @@ def error_response(error: Exception, request_id: str | None = None, dialect: Dia
         param=getattr(error, "param", None),
         code=getattr(error, "code", None) or row.code,
         request_id=request_id,
+        more=getattr(error, "more", NO_MORE),
     )
     headers = dict(getattr(error, "headers", {}))
     if request_id:

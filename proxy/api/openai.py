@@ -33,6 +33,7 @@ from proxy.errors import (
     NoEngine,
     NotFound,
 )
+from proxy.fleet.pool import Pool
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
@@ -186,7 +187,7 @@ class DataPlane:
         asked, fleet = path.partition("?")[0], self.flow.fleet
         if method not in _READS:
             raise MethodNotAllowed(f"{asked} takes {_ALLOW_READS}, not {method}", allow=_ALLOW_READS)
-        cards = {name: _model_card(name, model) for name, model in fleet.served().items()}
+        cards = {name: _model_card(name, fleet.pools[model]) for name, model in fleet.served().items()}
         cards |= {
             alias: {**cards[own], "id": alias, "root": own} for alias, own in fleet.served_aliases().items()
         }
@@ -266,10 +267,11 @@ def _client_id(headers: Headers) -> str | None:
     return given if usable else None
 
 
-def _model_card(name: str, model: str) -> dict[str, object]:
-    """A model as clients see it. A LoRA adapter has its model as `parent`, as in vLLM."""
+def _model_card(name: str, pool: Pool) -> dict[str, object]:
+    """A model as clients see it, with its engines' own fields. A LoRA adapter has its model as `parent`, as
+    in vLLM."""
     card: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "kvpin"}
-    return card if name == model else {**card, "parent": model}
+    return {**pool.card, **card} if name == pool.model else {**card, "parent": pool.model}
 
 
 def _send(response: Response, exchange: Exchange) -> None:

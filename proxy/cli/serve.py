@@ -24,7 +24,10 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     *,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS[,ADDRESS…]", help="Addresses to listen on [127.0.0.1]."),
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Port, 0 for a free one [8000].")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings in a TOML file.")] = None,
     engine: Annotated[

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache, partial
 from time import monotonic
+from typing import Any
 
 from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
 from proxy.core.audit import Trust
@@ -82,6 +83,16 @@ class Pool:
     def splits_choices(self) -> bool:
         """Whether an engine needs each choice in a request of its own, to run it where kvpin places it."""
         return any(info.splits_choices for info in self._infos)
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """What all its engines say alike of their model in `/v1/models`."""
+        first, *others = (info.card for info in self._infos)
+        return {
+            name: value
+            for name, value in first.items()
+            if all(name in other and other[name] == value for other in others)
+        }
 
     def lora_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request's `model` names; None for the model itself."""

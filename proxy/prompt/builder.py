@@ -377,4 +377,5 @@ class PromptBuilder:
                 f"this model's context is {limit} tokens; the prompt has {tokens}",
                 param=param,
                 code="context_length_exceeded",
+                more=self.info.too_long(tokens, limit),
             )

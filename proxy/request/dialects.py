@@ -5,11 +5,12 @@ The route that a client asked decides, also where an engine serves the request o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
 
-from proxy.request.error_table import error_body
+from proxy.request.error_table import NO_MORE, error_body
 
 _MESSAGES = b"/v1/messages"
 _ANTHROPIC_TYPES = {
@@ -24,9 +25,8 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# A code, and a type of llama-server, of a prompt that does not fit. Agents shorten their chats when the
-# message begins as Anthropic's does.
-_TOO_LONG = frozenset({"context_length_exceeded", "exceed_context_size_error"})
+# The code of a prompt that does not fit. Agents shorten their chats when the message begins as Anthropic's.
+_TOO_LONG = "context_length_exceeded"
 
 
 class Dialect(Protocol):
@@ -47,8 +47,9 @@ class Dialect(Protocol):
         param: str | None = None,
         code: str | None = None,
         request_id: str | None = None,
+        more: Mapping[str, object] = NO_MORE,
     ) -> bytes:
-        """The body of an error. `kind`, `param` and `code` are OpenAI's."""
+        """The body of an error. `kind`, `param`, `code` and `more` fields are OpenAI's, or an engine's."""
 
     def error_event(self, error: bytes) -> bytes:
         """An event of a stream that holds an error."""
@@ -68,9 +69,10 @@ class OpenAI:
         param: str | None = None,
         code: str | None = None,
         request_id: str | None = None,  # noqa: ARG002 - see Dialect
+        more: Mapping[str, object] = NO_MORE,
     ) -> bytes:
         """See Dialect."""
-        return error_body(message, kind=kind, param=param, code=code)
+        return error_body(message, kind=kind, param=param, code=code, more=more)
 
     def error_event(self, error: bytes) -> bytes:
         """See Dialect."""
@@ -87,14 +89,15 @@ class Anthropic:
         status: int,
         message: str,
         *,
-        kind: str,
+        kind: str,  # noqa: ARG002 - the status decides the type
         param: str | None = None,  # noqa: ARG002 - the message names the field
         code: str | None = None,
         request_id: str | None = None,
+        more: Mapping[str, object] = NO_MORE,  # noqa: ARG002 - Anthropic has none
     ) -> bytes:
         """See Dialect."""
         other = "invalid_request_error" if status < 500 else "api_error"  # noqa: PLR2004 - HTTP
-        if not _TOO_LONG.isdisjoint({kind, code}):
+        if code == _TOO_LONG:
             message = f"prompt is too long: {message}"
         error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 
@@ -27,6 +29,7 @@ class Row:
     code: str | None = None
 
 
+NO_MORE: Mapping[str, object] = MappingProxyType({})
 # Errors with an answer of their own. Any other is a bug.
 ANSWERED = (errors.ProxyError, EngineError, msgspec.DecodeError)
 # A subclass without a row of its own answers like its nearest base.
@@ -67,6 +70,14 @@ def status_of(error: Exception) -> int:
     return row.status if row is not None else 500
 
 
-def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    """An error in OpenAI's shape."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+def error_body(
+    message: str,
+    *,
+    kind: str,
+    param: str | None = None,
+    code: str | None = None,
+    more: Mapping[str, object] = NO_MORE,
+) -> bytes:
+    """An error in OpenAI's shape. `more` fields may replace these."""
+    error = {"message": message, "type": kind, "param": param, "code": code, **more}
+    return msgspec.json.encode({"error": error})

@@ -263,6 +263,7 @@ async def _answer_error(
             param=error.param,
             type=error.type,
             code=error.code,
+            more=error.more,
             headers=advice,
         )
     kind = error.type or ("server_error" if status in REFUSALS else "invalid_request_error")
@@ -273,6 +274,7 @@ async def _answer_error(
         param=error.param,
         code=error.code,
         request_id=headers.get("x-request-id"),
+        more=error.more,
     )
     content_type = response.headers.get("content-type", "") if as_it_is else "application/json"
     every = {"content-type": content_type, **advice, **headers}

@@ -89,11 +89,18 @@ def _words(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
 
+def _hosts(hosts: str) -> str:
+    if not all(host == host.strip() != "" for host in hosts.split(",")):
+        raise ValueError("name an address, or several with only commas between them: 127.0.0.1,::1")
+    return hosts
+
+
 Kind = Annotated[str, AfterValidator(_kind), StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$")]
 EngineId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_url)]
 Origin = Annotated[str, AfterValidator(_origin)]
+Hosts = Annotated[str, AfterValidator(_hosts)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -265,7 +272,7 @@ class Settings(BaseSettings):
     """Everything the operator decides. Made by `load_settings`.
 
     Attributes:
-        host: address to listen on.
+        host: address to listen on, or several with commas between them.
         port: port to listen on, 0 for any free one.
         reuse: route by KV cache; without it kvpin is a least-loaded balancer.
         engines: engines that run already.
@@ -291,7 +298,7 @@ class Settings(BaseSettings):
         frozen=True, extra="forbid", env_prefix="KVPIN_", env_nested_delimiter="__", case_sensitive=False
     )
 
-    host: str = "127.0.0.1"
+    host: Hosts = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     reuse: bool = False
     engines: tuple[EngineSettings, ...] = ()
@@ -310,6 +317,11 @@ class Settings(BaseSettings):
     health: HealthSettings = HealthSettings()
     restore_ahead: bool = True
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+
+    @property
+    def hosts(self) -> list[str]:
+        """The addresses to listen on."""
+        return self.host.split(",")
 
     @model_validator(mode="after")
     def _name_engines(self) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import aclosing
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -24,6 +25,7 @@ from engine_adapter import (
     PromptTable,
     make_adapter,
 )
+from engine_adapter.http.control import model_card
 from engine_adapter.types import MESSAGES_ROUTES, EngineSpec, token_array
 from tests.engines import served
 
@@ -57,6 +59,12 @@ async def test_connect_says_what_it_is_and_changes_nothing(adapter):
     assert first.model
     assert first.instance
     assert first.max_model_len > 0
+
+
+async def test_it_says_what_the_engine_says_of_its_model(adapter):
+    async with httpx.AsyncClient(trust_env=False) as client:
+        models = (await client.get(f"{adapter.spec.url}/v1/models")).json()
+    assert (await adapter.connect()).card == model_card(models)
 
 
 async def test_it_gets_messages_of_anthropics_api_as_chats(adapter):

@@ -6,7 +6,7 @@ import json
 
 import httpx
 import pytest
-from openai import NotFoundError, OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.live.llama_world import MODEL, WAIT_S, llama_world
 
@@ -61,6 +61,30 @@ def test_an_alias_of_what_is_not_served_is_a_404(client):
 def test_the_models_are_listed(client):
     assert sorted(card.id for card in client.models.list()) == ["gpt-4o", MODEL]
     assert client.models.retrieve("gpt-4o").root == MODEL
+
+
+def test_a_card_is_the_servers_own_but_for_what_kvpin_names(world, client):
+    with OpenAI(base_url=f"{world.servers[0].url}/v1", api_key="unused", timeout=60) as direct:
+        (own,) = direct.models.list()
+    for name in (MODEL, "gpt-4o"):
+        card = client.models.retrieve(name)
+        assert (card.meta, card.aliases, card.tags) == (own.meta, own.aliases, own.tags)
+        assert card.owned_by == "kvpin"
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["refused by the server", "refused by kvpin"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_does_not_fit_has_the_servers_fields_and_openais_code(client, world, stream, more):
+    """A prompt as long as the context leaves no room for an answer: only the server minds."""
+    limit = httpx.get(f"{world.servers[0].url}/props", trust_env=False).json()
+    context = limit["default_generation_settings"]["n_ctx"]
+    with pytest.raises(BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt=[5] * (context + more), max_tokens=1, stream=stream)
+    assert (caught.value.code, caught.value.type) == ("context_length_exceeded", "exceed_context_size_error")
+    assert {name: caught.value.body[name] for name in ("n_prompt_tokens", "n_ctx")} == {
+        "n_prompt_tokens": context + more,
+        "n_ctx": context,
+    }
 
 
 def events(url: str, body: dict) -> list[dict]:

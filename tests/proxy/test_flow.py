@@ -637,6 +637,21 @@ class TestReuse:
         assert not engine.seen
         assert "context" in proxy.last.error
 
+    async def test_a_prompt_beyond_the_context_is_refused_with_the_fields_of_the_engine(self, proxy, client):
+        def too_long(tokens, limit):
+            return {"type": "too_big", "had": tokens, "most": limit}
+
+        proxy.fleet.pools["m"].prompts.info = replace(INFO, max_model_len=30, too_long=too_long)
+        response = await client.post("/v1/completions", json={"model": "m", "prompt": list(range(40))})
+        assert response.json()["error"] == {
+            "message": "this model's context is 30 tokens; the prompt has 40",
+            "type": "too_big",
+            "param": "prompt",
+            "code": "context_length_exceeded",
+            "had": 40,
+            "most": 30,
+        }
+
 
 class TestAdapters:
     """LoRA adapters, named as models. Engine `b` alone serves one."""

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from proxy import server
-from proxy.server import listen, serve
+from proxy.server import listen, listen_on, serve
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from tests.fakes import serving
 
@@ -25,6 +25,18 @@ ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
 def test_a_port_is_taken_once():
     with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
         listen(*first.getsockname())
+
+
+def test_several_addresses_have_one_port_or_none_is_bound():
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(each) for each in listen_on(["127.0.0.1", "127.0.0.2"], 0))
+        assert [each.getsockname()[0] for each in (first, second)] == ["127.0.0.1", "127.0.0.2"]
+        port = first.getsockname()[1]
+        assert second.getsockname()[1] == port
+        first.close()
+        with pytest.raises(OSError, match="in use"):
+            listen_on(["127.0.0.1", "127.0.0.2"], port)
+        listen("127.0.0.1", port).close()
 
 
 def test_an_engine_that_could_never_start_is_one_sentence_and_status_2(tmp_path, capfd):
@@ -46,14 +58,14 @@ async def test_running_answers_get_the_time_the_operator_gives(monkeypatch):
     monkeypatch.setattr("uvicorn.Server.serve", never_begins)
     with listen("127.0.0.1", 0) as listener:
         settings = Settings(graceful_shutdown_s=7, engines=(ELSEWHERE,))
-        assert await server._run(settings, listener) == 1
+        assert await server._run(settings, [listener]) == 1
     assert seen == [7]
 
 
 async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path, capfd):
     settings = Settings(reuse=True, record_traffic=tmp_path / "none" / "traffic.jsonl")
     with listen("127.0.0.1", 0) as listener:
-        assert await server._run(settings, listener) == 2
+        assert await server._run(settings, [listener]) == 2
     said = capfd.readouterr().err
     assert said.startswith("kvpin: record_traffic: ")
     assert said.endswith("cannot be written: No such file or directory\n")
@@ -61,12 +73,18 @@ async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path, capfd)
 
 @pytest.mark.parametrize(
     ("host", "keys", "warns"),
-    [("0.0.0.0", (), True), ("0.0.0.0", ({"key": "k"},), False), ("127.0.0.1", (), False)],
+    [
+        ("0.0.0.0", (), True),
+        ("0.0.0.0", ({"key": "k"},), False),
+        ("127.0.0.1", (), False),
+        ("127.0.0.1,0.0.0.0", (), True),
+        ("127.0.0.1,127.0.0.2", (), False),
+    ],
 )
 def test_engines_that_anyone_can_use_are_warned_of(host, keys, warns):
     settings = Settings(host=host, port=0, api_keys=keys, reuse=True)
-    with listen(host, 0) as listener, capture_logs() as entries:
-        server._warn(settings, listener)
+    with contextlib.ExitStack() as stack, capture_logs() as entries:
+        server._warn(settings, [stack.enter_context(listen(each, 0)) for each in settings.hosts])
     assert [entry["host"] for entry in entries] == [host] * warns
 
 
@@ -175,7 +193,7 @@ async def test_a_signal_during_the_start_is_not_lost(monkeypatch):
     monkeypatch.setattr(server.Proxy, "start", start_and_be_told_to_stop)
     with listen("127.0.0.1", 0) as listener:
         async with asyncio.timeout(60):
-            assert await server._run(Settings(engines=(ELSEWHERE,)), listener) == 0
+            assert await server._run(Settings(engines=(ELSEWHERE,)), [listener]) == 0
 
 
 async def test_a_third_interrupt_ends_it_at_once(monkeypatch):

@@ -12,7 +12,14 @@ from starlette.routing import Route
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
-from engine_adapter.http.control import ControlClient, base_url, max_model_len, model_name, prepare_request
+from engine_adapter.http.control import (
+    ControlClient,
+    base_url,
+    max_model_len,
+    model_card,
+    model_name,
+    prepare_request,
+)
 from engine_adapter.http.headers import Headers
 from engine_adapter.types import EngineSpec
 from engine_adapter.upload import Upload
@@ -165,6 +172,14 @@ def test_models():
     answer = {"data": [{"id": "m", "max_model_len": 9}, {"id": "other"}]}
     assert model_name(answer) == "m"
     assert max_model_len(answer) == 9
+
+
+def test_the_own_fields_of_a_model():
+    first = {"id": "m", "object": "model", "created": 5, "owned_by": "vllm", "root": "/x", "max_model_len": 9}
+    answer = {"data": [first, {"id": "other", "parent": None, "permission": [{}], "meta": {"n_ctx": 3}}]}
+    assert model_card(answer) == {"max_model_len": 9}
+    assert model_card(answer, "other") == {"meta": {"n_ctx": 3}}
+    assert model_card(answer, "none") == model_card({"data": []}) == model_card([]) == {}
 
 
 ERRORS = {

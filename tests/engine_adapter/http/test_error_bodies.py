@@ -20,6 +20,12 @@ SHAPES = [
     ({"error": {}}, EngineErrorBody("the engine gave no reason")),
     (None, EngineErrorBody("the engine gave no reason")),
     (
+        {"error": {"message": "why", "type": "exceed_context_size_error", "code": 400, "n_ctx": 9}},
+        EngineErrorBody(
+            "why", "exceed_context_size_error", code="context_length_exceeded", more={"n_ctx": 9}
+        ),
+    ),
+    (
         {"error": {"message": "image input is not supported - hint: …", "type": "server_error", "code": 500}},
         EngineErrorBody("image input is not supported - hint: …", "invalid_request_error", is_clients=True),
     ),

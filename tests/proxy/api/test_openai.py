@@ -376,6 +376,18 @@ class TestModels:
             assert is_openai_error(response, 404, "model_not_found", "model")
             assert "an alias of 'gone'" in response.json()["error"]["message"]
 
+    async def test_a_card_has_what_all_engines_say_alike_of_the_model(self, engine):
+        async with proxy_over(aliases={"gpt": "m"}) as proxy, client_of(proxy) as client:
+            card = {"max_model_len": 9, "tags": ["a"], "aliases": None}
+            proxy.add(engine, loras=frozenset({"ada"}), card=card | {"owned_by": "x"})
+            said = (await client.get("/v1/models/m")).json()
+            assert said == {"id": "m", "object": "model", "created": 0, "owned_by": "kvpin"} | card
+            assert (await client.get("/v1/models/gpt")).json() == said | {"id": "gpt", "root": "m"}
+            assert "tags" not in (await client.get("/v1/models/ada")).json()
+            proxy.add(FakeAdapter("b"), card={"max_model_len": 9, "tags": ["b"]})
+            said = (await client.get("/v1/models/m")).json()
+            assert (said["max_model_len"], "tags" in said, "aliases" in said) == (9, False, False)
+
     async def test_a_name_that_an_engine_would_take_is_not_listed(self, engine):
         async with proxy_over() as proxy, client_of(proxy) as client:
             proxy.add(engine, any_model=True)

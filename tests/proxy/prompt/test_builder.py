@@ -152,6 +152,7 @@ async def test_a_prompt_beyond_the_context_is_refused_where_it_is_known(build, i
     with pytest.raises(BadRequest, match="context is 10 tokens; the prompt has 11") as caught:
         await build(info_of(max_model_len=10), COMPLETIONS, prompt=ids)
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+    assert caught.value.more == {}
     with pytest.raises(BadRequest) as caught:
         await build(info_of(max_model_len=3), CHAT, messages=HELLO)
     assert caught.value.param == "messages"

@@ -44,16 +44,20 @@ def test_an_error_of_anthropics(status, kind):
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"),
-    [("invalid_request_error", "context_length_exceeded"), ("exceed_context_size_error", None)],
-)
-def test_agents_know_a_prompt_that_does_not_fit_by_its_message(kind, code):
-    body = ANTHROPIC.error(400, "it has 9 tokens", kind=kind, code=code)
-    assert json.loads(body)["error"]["message"] == "prompt is too long: it has 9 tokens"
-    assert (
-        json.loads(OPENAI.error(400, "it has 9 tokens", kind=kind))["error"]["message"] == "it has 9 tokens"
-    )
+def test_agents_know_a_prompt_that_does_not_fit_by_its_message():
+    error = {"kind": "invalid_request_error", "code": "context_length_exceeded", "more": {"n_ctx": 8}}
+    body = json.loads(ANTHROPIC.error(400, "it has 9 tokens", **error))
+    assert body["error"] == {
+        "type": "invalid_request_error",
+        "message": "prompt is too long: it has 9 tokens",
+    }
+    assert json.loads(OPENAI.error(400, "it has 9 tokens", **error))["error"] == {
+        "message": "it has 9 tokens",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "context_length_exceeded",
+        "n_ctx": 8,
+    }
 
 
 def test_events():

@@ -191,4 +191,5 @@ class TestCounting:
     async def test_a_prompt_that_nobody_can_tokenise(self, client):
         answer = await client.post(ROUTE, json={"shout": "hello"})
         assert answer.status_code == 501
-        assert "cannot count" in answer.json()["error"]["message"]
+        message = answer.json()["error"]["message"]
+        assert message.startswith("engine 'a' has no 'tokenize': kvpin cannot count")
