@@ -218,7 +218,11 @@ def _choice(choice: Any, tools: list[Json]) -> Json:  # noqa: ANN401 - JSON
         case {"type": "function" | "custom", "name": str(name)}:
             chosen = {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+            names = {
+                name
+                for tool in allowed
+                if isinstance(tool, dict) and isinstance(name := tool.get("name"), str)
+            }
             tools = [tool for tool in tools if tool["name"] in names]
             chosen = None if mode == "auto" else mode
         case _:

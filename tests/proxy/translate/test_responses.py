@@ -75,10 +75,11 @@ async def test_a_stream_over_a_socket(client):
     assert kept.json() == events[-1]["response"]
 
 
-async def test_an_engine_that_dies_leaves_an_error_and_no_end(client, engine):
+@pytest.mark.parametrize("cut", [b"", b'data: {"choices": [{"de'])
+async def test_an_engine_that_dies_leaves_an_error_and_no_end(client, engine, cut):
     async def script(exchange):
         await exchange.start()
-        await exchange.chunk(event({"choices": [{"delta": {"content": "hi"}}]}))
+        await exchange.chunk(event({"choices": [{"delta": {"content": "hi"}}]}) + cut)
         exchange.die()
 
     engine.script = script
