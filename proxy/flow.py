@@ -11,6 +11,7 @@ restored by the engine or by its adapter's `hold`; the placement's cost includes
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
@@ -64,6 +65,7 @@ from proxy.translate import (
     Translate,
     Translated,
     Translation,
+    may_name_more,
 )
 
 log = structlog.get_logger(__name__)
@@ -259,7 +261,9 @@ class Flow:
         translate, body = self.translations.get(call.route), call.body
         if translate is None or call.route not in pool.served_as_chats or not isinstance(body, JsonBody):
             return None
-        return await off_loop(lambda: translate(body, call.tenant), ms=len(body.raw) / JSON_BYTES_PER_MS)
+        is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)
+        ms = math.inf if is_long else len(body.raw) / JSON_BYTES_PER_MS
+        return await off_loop(lambda: translate(body, call.tenant), ms=ms)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""

@@ -23,6 +23,10 @@ MAX_IN_MEMORY = 1 << 20
 # A longer value of the field is no model's name.
 _MAX_NAME = 1024
 _PIECE = 65_536
+# Reading a header's parameters takes quadratic time, so a long content type is not read.
+_MAX_KIND = 4096
+# Bytes of a form that are looked at in some ms, even if they are tiny fields.
+_LOOK = 8192
 # It warns of each form that is wrong; the client is told.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
@@ -47,7 +51,7 @@ async def read_form(chunks: AsyncIterator[bytes], kind: str, length: int | None,
     field = _ModelField(kind)
     async for chunk in chunks:
         await _keep(spool, chunk)
-        field.feed(chunk)
+        await field.look(chunk)
         if field.is_over:
             break
     return Upload(_again(spool, chunks), length, field.named)
@@ -63,6 +67,8 @@ class _ModelField:
 
     def __init__(self, kind: str) -> None:
         """Raises BadRequest if the content type names no boundary."""
+        if len(kind) > _MAX_KIND:
+            raise BadRequest(f"the content type has more than {_MAX_KIND} bytes")
         self.named: Named | None = None
         self.is_over = False
         self._chunk, self._before = b"", 0  # what is being read, and the number of bytes before it
@@ -84,6 +90,15 @@ class _ModelField:
             )
         except (KeyError, FormParserError) as error:
             raise BadRequest("the content type of a form needs a boundary") from error
+
+    async def look(self, chunk: bytes) -> None:
+        """Looks at the next bytes. Between pieces of them, others have the event loop."""
+        self.feed(chunk[:_LOOK])
+        for at in range(_LOOK, len(chunk), _LOOK):
+            if self.is_over:
+                return
+            await asyncio.sleep(0)
+            self.feed(chunk[at : at + _LOOK])
 
     def feed(self, chunk: bytes) -> None:
         """Takes the next bytes. Raises BadRequest if they are no form."""

@@ -53,6 +53,8 @@ MAX_ENCODING = 40
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
 # kvpin does not serve these routes, because they change an engine for all clients.
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+# llama-server's streams, which any client can read, find and end. With several tenants nobody can.
+STREAM_ROUTES = ("/v1/stream/", "/v1/streams/")
 _MODELS = "/v1/models"
 _READS, _ALLOW_READS = ("GET", "HEAD"), "GET, HEAD, OPTIONS"
 # Seconds an engine may take to end a stream after its client has read all of it.
@@ -113,6 +115,8 @@ class DataPlane:
         tenant = authenticate(headers, self.tenants)
         path = _checked_path(exchange.target)
         _check_method(method, path)
+        if self.tenants.isolated and f"{route_of(path)}/".startswith(STREAM_ROUTES):
+            raise NotFound(f"there is no route {path!r}: its streams are those of all tenants")
         if method in _READS and "sec-websocket-key" in headers:
             raise Forbidden("kvpin serves no WebSockets")
         if _is_of_models(path):

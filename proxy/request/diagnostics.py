@@ -19,11 +19,11 @@ import msgspec
 from engine_adapter import HeaderPairs, JsonBody, read_streamed_usage
 from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
 from proxy.request.calls import Client
+from proxy.request.events import WholeEvents
 
 _ERROR = 400
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
-_EVENT_END = re.compile(rb"\r?\n\r?\n")
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -102,7 +102,7 @@ class Diagnosed:
         self._diagnose = diagnose
         self._note_id = note_id
         self._is_stream = self._is_error = self._has_id = False
-        self._rest = b""  # the beginning of an event
+        self._events = WholeEvents()
 
     @property
     def is_full(self) -> bool:
@@ -131,7 +131,7 @@ class Diagnosed:
         if self._is_error:
             self._client.finish(chunk)
         elif self._is_stream:
-            self._client.finish(self._streamed(chunk) + self._rest)
+            self._client.finish(self._streamed(chunk) + self._events.rest)
         else:
             self._note(_id_of(chunk))
             self._client.finish(self._with_field(chunk) if self._asked is not None else chunk)
@@ -142,13 +142,7 @@ class Diagnosed:
             self._note(found[1].decode(errors="replace"))
         if self._asked is None:
             return chunk
-        self._rest += chunk
-        done, at = bytearray(), 0
-        for end in _EVENT_END.finditer(self._rest):
-            done += self._event(self._rest[at : end.end()])
-            at = end.end()
-        self._rest = self._rest[at:]
-        return bytes(done)
+        return b"".join(map(self._event, self._events.feed(chunk)))
 
     def _event(self, event: bytes) -> bytes:
         """An event, with the diagnostics if they belong to it."""

@@ -21,8 +21,10 @@ from proxy.request.session import Session
 from proxy.request.sources import Sources
 
 MAX_TOKENS = 2_000_000
-# Characters kept of a client's model name.
-MAX_NAME = 200
+# Characters kept of a client's model name, and of an error, which may repeat what a client or an engine sent.
+MAX_NAME, MAX_ERROR = 200, 2_000
+# A longer `prompt_cache_key` is not kept.
+MAX_KEY = 1_024
 
 
 class RequestFacts(msgspec.Struct):
@@ -95,7 +97,7 @@ class RequestRecord(RequestFacts, kw_only=True):
             tenant=call.tenant,
             stream=call.streams,
             client_request_id=call.client_id,
-            prompt_cache_key=key if isinstance(key, str) else None,
+            prompt_cache_key=key if isinstance(key, str) and len(key) <= MAX_KEY else None,
             session=call.session,
         )
 
@@ -150,6 +152,7 @@ class RequestLog:
     def add(self, record: RequestRecord) -> None:
         """Keeps a finished request. Drops the oldest when there is no room."""
         self._records[record.request_id] = record
+        record.error = record.error and record.error[:MAX_ERROR]
         self._tokens += record.n_tokens or 0
         while len(self._records) > self._capacity or (self._tokens > MAX_TOKENS and len(self._records) > 1):
             _, dropped = self._records.popitem(last=False)

@@ -22,6 +22,7 @@ _decode = msgspec.json.Decoder(_Fields).decode
 _decode_choices = msgspec.json.Decoder(list[_Fields]).decode
 _encode = msgspec.json.encode
 _NOTHING = Raw(b"null")
+_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _LAST = b"data: " + DONE + b"\n\n"
 # Fields of a stream's events that are equal in all of them.
 _OF_ALL = ("id", "created", "model")
@@ -40,14 +41,11 @@ class Answer(msgspec.Struct):
         """Raises EngineFailed if it is no chat or completion."""
         try:
             fields = _decode(content)
-            choices, usage = (
-                _decode_choices(fields["choices"]),
-                msgspec.json.decode(fields.get("usage", _NOTHING)),
-            )
-        except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
+            choices = _decode_choices(fields["choices"])
+        except (*_FAULTS, KeyError) as error:
             raise EngineFailed("an engine's answer to a single request has no choices") from error
         choices.sort(key=_index)
-        return cls(fields, choices, usage)
+        return cls(fields, choices, _usage_in(fields))
 
 
 def joined(several: Several, answers: Iterable[tuple[Part, Answer]], cached: int | None = None) -> bytes:
@@ -87,9 +85,10 @@ def usage_of(
             continue
         is_first, prompt = part.prompt != prompt, part.prompt
         _add(total, usage if is_first else {name: usage.get(name) for name in _OF_THE_ANSWER})
-    if {"prompt_tokens", "completion_tokens"} <= total.keys():
-        total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    if cached is not None and "prompt_tokens_details" in total:
+    match total:
+        case {"prompt_tokens": int() | float() as asked, "completion_tokens": int() | float() as made}:
+            total["total_tokens"] = asked + made
+    if cached is not None and isinstance(total.get("prompt_tokens_details"), dict):
         total["prompt_tokens_details"]["cached_tokens"] = cached
     return total or None
 
@@ -110,8 +109,8 @@ class JoinedStream:
         try:
             fields = _decode(data)
             choices = _decode_choices(fields.get("choices", b"[]"))
-            usage = msgspec.json.decode(fields.get("usage", _NOTHING)) if not choices else None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            usage = _usage_in(fields) if not choices else None
+        except _FAULTS as error:
             raise EngineFailed("an engine's stream has an event that is none of a chat") from error
         if not self._head:
             self._head = {name: fields[name] for name in _OF_ALL if name in fields}
@@ -141,8 +140,21 @@ def is_error(data: bytes) -> bool:
         return False
     try:
         return _decode(data).get("error", _NOTHING) != _NOTHING
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _FAULTS:
         return False
+
+
+def _value(fields: _Fields, name: str) -> Any:  # noqa: ANN401 - JSON
+    """A field's value; None if there is none, or none that can be read."""
+    try:
+        return msgspec.json.decode(fields.get(name, _NOTHING))
+    except _FAULTS:
+        return None
+
+
+def _usage_in(fields: _Fields) -> dict[str, Any] | None:
+    usage = _value(fields, "usage")
+    return usage if isinstance(usage, dict) else None
 
 
 def _raw(value: object) -> Raw:
@@ -151,28 +163,28 @@ def _raw(value: object) -> Raw:
 
 def _index(choice: _Fields) -> int:
     """A choice's own index; 0 if it has none."""
-    index = msgspec.json.decode(choice.get("index", _NOTHING))
+    index = _value(choice, "index")
     return index if isinstance(index, int) else 0
 
 
 def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Adds each count of `more` to that of `total`."""
+    """Adds each count of `more` to that of `total`. One of another kind than the first is left out."""
     for name, value in more.items():
-        if isinstance(value, dict):
+        known = total.get(name)
+        if isinstance(value, dict) and (known is None or isinstance(known, dict)):
             _add(total.setdefault(name, {}), value)
-        elif isinstance(value, int | float):
-            total[name] = total.get(name, 0) + value
+        elif isinstance(value, int | float) and not isinstance(known, dict):
+            total[name] = (known or 0) + value
 
 
 def _score(choice: _Fields) -> float:
     """Mean log probability of a choice's tokens; as low as can be if it does not tell them."""
-    logprobs = msgspec.json.decode(choice.get("logprobs", _NOTHING))
-    match logprobs:
+    match _value(choice, "logprobs"):
         case {"token_logprobs": list(values)}:
             pass
         case {"content": list(tokens)}:
-            values = [token["logprob"] for token in tokens]
+            values = [token.get("logprob") for token in tokens if isinstance(token, dict)]
         case _:
             values = []
-    known = [value for value in values if value is not None]
+    known = [value for value in values if isinstance(value, int | float)]
     return sum(known) / len(known) if known else float("-inf")

@@ -13,7 +13,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine_adapter import HeaderPairs, JsonBody
-from proxy.errors import NoEngine, NotFound
+from engine_adapter.off_loop import off_loop
+from proxy.errors import EngineFailed, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED, error_body
@@ -22,10 +23,14 @@ from proxy.several.prefill import compute_once
 from proxy.several.split import CHAT, COMPLETIONS, Part, Several, several_of
 from proxy.translate.sse import DONE, Events
 
-# Parts of one request that are served at the same time; more of them wait.
+# Parts of one request that are served at the same time, and the most that their bodies take. Others wait.
 AT_ONCE = 128
+BYTES_AT_ONCE = 256 << 20
+# Answers that are joined in about 1 ms.
+_JOINED_PER_MS = 128
 _ROUTES = frozenset({CHAT, COMPLETIONS})
 _OK = 200
+_BROKEN_OFF = "an engine's answer broke off"
 # Why a part was cancelled, for its record.
 _LEFT, _OTHER_FAILED = "the client left", "another part of the request failed"
 
@@ -62,7 +67,7 @@ async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None
     if several.shares_prompt:
         answer.cached = await compute_once(flow, call, next(several.parts()).body)
     try:
-        await _run(parts())
+        await _run(parts(), max(min(AT_ONCE, BYTES_AT_ONCE // several.part_bytes), 1))
     except _Failed as failed:
         if failed.status is None or reply.started:
             await answer.fail(failed.content, failed.headers)
@@ -77,15 +82,15 @@ async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None
         await answer.finish(several)
 
 
-async def _run(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Does all works, `AT_ONCE` at a time. If one fails, or the caller is cancelled, cancels all that run and
+async def _run(works: Iterable[Coroutine[Any, Any, None]], at_once: int) -> None:
+    """Does all works, `at_once` at a time. If one fails, or the caller is cancelled, cancels all that run and
     waits for their end. Raises the first error."""
     running: set[asyncio.Task[None]] = set()
     why = _OTHER_FAILED
     try:
         for work in works:
             running.add(asyncio.create_task(work))
-            if len(running) >= AT_ONCE:
+            if len(running) >= at_once:
                 running = await _some_end(running)
         while running:
             running = await _some_end(running)
@@ -169,8 +174,10 @@ class _Answer:
             await self._reply.finish(self.stream.end(self.cached))
             return
         parts = [self.whole[index] for index in sorted(self.whole)]
+        pairs = [(part, answer) for part, answer, _ in parts]
+        content = await off_loop(lambda: joined(several, pairs, self.cached), ms=len(pairs) / _JOINED_PER_MS)
         await self._reply.start(_OK, parts[0][2])
-        await self._reply.finish(joined(several, ((part, answer) for part, answer, _ in parts), self.cached))
+        await self._reply.finish(content)
 
 
 class _PartClient:
@@ -222,8 +229,10 @@ class _PartClient:
         content = b"".join(self._content)
         if self._status != _OK:
             raise _Failed(content, self._headers, self._status)
+        if self._events is None and not self._is_complete:
+            raise EngineFailed(_BROKEN_OFF)
         if self._error is not None or not self._is_complete:
-            error = self._error or error_body("an engine's answer broke off", kind="server_error")
+            error = self._error or error_body(_BROKEN_OFF, kind="server_error")
             raise _Failed(error, self._headers)
         if self._events is None:
             self._answer.whole[self._part.index] = self._part, Answer.of(content), self._headers

@@ -61,6 +61,14 @@ class Several(Struct, frozen=True):
         """Whether the client gets only the best choices of each prompt (`best_of`)."""
         return self.parts_per_prompt > self.choices
 
+    @property
+    def part_bytes(self) -> int:
+        """The size of the largest body of a part."""
+        if self.prompts is None:
+            return len(self.body.raw)
+        sizes = [len(memoryview(prompt)) for prompt in self.prompts]
+        return max(len(self.body.raw) - sum(sizes) + max(sizes), 1)
+
     def forget(self) -> None:
         """Frees the memory of the body: all parts were made."""
         self.body.forget()
@@ -125,9 +133,11 @@ def several_of(route: str, body: JsonBody, find_pool: Callable[[], Pool], *, reu
 def _prompts(body: JsonBody) -> list[Raw] | None:
     """The prompts of a list of texts, or of lists of token ids; None for a single prompt."""
     items = body.items("prompt")
-    if items is None or len(items) == 1 or len({memoryview(item)[0] for item in items}) > 1:
+    if items is None or len(items) == 1:
         return None
-    return items
+    # More than anybody gets is refused, whatever they are.
+    is_mixed = len(items) <= MAX_PARTS and len({memoryview(item)[0] for item in items}) > 1
+    return None if is_mixed else items
 
 
 def _number(body: JsonBody, name: str, default: int) -> int:

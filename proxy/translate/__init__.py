@@ -19,6 +19,7 @@ from __future__ import annotations
 from proxy.translate.registry import translations
 from proxy.translate.response_homes import Home, Homes, Noting, response_named
 from proxy.translate.responses import RESPONSES_PATH
+from proxy.translate.responses_request import may_name_more
 from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translated import Translated
 from proxy.translate.translation import CHAT_PATH, Predicted, Translate, Translation
@@ -34,6 +35,7 @@ __all__ = [
     "Translate",
     "Translated",
     "Translation",
+    "may_name_more",
     "response_named",
     "translations",
 ]

@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.translate.responses_answer import Chunk, Delta, Event, Output, Usage, decode_chunk
+from proxy.translate.responses_answer import Chunk, Delta, Error, Event, Output, Usage, decode_chunk
 from proxy.translate.responses_request import param_of, read_request
 from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translation import Predicted, Translation
@@ -27,6 +27,7 @@ from proxy.translate.translation import Predicted, Translation
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_BROKEN_OFF = "the engine broke off its answer"
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -61,7 +62,7 @@ class ResponseTranslation:
         self._model = body.get("model")
         self._usage: Usage | None = None
         self._finish: str | None = None
-        self._begun = self._failed = False
+        self._begun = self._failed = self._garbled = False
         self._number = 0  # of the next event
         self._timings: dict[str, msgspec.Raw] = {}  # llama-server's, which its own events have, too
 
@@ -85,8 +86,14 @@ class ResponseTranslation:
         return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
     def event(self, payload: bytes) -> bytes:
-        """See Translation."""
-        chunk = self._read(payload)
+        """See Translation. After what is no chunk, such as half an event, comes only an error."""
+        try:
+            chunk = self._read(payload)
+        except EngineFailed:
+            self._garbled = True
+            return b""
+        if self._failed or (self._garbled and chunk.error is None):
+            return b""
         events: list[Event] = []
         if not self._begun:
             self._begun = True
@@ -97,17 +104,19 @@ class ResponseTranslation:
             events.append(
                 ("response.in_progress", {"response": self._response("in_progress", []), **progress})
             )
-        if chunk.error is not None and not self._failed:
-            events.append(self._error(chunk))
+        if chunk.error is not None:
+            events.append(self._error(chunk.error))
         if chunk.timings is not UNSET:
             self._timings = {"timings": chunk.timings}
         events += ((kind, {**fields, **self._timings}) for kind, fields in self._take(chunk))
         return self._written(events)
 
     def end(self) -> bytes:
-        """See Translation. A stream that says not why it ended is not complete: the client gets no end."""
-        if self._failed or self._finish is None:
+        """See Translation. A stream that says not why it ended is not complete: its end is an error."""
+        if self._failed:
             return b""
+        if self._garbled or self._finish is None:
+            return self._written([self._error(_BROKEN_OFF)])
         status = self._status
         events = list(self._output.end(status))
         final = msgspec.Raw(self._final(status))
@@ -139,13 +148,10 @@ class ResponseTranslation:
                 continue  # the prompt is computed, and the token that it took is nobody's
             yield from self._output.add(choice.delta or choice.message or Delta(), logprobs or [])
 
-    def _error(self, chunk: Chunk) -> Event:
+    def _error(self, error: Error | str) -> Event:
         self._failed = True
-        error = chunk.error
         message, code, param = (
-            (error, None, None)
-            if error is None or isinstance(error, str)
-            else (error.message, error.code, error.param)
+            (error, None, None) if isinstance(error, str) else (error.message, error.code, error.param)
         )
         code = code if isinstance(code, str) else "server_error"
         return "error", {"code": code, "message": message, "param": param}

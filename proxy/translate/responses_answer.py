@@ -89,7 +89,9 @@ class Usage(Struct):
         }
 
 
-class _Error(Struct):
+class Error(Struct):
+    """What an engine says of a failure."""
+
     message: str = ""
     code: str | int | None = None
     param: str | None = None
@@ -101,7 +103,7 @@ class Chunk(Struct):
     choices: list[Choice] = []
     model: str | None = None
     usage: Usage | None = None
-    error: _Error | str | None = None
+    error: Error | str | None = None
     timings: Raw | UnsetType = UNSET
     prompt_progress: Raw | UnsetType = UNSET
 

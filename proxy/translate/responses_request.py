@@ -50,6 +50,8 @@ _PARAMS = {
     "logprobs": "top_logprobs",
 }
 _KINDS: Mapping[type[Any], str] = {str: "a text", list: "a list", dict: "an object"}
+MAX_NAMED_BYTES = 64 << 20
+"""The most that a request may name of what is kept: as much as the body of a request, by default."""
 _LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
@@ -85,7 +87,8 @@ def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
         if body.get(name):
             raise BadRequest(reason, param=name)
     previous = _previous(body, shelf)
-    items = _items(body, shelf, needed=previous is None)
+    room = _Room(previous)
+    items = _items(body, shelf, room, needed=previous is None)
     messages = Messages(_of(body, "instructions", str))
     if previous is not None:
         for _, stored in previous.conversation():
@@ -118,6 +121,12 @@ def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
     )
 
 
+def may_name_more(body: JsonBody) -> bool:
+    """Whether a request may name responses or items that are kept: much longer ones, maybe, than itself."""
+    raw = body.raw
+    return b'"id"' in raw or b"\\u" in raw or isinstance(body.hint("previous_response_id"), str)
+
+
 def param_of(of_chat: str) -> str:
     """The client's name of a field of the chat. Of a message it says no more than that it is in the input."""
     name = of_chat.partition("[")[0].partition(".")[0]
@@ -138,7 +147,27 @@ def _previous(body: JsonBody, shelf: Shelf) -> Turn | None:
     return stored.turn
 
 
-def _items(body: JsonBody, shelf: Shelf, *, needed: bool) -> list[Json]:
+class _Room:
+    """Counts what a request adds to its own body by naming responses and items, each maybe many times."""
+
+    def __init__(self, previous: Turn | None) -> None:
+        """Raises BadRequest if the turns up to `previous` are more than a chat may have."""
+        self._left = MAX_NAMED_BYTES
+        if previous is not None:
+            self.take(previous.total, "previous_response_id")
+
+    def take(self, n_bytes: int, param: str) -> None:
+        """Raises BadRequest if it is too much."""
+        self._left -= n_bytes
+        if self._left < 0:
+            raise BadRequest(
+                f"the conversation is longer than {MAX_NAMED_BYTES} bytes: shorten it and send it as input",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+
+def _items(body: JsonBody, shelf: Shelf, room: _Room, *, needed: bool) -> list[Json]:
     """The items of the request's own input; references are replaced by what they name."""
     given = body.get("input")
     if isinstance(given, str):
@@ -147,15 +176,16 @@ def _items(body: JsonBody, shelf: Shelf, *, needed: bool) -> list[Json]:
         return []
     if not isinstance(given, list):
         raise BadRequest("input must be a text or a list of items", param="input")
-    return [_resolved(item, shelf, f"input[{index}]") for index, item in enumerate(given)]
+    return [_resolved(item, shelf, room, f"input[{index}]") for index, item in enumerate(given)]
 
 
-def _resolved(item: Any, shelf: Shelf, param: str) -> Json:  # noqa: ANN401 - JSON
+def _resolved(item: Any, shelf: Shelf, room: _Room, param: str) -> Json:  # noqa: ANN401 - JSON
     match item:
         case {"id": str(item_id), **rest} if rest in ({}, {"type": "item_reference"}, {"type": None}):
             found = shelf.item(item_id)
             if found is None:
                 raise NotFound(f"Item with id {item_id!r} not found.", param=f"{param}.id")
+            room.take(len(found), f"{param}.id")
             named: Json = msgspec.json.decode(found)
             return named
         case dict():
@@ -175,9 +205,8 @@ def _turn(previous: Turn | None, items: list[Json], response_id: str) -> Turn:
 
 
 def _prefix(item: Json) -> str:
-    return {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}.get(
-        item.get("type", ""), "msg"
-    )
+    prefixes = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+    return prefixes.get(str(item.get("type")), "msg")
 
 
 def _of(body: JsonBody, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 - of `kind`, or None
@@ -218,7 +247,7 @@ def _choice(choice: Any, tools: list[Json]) -> Json:  # noqa: ANN401 - JSON
         case {"type": "function" | "custom", "name": str(name)}:
             chosen = {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+            names = {tool.get("name") for tool in allowed if isinstance(tool, dict) and _is_named(tool)}
             tools = [tool for tool in tools if tool["name"] in names]
             chosen = None if mode == "auto" else mode
         case _:
@@ -228,6 +257,10 @@ def _choice(choice: Any, tools: list[Json]) -> Json:  # noqa: ANN401 - JSON
                 param="tool_choice",
             )
     return {"tools": list(map(_function, tools)) or None, "tool_choice": chosen}
+
+
+def _is_named(tool: Json) -> bool:
+    return isinstance(tool.get("name"), str)
 
 
 def _function(tool: Json) -> Json:

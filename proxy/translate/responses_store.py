@@ -12,13 +12,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import RLock
 
 MAX_BYTES = 256 << 20
 """The most that all tenants' responses take."""
 IDLE_S = 86_400.0
 """How long a response is kept that nobody uses."""
-# What an object takes beside its bytes.
-_OVERHEAD = 200
+# What an object takes beside its bytes, its name in two dictionaries included.
+_OVERHEAD = 400
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +40,13 @@ class Turn:
     @property
     def size(self) -> int:
         """Bytes that it takes by itself."""
-        return sum(len(item) + _OVERHEAD for items in (self.asked, self.answered) for item in items.values())
+        parts = (self.asked, self.answered)
+        return sum(sum(map(len, items.values())) + _OVERHEAD * len(items) for items in parts)
+
+    @property
+    def total(self) -> int:
+        """Bytes that the conversation takes, up to and including this turn."""
+        return sum(turn.size for turn in self._turns())
 
     def conversation(self) -> Iterator[tuple[str, bytes]]:
         """The items of the conversation with their ids, up to and including this turn."""
@@ -78,43 +85,47 @@ class Stored:
 
 
 class Shelf:
-    """The responses of one tenant."""
+    """The responses of one tenant. Threads may use it at once: long requests are read in some."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.bytes = 0
         self._clock = clock
         self._stored: OrderedDict[str, Stored] = OrderedDict()  # the one used longest ago first
-        self._items: dict[str, tuple[Turn, bytes]] = {}
+        self._items: dict[str, Turn] = {}
+        self._lock = RLock()  # no answer waits for long: nothing is done under it but looking up and counting
 
     def put(self, response_id: str, content: bytes, turn: Turn, room: int) -> None:
         """Keeps a response. Others, or this one, go if there is no room for all."""
-        self._expire()
-        self._stored[response_id] = Stored(content, turn, self._clock())
-        self.bytes += len(content) + _OVERHEAD
-        self._keep(turn)
-        while self.bytes > room:
-            self._drop(next(iter(self._stored)))
+        with self._lock:
+            self._expire()
+            self._stored[response_id] = Stored(content, turn, self._clock())
+            self.bytes += len(content) + _OVERHEAD
+            self._keep(turn)
+            while self.bytes > room:
+                self._drop(next(iter(self._stored)))
 
     def get(self, response_id: str) -> Stored | None:
         """The response; None if it is not, or no longer, kept."""
-        self._expire()
-        stored = self._stored.get(response_id)
-        if stored is not None:
-            stored.used_at = self._clock()
-            self._stored.move_to_end(response_id)
-        return stored
+        with self._lock:
+            self._expire()
+            stored = self._stored.get(response_id)
+            if stored is not None:
+                stored.used_at = self._clock()
+                self._stored.move_to_end(response_id)
+            return stored
 
     def delete(self, response_id: str) -> bool:
         """Forgets a response. Responses that follow it keep what was said. False if it is not kept."""
-        found = response_id in self._stored
-        if found:
-            self._drop(response_id)
-        return found
+        with self._lock:
+            found = response_id in self._stored
+            if found:
+                self._drop(response_id)
+            return found
 
     def item(self, item_id: str) -> bytes | None:
         """An item of any response that is kept."""
-        found = self._items.get(item_id)
-        return None if found is None else found[1]
+        turn = self._items.get(item_id)
+        return None if turn is None else turn.asked.get(item_id) or turn.answered[item_id]
 
     def _expire(self) -> None:
         idle_since = self._clock() - IDLE_S
@@ -133,7 +144,7 @@ class Shelf:
                 return
             self.bytes += turn.size
             for items in (turn.asked, turn.answered):
-                self._items.update((name, (turn, item)) for name, item in items.items())
+                self._items.update(dict.fromkeys(items, turn))
             turn = turn.previous
 
     def _release(self, turn: Turn | None) -> None:
@@ -143,7 +154,7 @@ class Shelf:
                 return
             self.bytes -= turn.size
             for name in (*turn.asked, *turn.answered):
-                if name in self._items and self._items[name][0] is turn:
+                if self._items.get(name) is turn:
                     del self._items[name]
             turn = turn.previous
 

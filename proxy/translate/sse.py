@@ -1,11 +1,9 @@
-"""The events of a server-sent event stream, from the chunks in which it arrives."""
+"""The data of a server-sent event stream, from the chunks in which it arrives."""
 
 from __future__ import annotations
 
-import re
+from proxy.request.events import WholeEvents
 
-# Engines use either; none ends lines with a carriage return alone.
-_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 _DATA = b"data:"
 DONE = b"[DONE]"
 
@@ -13,15 +11,14 @@ DONE = b"[DONE]"
 class Events:
     """Collects chunks, and gives the data of each event that is complete."""
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_whole",)
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._whole = WholeEvents()
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of the events that `chunk` completes, in order; events without data are left out."""
-        *events, self._rest = _END_OF_EVENT.split(self._rest + chunk)
-        return [data for data in map(_data_of, events) if data]
+        return [data for data in map(_data_of, self._whole.feed(chunk)) if data]
 
 
 def _data_of(event: bytes) -> bytes:

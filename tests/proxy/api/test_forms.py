@@ -213,3 +213,25 @@ async def test_where_the_name_decides_nothing_a_form_is_not_read_ahead(engine, p
     writer.write(head + FILE)
     assert b'"ok"' in await asyncio.wait_for(reader.readuntil(b"}"), 5)
     writer.close()
+
+
+async def test_a_content_type_that_is_too_long():
+    """Reading its parameters takes quadratic time."""
+    with pytest.raises(BadRequest):
+        await read(form(FILE), kind=KIND + ";" * 5000)
+
+
+async def test_others_have_the_loop_between_pieces_of_a_large_chunk():
+    turns = 0
+
+    async def others():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    body = form(*[part("a", b"b")] * 2000, part("model", b"m"), *[part("a", b"b")] * 2000)
+    assert await read(body) == ("m", b"m", body)
+    task.cancel()
+    assert turns > 10

@@ -1,7 +1,9 @@
 from array import array
 
+from engine_adapter import Headers, JsonBody
 from proxy.prompt import Prompt
 from proxy.request import records as module
+from proxy.request.calls import Call
 from proxy.request.records import RequestLog, RequestRecord
 
 
@@ -47,6 +49,13 @@ class TestMemory:
         assert (names(log), log._tokens) == (["huge"], 100)
         log.add(record("d"))
         assert (names(log), log._tokens) == (["d"], 0)
+
+    def test_long_texts_of_clients_are_not_kept(self):
+        body = JsonBody(b'{"model": "m", "prompt_cache_key": "%b"}' % (b"k" * 2_000))
+        made = RequestRecord.of(Call("r", "POST", "/v1/x", Headers([]), body))
+        made.error = "no " + "x" * 10_000
+        (kept,) = log_of(made)
+        assert (len(kept.error), kept.prompt_cache_key) == (2_000, None)
 
     def test_none_may_be_kept(self):
         assert names(log_of(record("a", range(5)), capacity=0)) == []

@@ -184,7 +184,7 @@ class TestStream:
             "usage": None,
         }
 
-    @pytest.mark.parametrize("data", [b"x", b'{"choices":5}', b"\xff"])
+    @pytest.mark.parametrize("data", [b"x", b'{"choices":5}', b"\xff", b'{"a":' + b"[" * 9999])
     def test_what_is_no_event(self, data):
         with pytest.raises(EngineFailed):
             JoinedStream().event(part(), data)
@@ -198,7 +198,33 @@ class TestStream:
         (b'{"error":null,"choices":[]}', False),
         (b'{"choices":[{"text":"\\"error\\""}]}', False),
         (b'"error"', False),
+        (b'{"error":' + b"[" * 9999, False),
     ],
 )
 def test_errors_are_told_from_text(data, expected):
     assert is_error(data) is expected
+
+
+GARBAGE = [5, "x", [], [1], {"prompt_tokens": {"a": 1}}, {"prompt_tokens": []}, {"prompt_tokens": None}]
+
+
+@pytest.mark.parametrize("one", GARBAGE)
+@pytest.mark.parametrize("other", [*GARBAGE, usage(1, 2, 0)])
+def test_usage_that_is_none_is_left_out(one, other):
+    made = join(*((0, {"choices": [{"index": 0}], "usage": each}) for each in (one, other)))
+    assert len(made["choices"]) == 2
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [5, [], {"token_logprobs": ["x", None]}, {"content": [5, {}]}, {"content": [{"logprob": "x"}]}],
+)
+def test_choices_with_garbage_for_logprobs_are_the_last(logprobs):
+    good = {"content": [{"logprob": -1}]}
+    answers = [(0, {"choices": [{"text": str(each), "logprobs": each}]}) for each in (logprobs, good)]
+    assert [each["text"] for each in join(*answers, per_prompt=2)["choices"]] == [str(good)]
+
+
+def test_values_that_cannot_be_read():
+    content = b'{"choices":[{"index":"\xff","logprobs":"\xff"}],"usage":"\xff"}'
+    assert Answer.of(content).usage is None

@@ -134,6 +134,25 @@ class TestWhole:
         assert made["usage"]["prompt_tokens"] == 10 * len(prompts)
         assert 1 < most <= AT_ONCE
 
+    async def test_long_bodies_wait_for_memory(self, engine, client, monkeypatch):
+        monkeypatch.setattr(import_module("proxy.several.serve"), "BYTES_AT_ONCE", 5000)
+        at_once = most = 0
+
+        async def script(exchange):
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0.02)
+            at_once -= 1
+            await echo(exchange)
+
+        engine.script = script
+        body = {"model": "m", "prompt": ["a" * 2000] * 7}
+        assert len((await client.post(COMPLETIONS, json=body)).json()["choices"]) == 7
+        assert most == 2
+        body["prompt"] = ["a" * 9000] * 2
+        assert len((await client.post(COMPLETIONS, json=body)).json()["choices"]) == 2
+
     async def test_a_wrong_number_is_refused(self, engine, client):
         response = await client.post(CHAT, json={**ASK, "n": 129})
         assert is_openai_error(response, 400, param="n")
@@ -329,6 +348,15 @@ class TestFailures:
         assert whole.startswith(b"HTTP/1.1 200")
         assert [sent["error"]["message"] for sent in events_of(whole.decode())] == ["oh no"]
         assert not whole.endswith(b"0\r\n\r\n")
+
+    async def test_a_whole_answer_that_breaks_off(self, engine, client):
+        async def script(exchange):
+            await exchange.start(200, [("content-type", "text/plain")])
+            await exchange.chunk(b"{")
+            exchange.die()
+
+        engine.script = script
+        assert is_openai_error(await client.post(CHAT, json={**ASK, "n": 2}), 502, "engine_failed")
 
     async def test_an_answer_without_choices(self, engine, client):
         async def script(exchange):

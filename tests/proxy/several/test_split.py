@@ -154,3 +154,15 @@ def test_numbers_that_nobody_serves(fields, param):
     with pytest.raises(BadRequest) as caught:
         split(COMPLETIONS, {"prompt": "a", **fields})
     assert caught.value.param == param
+
+
+def test_the_size_of_a_part_is_that_of_the_longest_prompt_and_all_other_fields():
+    several = split(COMPLETIONS, {"prompt": ["a" * 1000, "b" * 2000], "suffix": "c" * 500})
+    assert max(len(part.body.raw) for part in several.parts()) <= several.part_bytes <= 2600
+    several = split(CHAT, {"n": 2, "user": "c" * 500})
+    assert 500 < max(len(part.body.raw) for part in several.parts()) <= several.part_bytes < 600
+
+
+def test_many_prompts_are_refused_before_they_are_looked_at():
+    with pytest.raises(BadRequest):
+        split(COMPLETIONS, {"prompt": ["a"] * MAX_PARTS + [["a"]]})

@@ -1,11 +1,13 @@
 """The Responses API over a chat engine: turns, and streams over a socket."""
 
 import json
+from importlib import import_module
 
 import httpx
 import pytest
 
 from engine_adapter import JsonBody
+from engine_adapter.off_loop import MOST_MS, off_loop
 from proxy.errors import NotFound
 from proxy.translate.responses import ResponseTranslation
 from proxy.translate.responses_store import ResponseStore
@@ -75,10 +77,11 @@ async def test_a_stream_over_a_socket(client):
     assert kept.json() == events[-1]["response"]
 
 
-async def test_an_engine_that_dies_leaves_an_error_and_no_end(client, engine):
+@pytest.mark.parametrize("cut", [b"", b'data: {"choices": [{"de'])
+async def test_an_engine_that_dies_leaves_an_error_and_no_end(client, engine, cut):
     async def script(exchange):
         await exchange.start()
-        await exchange.chunk(event({"choices": [{"delta": {"content": "hi"}}]}))
+        await exchange.chunk(event({"choices": [{"delta": {"content": "hi"}}]}) + cut)
         exchange.die()
 
     engine.script = script
@@ -101,3 +104,17 @@ async def test_an_error_of_the_engine_names_the_clients_field(client, engine):
 
     engine.script = script
     assert is_openai_error(await ask(client, max_output_tokens=7), 400, param="max_output_tokens")
+
+
+async def test_what_names_a_kept_response_is_read_off_the_loop(client, monkeypatch):
+    """The conversation may be much longer than the request."""
+    flow, expected = import_module("proxy.flow"), []
+
+    async def noting(work, *, ms):
+        expected.append(ms)
+        return await off_loop(work, ms=ms)
+
+    monkeypatch.setattr(flow, "off_loop", noting)
+    first = (await ask(client)).json()["id"]
+    assert (await ask(client, previous_response_id=first)).status_code == 200
+    assert expected[0] < MOST_MS < expected[1]

@@ -199,10 +199,27 @@ class TestStreams:
         last = events_of(raw)[-1]
         assert (last["type"], last["message"], last["code"]) == ("error", "no room", code)
 
-    def test_a_stream_without_a_reason_has_no_end(self):
+    def test_a_stream_without_a_reason_ends_with_an_error(self):
         made = translation()
-        made.event(b'{"choices": [{"delta": {"content": "a"}}]}')
+        raw = made.event(b'{"choices": [{"delta": {"content": "a"}}]}') + made.end()
+        last = events_of(raw)[-1]
+        assert (last["type"], last["code"]) == ("error", "server_error")
         assert made.end() == b""
+
+    def test_nothing_follows_an_error(self):
+        made = translation()
+        raw = made.event(b'{"error": "no room"}') + made.event(b'{"choices": [{"delta": {"content": "a"}}]}')
+        assert events_of(raw)[-1]["type"] == "error"
+
+    @pytest.mark.parametrize(
+        "garbage", [b"what?", b'{"choices": 5}', b'{"choices": [{"de', b"[" * 9999, b"\xff"]
+    )
+    def test_what_is_no_chunk_is_an_error_in_its_words(self, garbage):
+        made = translation()
+        raw = made.event(b'{"choices": [{"delta": {"content": "a"}}]}') + made.event(garbage)
+        raw += made.event(b'{"choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}]}') + made.end()
+        *_, before, last = events_of(raw)
+        assert (before["delta"], last["type"]) == ("a", "error")
 
 
 def test_written_tokens_are_told_by_the_engine_or_are_the_new_full_blocks():

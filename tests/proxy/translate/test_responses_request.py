@@ -1,11 +1,19 @@
 """Requests for responses as chats."""
 
+import json
+import time
+
 import pytest
 
+from engine_adapter import JsonBody
 from proxy.errors import BadRequest
+from proxy.translate import responses_request
+from proxy.translate.responses_request import may_name_more
+from proxy.translate.responses_store import ResponseStore
 from tests.proxy.translate.response_world import (
     FUNCTION,
     TOOL,
+    answered,
     chat_of,
     translation,
 )
@@ -123,3 +131,50 @@ class TestRequests:
     )
     def test_errors_of_the_chat_name_the_clients_field(self, of_chat, param):
         assert translation().param(of_chat) == param
+
+
+def test_many_allowed_tools_take_no_quadratic_time():
+    tools = [{"type": "function", "name": f"t{number}"} for number in range(20_000)]
+    allowed = [{"type": "function", "name": f"x{number}"} for number in range(20_000)]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [*allowed, *tools[:1], {"name": []}]}
+    began = time.process_time()
+    assert [each["function"]["name"] for each in chat_of(tools=tools, tool_choice=choice)["tools"]] == ["t0"]
+    assert time.process_time() - began < 3
+
+
+def test_a_type_that_is_no_text_is_no_fault():
+    item = {"type": [], "role": "user", "content": "hi"}
+    assert chat_of(input=[item])["messages"] == [{"role": "user", "content": "hi"}]
+
+
+def test_what_is_named_many_times_has_a_limit(monkeypatch):
+    monkeypatch.setattr(responses_request, "MAX_NAMED_BYTES", 10_000)
+    store = ResponseStore()
+    first = answered(translation(store=store, input="a" * 1000), content="x")
+    item = store.of(None).get(first["id"]).turn.asked
+    references = [{"type": "item_reference", "id": next(iter(item))}]
+    translation(store=store, input=references * 5)
+    with pytest.raises(BadRequest) as caught:
+        translation(store=store, input=references * 10)
+    assert caught.value.param == "input[8].id"
+    name = first["id"]
+    for _ in range(4):
+        made = translation(store=store, input="a" * 1000, previous_response_id=name)
+        name = answered(made, content="x")["id"]
+    with pytest.raises(BadRequest) as caught:
+        translation(store=store, previous_response_id=name)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("fields", "may"),
+    [
+        ({"input": "hi"}, False),
+        ({"previous_response_id": None}, False),
+        ({"previous_response_id": "r"}, True),
+        ({"input": [{"id": "m"}]}, True),
+        ({"input": "\u00e4"}, True),
+    ],
+)
+def test_what_may_be_longer_than_its_body(fields, may):
+    assert may_name_more(JsonBody(json.dumps(fields).encode())) is may

@@ -1,5 +1,9 @@
 """The responses that are kept: room, age, tenants, conversations."""
 
+import sys
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from proxy.translate.responses_store import IDLE_S, ResponseStore, Turn
@@ -40,7 +44,7 @@ def test_a_conversation_is_kept_once():
 
 
 def test_what_was_used_longest_ago_goes_first():
-    store = ResponseStore(max_bytes=4 * 1024)
+    store = ResponseStore(max_bytes=5 * 1024)
     for name in ("1", "2", "3"):
         store.put(None, f"r{name}", b"x" * 1000, turn(name=name))
         store.of(None).get("r1")
@@ -87,3 +91,40 @@ def test_what_nobody_uses_expires(clock):
     assert store.of(None).get("r1") is not None
     clock.now += 1
     assert [store.of(None).get(name) is None for name in ("r1", "r2")] == [False, True]
+
+
+def test_what_is_counted_is_what_it_takes():
+    store = ResponseStore()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        asked = {f"msg_{'0' * 48}{number}": b"{%d}" % number for number in range(20_000)}
+        store.put(None, "r", b"{}", Turn(None, asked, {}))
+        took = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert took / 1.5 < store.of(None).bytes < took * 3
+
+
+def test_threads_may_use_it_at_once():
+    clock = Clock()
+    store = ResponseStore(max_bytes=20_000, clock=clock)
+
+    def use(worker):
+        for number in range(2000):
+            name = f"{worker}-{number}"
+            store.put(None, name, b"x", turn(name=name))
+            clock.now += IDLE_S / 20
+            store.of(None).get(f"{worker}-{number - 3}")
+            store.of(None).delete(f"{worker}-{number - 2}")
+
+    switches = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(use, range(4)))
+    finally:
+        sys.setswitchinterval(switches)
+    clock.now += 2 * IDLE_S
+    store.of(None).get("")
+    assert store.of(None).bytes == 0

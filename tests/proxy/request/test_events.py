@@ -1,0 +1,23 @@
+import time
+
+import pytest
+
+from proxy.request.events import WholeEvents
+
+RAW = b"data: a\n\nevent: x\r\ndata: b\r\n\r\ndata: c\n\r\n: d\n\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_events_keep_their_bytes_in_any_pieces(size):
+    events, raw = WholeEvents(), RAW + b"data: cut\r\n"
+    found = [each for at in range(0, len(raw), size) for each in events.feed(raw[at : at + size])]
+    assert found == [b"data: a\n\n", b"event: x\r\ndata: b\r\n\r\n", b"data: c\n\r\n", b": d\n\n"]
+    assert events.rest == b"data: cut\r\n"
+
+
+def test_a_long_event_in_small_pieces_takes_no_quadratic_time():
+    events, piece = WholeEvents(), b"a" * 64
+    began = time.process_time()
+    assert not any(events.feed(piece) for _ in range(64 * 1024))
+    assert len(events.feed(b"\n\n")[0]) == 64 * 64 * 1024 + 2
+    assert time.process_time() - began < 2, "4 MiB; looking at all of it with each piece takes minutes"
