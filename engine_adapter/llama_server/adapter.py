@@ -61,6 +61,9 @@ log = logging.getLogger("kvpin.llama_server")
 
 DEFAULT_CACHE_BYTES = 4 * 2**30
 _COMPLETIONS = "/v1/completions"
+# The server keeps the stream of a conversation that this header names, and generates on when its client has left:
+# the slot would not be free.
+_CONVERSATION = "x-conversation-id"
 # Fields that turn one request into several; the server chooses their slots.
 _SEVERAL = ("n", "n_cmpl")
 # Fields that make the server parse an answer instead of passing on its text.
@@ -196,6 +199,9 @@ class LlamaServerAdapter(Undeclared):
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`."""
         request = prepare_request(self.spec, method, path, headers, body)
+        if _CONVERSATION in headers:
+            kept = [pair for pair in request.headers if pair[0] != _CONVERSATION.encode()]
+            request = structs.replace(request, headers=kept)
         if isinstance(body, JsonBody) and body.get("stream") is True:
             # The server closes the connection after each stream without saying so: a next request on it would
             # be lost. With this header both sides know.

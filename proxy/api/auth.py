@@ -18,9 +18,6 @@ from proxy.errors import Forbidden, Unauthorized
 from proxy.request.tenants import Tenants
 
 _KEY_HEADERS = (b"authorization", b"x-api-key")
-# llama-server keeps the stream of a conversation that this header names, for everybody who knows the name. A
-# request with the same name ends it.
-_CONVERSATION = b"x-conversation-id"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -51,11 +48,10 @@ def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:
     """A client's headers without its kvpin key.
 
     Where kvpin has no keys, the client's key is the engine's. All engines take it in `authorization`, not all
-    in `x-api-key`. With several tenants, none can name a conversation at an engine that may be another's.
+    in `x-api-key`.
     """
     if not tenants.open:
-        ends_here = (*_KEY_HEADERS, _CONVERSATION) if tenants.isolated else _KEY_HEADERS
-        return Headers([pair for pair in headers.raw if pair[0] not in ends_here])
+        return Headers([pair for pair in headers.raw if pair[0] not in _KEY_HEADERS])
     key = headers.get("x-api-key")
     if key is None or headers.get("authorization") is not None:
         return headers

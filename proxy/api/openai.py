@@ -53,7 +53,7 @@ MAX_ENCODING = 40
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
 # kvpin does not serve these routes, because they change an engine for all clients.
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-# llama-server's streams, which any client can read, find and end. With several tenants nobody can.
+# Nor these, llama-server's streams by the names of conversations: any client can read, find and end them.
 STREAM_ROUTES = ("/v1/stream/", "/v1/streams/")
 _MODELS = "/v1/models"
 _READS, _ALLOW_READS = ("GET", "HEAD"), "GET, HEAD, OPTIONS"
@@ -115,8 +115,6 @@ class DataPlane:
         tenant = authenticate(headers, self.tenants)
         path = _checked_path(exchange.target)
         _check_method(method, path)
-        if self.tenants.isolated and f"{route_of(path)}/".startswith(STREAM_ROUTES):
-            raise NotFound(f"there is no route {path!r}: its streams are those of all tenants")
         if method in _READS and "sec-websocket-key" in headers:
             raise Forbidden("kvpin serves no WebSockets")
         if _is_of_models(path):
@@ -251,7 +249,9 @@ def _checked_path(target: bytes) -> str:
     # Some servers ignore what follows a semicolon in a segment.
     segments = [segment.partition(";")[0] for segment in decoded.replace("\\", "/").split("/")]
     climbs = any(segment in (".", "..") for segment in segments)
-    is_open = decoded.startswith("/v1/") and route_of(path).rstrip("/") not in ENGINE_ADMIN_ROUTES
+    route = route_of(path).rstrip("/")
+    is_closed = route in ENGINE_ADMIN_ROUTES or f"{route}/".startswith(STREAM_ROUTES)
+    is_open = decoded.startswith("/v1/") and not is_closed
     if climbs or not path.isascii() or not is_open:
         raise NotFound(f"there is no route {decoded!r}")
     return whole.removesuffix("?")

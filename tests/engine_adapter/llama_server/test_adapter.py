@@ -118,6 +118,12 @@ class TestRequests:
             assert hold.body.get("stream_options") is None
             assert not hold.answer.assembles
 
+    async def test_a_stream_ends_with_its_client_also_where_it_names_a_conversation(self, world):
+        named = {"content-type": "application/json", "x-conversation-id": "c"}
+        sent = world.adapter.prepare("POST", "/v1/completions", named, None).headers
+        assert b"x-conversation-id" not in dict(sent)
+        assert dict(sent)[b"content-type"] == b"application/json"
+
     async def test_who_wants_no_reuse_gets_none(self, world):
         await world.ask(prompt_of(1))
         assert (await world.ask(prompt_of(1), cache_prompt=False))[1:] == (0, 0)
