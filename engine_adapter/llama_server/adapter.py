@@ -61,8 +61,8 @@ log = logging.getLogger("kvpin.llama_server")
 
 DEFAULT_CACHE_BYTES = 4 * 2**30
 _COMPLETIONS = "/v1/completions"
-# The server keeps the stream of a conversation that this header names, and generates on when its client has left:
-# the slot would not be free.
+# The server keeps the stream of a conversation that this header names, and generates on when its client has
+# left: the slot would not be free.
 _CONVERSATION = "x-conversation-id"
 # Fields that turn one request into several; the server chooses their slots.
 _SEVERAL = ("n", "n_cmpl")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from itertools import chain
 from typing import Any
 
 import httptools
@@ -39,8 +40,8 @@ class Http1Protocol(asyncio.Protocol):
 
     __slots__ = (
         "_close_after", "_current", "_handler", "_head_bytes", "_headers", "_idle_s", "_idle_since", "_loop",
-        "_parser", "_paused", "_reading", "_room", "_state", "_target", "_timer", "_waiting", "is_full",
-        "transport",
+        "_parser", "_paused", "_reading", "_room", "_state", "_target", "_timer", "_too_long", "_waiting",
+        "is_full", "transport",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +65,7 @@ class Http1Protocol(asyncio.Protocol):
         self._current: Exchange | None = None  # its answer runs
         self._waiting: list[Exchange] = []  # pipelined behind it
         self._close_after = False  # no request after the current one
+        self._too_long = False  # a complete head was
         self._paused = False
         self._room: asyncio.Future[None] | None = None
         self._idle_since = self._loop.time()
@@ -126,7 +128,7 @@ class Http1Protocol(asyncio.Protocol):
             if is_bug and not isinstance(error.__context__, httptools.HttpParserInvalidURLError):
                 log.exception("request crashed")
             self._refuse(400, b"Invalid HTTP request received.")
-        if self._head_bytes > MAX_HEAD:
+        if self._too_long or self._head_bytes > MAX_HEAD:
             self._refuse(431, b"The head of the request is too long.")
 
     def on_message_begin(self) -> None:
@@ -144,6 +146,9 @@ class Http1Protocol(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The parser found the end of the head. A request with an offer begins when it is parsed again."""
         if self._close_after or self._parser.should_upgrade():
+            return
+        if len(self._target) + sum(map(len, chain.from_iterable(self._headers))) > MAX_HEAD:
+            self._too_long = self._close_after = True
             return
         target = self._target
         if not target.startswith(b"/") or b"#" in target:

@@ -319,6 +319,13 @@ class TestRefusals:
         assert answers.count(b"x") >= 32 << 20
         assert b"HTTP/1.1 400" not in answers
 
+    @pytest.mark.parametrize("body", [b"", b"content-length: 5\r\n\r\nhello"])
+    def test_a_long_head_in_one_piece(self, connection, body):
+        connection.sendall(b"POST /say HTTP/1.1\r\nhost: x\r\nx-long: %b\r\n" % (b"a" * (MAX_HEAD + 100)) + (body or b"\r\n"))
+        answer = everything(connection)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert answer.count(b"HTTP/1.1") == 1
+
     @pytest.mark.parametrize("piece", [b"x: %b\r\n" % (b"y" * 1000), b"z" * 1000])
     def test_a_head_without_end(self, connection, piece):
         connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: ")
