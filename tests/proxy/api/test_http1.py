@@ -321,7 +321,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("body", [b"", b"content-length: 5\r\n\r\nhello"])
     def test_a_long_head_in_one_piece(self, connection, body):
-        connection.sendall(b"POST /say HTTP/1.1\r\nhost: x\r\nx-long: %b\r\n" % (b"a" * (MAX_HEAD + 100)) + (body or b"\r\n"))
+        connection.sendall(
+            b"POST /say HTTP/1.1\r\nhost: x\r\nx-long: %b\r\n" % (b"a" * (MAX_HEAD + 100)) + (body or b"\r\n")
+        )
         answer = everything(connection)
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert answer.count(b"HTTP/1.1") == 1
