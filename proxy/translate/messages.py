@@ -28,7 +28,7 @@ class Messages:
         """Raises BadRequest for a request that cannot be served."""
         request = read_request(body)
         if request.max_tokens is None and not self.counts:
-            raise BadRequest("max_tokens: it is missing", param="max_tokens")
+            raise BadRequest("max_tokens is missing", param="max_tokens")
         self.chat = chat_of(request, body)
         self.id = f"msg_{os.urandom(12).hex()}"
         self.predicted = Predicted()

@@ -199,7 +199,7 @@ def read_request(body: JsonBody) -> Request:
         raise BadRequest(f"the body cannot be read: {error}", code="invalid_json") from error
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
-            raise BadRequest(f"{name} cannot be served: it needs Anthropic's own service", param=name)
+            raise BadRequest(f"kvpin cannot serve {name}, which needs Anthropic's own service: leave it out", param=name)
     if not request.messages:
         raise BadRequest("messages must have at least one message", param="messages")
     return request
@@ -262,7 +262,7 @@ def _tool(tool: _Tool, path: str) -> dict[str, Any]:
         )
     if tool.name is None or tool.input_schema is None:
         missing = "name" if tool.name is None else "input_schema"
-        raise BadRequest(f"{path}.{missing}: it is missing", param=f"{path}.{missing}")
+        raise BadRequest(f"{path}.{missing} is missing", param=f"{path}.{missing}")
     # A field that is always there keeps prompts in the form that all engines render alike.
     function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
     function["parameters"] = tool.input_schema

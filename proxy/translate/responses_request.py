@@ -22,7 +22,7 @@ _NOT_OF_A_CHAT = (
 )  # fmt: skip
 # Fields that ask for what kvpin cannot do, and why.
 _REFUSED = {
-    "background": "responses are not made in the background: send the request without it, and stream",
+    "background": "responses are not made in the background: leave out `background`, and stream",
     "conversation": "there is no Conversations API here: use previous_response_id",
     "prompt": "there are no prompt templates here: send the prompt itself",
     "moderation": "nothing is moderated here",
