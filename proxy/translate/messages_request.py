@@ -199,7 +199,9 @@ def read_request(body: JsonBody) -> Request:
         raise BadRequest(f"the body cannot be read: {error}", code="invalid_json") from error
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
-            raise BadRequest(f"kvpin cannot serve {name}, which needs Anthropic's own service: leave it out", param=name)
+            raise BadRequest(
+                f"kvpin cannot serve {name}, which needs Anthropic's own service: leave it out", param=name
+            )
     if not request.messages:
         raise BadRequest("messages must have at least one message", param="messages")
     return request
