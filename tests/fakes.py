@@ -159,7 +159,8 @@ class _Connection(asyncio.Protocol):
 
     async def write(self, data: bytes):
         await self._room.wait()
-        if self.lost:
+        # A script that writes without end leaves the loop no time to tell that the connection is lost.
+        if self.lost or self.transport.is_closing():
             raise ConnectionResetError
         self.transport.write(data)
 

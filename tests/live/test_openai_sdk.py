@@ -122,7 +122,7 @@ def test_a_request_id_goes_through(client, model):
         ({"model": "no-such-model"}, openai.NotFoundError, "model"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"n": 2}, openai.BadRequestError, "n"),
+        ({"n": 0}, openai.BadRequestError, "n"),
         ({"stop": [1]}, openai.BadRequestError, "stop"),
         ({"messages": [{"role": "user", "content": "word " * 20_000}]}, openai.BadRequestError, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, openai.BadRequestError, None),
