@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
-from features import LONG, PIXEL, TOO_LONG, TOOL_SCHEMA, World, main, raises
+from features import LONG, PIXEL, TOO_LONG, TOOL_SCHEMA, World, main, raises, stoppable
 
 TOOLS = [{"name": "tide", "description": "Height of the tide", "input_schema": TOOL_SCHEMA}]
 
@@ -81,8 +81,12 @@ async def usage(world: World) -> None:
 
 
 async def stop(world: World) -> None:
-    client, prompt = Client(world), world.fresh()
-    word = text_of(await client.say(prompt)).split()[1]
+    client = Client(world)
+
+    async def ask(prompt: str) -> str:
+        return text_of(await client.say(prompt))
+
+    prompt, word = await stoppable(world, ask)
     message = await client.say(prompt, stop_sequences=[word])
     assert word not in text_of(message)
     assert message.stop_reason in ("stop_sequence", "end_turn")

@@ -120,3 +120,13 @@ async def raises(expected: type[Exception] | tuple[type[Exception], ...], made: 
     except expected as error:
         return error
     raise AssertionError(f"no {expected}, but {got!r}")
+
+
+async def stoppable(world: World, ask: Callable[[str], Awaitable[str]]) -> tuple[str, str]:
+    """A prompt, and a word of its answer. Some answers of random weights have no second word."""
+    for _ in range(20):
+        prompt = world.fresh()
+        words = (await ask(prompt)).split()
+        if len(words) > 1:
+            return prompt, words[1]
+    raise AssertionError("no answer has two words")

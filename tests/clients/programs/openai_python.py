@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
-from features import LONG, PIXEL_URL, SCHEMA, TOO_LONG, TOOL, VECTOR, World, main, raises
+from features import LONG, PIXEL_URL, SCHEMA, TOO_LONG, TOOL, VECTOR, World, main, raises, stoppable
 
 
 class Client:
@@ -90,9 +90,12 @@ async def usage(world: World) -> None:
 
 
 async def stop(world: World) -> None:
-    client, prompt = Client(world), world.fresh()
-    text = (await client.chat(prompt)).choices[0].message.content
-    word = text.split()[1]
+    client = Client(world)
+
+    async def ask(prompt: str) -> str:
+        return (await client.chat(prompt)).choices[0].message.content or ""
+
+    prompt, word = await stoppable(world, ask)
     answer = (await client.chat(prompt, stop=[word])).choices[0]
     assert (word in answer.message.content, answer.finish_reason) == (False, "stop")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
-from features import LONG, PIXEL_URL, SCHEMA, TOOL, VECTOR, World, main
+from features import LONG, PIXEL_URL, SCHEMA, TOOL, VECTOR, World, main, stoppable
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
@@ -44,8 +45,7 @@ async def usage(world: World) -> None:
 
 
 async def stop(world: World) -> None:
-    prompt = world.fresh()
-    word = (await ask(world, prompt)).split()[1]
+    prompt, word = await stoppable(world, partial(ask, world))
     assert word not in (await openai(world).ainvoke(prompt, stop=[word])).text
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import litellm
-from features import LONG, PIXEL_URL, SCHEMA, TOOL, World, main
+from features import LONG, PIXEL_URL, SCHEMA, TOOL, World, main, stoppable
 from plain import plain
 
 TOOLS = [{"type": "function", "function": TOOL}]
@@ -52,8 +53,7 @@ async def usage(world: World) -> None:
 
 
 async def stop(world: World) -> None:
-    prompt = world.fresh()
-    word = (await ask(world, prompt)).split()[1]
+    prompt, word = await stoppable(world, partial(ask, world))
     assert word not in (await chat_of(world, prompt, stop=[word])).choices[0].message.content
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
-from features import PIXEL, SCHEMA, VECTOR, World, main
+from features import PIXEL, SCHEMA, VECTOR, World, main, stoppable
 from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
@@ -46,8 +47,7 @@ async def usage(world: World) -> None:
 
 
 async def stop(world: World) -> None:
-    prompt = world.fresh()
-    word = (await ask(world, prompt)).split()[1]
+    prompt, word = await stoppable(world, partial(ask, world))
     assert word not in (await client(world).achat([ChatMessage(prompt)], stop=[word])).message.content
 
 
