@@ -12,7 +12,7 @@ import pytest
 from tests.clients.matrix import FEATURES, cells
 
 CELLS = [
-    pytest.param(*cell, id="-".join(cell)) for cell in cells(small="KVPIN_ALL_CLIENTS" not in os.environ)
+    pytest.param(*cell, id="-".join(cell)) for cell in cells(small="ALL_CLIENTS" not in os.environ)
 ]
 
 
