@@ -354,12 +354,17 @@ class TestTheTextBefore:
     def refusing(self):
         return RenderingEngine(EngineRejected("no", status=400))
 
-    @pytest.mark.parametrize("part", [elsewhere(), {"type": "prompt_embeds", "data": "eA=="}])
-    async def test_what_may_change_is_not_asked_for(self, builder_of, part):
+    async def test_what_may_change_is_not_asked_for(self, builder_of):
         renderer = RenderingEngine()
-        prompt = await build(builder_of(renderer), chat(image(), part))
+        prompt = await build(builder_of(renderer), chat(image(), elsewhere()))
         assert renderer.asked == []
         assert not prompt.whole
+
+    async def test_not_even_that_is_known_of_embeddings(self, builder_of):
+        renderer = RenderingEngine()
+        embeddings = {"type": "prompt_embeds", "data": "eA=="}
+        assert await build(builder_of(renderer), chat(image(), embeddings)) is None
+        assert renderer.asked == []
 
     async def test_it_is_what_comes_before_the_message_with_the_image(self, builder_of, refusing, engine):
         body = chat(text("What is"), image())
