@@ -11,9 +11,7 @@ import pytest
 
 from tests.clients.matrix import FEATURES, cells
 
-CELLS = [
-    pytest.param(*cell, id="-".join(cell)) for cell in cells(small="ALL_CLIENTS" not in os.environ)
-]
+CELLS = [pytest.param(*cell, id="-".join(cell)) for cell in cells(small="ALL_CLIENTS" not in os.environ)]
 
 
 @pytest.mark.live
