@@ -19,10 +19,10 @@ import msgspec
 from msgspec import Struct
 
 from engine_adapter import read_error
-from proxy.core.misses import written_tokens
 from proxy.errors import EngineFailed
 from proxy.request.dialects import ANTHROPIC
 from proxy.translate.translation import Predicted
+from proxy.translate.usage import ChatUsage
 
 # --- chats, as engines answer them --------------------------------------------------------------------
 
@@ -65,25 +65,11 @@ class _Choice(Struct):
         return next((at for at in (self.stop_reason, self.matched_stop) if isinstance(at, str)), None)
 
 
-class _Details(Struct):
-    """`created_cache_tokens` is vLLM's name of `cache_write_tokens`."""
-
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-    created_cache_tokens: int | None = None
-
-
-class _ChatUsage(Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: _Details | None = None
-
-
 class _Chat(Struct):
     """A whole answer, or a chunk of one."""
 
     choices: list[_Choice] = []
-    usage: _ChatUsage | None = None
+    usage: ChatUsage | None = None
     error: object = None
 
 
@@ -216,7 +202,7 @@ def message_of(
     choice = next(iter(chat.choices), None)
     if choice is None or choice.message is None:
         raise EngineFailed("the engine's answer is not that of a chat")
-    usage = _usage(chat.usage or _ChatUsage(), tokens_per_block, marks=marks)
+    usage = _usage(chat.usage or ChatUsage(), tokens_per_block, marks=marks)
     blocks = _blocks(choice.message)
     if prewarms:
         blocks, usage.output_tokens = [], 0
@@ -364,15 +350,8 @@ def _reason(finish: str | None, sequence: str | None, *, uses_tool: bool) -> tup
     return _REASONS.get(finish or "", "end_turn"), None
 
 
-def _usage(usage: _ChatUsage, tokens_per_block: int | None, *, marks: bool) -> Usage:
-    details = usage.prompt_tokens_details or _Details()
-    read = details.cached_tokens or 0
-    created: int | None = 0
-    if marks:
-        created = details.cache_write_tokens
-        created = details.created_cache_tokens if created is None else created
-    if created is None:
-        created = written_tokens(usage.prompt_tokens, read, tokens_per_block)
+def _usage(usage: ChatUsage, tokens_per_block: int | None, *, marks: bool) -> Usage:
+    read, created = usage.cached, usage.written(tokens_per_block) if marks else 0
     fresh = max(usage.prompt_tokens - read - created, 0)
     return Usage(fresh, created, read, usage.completion_tokens or 0)
 

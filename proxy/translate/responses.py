@@ -19,10 +19,11 @@ from msgspec import UNSET
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.translate.responses_answer import Chunk, Delta, Error, Event, Output, Usage, decode_chunk
+from proxy.translate.responses_answer import Chunk, Delta, Error, Event, Output, decode_chunk, usage_of
 from proxy.translate.responses_request import param_of, read_request
 from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translation import Predicted, Translation
+from proxy.translate.usage import ChatUsage
 
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
@@ -60,7 +61,7 @@ class ResponseTranslation:
         self._prewarms = asked.prewarms
         self._output = Output(asked.custom, seals=asked.seals)
         self._model = body.get("model")
-        self._usage: Usage | None = None
+        self._usage: ChatUsage | None = None
         self._finish: str | None = None
         self._begun = self._failed = self._garbled = False
         self._number = 0  # of the next event
@@ -193,4 +194,4 @@ class ResponseTranslation:
         }
 
     def _usage_of_response(self) -> dict[str, Any]:
-        return (self._usage or Usage()).of_response(self.predicted.tokens_per_block, prewarms=self._prewarms)
+        return usage_of(self._usage or ChatUsage(), self.predicted.tokens_per_block, prewarms=self._prewarms)

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from proxy.core.misses import written_tokens
 from proxy.translate.responses_items import custom_input, sealed
+from proxy.translate.usage import ChatUsage
 
 # --- what an engine sends ----------------------------------------------------------------------------------
 
@@ -50,43 +50,19 @@ class Choice(Struct):
     index: int = 0
 
 
-class _PromptDetails(Struct):
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-    created_cache_tokens: int | None = None  # vLLM's
-
-
-class _OutputDetails(Struct):
-    reasoning_tokens: int | None = None
-
-
-class Usage(Struct):
-    """A chat's token counts."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _PromptDetails | None = None
-    completion_tokens_details: _OutputDetails | None = None
-
-    def of_response(self, tokens_per_block: int | None, *, prewarms: bool = False) -> dict[str, Any]:
-        """The usage of a response, of an engine that keeps full blocks. `prewarms`: it has no output."""
-        details = self.prompt_tokens_details or _PromptDetails()
-        cached, written = details.cached_tokens or 0, details.cache_write_tokens
-        written = details.created_cache_tokens if written is None else written
-        if written is None:
-            written = written_tokens(self.prompt_tokens, cached, tokens_per_block)
-        generated = 0 if prewarms else self.completion_tokens
-        reasoning = (self.completion_tokens_details or _OutputDetails()).reasoning_tokens or 0
-        return {
-            "input_tokens": self.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": cached,
-                "cache_write_tokens": written,
-            },
-            "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": min(reasoning, generated)},
-            "total_tokens": self.prompt_tokens + generated,
-        }
+def usage_of(usage: ChatUsage, tokens_per_block: int | None, *, prewarms: bool = False) -> dict[str, Any]:
+    """The usage of a response, of an engine that keeps full blocks. `prewarms`: it has no output."""
+    generated = 0 if prewarms else usage.completion_tokens or 0
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached,
+            "cache_write_tokens": usage.written(tokens_per_block),
+        },
+        "output_tokens": generated,
+        "output_tokens_details": {"reasoning_tokens": min(usage.reasoning, generated)},
+        "total_tokens": usage.prompt_tokens + generated,
+    }
 
 
 class Error(Struct):
@@ -102,7 +78,7 @@ class Chunk(Struct):
 
     choices: list[Choice] = []
     model: str | None = None
-    usage: Usage | None = None
+    usage: ChatUsage | None = None
     error: Error | str | None = None
     timings: Raw | UnsetType = UNSET
     prompt_progress: Raw | UnsetType = UNSET

@@ -2,11 +2,11 @@
 
 import json
 
-import msgspec
 import pytest
 
 from proxy.errors import EngineFailed
-from proxy.translate.responses_answer import Usage
+from proxy.translate.responses_answer import usage_of
+from proxy.translate.usage import ChatUsage
 from tests.proxy.translate.response_world import (
     TOOL,
     answered,
@@ -222,17 +222,8 @@ class TestStreams:
         assert (before["delta"], last["type"]) == ("a", "error")
 
 
-def test_written_tokens_are_told_by_the_engine_or_are_the_new_full_blocks():
-    def written(**details):
-        usage = msgspec.convert({"prompt_tokens": 100, "prompt_tokens_details": details}, Usage)
-        return usage.of_response(16)["input_tokens_details"]["cache_write_tokens"]
-
-    assert (written(cached_tokens=32), written()) == (64, 96)
-    assert (written(cache_write_tokens=0), written(created_cache_tokens=5)) == (0, 5)
-
-
 def test_a_prewarmed_prompt_has_no_output():
-    usage = Usage(prompt_tokens=10, completion_tokens=1).of_response(None, prewarms=True)
+    usage = usage_of(ChatUsage(prompt_tokens=10, completion_tokens=1), None, prewarms=True)
     assert (usage["output_tokens"], usage["total_tokens"]) == (0, 10)
 
 
