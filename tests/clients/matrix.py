@@ -71,7 +71,7 @@ FEATURES = {
     "responses_kept": Feature("Responses, `previous_response_id`"),
     "agent": Feature("one-shot task", FAKE),
     "wrong_key": Feature("401"),
-    "no_model": Feature("404"),
+    "no_model": Feature("404", ("embedded", "fake")),  # a llama-server takes any name
     "bad_request": Feature("400"),
     "rate_limit": Feature("429 and `retry-after`", FAKE),
     "server_error": Feature("503 retried", FAKE),
