@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -27,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from harness import CACHE, ROOT, free_port
+from harness import ROOT, free_port
+from large_tokenizer import large_tokenizer
 
 sys.path.insert(0, str(ROOT))
 
@@ -37,7 +37,6 @@ ENGINES = 4
 START_S = 90.0
 STOP_S = 10.0
 POLL_S = 0.02
-LONGEST_TOKEN = 14
 NOWHERE = "acme/none"
 # The top-level domain is reserved never to resolve (RFC 2606).
 NO_HUB = {"HF_ENDPOINT": "http://hub.invalid"}
@@ -70,31 +69,6 @@ class ColdStart:
     tree_rss: int = 0
     cpu_served_s: float = 0.0
     cpu_s: float = 0.0
-
-
-def make_tokenizer(entries: int) -> Path:
-    """A byte-level BPE tokenizer of `entries` tokens: the default model's, with merges drawn at random."""
-    directory = CACHE / f"bpe-{entries}"
-    if (directory / "tokenizer.json").exists():
-        return directory
-    directory.mkdir(parents=True, exist_ok=True)
-    for file in text.MODEL_DIR.iterdir():
-        if file.suffix in (".json", ".jinja"):
-            (directory / file.name).write_bytes(file.read_bytes())
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
-    added = {token["content"] for token in tokenizer["added_tokens"]}
-    pieces = [token for token in vocabulary if token not in added]
-    draw = random.Random(0)  # noqa: S311 - the same tokenizer each time
-    while len(vocabulary) < entries:
-        left, right = draw.choice(pieces), draw.choice(pieces)
-        merged = left + right
-        if len(merged) <= LONGEST_TOKEN and merged not in vocabulary:
-            vocabulary[merged] = len(vocabulary)
-            merges.append([left, right])
-            pieces.append(merged)
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
-    return directory
 
 
 def serve_engines(tokenizer: Path, root: str) -> None:
@@ -214,7 +188,7 @@ def main() -> None:
     if options.serve:
         serve_engines(Path(options.serve[0]), options.serve[1])
         return
-    large = make_tokenizer(options.vocabulary)
+    large = large_tokenizer(options.vocabulary)
     cases = (("unresolvable", text.MODEL_DIR, NOWHERE), ("large", large, str(large)))
     for name, tokenizer, root in cases:
         result = measure(name, tokenizer, root, options.watch_s)

@@ -6,9 +6,8 @@ come a wave's new chats, then the next turn of each. A router that remembers cha
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -114,16 +113,3 @@ class Chats:
     def _body(load: Load, messages: list[dict[str, str]]) -> bytes:
         body = {"model": MODEL, "messages": messages, "max_tokens": load.chunks or 1, "temperature": 0}
         return msgspec.json.encode(body | ({"stream": True} if load.chunks else {}))
-
-
-def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """A reader of a comma-separated argument, for argparse. It refuses names that are not `known`."""
-
-    def read(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
-        return names
-
-    return read

@@ -3,13 +3,14 @@ that lacks a package says what to install."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -145,3 +146,16 @@ def engine_pids(url: str) -> dict[str, int]:
     """Process ids of the engines kvpin manages, by engine id."""
     engines = httpx.get(f"{url}/admin/v1/engines").raise_for_status().json()["engines"]
     return {engine["id"]: engine["process"]["pid"] for engine in engines}
+
+
+def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """A reader of a comma-separated argument, for argparse. It refuses names that are not `known`."""
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return names
+
+    return read

@@ -27,7 +27,8 @@ import msgspec
 from cost_native import MockEngine, NativeError, check_machine, mock_engine, play, write_bodies
 from cost_result import FIRST, NEXT, Figure, Figures, Memory, draw, markdown, quantile
 from cost_routers import SUBJECTS, running
-from cost_work import LOADS, Chats, Load, some_of
+from cost_work import LOADS, Chats, Load
+from harness import some_of
 from large_tokenizer import QWEN_ENTRIES, QWEN_TEMPLATE, large_tokenizer
 from process_cost import cpu_s, rss_mb
 from router_peers import RouterUnavailableError

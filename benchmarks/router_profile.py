@@ -23,8 +23,8 @@ from pathlib import Path
 
 from cost_native import MockEngine, NativeError, check_machine, mock_engine, pinned, play, write_bodies
 from cost_routers import KVPIN, SUBJECTS, running
-from cost_work import LOADS, Chats, Load, some_of
-from harness import ROOT
+from cost_work import LOADS, Chats, Load
+from harness import ROOT, some_of
 from large_tokenizer import QWEN_ENTRIES, QWEN_TEMPLATE, large_tokenizer
 from process_cost import cpu_s
 from router_peers import RouterUnavailableError, install

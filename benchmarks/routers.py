@@ -29,7 +29,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
-from harness import ROOT, free_port, wait_ready
+from harness import ROOT, free_port, some_of, wait_ready
 from rich.console import Console
 from router_client import play
 from router_peers import DIRECT, ROUTERS, Engine, RouterUnavailableError, end, running
@@ -160,9 +160,9 @@ def _report(arguments: argparse.Namespace, results: list[Result], missing: dict[
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", type=_names(MIXES), default=list(MIXES), help="of " + ",".join(MIXES))
+    parser.add_argument("--workload", type=some_of(MIXES), default=list(MIXES), help="of " + ",".join(MIXES))
     parser.add_argument(
-        "--routers", type=_names(ROUTERS), default=list(ROUTERS), help="of " + ",".join(ROUTERS)
+        "--routers", type=some_of(ROUTERS), default=list(ROUTERS), help="of " + ",".join(ROUTERS)
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1, help="with seeds from --seed on")
@@ -175,17 +175,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, default=None, help="the workloads for kvpin replay")
     parser.add_argument("--first", action="store_true", help="before other work on this machine; as root")
     return parser.parse_args()
-
-
-def _names(known: dict[str, object]):  # noqa: ANN202 - argparse's
-    def read(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
-        return names
-
-    return read
 
 
 if __name__ == "__main__":

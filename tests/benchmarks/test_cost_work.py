@@ -1,6 +1,5 @@
 """Loads of router_cost.py: lengths, waves, and next turns that continue their chats."""
 
-import argparse
 from itertools import pairwise
 
 import msgspec
@@ -56,10 +55,3 @@ def test_a_stream_asks_for_its_chunks(work, model):
 def test_a_shorter_load_still_fills_its_connections(work):
     shorter = work.Load("a", 100, 64, 8192, 1024).shorter(1000)
     assert (shorter.requests, shorter.wave) == (256, 256)
-
-
-def test_only_known_names_are_taken(work):
-    read = work.some_of(("small c1", "SSE 64"))
-    assert read("SSE 64,small c1") == ["SSE 64", "small c1"]
-    with pytest.raises(argparse.ArgumentTypeError, match="'c1' is none of small c1, SSE 64"):
-        read("SSE 64,c1")
