@@ -27,9 +27,6 @@ _CLOSES = (b"connection", b"close")
 class Owner(Protocol):
     """Who keeps connections between requests."""
 
-    def opened(self, connection: Connection) -> None:
-        """The connection is open."""
-
     def give_back(self, connection: Connection) -> None:
         """The answer is complete: the connection can take another request."""
 
@@ -231,6 +228,11 @@ class Connection(asyncio.Protocol):
         return answer
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the connection is closed and its owner has been told."""
+        return self._is_lost
+
+    @property
     def is_usable(self) -> bool:
         """Whether an idle connection can take a request. Something to read can only be the connection's end,
         which the event loop has not seen yet."""
@@ -267,7 +269,6 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._poll = select.poll()
         self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-        self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""

@@ -83,6 +83,10 @@ class Origin:
                 failure = error
             else:
                 self._reached = address
+                # Not in `connection_made`: a caller that is cancelled right after it leaves a connection that
+                # uvloop closes without `connection_lost`.
+                if not connection.is_lost:
+                    self._open.add(connection)
                 return connection
         self._addresses_until = 0.0
         raise self._unreachable(failure) from failure
@@ -98,10 +102,6 @@ class Origin:
             await self._all_closed.wait()
 
     # --- What connections tell ------------------------------------------------------------------------
-
-    def opened(self, connection: Connection) -> None:
-        """See `Owner.opened`."""
-        self._open.add(connection)
 
     def give_back(self, connection: Connection) -> None:
         """See `Owner.give_back`."""

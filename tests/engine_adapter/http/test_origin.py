@@ -6,11 +6,12 @@ import asyncio
 import socket
 
 import pytest
+import uvloop
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http import origin
 from engine_adapter.http.transport import OutgoingRequest
-from tests.engine_adapter.http.raw_engine import raw_engine
+from tests.engine_adapter.http.raw_engine import Wire, raw_engine
 
 # An address of this machine where nobody listens.
 DEAF = "127.0.0.9"
@@ -111,3 +112,19 @@ async def test_a_connection_that_takes_too_long():
 )
 def test_the_host_header(url, host):
     assert origin.Origin(url, None, 1.0).host == host
+
+
+def test_callers_that_leave_while_it_connects_do_not_keep_it_from_closing():
+    async def leave_at_each_step():
+        async with raw_engine(Wire.left) as (url, _):
+            engine = origin.Origin(url, None, 2)
+            for steps in range(40):
+                caller = asyncio.create_task(engine.connect())
+                for _ in range(steps % 10):
+                    await asyncio.sleep(0)
+                caller.cancel()
+                await asyncio.wait([caller])
+            async with asyncio.timeout(10):
+                await engine.aclose()
+
+    uvloop.run(leave_at_each_step())
