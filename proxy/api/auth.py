@@ -16,6 +16,7 @@ from starlette.requests import HTTPConnection
 from engine_adapter import Headers
 from proxy.errors import Forbidden, Unauthorized
 from proxy.request.tenants import Tenants
+from proxy.settings import key_digest
 
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -63,7 +64,8 @@ class AdminGuard:
     """Checks admin requests: for the admin key, or, when there is none, that they come from this machine."""
 
     def __init__(self, admin_key: str | None) -> None:
-        self._digest = hashlib.sha256(admin_key.encode()).digest() if admin_key else None
+        """`admin_key`: as itself or hashed; None for none."""
+        self._digest = key_digest(admin_key) if admin_key else None
 
     def check(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized for a missing or wrong key, Forbidden for another machine."""
