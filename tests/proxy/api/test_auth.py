@@ -1,3 +1,5 @@
+import hashlib
+
 import pytest
 from starlette.requests import HTTPConnection
 
@@ -49,6 +51,13 @@ class TestAuthenticate:
 
     def test_lets_everybody_in_where_there_are_no_keys(self):
         assert authenticate(given({"authorization": "Bearer x"}), Tenants([])) is None
+
+
+def test_a_hashed_admin_key_opens_the_admin_api_and_its_digest_does_not():
+    hashed = f"sha256:{hashlib.sha256(b'admin-key').hexdigest()}"
+    AdminGuard(hashed).check(connection(host="x", authorization="Bearer admin-key"))
+    with pytest.raises(Unauthorized):
+        AdminGuard(hashed).check(connection(host="x", authorization=f"Bearer {hashed}"))
 
 
 class TestAdminWithAKey:
