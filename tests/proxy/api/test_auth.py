@@ -133,7 +133,7 @@ def test_loopback_is_told_by_address(host, local):
 
 
 def test_a_key_of_ours_ends_here_and_another_goes_to_the_engine():
-    headers = given({"authorization": "Bearer k1", "x-api-key": "k1", "x-other": "1"})
+    headers = given({"authorization": "Bearer k1", "x-api-key": "k1", "cookie": "a=1", "x-other": "1"})
     assert passed_on_headers(headers, TENANTS) == {"x-other": "1"}
     assert passed_on_headers(headers, Tenants([])) is headers
 
