@@ -2,7 +2,7 @@
 
     bytes → parser → Exchange → the site's handler, in a task of its own → bytes
 
-uvicorn opens the port, counts connections and tasks, and stops in order. A connection serves one request at a
+uvicorn accepts connections and counts them and their tasks. A connection serves one request at a
 time: while an answer runs, pipelined requests wait. When many wait, the connection is not read.
 """
 
