@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -33,6 +34,7 @@ from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.responses import KeptResponses
 from proxy.api.site import Site
+from proxy.control.configured import ConfiguredEngines
 from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
@@ -50,13 +52,12 @@ from proxy.flow import Flow
 from proxy.observe.loop_lag import LoopLag
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
-from proxy.process.managed import ManagedEngine
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.request.error_table import ANSWERED
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
-from proxy.settings import EngineSettings, ManagedSettings, Settings
+from proxy.settings import EngineChanges, EngineEntry, ManagedSettings, Settings, SettingsError
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, translations
 
@@ -72,9 +73,7 @@ class Proxy:
         self.tasks = Supervisor()
         self.fleet = Fleet(settings.model_aliases, settings.default_model)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
-        self.tenants = Tenants(
-            ApiKey.of(entry.key.get_secret_value(), entry.tenant_id) for entry in settings.api_keys
-        )
+        self.tenants = Tenants(_keys(settings))
         self.responses = ResponseStore(len(self.tenants.names))
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner) if settings.reuse else None
         self.monitor = Monitor(
@@ -95,9 +94,10 @@ class Proxy:
             if settings.record_traffic is not None
             else None
         )
+        self.destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
         self.flow = Flow(
             fleet=self.fleet,
-            destinations=Destinations(self.fleet, isolated=self.tenants.isolated),
+            destinations=self.destinations,
             forwarder=Forwarder(transport),
             ingest=self.ingest,
             tenants=self.tenants,
@@ -107,7 +107,10 @@ class Proxy:
             observe=self.observe,
             translations=translations(self.responses),
         )
-        self.managed: list[ManagedEngine] = []
+        self.operations, self.pins = Operations(self.tasks), PinBook()
+        self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
+        self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
+        self.draining = asyncio.Event()
 
     def observe(self, record: RequestRecord) -> None:
         """Counts and records a finished request."""
@@ -125,15 +128,30 @@ class Proxy:
             self.tasks.start("recorder", self.recorder.run())
         if self.ahead is not None:
             self.tasks.keep("restore ahead", self.ahead.run)
-        for external in self.settings.engines:
-            self.monitor.watch(self.fleet.add(make_adapter(external.spec())))
-        for managed in managed_engines(self.settings):
-            process = ManagedEngine(managed)
-            engine = self.fleet.add(make_adapter(process.spec))
-            engine.process = process
-            self.managed.append(process)
-            self.tasks.start(f"process {managed.id}", process.run())
-            self.monitor.watch(engine)
+        self.configured.start(all_engines(self.settings))
+
+    def reload(self, settings: Settings) -> EngineChanges:
+        """Takes over the settings that `RELOADED` names. Requests in flight go on with the old ones.
+
+        Raises:
+            SettingsError, EngineSpecError, Conflict: they cannot be used. Nothing changed.
+        """
+        if self.settings.api_keys and not settings.api_keys:
+            raise SettingsError(
+                "api_keys is empty: anyone could use the engines; restart kvpin to run without keys"
+            )
+        check_engines(settings)
+        changes = self.configured.follow(all_engines(settings), grace_s=settings.graceful_shutdown_s)
+        self.settings = settings
+        self.tenants.replace(_keys(settings))
+        self.destinations.isolated = self.tenants.isolated
+        self.monitor.isolate(isolated=self.tenants.isolated)
+        self.responses.divide(len(self.tenants.names))
+        self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
+        self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
+        self.flow.requests.capacity = settings.limits.request_records
+        self.flow = replace(self.flow, retries=settings.retries)
+        return changes
 
     async def stop(self) -> None:
         """Closes adapters, then background work, then the engines kvpin started, then connections.
@@ -147,7 +165,7 @@ class Proxy:
         await self.tasks.stop()
         if self.recorder is not None:
             await self.recorder.aclose()
-        await _close_all({process.id: process.stop() for process in self.managed})
+        await _close_all({process.id: process.stop() for process in self.configured.processes.values()})
         await self.transport.aclose()
 
 
@@ -168,14 +186,21 @@ def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
     return tuple(ManagedSettings(kind="embedded", id=f"embedded-{n}", command=command) for n in range(2))
 
 
+def all_engines(settings: Settings) -> tuple[EngineEntry, ...]:
+    """The engines that run already and those that kvpin starts."""
+    return (*settings.engines, *managed_engines(settings))
+
+
+def _keys(settings: Settings) -> list[ApiKey]:
+    return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
+
+
 def check_engines(settings: Settings) -> None:
     """Raises EngineSpecError for an engine that cannot run on this machine."""
-    managed = managed_engines(settings)
-    engines: tuple[EngineSettings | ManagedSettings, ...] = (*settings.engines, *managed)
-    for engine in engines:
+    for engine in all_engines(settings):
         with _named(engine.id):
             check_kind(engine.kind)
-    for started in managed:
+    for started in managed_engines(settings):
         with _named(started.id):
             prepare_managed(started.spec(0), started.command)
 
@@ -190,32 +215,33 @@ def _named(engine_id: str) -> Iterator[None]:
 
 
 def build_app(proxy: Proxy) -> Site:
-    """All that is served, over a proxy's collaborators; the caller starts and stops those."""
+    """All that is served, over a proxy's collaborators and by its settings as they are now; the caller starts
+    and stops the collaborators."""
     settings = proxy.settings
     cors = Cors(settings.cors_origins) if settings.cors_origins else None
     limit = int(settings.limits.body_bytes)
     data_plane = DataPlane(proxy.flow, proxy.tenants, limit, KeptResponses(proxy.responses), cors)
+    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining)
     rest = Starlette(
-        routes=[admin_api(proxy), *Ops(proxy.fleet, proxy.metrics).routes()],
+        routes=[admin_api(proxy), *ops.routes()],
         exception_handlers={
             **dict.fromkeys(ANSWERED, handle),
             HTTPException: handle_http,
         },
     )
-    return Site(data_plane, rest)
+    return Site(data_plane, rest, proxy.draining)
 
 
 def admin_api(proxy: Proxy) -> Mount:
     """The admin API over a proxy's collaborators."""
     fleet, flow, reuse = proxy.fleet, proxy.flow, proxy.ingest is not None
-    operations, pins = Operations(proxy.tasks), PinBook()
+    operations, pins = proxy.operations, proxy.pins
     targets = Targets(fleet, proxy.tenants, flow.requests, has_views=reuse)
     warming = Warming(flow, targets, operations)
     pinning = Pinning(fleet, targets, pins, operations)
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
-    engines = Engines(fleet, proxy.monitor, pins, operations, make_adapter)
     endpoints = (
-        *EngineRoutes(fleet, engines, pinning, reuse=reuse).endpoints(),
+        *EngineRoutes(fleet, proxy.engines, pinning, reuse=reuse).endpoints(),
         *KvRoutes(kv, warming, pinning, operations).endpoints(),
         *RequestRoutes(flow).endpoints(),
         *TableRoutes(SharedTables(fleet, proxy.tables)).endpoints(),

@@ -1,11 +1,13 @@
-"""Runs kvpin: binds the port, serves the app, and stops in order when a signal says so.
+"""Runs kvpin: opens the port, serves the app, and does what signals say.
 
-    SIGTERM, SIGINT   stop: no new connections; running answers may end, then the engines kvpin started
-    SIGINT again      stop without waiting for running answers
-    a third SIGINT    end at once, whatever is still running
-    SIGHUP            logged and ignored: settings are read at start only
+    SIGTERM         stop. First not ready, and requests are accepted for `drain_s`; then running answers may
+                    end; then the engines that kvpin started stop
+    SIGINT          the same without `drain_s`: a person waits
+    either, again   stop without waiting for running answers
+    a third SIGINT  end at once, whatever is still running
+    SIGHUP          read the settings again
 
-The port is bound before anything is started, so that a port in use costs no engine start.
+The port is opened before anything is started, so that a port in use costs no engine start.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import structlog
 import uvicorn
@@ -25,29 +27,47 @@ import uvloop
 from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.auth import is_loopback
 from proxy.api.http1 import Http1Protocol
+from proxy.api.listeners import inherited, listen_on
+from proxy.api.site import Site
+from proxy.api.tls import load_certificate, server_context
 from proxy.app import Proxy, build_app, check_engines
+from proxy.errors import Conflict
 from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime import settle, steady
-from proxy.settings import Settings, SettingsError
+from proxy.settings import Settings, SettingsError, needs_restart
 
 log = structlog.get_logger(__name__)
 
+Load = Callable[[], Settings]
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# A load balancer needs about that long to notice that kvpin is not ready, where one may be in front.
+_DRAIN_S = 5.0
+# A connection without a request for that long is closed when kvpin stops. Its client got an answer that does
+# not say so, and may just be sending its next request.
+_IDLE_S = 0.25
+_POLL_S = 0.02
+# What engines get to become ready before requests are taken from a socket that was handed on.
+_FIRST_S = 10.0
 # What cancelled answers get to close their connections.
 _CUT_S = 1.0
 _INTERRUPTED = 130
 
 
-def serve(settings: Settings) -> int:
-    """Runs the proxy until SIGTERM or SIGINT; returns the exit status."""
+def serve(load: Load) -> int:
+    """Runs the proxy until SIGTERM or SIGINT; returns the exit status.
+
+    `load` reads the settings; SIGHUP calls it again. Raises SettingsError if its first call does.
+    """
+    settings = load()
     configure_logs(settings.logs)
     try:
         check_engines(settings)
-    except EngineSpecError as error:
+        handed_on = inherited()
+        listeners = handed_on or listen_on(settings.hosts, settings.port)
+    except (EngineSpecError, SettingsError) as error:
         return _refuse(error)
-    try:
-        listeners = listen_on(settings.hosts, settings.port)
     except OSError as error:
         # The text that Python adds in brackets repeats the address.
         reason = (error.strerror or str(error)).partition(" (")[0]
@@ -56,36 +76,22 @@ def serve(settings: Settings) -> int:
     _warn(settings, listeners)
     try:
         with steady(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(settings, listeners))
+            return runner.run(_run(settings, listeners, load, are_shared=bool(handed_on)))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a late Ctrl-C ends Python without a traceback
 
 
-def listen_on(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """A socket for each address, all with the same port; raises OSError."""
-    listeners = list[socket.socket]()
-    with contextlib.ExitStack() as opened:
-        for host in hosts:
-            listeners.append(opened.enter_context(listen(host, port)))
-            port = listeners[0].getsockname()[1]  # the one that 0 became
-        opened.pop_all()
-    return listeners
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
-
-
-async def _run(settings: Settings, listeners: list[socket.socket]) -> int:
+async def _run(
+    settings: Settings, listeners: list[socket.socket], load: Load, *, are_shared: bool = False
+) -> int:
+    """`are_shared`: the sockets outlive this process, and another kvpin may serve them."""
     transport = HttpTransport()
     try:
         proxy = Proxy(settings, transport)
+        server = _Server(proxy, load, _drain_s(settings, listeners))
     except SettingsError as error:
         await transport.aclose()
         return _refuse(error)
-    server = _Server(_config(proxy, settings))
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
     banner = _banner(proxy, settings, listeners)
@@ -94,6 +100,8 @@ async def _run(settings: Settings, listeners: list[socket.socket]) -> int:
         settle()
         banner.print_addresses()
         proxy.tasks.start("banner", banner.print_when_ready())
+        if are_shared:
+            await server.until_tried()
         await server.serve(sockets=listeners)
         await server.cut_short()
     except EngineSpecError as error:
@@ -104,7 +112,17 @@ async def _run(settings: Settings, listeners: list[socket.socket]) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn under kvpin's own signal handlers."""
+    """uvicorn under kvpin's own signal handlers, with kvpin's own way to stop."""
+
+    def __init__(self, proxy: Proxy, load: Load, drain_s: float) -> None:
+        """Raises SettingsError if the port's TLS cannot be used."""
+        self._proxy, self._load, self._drain_s = proxy, load, drain_s
+        self._site = build_app(proxy)
+        self._hurry = asyncio.Event()  # no waiting for requests that may still come
+        super().__init__(_config(self._site))
+        tls = proxy.settings.tls
+        self.config.load()
+        self.config.ssl = server_context(tls) if tls is not None else None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -114,16 +132,77 @@ class _Server(uvicorn.Server):
     def on_signal(self, number: int) -> None:
         """Does what the module says of each signal."""
         if number == signal.SIGHUP:
-            log.warning("SIGHUP ignored: settings are read at start only; restart kvpin to change them")
+            self.reload()
         elif number == signal.SIGINT and self.force_exit:
             log.warning("ended at once by the third SIGINT; the engines that kvpin started get a SIGTERM")
             os._exit(_INTERRUPTED)
-        elif number == signal.SIGINT and self.should_exit:
-            log.warning("second SIGINT: running answers are cut short")
+        elif self.should_exit:
+            log.warning(
+                "told to stop again: running answers are cut short", signal=signal.Signals(number).name
+            )
             self.force_exit = True
+            self._hurry.set()
             self._cancel_answers()
         else:
             self.should_exit = True
+            self._proxy.draining.set()
+            if number == signal.SIGINT:
+                self._hurry.set()
+
+    def reload(self) -> None:
+        """Reads the settings again and takes them over. If that fails, the old ones stay."""
+        proxy, old = self._proxy, self._proxy.settings
+        try:
+            settings = self._load()
+            if settings.tls is not None:
+                server_context(settings.tls)  # files that cannot be used must change nothing
+            changes = proxy.reload(settings)
+        except (SettingsError, EngineSpecError, Conflict) as error:
+            log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400
+            return
+        if settings.tls is not None and self.config.ssl is not None:
+            load_certificate(self.config.ssl, settings.tls)
+        self._site.become(build_app(proxy))
+        log.info(
+            "settings reloaded",
+            added=[entry.id for entry in changes.added],
+            removed=list(changes.removed),
+            changed=[entry.id for entry in changes.changed],
+            api_keys=len(settings.api_keys),
+        )
+        if names := needs_restart(old, settings):
+            log.warning("these settings count when kvpin starts again", settings=names)
+
+    async def until_tried(self) -> None:
+        """Waits until an engine is ready and none is in its first start, but not long. Meanwhile connections
+        wait in the queue of the socket, or another kvpin takes them."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_S):
+                while not (self._proxy.fleet.is_ready() or self.should_exit):  # noqa: ASYNC110 - at start
+                    await asyncio.sleep(_POLL_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replaces uvicorn's, which closes the port at once and cuts clients off between two requests."""
+        if self._drain_s and not self._hurry.is_set():
+            log.info("stopping: not ready, still accepting requests", drain_s=self._drain_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._drain_s):
+                    await self._hurry.wait()
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        log.info("stopping: waiting for running answers", answers=len(self.server_state.tasks))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._proxy.settings.graceful_shutdown_s):
+                await self._until_answered()
+
+    async def _until_answered(self) -> None:
+        """Waits for the last answer, and closes each connection once its client has none to wait for."""
+        while self.server_state.connections and not self.force_exit:
+            for connection in list(self.server_state.connections):
+                connection.close_if_idle(_IDLE_S)  # type: ignore[union-attr]  # all are Http1Protocol
+            await asyncio.sleep(_POLL_S)
 
     async def cut_short(self) -> None:
         """Cancels the answers that still run, and lets them close their connections."""
@@ -138,9 +217,9 @@ class _Server(uvicorn.Server):
         return running
 
 
-def _config(proxy: Proxy, settings: Settings) -> uvicorn.Config:
+def _config(site: Site) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(proxy),
+        site,
         interface="asgi3",  # uvicorn need not look: it hands the site to Http1Protocol
         http=Http1Protocol,
         ws="none",
@@ -150,8 +229,14 @@ def _config(proxy: Proxy, settings: Settings) -> uvicorn.Config:
         proxy_headers=False,  # an address a client claims must not open the admin API
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=round(settings.graceful_shutdown_s),
     )
+
+
+def _drain_s(settings: Settings, listeners: list[socket.socket]) -> float:
+    """How long requests are accepted after SIGTERM."""
+    if settings.drain_s is not None:
+        return settings.drain_s
+    return 0.0 if _is_local(listeners) else _DRAIN_S
 
 
 def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) -> Banner:
@@ -163,6 +248,7 @@ def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) ->
         reuse=settings.reuse,
         keys=bool(settings.api_keys),
         is_open=_is_open(settings, listeners),
+        tls=settings.tls is not None,
     )
 
 
@@ -182,8 +268,12 @@ def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
 
 def _is_open(settings: Settings, listeners: list[socket.socket]) -> bool:
     """Whether other machines can use the engines without a key."""
-    are_local = all(is_loopback(listener.getsockname()[0]) for listener in listeners)
-    return not settings.api_keys and not are_local
+    return not settings.api_keys and not _is_local(listeners)
+
+
+def _is_local(listeners: list[socket.socket]) -> bool:
+    """Whether only this machine can connect."""
+    return all(is_loopback(listener.getsockname()[0]) for listener in listeners)
 
 
 def _refuse(reason: object) -> int:

@@ -48,7 +48,8 @@ def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         if part is None:
             yield prefix + name
         else:
-            yield from settings_of(part, f"{prefix}{name}{'' if part is field.annotation else '[]'}.")
+            is_one = part is field.annotation or type(None) in types
+            yield from settings_of(part, f"{prefix}{name}{'' if is_one else '[]'}.")
 
 
 def metrics_of(page: bytes) -> set[str]:

@@ -6,4 +6,5 @@ ops.py       /health/*, /metrics             asgi.py     ASGI on exchanges, for 
 admin/       /admin/v1/*: the control plane  auth.py     keys, loopback
 errors.py    exceptions → error answers      cors.py      which web pages may use the data plane
 responses.py /v1/responses/{id}, kept here   forms.py     the model that a form names
+listeners.py sockets, own or handed on       tls.py       TLS of the port
 """

@@ -66,7 +66,7 @@ def _scope(exchange: Exchange) -> dict[str, Any]:
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": exchange.method,
-        "scheme": "http",
+        "scheme": "http" if exchange.transport.get_extra_info("sslcontext") is None else "https",
         "path": path_of(exchange.target),
         "raw_path": raw_path,
         "query_string": query,

@@ -16,8 +16,9 @@ from starlette.requests import HTTPConnection
 from engine_adapter import Headers
 from proxy.errors import Forbidden, Unauthorized
 from proxy.request.tenants import Tenants
+from proxy.settings import key_digest
 
-_KEY_HEADERS = (b"authorization", b"x-api-key")
+_KEY_HEADERS = (b"authorization", b"x-api-key", b"cookie")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -45,7 +46,7 @@ def authenticate(headers: Headers, tenants: Tenants) -> str | None:
 
 
 def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:
-    """A client's headers without its kvpin key.
+    """A client's headers without its kvpin key, and without cookies, which are keys of other sites.
 
     Where kvpin has no keys, the client's key is the engine's. All engines take it in `authorization`, not all
     in `x-api-key`.
@@ -63,7 +64,13 @@ class AdminGuard:
     """Checks admin requests: for the admin key, or, when there is none, that they come from this machine."""
 
     def __init__(self, admin_key: str | None) -> None:
-        self._digest = hashlib.sha256(admin_key.encode()).digest() if admin_key else None
+        """`admin_key`: as itself or hashed; None for none."""
+        self._digest = key_digest(admin_key) if admin_key else None
+
+    @property
+    def right(self) -> str:
+        """What lets a request in, for the audit log."""
+        return "admin_key" if self._digest is not None else "this machine"
 
     def check(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized for a missing or wrong key, Forbidden for another machine."""

@@ -2,13 +2,15 @@
 
     bytes → parser → Exchange → the site's handler, in a task of its own → bytes
 
-uvicorn opens the port, counts connections and tasks, and stops in order. A connection serves one request at a
+uvicorn accepts connections and counts them and their tasks. A connection serves one request at a
 time: while an answer runs, pipelined requests wait. When many wait, the connection is not read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import termios
 from collections.abc import Callable, Coroutine
 from itertools import chain
 from typing import Any
@@ -103,6 +105,12 @@ class Http1Protocol(asyncio.Protocol):
             self.transport.close()
         else:
             self._current.keep_alive = False
+
+    def close_if_idle(self, for_s: float) -> None:
+        """Closes the connection if it has had no request for that long, and none is on its way here."""
+        is_idle = self._current is None and not (self._waiting or self._reading or self._head_bytes)
+        if is_idle and self._loop.time() - self._idle_since >= for_s and not _unread(self.transport):
+            self.transport.close()
 
     def _close_if_idle(self) -> None:
         is_idle = self._current is None and not self._waiting
@@ -291,6 +299,13 @@ class Http1Protocol(asyncio.Protocol):
         if self._paused and not self._waiting:
             self._paused = False
             self.transport.resume_reading()
+
+
+def _unread(transport: asyncio.Transport) -> bool:
+    """Whether its socket holds bytes that the event loop has not read yet."""
+    held = bytearray(4)
+    fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, held)
+    return any(held)
 
 
 def _parser(protocol: Http1Protocol) -> httptools.HttpRequestParser:

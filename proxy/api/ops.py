@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -29,6 +30,11 @@ class Ops:
 
     fleet: Fleet
     metrics: Metrics
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def _takes_requests(self) -> bool:
+        return self.fleet.is_ready() and not self.draining.is_set()
 
     def routes(self) -> list[Route]:
         """The routes to mount at the root."""
@@ -46,17 +52,19 @@ class Ops:
 
     async def health(self, _request: Request) -> Response:
         """200 while engines take requests, as clients of an engine expect it; else 503. Names no engine."""
-        return _health(ok=self.fleet.is_ready())
+        return _health(ok=self._takes_requests)
 
     async def live(self, _request: Request) -> Response:
         """200 while the process serves."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
-        """200 while any engine takes requests, once every configured engine was tried; else 503."""
-        ok = self.fleet.is_ready()
+        """200 while any engine takes requests, once every configured engine was tried; else 503.
+
+        It is also 503 when kvpin is about to stop: a load balancer then sends requests elsewhere.
+        """
         states = {engine.id: engine.state for engine in self.fleet.engines.values()}
-        return _health(ok=ok, engines=states)
+        return _health(ok=self._takes_requests, engines=states)
 
     async def page(self, _request: Request) -> Response:
         """Prometheus text."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -14,20 +15,28 @@ from proxy.api.exchange import Exchange
 from proxy.api.openai import DataPlane
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Site:
     """The handler of every exchange.
 
     Attributes:
         data_plane: serves `/v1` and what is below it, and the engines' own routes.
         rest: the admin API, health, metrics, and the answer to an unknown route.
+        draining: set when kvpin is about to stop: each answer then says that its connection closes.
     """
 
     data_plane: DataPlane
     rest: ASGIApp
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def become(self, other: Site) -> None:
+        """Serves new requests as another site does."""
+        self.data_plane, self.rest = other.data_plane, other.rest
 
     def __call__(self, exchange: Exchange) -> Coroutine[Any, Any, None]:
         """The work of one exchange."""
+        if self.draining.is_set():
+            exchange.keep_alive = False
         if exchange.target.startswith(b"/v1/"):
             return self.data_plane.serve(exchange)
         path = path_of(exchange.target)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
 
 
 def register(app: typer.Typer) -> None:
@@ -79,44 +84,71 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [info].")] = None,
 ) -> None:
     """Serve the proxy: OpenAI's API under /v1, the admin API under /admin/v1."""
-    from proxy.settings import (  # noqa: PLC0415 - other commands start quicker without
-        SettingsError,
+    load = partial(
+        _load,
+        config,
+        {
+            "host": host,
+            "port": port,
+            "admin_key": admin_key,
+            "reuse": reuse,
+            "default_model": default_model,
+            "cors_origins": tuple(cors_origin or ()) or None,
+            "record_traffic": record_traffic,
+            "api_keys": tuple({"key": key} for key in api_key or ()) or None,
+            "logs": _given(format=log_format, level=log_level),
+        },
+        engine or [],
+        managed or [],
+        model_alias or [],
+    )
+    raise typer.Exit(_run(load))
+
+
+def _load(
+    config: Path | None,
+    flags: Mapping[str, Any],
+    engine: list[str],
+    managed: list[str],
+    model_alias: list[str],
+) -> Settings:
+    """The settings of flags, environment and file as they are now; raises SettingsError."""
+    from proxy.settings import load_settings, parse_alias_flags  # noqa: PLC0415 - other commands start quicker
+
+    return load_settings(
+        config, **flags, **_engines(engine, managed), model_aliases=parse_alias_flags(model_alias) or None
+    )
+
+
+def _engines(engine: list[str], managed: list[str]) -> dict[str, Any]:
+    """The engines of `--engine` and `--managed`; raises SettingsError."""
+    from proxy.settings import (  # noqa: PLC0415 - likewise
         is_command_line,
-        load_settings,
-        parse_alias_flags,
         parse_engine_flag,
         parse_managed_flag,
     )
 
-    logs = {"format": log_format, "level": log_level}
-    flags: dict[str, Any] = {
-        "host": host,
-        "port": port,
-        "admin_key": admin_key,
-        "reuse": reuse,
-        "default_model": default_model,
-        "cors_origins": tuple(cors_origin or ()) or None,
-        "record_traffic": record_traffic,
-        "logs": {name: value for name, value in logs.items() if value is not None} or None,
-    }
+    elsewhere = [parse_engine_flag(text) for text in engine if not is_command_line(text)]
+    started = [parse_managed_flag(text, flag="--engine") for text in engine if is_command_line(text)]
+    started += [parse_managed_flag(text) for text in managed]
+    return {"engines": tuple(elsewhere) or None, "managed": tuple(started) or None}
+
+
+def _given(**values: str | None) -> dict[str, str] | None:
+    """The parts that were given; None for none."""
+    return {name: value for name, value in values.items() if value is not None} or None
+
+
+def _run(load: Callable[[], Settings]) -> int:
+    """Serves until told to stop; returns the exit status."""
+    from proxy.server import serve as run  # noqa: PLC0415 - likewise
+    from proxy.settings import SettingsError  # noqa: PLC0415 - likewise
+
     try:
-        elsewhere = [parse_engine_flag(text) for text in engine or () if not is_command_line(text)]
-        started = [
-            parse_managed_flag(text, flag="--engine") for text in engine or () if is_command_line(text)
-        ]
-        started += [parse_managed_flag(text) for text in managed or ()]
-        flags["engines"] = tuple(elsewhere) or None
-        flags["managed"] = tuple(started) or None
-        flags["model_aliases"] = parse_alias_flags(model_alias or ()) or None
-        if api_key:
-            flags["api_keys"] = tuple({"key": key} for key in api_key)
-        settings = load_settings(config, **flags)
+        return run(load)
     except SettingsError as error:
         typer.echo(f"kvpin: {error}", err=True)
-        raise typer.Exit(2) from error
-    from proxy.server import serve as run  # noqa: PLC0415 - likewise
-
-    raise typer.Exit(run(settings))
+        return 2
 
 
 def engine(context: typer.Context) -> None:

@@ -27,12 +27,15 @@ class Destination(Struct, frozen=True):
 
 
 class Destinations:
-    """Finds them, and remembers which engine made which response."""
+    """Finds them, and remembers which engine made which response.
+
+    Attributes:
+        isolated: there are several tenants, who must not reach each other's responses.
+    """
 
     def __init__(self, fleet: Fleet, *, isolated: bool) -> None:
-        """`isolated`: there are several tenants, who must not reach each other's responses."""
         self._fleet = fleet
-        self._isolated = isolated
+        self.isolated = isolated
         self._homes = Homes()
 
     def find(self, call: Call) -> Destination:
@@ -52,11 +55,11 @@ class Destinations:
             return self._at(home, call, name)
         if call.route == RESPONSES_PATH:
             pool, model = self._fleet.find(call.model)
-            if self._isolated and RESPONSES_PATH not in pool.served_as_chats:
+            if self.isolated and RESPONSES_PATH not in pool.served_as_chats:
                 raise _no_response(call, name)
             return Destination(pool, model)
         keepers = [each for each in self._fleet.pools.values() if RESPONSES_PATH not in each.served_as_chats]
-        if self._isolated or len(keepers) != 1:
+        if self.isolated or len(keepers) != 1:
             raise _no_response(call, name)
         return Destination(keepers[0], None)
 

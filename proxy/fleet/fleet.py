@@ -51,6 +51,13 @@ class Fleet:
         self._not_away(engine_id)
         return engine
 
+    def replace(self, adapter: EngineAdapter) -> Engine:
+        """Puts an engine in place of the one of its id, whose requests in flight go on to their end. Until it
+        has connected, requests for the model wait as for one that comes back."""
+        self.leave(self.engines[adapter.spec.id])
+        engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
+        return engine
+
     def engine(self, engine_id: str) -> Engine:
         """The engine with that id. Raises NotFound."""
         engine = self.engines.get(engine_id)

@@ -59,6 +59,16 @@ class Monitor:
         self._tokenisation = Tokenisation(tasks, tables)
         self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
 
+    def isolate(self, *, isolated: bool) -> None:
+        """There are several tenants from now on, or no longer: what engines may be used changes with that."""
+        self._isolated = isolated
+        for engine in self._fleet.engines.values():
+            if engine.state in (EngineState.READY, EngineState.SUSPECT) and not self.allows(engine):
+                self._refuse(engine)
+            elif engine.state is EngineState.REFUSED and self.allows(engine):
+                engine.state = EngineState.SUSPECT
+                engine.check_now.set()
+
     def watch(self, engine: Engine) -> None:
         """Starts watching an engine of the fleet."""
         self._tasks.keep(f"watch {engine.id}", lambda: self._watch(engine))

@@ -24,10 +24,19 @@ class Banner:
         reuse: whether requests are routed by KV cache.
         keys: whether clients need a key.
         is_open: whether other machines can use the engines without a key.
+        tls: whether the port takes HTTPS.
     """
 
     def __init__(
-        self, fleet: Fleet, host: str, port: int, *, reuse: bool, keys: bool = False, is_open: bool = False
+        self,
+        fleet: Fleet,
+        host: str,
+        port: int,
+        *,
+        reuse: bool,
+        keys: bool = False,
+        is_open: bool = False,
+        tls: bool = False,
     ) -> None:
         self._fleet = fleet
         self._reuse = reuse
@@ -35,7 +44,7 @@ class Banner:
         self._is_open = is_open
         # A client cannot connect to a wildcard address.
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
-        self._base = f"http://{name}:{port}"
+        self._base = f"{'https' if tls else 'http'}://{name}:{port}"
 
     def print_addresses(self) -> None:
         """Prints the addresses; called as soon as kvpin listens."""

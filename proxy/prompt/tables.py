@@ -18,11 +18,13 @@ class PromptTables:
 
     An extra id keeps its content for the life of the process, even after its table is deleted: KV computed
     from that content may still be cached under the id.
+
+    Attributes:
+        max_bytes: bounds all tables together.
     """
 
     def __init__(self, *, max_bytes: int = 512 * 2**20) -> None:
-        """`max_bytes` bounds all tables together."""
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._by_id: dict[str, PromptTable] = {}
         self._refs: dict[int, TableRef] = {}
         self._content_of: dict[int, bytes] = {}
@@ -55,9 +57,9 @@ class PromptTables:
         known = self._known(table, content)
         if known is not None:
             return known
-        if self.total_bytes + len(data) > self._max_bytes:
+        if self.total_bytes + len(data) > self.max_bytes:
             raise BodyTooLarge(
-                f"prompt tables would take more than {self._max_bytes} bytes; delete some first",
+                f"prompt tables would take more than {self.max_bytes} bytes; delete some first",
                 param="table",
             )
         self._by_id[table.table_id] = table

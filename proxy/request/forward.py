@@ -48,6 +48,8 @@ _NOT_PASSED_ON = frozenset(
         b"date",
         b"x-kv-cached-tokens",
         b"x-request-id",
+        # A cookie of an engine may be the session of kvpin's own key there.
+        b"set-cookie",
         # Which pages may use the data plane is kvpin's to say: proxy/api/cors.py.
         b"access-control-allow-credentials",
         b"access-control-allow-headers",
@@ -58,6 +60,8 @@ _NOT_PASSED_ON = frozenset(
         b"request-id",
     }
 )
+# Headers that only kvpin may say.
+_OWN_PREFIX = b"x-kvpin-"
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
@@ -117,7 +121,7 @@ class Forwarder:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 as_it_is = call.native is not None
                 return await _answer_error(response, reply, headers, refusals, as_it_is=as_it_is)
-            kept = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]
+            kept = [pair for pair in response.headers.raw if _is_passed_on(pair[0])]
             if response.status >= 300:  # noqa: PLR2004 - HTTP
                 kept = [_at_kvpin(pair, adapter.spec) for pair in kept]
             if hold.answer is not None:  # the reader may change the length
@@ -281,6 +285,10 @@ async def _answer_error(
     await reply.start(status, _pairs(every))
     await reply.finish(content if as_it_is else body)
     return Outcome(status, error=error.message)
+
+
+def _is_passed_on(name: bytes) -> bool:
+    return name not in _NOT_PASSED_ON and not name.startswith(_OWN_PREFIX)
 
 
 def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, bytes]:

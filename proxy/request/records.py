@@ -133,11 +133,12 @@ class RequestLog:
 
     Attributes:
         sources: the bodies of the last requests.
+        capacity: how many requests are kept.
     """
 
     def __init__(self, capacity: int) -> None:
         self.sources = Sources()
-        self._capacity = capacity
+        self.capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._tokens = 0
 
@@ -146,7 +147,7 @@ class RequestLog:
 
     def keep_source(self, record: RequestRecord, raw: bytes) -> None:
         """Keeps the body of a request that will be added."""
-        if self._capacity:
+        if self.capacity:
             self.sources.keep(record.request_id, record.tenant, raw)
 
     def add(self, record: RequestRecord) -> None:
@@ -154,7 +155,7 @@ class RequestLog:
         self._records[record.request_id] = record
         record.error = record.error and record.error[:MAX_ERROR]
         self._tokens += record.n_tokens or 0
-        while len(self._records) > self._capacity or (self._tokens > MAX_TOKENS and len(self._records) > 1):
+        while len(self._records) > self.capacity or (self._tokens > MAX_TOKENS and len(self._records) > 1):
             _, dropped = self._records.popitem(last=False)
             self._tokens -= dropped.n_tokens or 0
             self.sources.drop(dropped.request_id, dropped.tenant)

@@ -36,6 +36,10 @@ class Tenants:
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """Only these keys count from now on. A tenant that stays keeps its salt, and so its KV."""
         known = tuple(keys)
         self.names = frozenset(key.tenant for key in known)
         self.isolated = len(self.names) > 1

@@ -3,12 +3,14 @@
 models.py   the settings, typed, with their defaults
 load.py     flags, environment and file → Settings; an unknown key is an error at start
 flags.py    the short forms of `--engine`, `--managed` and `--model-alias`
+changes.py  what differs when the settings are read again
 
 A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in models.py. A setting
 of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin API
 read both.
 """
 
+from proxy.settings.changes import EngineChanges, EngineEntry, engine_changes, needs_restart
 from proxy.settings.flags import (
     is_command_line,
     parse_alias_flags,
@@ -26,10 +28,14 @@ from proxy.settings.models import (
     ManagedSettings,
     Settings,
     SettingsError,
+    TlsSettings,
+    key_digest,
 )
 
 __all__ = [
     "ApiKeySettings",
+    "EngineChanges",
+    "EngineEntry",
     "EngineSettings",
     "HealthSettings",
     "LimitSettings",
@@ -37,8 +43,12 @@ __all__ = [
     "ManagedSettings",
     "Settings",
     "SettingsError",
+    "TlsSettings",
+    "engine_changes",
     "is_command_line",
+    "key_digest",
     "load_settings",
+    "needs_restart",
     "parse_alias_flags",
     "parse_engine_flag",
     "parse_managed_flag",

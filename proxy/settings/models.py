@@ -67,6 +67,23 @@ def _secret(value: SecretStr) -> SecretStr:
     return value
 
 
+_DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
+
+
+def _key(value: SecretStr) -> SecretStr:
+    text = _secret(value).get_secret_value()
+    if text.startswith("sha256:") and not _DIGEST.fullmatch(text):
+        raise ValueError("a hashed key must be sha256: and 64 hexadecimal digits")
+    return value
+
+
+def key_digest(text: str) -> bytes:
+    """The SHA-256 digest of a key that is given as itself or, as `sha256:…`, hashed."""
+    if _DIGEST.fullmatch(text):
+        return bytes.fromhex(text.partition(":")[2])
+    return hashlib.sha256(text.encode()).digest()
+
+
 def option_names(kind: object) -> tuple[str, ...]:
     """The options of engines of `kind`, however the operator spells it; for an unknown kind, all options."""
     every = tuple(dict.fromkeys(chain.from_iterable(ENGINE_OPTIONS.values())))
@@ -103,6 +120,7 @@ Origin = Annotated[str, AfterValidator(_origin)]
 Hosts = Annotated[str, AfterValidator(_hosts)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
+Key = Annotated[SecretStr, AfterValidator(_key)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[ByteSize, Field(gt=0)]
 
@@ -211,22 +229,28 @@ class ApiKeySettings(_Part):
     """A client's key, and the tenant it belongs to.
 
     Attributes:
-        key: the key itself.
+        key: the key itself, or `sha256:` and its SHA-256 digest in hexadecimal digits.
         tenant: keys of one tenant share KV; a key without one is a tenant of its own.
     """
 
-    key: Secret
+    key: Key
     tenant: Tenant | None = None
 
     @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key."""
+        return key_digest(self.key.get_secret_value())
+
+    @property
     def tenant_id(self) -> str:
-        """The tenant. A key without one gets a name made from its digest, which does not reveal the key.
+        """The tenant. A key without one gets a name made from its digest, which does not reveal the key. It
+        is the same whether the key is given as itself or hashed.
 
         That name contains a colon, which a tenant's name cannot contain, so the two never collide.
         """
         if self.tenant is not None:
             return self.tenant
-        digest = hashlib.blake2b(self.key.get_secret_value().encode(), digest_size=8, person=b"kvpin tenant")
+        digest = hashlib.blake2b(self.digest, digest_size=8, person=b"kvpin tenant")
         return f"key:{digest.hexdigest()}"
 
 
@@ -242,6 +266,21 @@ class LimitSettings(_Part):
     body_bytes: Size = ByteSize(64 * 2**20)
     request_records: Annotated[int, Field(ge=0, le=1_000_000)] = 512
     prompt_table_bytes: Size = ByteSize(512 * 2**20)
+
+
+class TlsSettings(_Part):
+    """TLS of kvpin's own port.
+
+    Attributes:
+        cert: file of its certificate and those of intermediate authorities (PEM).
+        key: file of the unencrypted private key; None if it is in `cert`.
+        client_ca: file of the authorities (PEM) one of which must have signed a client's certificate; None if
+            clients need none.
+    """
+
+    cert: Path
+    key: Path | None = None
+    client_ca: Path | None = None
 
 
 class LogSettings(_Part):
@@ -278,7 +317,7 @@ class Settings(BaseSettings):
         engines: engines that run already.
         managed: engines that kvpin starts.
         api_keys: keys of clients; without any, everybody may use the data plane.
-        admin_key: key of the admin API; without one, only this machine may use it.
+        admin_key: key of the admin API, as itself or hashed; without one, only this machine may use it.
         model_aliases: further names of models and LoRA adapters → the names these are served under.
         default_model: serves requests that name no model, or one that nothing serves.
         cors_origins: origins of web pages that may use the data plane; `*` stands for all.
@@ -292,6 +331,9 @@ class Settings(BaseSettings):
         health: how engines are checked.
         restore_ahead: with `reuse`, restore KV from host memory before the next turn of a conversation.
         graceful_shutdown_s: time that running answers get when kvpin stops.
+        drain_s: time after SIGTERM in which kvpin says that it is not ready, and still accepts requests. By
+            default 0 on loopback addresses and 5 on others, where a load balancer may be in front.
+        tls: TLS of the port; None for plain HTTP.
     """
 
     model_config = SettingsConfigDict(
@@ -304,7 +346,7 @@ class Settings(BaseSettings):
     engines: tuple[EngineSettings, ...] = ()
     managed: tuple[ManagedSettings, ...] = ()
     api_keys: tuple[ApiKeySettings, ...] = ()
-    admin_key: Secret | None = None
+    admin_key: Key | None = None
     model_aliases: dict[ModelName, ModelName] = Field(default_factory=dict)
     default_model: ModelName | None = None
     cors_origins: tuple[Origin, ...] = ()
@@ -317,6 +359,8 @@ class Settings(BaseSettings):
     health: HealthSettings = HealthSettings()
     restore_ahead: bool = True
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    tls: TlsSettings | None = None
 
     @property
     def hosts(self) -> list[str]:
@@ -334,10 +378,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
-        keys = [entry.key.get_secret_value() for entry in self.api_keys]
-        if len(set(keys)) != len(keys):
+        digests = [entry.digest for entry in self.api_keys]
+        if len(set(digests)) != len(digests):
             raise ValueError("api_keys contains the same key twice")
-        if self.admin_key and self.admin_key.get_secret_value() in keys:
+        if self.admin_key and key_digest(self.admin_key.get_secret_value()) in digests:
             raise ValueError("admin_key must differ from every key in api_keys")
         return self
 

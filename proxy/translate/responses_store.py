@@ -166,9 +166,15 @@ class ResponseStore:
         self, tenants: int = 1, *, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`tenants`: among how many the room is divided."""
-        self._room = max_bytes // max(tenants, 1)
+        self._max_bytes = max_bytes
         self._clock = clock
+        self.divide(tenants)
         self._shelves: dict[str | None, Shelf] = {}
+
+    def divide(self, tenants: int) -> None:
+        """Divides the room among that many tenants. A tenant that has more than its part loses its oldest
+        responses when it gets its next one."""
+        self._room = self._max_bytes // max(tenants, 1)
 
     def of(self, tenant: str | None) -> Shelf:
         """The responses of a tenant."""

@@ -138,7 +138,7 @@ async def test_a_failure_to_close_one_engine_does_not_keep_the_others_open():
 
     for adapter in (Closes("a"), FailsToClose("b"), Closes("c")):
         proxy.fleet.add(adapter)
-    proxy.managed += [Stops("p0"), Stops("p1")]
+    proxy.configured.processes |= {name: Stops(name) for name in ("p0", "p1")}
     with capture_logs() as entries:
         await proxy.stop()
     assert closed == ["a", "c", "p0", "p1"]

@@ -15,57 +15,28 @@ from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from proxy import server
-from proxy.server import listen, listen_on, serve
+from proxy.api.listeners import listen
+from proxy.server import serve
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from tests.fakes import serving
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
 
 
-def test_a_port_is_taken_once():
-    with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
-        listen(*first.getsockname())
-
-
-def test_several_addresses_have_one_port_or_none_is_bound():
-    with contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(each) for each in listen_on(["127.0.0.1", "127.0.0.2"], 0))
-        assert [each.getsockname()[0] for each in (first, second)] == ["127.0.0.1", "127.0.0.2"]
-        port = first.getsockname()[1]
-        assert second.getsockname()[1] == port
-        first.close()
-        with pytest.raises(OSError, match="in use"):
-            listen_on(["127.0.0.1", "127.0.0.2"], port)
-        listen("127.0.0.1", port).close()
-
-
 def test_an_engine_that_could_never_start_is_one_sentence_and_status_2(tmp_path, capfd):
     words = ("/nowhere/llama-server", "-m", "model.gguf", "--slot-save-path", str(tmp_path / "kv"))
     engine = ManagedSettings(kind="llama_server", id="mine", command=words)
-    assert serve(Settings(managed=(engine,))) == 2
+    assert serve(lambda: Settings(managed=(engine,))) == 2
     said = capfd.readouterr().err
     assert said.startswith("kvpin: engine 'mine': there is no program '/nowhere/llama-server'")
     assert said.count("\n") == 1
     assert "scripts/llama-server" in said
 
 
-async def test_running_answers_get_the_time_the_operator_gives(monkeypatch):
-    seen = []
-
-    async def never_begins(self, sockets):
-        seen.append(self.config.timeout_graceful_shutdown)
-
-    monkeypatch.setattr("uvicorn.Server.serve", never_begins)
-    with listen("127.0.0.1", 0) as listener:
-        settings = Settings(graceful_shutdown_s=7, engines=(ELSEWHERE,))
-        assert await server._run(settings, [listener]) == 1
-    assert seen == [7]
-
-
 async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path, capfd):
     settings = Settings(reuse=True, record_traffic=tmp_path / "none" / "traffic.jsonl")
     with listen("127.0.0.1", 0) as listener:
-        assert await server._run(settings, [listener]) == 2
+        assert await server._run(settings, [listener], None) == 2
     said = capfd.readouterr().err
     assert said.startswith("kvpin: record_traffic: ")
     assert said.endswith("cannot be written: No such file or directory\n")
@@ -162,25 +133,15 @@ async def test_a_second_interrupt_cuts_answers_short_without_a_traceback(tmp_pat
     log = tmp_path / "log"
     async with a_running_stream(log) as (process, stream):
         process.send_signal(signal.SIGINT)
-        await until_logged(log, "Waiting for connections to close")
+        await until_logged(log, "waiting for running answers")
         assert not stream.done()
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(20):  # the grace is 30 s
             assert await process.wait() == 0
     said = log.read_text()
-    assert "second SIGINT: running answers are cut short" in said
+    assert "told to stop again: running answers are cut short" in said
     assert "Traceback" not in said
     assert '"exception"' not in said
-
-
-async def test_a_hang_up_is_logged_and_changes_nothing(tmp_path):
-    log = tmp_path / "log"
-    async with a_running_stream(log) as (process, stream):
-        process.send_signal(signal.SIGHUP)
-        await until_logged(log, "SIGHUP ignored")
-        assert not stream.done()
-        assert process.returncode is None
-        process.kill()
 
 
 async def test_a_signal_during_the_start_is_not_lost(monkeypatch):
@@ -193,14 +154,14 @@ async def test_a_signal_during_the_start_is_not_lost(monkeypatch):
     monkeypatch.setattr(server.Proxy, "start", start_and_be_told_to_stop)
     with listen("127.0.0.1", 0) as listener:
         async with asyncio.timeout(60):
-            assert await server._run(Settings(engines=(ELSEWHERE,)), [listener]) == 0
+            assert await server._run(Settings(engines=(ELSEWHERE,)), [listener], None) == 0
 
 
 async def test_a_third_interrupt_ends_it_at_once(monkeypatch):
     ended = []
     monkeypatch.setattr(server.os, "_exit", ended.append)
     proxy = server.Proxy(Settings(engines=(ELSEWHERE,)), HttpTransport())
-    running = server._Server(server._config(proxy, proxy.settings))
+    running = server._Server(proxy, None, 0)
     for _ in range(2):
         running.on_signal(signal.SIGINT)
     assert (running.should_exit, running.force_exit, ended) == (True, True, [])

@@ -14,6 +14,7 @@ from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter import EngineError
+from proxy.api.admin.audit import audited
 from proxy.api.admin.endpoint import Endpoint
 from proxy.api.admin.openapi import with_document
 from proxy.api.auth import AdminGuard
@@ -21,6 +22,8 @@ from proxy.api.errors import error_response, handle_http
 from proxy.errors import ProxyError
 
 PREFIX = "/admin/v1"
+# Methods that change nothing.
+_READS = ("GET", "HEAD")
 
 
 def admin_mount(endpoints: Iterable[Endpoint], guard: AdminGuard) -> Mount:
@@ -62,8 +65,11 @@ class _Guarded:
     guard: AdminGuard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = HTTPConnection(scope)
+        if scope["method"] not in _READS:
+            send = audited(connection, send, self.guard.right)
         try:
-            self.guard.check(HTTPConnection(scope))
+            self.guard.check(connection)
         except ProxyError as error:
             response = error_response(error)
             return await response(scope, receive, send)

@@ -1,3 +1,5 @@
+import hashlib
+
 import pytest
 from starlette.requests import HTTPConnection
 
@@ -49,6 +51,13 @@ class TestAuthenticate:
 
     def test_lets_everybody_in_where_there_are_no_keys(self):
         assert authenticate(given({"authorization": "Bearer x"}), Tenants([])) is None
+
+
+def test_a_hashed_admin_key_opens_the_admin_api_and_its_digest_does_not():
+    hashed = f"sha256:{hashlib.sha256(b'admin-key').hexdigest()}"
+    AdminGuard(hashed).check(connection(host="x", authorization="Bearer admin-key"))
+    with pytest.raises(Unauthorized):
+        AdminGuard(hashed).check(connection(host="x", authorization=f"Bearer {hashed}"))
 
 
 class TestAdminWithAKey:
@@ -124,7 +133,7 @@ def test_loopback_is_told_by_address(host, local):
 
 
 def test_a_key_of_ours_ends_here_and_another_goes_to_the_engine():
-    headers = given({"authorization": "Bearer k1", "x-api-key": "k1", "x-other": "1"})
+    headers = given({"authorization": "Bearer k1", "x-api-key": "k1", "cookie": "a=1", "x-other": "1"})
     assert passed_on_headers(headers, TENANTS) == {"x-other": "1"}
     assert passed_on_headers(headers, Tenants([])) is headers
 

@@ -9,6 +9,8 @@ import threading
 import time
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from proxy.api.http1 import MAX_HEAD, Http1Protocol
 from tests.engines import served
@@ -377,3 +379,33 @@ def test_a_client_that_still_sends_a_refused_body_is_not_idle(connection):
         time.sleep(IDLE_S / 10)
     connection.sendall(LAST)
     assert b"/say" in everything(connection)
+
+
+async def test_a_connection_that_is_idle_is_closed_but_not_while_a_request_is_on_its_way():
+    config = uvicorn.Config(say, interface="asgi3", lifespan="off", log_config=None, proxy_headers=False)
+    config.load()
+    state, loop = ServerState(), asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Http1Protocol(config, state, {}), "127.0.0.1", 0)
+
+    async def until(holds):
+        async with asyncio.timeout(30):
+            while not holds():  # noqa: ASYNC110 - a test
+                await asyncio.sleep(0.001)
+
+    async with server:
+        with socket.create_connection(server.sockets[0].getsockname()) as client:
+            await until(lambda: state.connections)
+            (connection,) = state.connections
+
+            def is_closed(for_s=0.0):
+                connection.close_if_idle(for_s)
+                return connection.transport.is_closing()
+
+            assert not is_closed(for_s=60)
+            client.sendall(b"GET /say HTTP/1.1\r\n")
+            assert not is_closed()  # the loop has not read it yet
+            await until(lambda: connection._head_bytes)
+            assert not is_closed()
+            client.sendall(b"host: localhost\r\n\r\n")
+            assert (await asyncio.to_thread(client.recv, 65536)).startswith(b"HTTP/1.1 200")
+            assert is_closed()

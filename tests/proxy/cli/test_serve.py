@@ -21,8 +21,8 @@ def served(monkeypatch):
     """The settings the server was started with."""
     seen = []
 
-    def take(settings):
-        seen.append(settings)
+    def take(load):
+        seen.append(load())
         return 0
 
     monkeypatch.setattr(server, "serve", take)

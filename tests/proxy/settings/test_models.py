@@ -1,3 +1,5 @@
+import hashlib
+
 import pytest
 from pydantic import ValidationError
 
@@ -56,6 +58,18 @@ def test_a_key_without_tenant_is_a_tenant_of_its_own():
     assert one.tenant_id == same.tenant_id != other.tenant_id
     assert "sk-one" not in one.tenant_id
     assert ApiKeySettings(key="sk-one", tenant="team-a").tenant_id == "team-a"
+
+
+def test_a_hashed_key_is_the_same_key():
+    digest = hashlib.sha256(b"sk-one").hexdigest()
+    plain, hashed = ApiKeySettings(key="sk-one"), ApiKeySettings(key=f"sha256:{digest}")
+    assert (plain.digest, plain.tenant_id) == (hashed.digest, hashed.tenant_id)
+    with pytest.raises(ValidationError, match="the same key twice"):
+        Settings(api_keys=[plain, hashed])
+    with pytest.raises(ValidationError, match="must differ"):
+        Settings(api_keys=[plain], admin_key=f"sha256:{digest}")
+    with pytest.raises(ValidationError, match="sha256: and 64 hexadecimal digits"):
+        ApiKeySettings(key="sha256:12")
 
 
 def test_a_tenant_cannot_take_the_name_of_another_key():

@@ -1,0 +1,152 @@
+"""The engines of the settings: they join at start, and follow the settings when these are read again.
+
+added     joins, and is watched
+changed   no new requests; those in flight end; then it is connected, or started, with its new settings
+removed   stays until the added ones were tried; no new requests; those in flight end; then it leaves
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from engine_adapter import EngineAdapter, EngineSpec
+from proxy.control.engines import Engines
+from proxy.errors import Conflict
+from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.monitor import Monitor
+from proxy.process.managed import ManagedEngine
+from proxy.settings import EngineChanges, EngineEntry, ManagedSettings, engine_changes
+from proxy.tasks import Supervisor
+
+log = structlog.get_logger(__name__)
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An engine of the settings that was made and has not joined yet."""
+
+    entry: EngineEntry
+    adapter: EngineAdapter
+    process: ManagedEngine | None
+
+
+class ConfiguredEngines:
+    """Starts the engines of the settings and changes them.
+
+    Attributes:
+        processes: those that kvpin starts, by id.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        monitor: Monitor,
+        engines: Engines,
+        tasks: Supervisor,
+        make_adapter: Callable[[EngineSpec], EngineAdapter],
+    ) -> None:
+        self.processes: dict[str, ManagedEngine] = {}
+        self._fleet = fleet
+        self._monitor = monitor
+        self._engines = engines
+        self._tasks = tasks
+        self._make_adapter = make_adapter
+        self._entries: dict[str, EngineEntry] = {}
+
+    def start(self, entries: Iterable[EngineEntry]) -> None:
+        """Lets the engines join. Raises EngineSpecError for one that cannot be used."""
+        for entry in entries:
+            self._join(self._make(entry))
+
+    def follow(self, entries: Iterable[EngineEntry], *, grace_s: float) -> EngineChanges:
+        """Changes the engines to these. What takes time goes on in the background.
+
+        Args:
+            entries: all engines of the settings.
+            grace_s: time that requests of an engine that leaves get to end.
+
+        Raises:
+            Conflict: the id of a new engine is that of one that was added by the admin API. Nothing changed.
+            EngineSpecError: an engine cannot be used. Nothing changed.
+        """
+        changes = engine_changes(self._entries, entries)
+        for entry in changes.added:
+            if entry.id in self._fleet.engines:
+                raise Conflict(
+                    f"an engine with id {entry.id!r} exists: it still leaves, or the admin API added it"
+                )
+        # All are made before one joins: an engine that cannot be used must change nothing.
+        added = [self._make(entry) for entry in changes.added]
+        changed = [self._make(entry) for entry in changes.changed]
+        for made in added:
+            self._join(made)
+        for made in changed:
+            self._replace(made, grace_s)
+        for engine_id in changes.removed:
+            del self._entries[engine_id]
+            leaving = self._leave(engine_id, [made.entry.id for made in added], grace_s)
+            self._tasks.start(f"leave {engine_id}", leaving)
+        return changes
+
+    def _make(self, entry: EngineEntry) -> _Made:
+        if isinstance(entry, ManagedSettings):
+            process = ManagedEngine(entry)
+            return _Made(entry, self._make_adapter(process.spec), process)
+        return _Made(entry, self._make_adapter(entry.spec()), None)
+
+    def _join(self, made: _Made) -> None:
+        self._begin(self._fleet.add(made.adapter), made)
+
+    def _begin(self, engine: Engine, made: _Made) -> None:
+        self._entries[engine.id] = made.entry
+        if made.process is not None:
+            engine.process = self.processes[engine.id] = made.process
+            self._tasks.start(f"process {engine.id}", made.process.run())
+        self._monitor.watch(engine)
+
+    def _replace(self, made: _Made, grace_s: float) -> None:
+        old, process = self._fleet.engine(made.entry.id), self.processes.pop(made.entry.id, None)
+        self._entries[old.id] = made.entry
+        self._monitor.forget(old)
+        new = self._fleet.replace(made.adapter)
+
+        async def follow_on() -> None:
+            # Two adapters at once would each believe that an engine's slots are its own.
+            await _until(lambda: not old.leases, grace_s)
+            await old.adapter.aclose()
+            if process is not None:
+                await process.stop()
+            if self._fleet.engines.get(new.id) is new:
+                self._begin(new, made)
+
+        self._tasks.start(f"replace {old.id} {id(new)}", follow_on())
+
+    async def _leave(self, engine_id: str, added: list[str], grace_s: float) -> None:
+        engine = self._fleet.engine(engine_id)
+        await _until(lambda: not any(self._is_connecting(each) for each in added), grace_s)
+        engine.state = EngineState.DRAINING
+        await _until(lambda: not engine.leases, grace_s)
+        process = self.processes.pop(engine_id, None)
+        engine.process = None
+        await self._engines.remove(engine_id)
+        if process is not None:
+            await process.stop()
+        log.info("engine has left: the settings no longer name it", engine=engine_id)
+
+    def _is_connecting(self, engine_id: str) -> bool:
+        engine = self._fleet.engines.get(engine_id)
+        return engine is not None and engine.state is EngineState.CONNECTING
+
+
+async def _until(is_so: Callable[[], bool], seconds: float) -> None:
+    """Waits until something is so, but not longer."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not is_so() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - a rare wait
+        await asyncio.sleep(_POLL_S)

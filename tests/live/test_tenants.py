@@ -1,0 +1,127 @@
+"""Tenants of one kvpin never meet: every route, tier and cache, both directions, two kinds of engines.
+
+Elsewhere: images (test_media.py), diagnostics (test_diagnostics.py), recordings (test_recording.py), routes
+of llama-server (test_llama_native.py), salts of SGLang, TensorRT-LLM and vLLM (their live tests), responses
+that engines keep (tests/proxy/fleet/test_destinations.py), tokenised chats
+(tests/proxy/prompt/test_known_chats.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import count
+
+import httpx
+import pytest
+
+from scripts.make_gguf import gguf_path
+from tests.live.conftest import Kvpin, running_kvpin
+from tests.llama import llama_server, memory_dir
+
+pytestmark = pytest.mark.live
+
+STORY = "The lighthouse keeper counted ships until the fog came in and hid them all. " * 6
+NUMBERS = count()
+EMBEDDED, LLAMA = "kvpin-tiny", "tiny"
+KEYS = {"a": "key-a", "b": "key-b", "c": "key-c"}
+
+
+@pytest.fixture(scope="module")
+def kvpin(tmp_path_factory):
+    """An embedded engine and a llama-server, both with a host tier, and three tenants; one key is hashed."""
+    path = tmp_path_factory.mktemp("tenants")
+    hashed = f"sha256:{hashlib.sha256(b'key-b').hexdigest()}"
+    entries = [f'[[api_keys]]\nkey = "{k}"\ntenant = "{t}"\n' for t, k in {**KEYS, "b": hashed}.items()]
+    with memory_dir() as saved, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLAMA_SERVER", llama_server())
+        llama = f"-m {gguf_path('tiny')} -np 2 -c 4096 -t 1 --slot-save-path {saved}"
+        (path / "kvpin.toml").write_text('admin_key = "admin"\n' + "".join(entries))
+        engines = ("embedded: --threads 1 --kv-blocks 512 --host-cache-bytes 64MiB", f"llama-server: {llama}")
+        flags = [word for engine in engines for word in ("--managed", engine)]
+        with running_kvpin(path / "log", "--config", str(path / "kvpin.toml"), *flags) as kvpin:
+            yield kvpin
+
+
+def post(kvpin: Kvpin, route: str, tenant: str, body: dict) -> httpx.Response:
+    headers = {"authorization": f"Bearer {KEYS[tenant]}"}
+    return httpx.post(f"{kvpin.base_url}/{route}", json=body, headers=headers, timeout=120, trust_env=False)
+
+
+def admin(kvpin: Kvpin, verb: str, **body) -> None:
+    answer = kvpin.admin("POST", verb, json=body, headers={"authorization": "Bearer admin"})
+    assert answer.raise_for_status().json()["state"] == "done"
+
+
+def chat(text):
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "temperature": 0}
+
+
+def cached_of_openai(usage):
+    return (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+ROUTES = {
+    "chat/completions": (chat, cached_of_openai),
+    "completions": (lambda text: {"prompt": text, "max_tokens": 2, "temperature": 0}, cached_of_openai),
+    "messages": (chat, lambda usage: usage["cache_read_input_tokens"]),
+    "responses": (
+        lambda text: {"input": text, "max_output_tokens": 16, "temperature": 0, "store": False},
+        lambda usage: usage["input_tokens_details"]["cached_tokens"],
+    ),
+}
+
+
+@pytest.mark.parametrize("direction", ["ab", "ba"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("model", [EMBEDDED, LLAMA])
+def test_nobody_hits_what_another_tenant_computed(kvpin, model, route, direction):
+    make, cached_of = ROUTES[route]
+    body = {"model": model, **make(f"Case {next(NUMBERS)}. {STORY}")}
+
+    def cached(tenant):
+        answer = post(kvpin, route, tenant, body)
+        assert answer.status_code == 200, answer.text
+        predicted, reported = answer.headers["x-kvpin-predicted-tokens"], cached_of(answer.json()["usage"])
+        assert predicted == str(reported)
+        return reported
+
+    owner, other = direction
+    assert cached(owner) == 0
+    assert cached(owner) > 50
+    assert cached(other) == 0  # it lies on the GPU
+    admin(kvpin, "offload", all=True)
+    assert cached("c") == 0  # and in host memory, or in a file
+    assert cached(owner) > 50
+    admin(kvpin, "flush", tenant=owner)
+    assert cached(owner) == 0
+    assert cached(other) > 50  # whose own it is by now
+
+
+@pytest.mark.parametrize("model", [EMBEDDED, LLAMA])
+def test_the_response_of_another_tenant_is_as_one_that_never_was(kvpin, model):
+    made = post(kvpin, "responses", "a", {"model": model, "input": "Hello.", "max_output_tokens": 16})
+    own = made.raise_for_status().json()["id"]
+
+    def told(name, tenant):
+        get = httpx.get(
+            f"{kvpin.base_url}/responses/{name}",
+            headers={"authorization": f"Bearer {KEYS[tenant]}"},
+            trust_env=False,
+        )
+        follow = {"model": model, "input": "And?", "previous_response_id": name, "max_output_tokens": 16}
+        answers = [get, post(kvpin, "responses", tenant, follow)]
+        return [(answer.status_code, answer.text.replace(name, "ID")) for answer in answers]
+
+    assert [status for status, _ in told(own, "a")] == [200, 200]
+    assert told(own, "b") == told(f"resp_{'0' * (len(own) - 5)}", "b")
+    assert [status for status, _ in told(own, "b")] == [404, 404]
+
+
+@pytest.mark.parametrize("path", ["/admin/v1/stats", "/admin/v1/requests", "/admin/v1/openapi.json"])
+def test_a_tenants_key_opens_no_admin_route_and_the_admin_key_no_other(kvpin, path):
+    for key in KEYS.values():
+        answer = httpx.get(f"{kvpin.url}{path}", headers={"authorization": f"Bearer {key}"}, trust_env=False)
+        assert answer.status_code == 401
+    admin_key = {"authorization": "Bearer admin"}
+    assert httpx.get(f"{kvpin.url}{path}", headers=admin_key, trust_env=False).status_code == 200
+    assert httpx.get(f"{kvpin.base_url}/models", headers=admin_key, trust_env=False).status_code == 401

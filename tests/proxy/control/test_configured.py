@@ -1,0 +1,85 @@
+"""The engines of the settings join, change and leave; requests in flight end where they began."""
+
+import contextlib
+
+import pytest
+
+from engine_adapter import EngineSpec, EngineSpecError, HttpTransport
+from proxy.app import Proxy
+from proxy.errors import Conflict
+from proxy.fleet.engine import EngineState
+from proxy.settings import EngineSettings, ManagedSettings, Settings
+from tests.fakes import FakeEngine
+from tests.kv_world import until
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+def named(engine_id, url, **more):
+    return EngineSettings(kind="openai_compatible", url=url, id=engine_id, **more)
+
+
+@contextlib.asynccontextmanager
+async def running(*engines):
+    """A proxy with these engines, all ready."""
+    proxy = Proxy(Settings(engines=engines), HttpTransport())
+    proxy.configured.start(engines)
+    await until(lambda: all(e.state is EngineState.READY for e in proxy.fleet.engines.values()))
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()
+
+
+async def test_an_engine_that_is_no_longer_named_leaves_after_its_requests_and_after_others_were_tried():
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        changes = proxy.configured.follow([named("b", server.url)], grace_s=60)
+        assert ([e.id for e in changes.added], changes.removed) == (["b"], ("a",))
+        assert old.state is EngineState.READY
+        await until(lambda: old.state is EngineState.DRAINING)
+        assert proxy.fleet.engine("b").state is EngineState.READY
+        assert "a" in proxy.fleet.engines
+        old.leases.discard(request)
+        await until(lambda: list(proxy.fleet.engines) == ["b"])
+
+
+async def test_an_engine_with_other_settings_is_connected_anew_once_its_requests_have_ended():
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        changes = proxy.configured.follow([named("a", server.url, api_key="k")], grace_s=60)
+        assert [entry.id for entry in changes.changed] == ["a"]
+        new = proxy.fleet.engine("a")
+        assert (new is not old, new.state) == (True, EngineState.CONNECTING)
+        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
+        old.leases.discard(request)
+        await until(lambda: new.state is EngineState.READY)
+        assert new.adapter.spec.api_key == "k"
+
+
+async def test_one_engine_that_cannot_be_used_leaves_all_as_they_are(tmp_path):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        bad = named("c", "https://127.0.0.1:1", ca=str(tmp_path / "none"))
+        with pytest.raises(EngineSpecError, match="engine 'c': ca: "):
+            proxy.configured.follow([named("b", server.url), bad], grace_s=60)
+        proxy.engines.add(EngineSpec("openai_compatible", NOWHERE, "later"))
+        with pytest.raises(Conflict, match="'later' exists"):
+            proxy.configured.follow([named("later", server.url)], grace_s=60)
+        assert list(proxy.fleet.engines) == ["a", "later"]
+        assert proxy.configured.follow([named("a", server.url)], grace_s=60).removed == ()
+
+
+async def test_a_process_ends_with_its_engine():
+    proxy = Proxy(Settings(engines=(named("a", NOWHERE),)), HttpTransport())
+    started = ManagedSettings(kind="openai_compatible", id="p", command="sh -c 'sleep 100 # {port}'")
+    try:
+        proxy.configured.start([started])
+        process = proxy.configured.processes["p"]
+        await until(lambda: process.status.pid is not None)
+        proxy.configured.follow([], grace_s=0.1)
+        await until(lambda: process.status.state == "stopped" and process.status.pid is None)
+        assert (list(proxy.fleet.engines), proxy.configured.processes) == ([], {})
+    finally:
+        await proxy.stop()
