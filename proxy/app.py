@@ -44,6 +44,7 @@ from proxy.core.pins import PinBook
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
+from proxy.fleet.line import QueueLimits
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.flow import Flow
@@ -70,10 +71,13 @@ class Proxy:
         self.settings = settings
         self.transport = transport
         self.tasks = Supervisor()
-        self.fleet = Fleet(settings.model_aliases, settings.default_model)
+        limits = settings.limits
+        queue = QueueLimits(limits.queue_s, limits.queue_requests, int(limits.queue_bytes))
+        self.fleet = Fleet(settings.model_aliases, settings.default_model, queue)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(
-            ApiKey.of(entry.key.get_secret_value(), entry.tenant_id) for entry in settings.api_keys
+            (ApiKey.of(entry.key.get_secret_value(), entry.tenant_id) for entry in settings.api_keys),
+            settings.tenant_limits,
         )
         self.responses = ResponseStore(len(self.tenants.names))
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner) if settings.reuse else None

@@ -57,6 +57,7 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import PASSED_ON, REFUSALS, final_error, is_not_here, may_retry, refusals_of
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
+from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.translate import (
     CHAT_PATH,
     RESPONSES_PATH,
@@ -144,22 +145,25 @@ class Flow:
         self._keep_for_diagnosis(call.body, record, reply)
         started = time.monotonic()
         failed: dict[str, EngineError] = {}
+        usage = self.tenants.usage(call.tenant, is_more=call.is_more)
         try:
+            usage.begin(started)
             ready = await self.prepare(call)
             call = ready.call
             record.prompt, record.chain = ready.prompt, ready.chain
             record.served_as, record.lora = ready.pool.model, ready.lora
+            usage.spend(prompt_tokens_of(call, record.n_tokens))
             if (translation := ready.translation) is not None:
                 if translation.counts:
                     return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
             elif call.route == RESPONSES_PATH:
                 reply.through(lambda client: Noting(client, partial(self._note_home, record)))
-            while candidates := await self._candidates(ready, failed):
-                placement = ready.pool.place(candidates, ready.chain)
+            while placed := await self._place(ready, failed, record):
+                placement, n_candidates = placed
                 engine = ready.pool.engines[placement.engine]
                 record.attempts.append(engine.id)
-                refusals = refusals_of(call, len(candidates))
+                refusals = refusals_of(call, n_candidates)
                 try:
                     return await self.run_on(ready, placement, reply, record, refusals)
                 except (EngineUnavailable, EngineRejected) as error:
@@ -178,6 +182,7 @@ class Flow:
             raise
         finally:
             record.duration_s, record.events = time.monotonic() - started, reply.events
+            usage.end(record.output_tokens or reply.events)
             self.requests.add(record)
             self.observe(record)
             failed.clear()  # a traceback holds this frame: the body would stay until garbage collection
@@ -288,6 +293,48 @@ class Flow:
                         await self.fleet.until_ready()
                         found = self.candidates(ready)
         return found
+
+    async def _place(
+        self, ready: Ready, failed: Collection[str], record: RequestRecord
+    ) -> tuple[Placement, int] | None:
+        """The engine to try next, of how many; None if there is none. Waits where all engines are too busy.
+
+        Raises:
+            Overloaded: that takes too long.
+        """
+        pool, candidates = ready.pool, await self._candidates(ready, failed)
+        if not candidates:
+            return None
+        placement = pool.place(candidates, ready.chain)
+        if failed or not pool.must_queue(placement):
+            return placement, len(candidates)
+        await self._in_turn(ready, record)
+        candidates = self.candidates(ready)  # engines hold other KV by now
+        return (pool.place(candidates, ready.chain), len(candidates)) if candidates else None
+
+    async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
+        """Waits until it is the request's turn and an engine is not too busy, or none is there any more.
+
+        Raises:
+            Overloaded: that takes too long.
+        """
+        call, pool, began = ready.call, ready.pool, time.monotonic()
+
+        def may_go() -> bool:
+            candidates = self.candidates(ready)
+            return not candidates or not pool.is_busy(pool.place(candidates, ready.chain))
+
+        try:
+            await pool.line.wait(
+                call.tenant,
+                priority=priority_of(call),
+                tokens=tokens_of(call, record.n_tokens),
+                size=len(call.body.raw) if isinstance(call.body, JsonBody) else 0,
+                deadline_s=deadline_of(call),
+                may_go=may_go,
+            )
+        finally:
+            record.queued_s = time.monotonic() - began
 
     async def run_on(
         self,

@@ -119,6 +119,7 @@ class Monitor:
             load = await engine.adapter.load()
             if load.counted:
                 engine.ledger.reported(monotonic(), load.running + load.waiting)
+                engine.ledger.backlog.reported(load.waiting)
             if not load.outdated:
                 return
         await self._recheck(engine)
@@ -186,6 +187,7 @@ class Monitor:
             engine.state = EngineState.DOWN
         engine.last_error = str(error) or "no answer in time"
         engine.audit.lost("the engine is down")
+        engine.ledger.backlog.reported(0)
         if self._ingest is not None:
             self._ingest.leave(engine)
         self._fleet.leave(engine)

@@ -36,6 +36,7 @@ from engine_adapter import (
     make_options,
     managed_spec,
 )
+from proxy.core.quotas import TenantLimits
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 # Ports that browsers leave out of an origin.
@@ -103,6 +104,7 @@ Origin = Annotated[str, AfterValidator(_origin)]
 Hosts = Annotated[str, AfterValidator(_hosts)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
+Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[ByteSize, Field(gt=0)]
 
@@ -213,10 +215,19 @@ class ApiKeySettings(_Part):
     Attributes:
         key: the key itself.
         tenant: keys of one tenant share KV; a key without one is a tenant of its own.
+        requests_per_minute, tokens_per_minute, concurrent_requests: limits of the tenant, None for none.
     """
 
     key: Secret
     tenant: Tenant | None = None
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    concurrent_requests: Count | None = None
+
+    @property
+    def limits(self) -> TenantLimits:
+        """The limits of the tenant, as far as they stand here."""
+        return TenantLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
 
     @property
     def tenant_id(self) -> str:
@@ -231,17 +242,23 @@ class ApiKeySettings(_Part):
 
 
 class LimitSettings(_Part):
-    """Limits on memory.
+    """Limits on memory, and on waiting for engines that are busy.
 
     Attributes:
         body_bytes: the longest request body.
         request_records: the number of requests kept for `GET /admin/v1/requests`.
         prompt_table_bytes: all registered prompt tables together.
+        queue_s: the longest that a request waits for engines that are busy.
+        queue_requests: the most requests of a model that wait.
+        queue_bytes: the most bytes that their bodies have together.
     """
 
     body_bytes: Size = ByteSize(64 * 2**20)
     request_records: Annotated[int, Field(ge=0, le=1_000_000)] = 512
     prompt_table_bytes: Size = ByteSize(512 * 2**20)
+    queue_s: Seconds = 300.0
+    queue_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
+    queue_bytes: Size = ByteSize(512 * 2**20)
 
 
 class LogSettings(_Part):
@@ -319,6 +336,11 @@ class Settings(BaseSettings):
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
 
     @property
+    def tenant_limits(self) -> dict[str, TenantLimits]:
+        """The limits of each tenant that has some."""
+        return {entry.tenant_id: entry.limits for entry in self.api_keys if entry.limits != TenantLimits()}
+
+    @property
     def hosts(self) -> list[str]:
         """The addresses to listen on."""
         return self.host.split(",")
@@ -339,6 +361,15 @@ class Settings(BaseSettings):
             raise ValueError("api_keys contains the same key twice")
         if self.admin_key and self.admin_key.get_secret_value() in keys:
             raise ValueError("admin_key must differ from every key in api_keys")
+        return self
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        for entry in self.api_keys:
+            if entry.limits not in (TenantLimits(), self.tenant_limits.get(entry.tenant_id, TenantLimits())):
+                raise ValueError(
+                    f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"
+                )
         return self
 
     @model_validator(mode="after")
