@@ -41,6 +41,7 @@ from proxy.core.misses import Diagnosis
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retention import retention_of
+from proxy.core.retry_budget import RetryBudget
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine
 from proxy.fleet.fleet import Fleet
@@ -121,6 +122,7 @@ class Flow:
         observe: called with each finished record, for metrics.
         wait_s: how long a request waits when no engine takes requests.
         translations: route → what translates a request there into a chat, for engines that want chats.
+        budget: retries of all requests together.
     """
 
     fleet: Fleet
@@ -134,6 +136,7 @@ class Flow:
     observe: Callable[[RequestRecord], None]
     wait_s: float = ENGINE_WAIT_S
     translations: Mapping[str, Translate] = field(default_factory=dict)
+    budget: RetryBudget = field(default_factory=RetryBudget)
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request.
@@ -143,6 +146,7 @@ class Flow:
         """
         record = RequestRecord.of(call)
         self._keep_for_diagnosis(call.body, record, reply)
+        self.budget.requested()
         started = time.monotonic()
         failed: dict[str, EngineError] = {}
         usage = self.tenants.usage(call.tenant, is_more=call.is_more)
@@ -171,7 +175,7 @@ class Flow:
                         raise  # the client's fault: every engine would reject it
                     failed[engine.id] = error
                     _note_failure(engine, error, call.route)
-                    if not may_retry(call, failed.values(), self.retries):
+                    if not self._may_retry(call, failed):
                         break
             raise final_error(list(failed.values())) if failed else no_engine_for(ready.lora)
         except ANSWERED as error:
@@ -293,6 +297,13 @@ class Flow:
                         await self.fleet.until_ready()
                         found = self.candidates(ready)
         return found
+
+    def _may_retry(self, call: Call, failed: Mapping[str, EngineError]) -> bool:
+        """Whether another engine may be tried after the last failure."""
+        last = next(reversed(failed.values()))
+        has_refused = isinstance(last, EngineRejected) and not is_not_here(last)
+        may = may_retry(call, failed.values(), self.retries)
+        return may and (not has_refused or self.budget.take(time.monotonic()))
 
     async def _place(
         self, ready: Ready, failed: Collection[str], record: RequestRecord
@@ -429,6 +440,7 @@ def _note_failure(engine: Engine, error: EngineError, route: str) -> None:
         engine.suspect(error)
     elif not is_not_here(error):
         log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
+        engine.failed(error)
     elif route in PASSED_ON:
         engine.lacks.add(route)
 

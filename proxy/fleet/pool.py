@@ -190,6 +190,8 @@ class Pool:
                 and (native is None or engine.serves(native))
             ]
             if able:
+                # Never none: where all fail, one may still succeed.
+                able = [engine for engine in able if engine.is_allowed] or able
                 return [engine for engine in able if route not in engine.lacks] or able
         return []
 
@@ -231,6 +233,8 @@ class Pool:
         placer, placed = self.placer, lease.placed
         computed = lease.placement.uncached_tokens if lease.succeeded else None
         placer.end(monotonic(), placed, computed, lease.report)
+        if lease.succeeded:
+            engine.answered()
         if not lease.succeeded or placed.chain is None:
             placer.settled(placed)
         elif not self.learn(engine, placed.chain.hashes):
