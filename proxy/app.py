@@ -44,6 +44,7 @@ from proxy.core.pins import PinBook
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
+from proxy.fleet.lease import Timeouts
 from proxy.fleet.line import QueueLimits
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.restore_ahead import RestoreAhead
@@ -71,7 +72,7 @@ class Proxy:
         self.settings = settings
         self.transport = transport
         self.tasks = Supervisor()
-        limits = settings.limits
+        limits, waits = settings.limits, settings.timeouts
         queue = QueueLimits(limits.queue_s, limits.queue_requests, int(limits.queue_bytes))
         self.fleet = Fleet(settings.model_aliases, settings.default_model, queue)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
@@ -89,6 +90,7 @@ class Proxy:
             interval_s=settings.health.interval_s,
             timeout_s=settings.health.timeout_s,
             isolated=self.tenants.isolated,
+            timeouts=Timeouts(waits.first_byte_s, waits.idle_s, waits.total_s),
         )
         self.ahead = (
             RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None

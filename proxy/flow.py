@@ -298,7 +298,7 @@ class Flow:
                         found = self.candidates(ready)
         return found
 
-    def _may_retry(self, call: Call, failed: Mapping[str, EngineError]) -> bool:
+    def _may_retry(self, call: Call, failed: dict[str, EngineError]) -> bool:
         """Whether another engine may be tried after the last failure."""
         last = next(reversed(failed.values()))
         has_refused = isinstance(last, EngineRejected) and not is_not_here(last)
@@ -440,7 +440,7 @@ def _note_failure(engine: Engine, error: EngineError, route: str) -> None:
         engine.suspect(error)
     elif not is_not_here(error):
         log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
-        engine.failed(error)
+        engine.refused(error)
     elif route in PASSED_ON:
         engine.lacks.add(route)
 

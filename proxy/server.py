@@ -79,7 +79,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _run(settings: Settings, listeners: list[socket.socket]) -> int:
-    transport = HttpTransport()
+    transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
         proxy = Proxy(settings, transport)
     except SettingsError as error:

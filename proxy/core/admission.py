@@ -62,6 +62,7 @@ class _Share(Generic[Item]):
     size: int = 0
     tokens: int = 0
     deficit: int = 0  # tokens it may still send in this turn
+    served: int = 0  # number of the request that it was served last
 
     def change(self, entry: Entry[Item], sign: int) -> None:
         self.entries += sign
@@ -93,9 +94,10 @@ class FairQueue(Generic[Item]):
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._shares: dict[str | None, _Share[Item]] = {}  # in the order of their turns
+        self._shares: dict[str | None, _Share[Item]] = {}
         self._size = 0
         self._entries = 0
+        self._served = 0
 
     def __len__(self) -> int:
         return self._entries
@@ -150,6 +152,8 @@ class FairQueue(Generic[Item]):
             if may_go(entry.item):
                 self._credit(share.rounds)
                 share.deficit -= entry.tokens
+                self._served += 1
+                share.served = self._served
                 self.remove(entry)
                 return entry
         return None
@@ -157,8 +161,8 @@ class FairQueue(Generic[Item]):
     def _turns(self) -> Iterator[str | None]:
         """The tenants, in the order in which they may send their first requests."""
         shares = self._shares
-        # The sort is stable: within a round the order stays.
-        return iter(sorted(shares, key=lambda tenant: shares[tenant].rounds))
+        # Within a round, a tenant that was passed over goes before those that were served meanwhile.
+        return iter(sorted(shares, key=lambda tenant: (shares[tenant].rounds, shares[tenant].served)))
 
     def _credit(self, rounds: int) -> None:
         """Some rounds have passed. A tenant whose turn was passed over, as its engine is busy, saves no more

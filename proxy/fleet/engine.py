@@ -147,7 +147,7 @@ class Engine:
         if self.state in (EngineState.CONNECTING, EngineState.DOWN):
             return  # the loss is known, and `abandon` counted this request
         self.last_error = str(error)
-        self.failed(error)
+        self._has_opened()
         if not self._failed:
             log.warning("a request failed: checking its engine", engine=self.id, error=str(error))
         self._failed += 1
@@ -155,16 +155,20 @@ class Engine:
             self.state = EngineState.SUSPECT
         self.check_now.set()
 
-    def failed(self, error: Exception) -> None:
-        """A request failed on it. After several in a row it gets few requests for a while."""
-        if self.breaker is None:
-            self.breaker = Breaker()
-        if self.breaker.failed(time.monotonic()):
+    def refused(self, error: Exception) -> None:
+        """It answered a request with an error of its own. After several in a row it gets few for a while."""
+        if self._has_opened():
             log.warning(
                 "requests keep failing: the engine gets few until one is answered",
                 engine=self.id,
                 error=str(error),
             )
+
+    def _has_opened(self) -> bool:
+        """Counts a failure. Returns whether it opened the breaker."""
+        if self.breaker is None:
+            self.breaker = Breaker()
+        return self.breaker.failed(time.monotonic())
 
     def answered(self) -> None:
         """A request was answered well."""

@@ -285,6 +285,22 @@ class HealthSettings(_Part):
     timeout_s: Seconds = 5.0
 
 
+class TimeoutSettings(_Part):
+    """How long engines may take, in seconds. Checked with each health check.
+
+    Attributes:
+        connect_s: to accept a connection.
+        first_byte_s: to the first byte of an answer. One that is no stream has its first byte last.
+        idle_s: from one piece of an answer to the next, the client's reading included.
+        total_s: to the end of an answer; None for as long as it likes.
+    """
+
+    connect_s: Seconds = 5.0
+    first_byte_s: Seconds = 1800.0
+    idle_s: Seconds = 600.0
+    total_s: Seconds | None = None
+
+
 class Settings(BaseSettings):
     """Everything the operator decides. Made by `load_settings`.
 
@@ -307,6 +323,7 @@ class Settings(BaseSettings):
             with other content is an error.
         retries: other engines to try before the first byte of an answer.
         health: how engines are checked.
+        timeouts: how long engines may take.
         restore_ahead: with `reuse`, restore KV from host memory before the next turn of a conversation.
         graceful_shutdown_s: time that running answers get when kvpin stops.
     """
@@ -332,6 +349,7 @@ class Settings(BaseSettings):
     trust_media_uuids: bool = False
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     health: HealthSettings = HealthSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
     restore_ahead: bool = True
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
 

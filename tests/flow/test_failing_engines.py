@@ -4,11 +4,15 @@ import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
 
+import httpx
 import pytest
 
 from proxy.core import breaker
 from proxy.core.retry_budget import FLOOR
-from tests.fakes import ASK, CHAT, FakeEngine, answer, client_of, proxy_over
+from proxy.fleet.lease import Timeouts
+from proxy.fleet.monitor import Monitor
+from proxy.prompt import PromptTables
+from tests.fakes import ASK, CHAT, STREAM, FakeEngine, answer, client_of, proxy_over
 
 
 async def failing(exchange, status=500):
@@ -67,3 +71,54 @@ async def test_retries_do_not_multiply_the_load():
         assert await statuses(client, 100) == [500] * 100
         retried = len(bad.seen) + len(good.seen) - 100
         assert retried <= FLOOR + 0.2 * 100 + 10  # and one for each second of the test
+
+
+@asynccontextmanager
+async def watched(proxy, timeouts):
+    """The monitor's look at answers that take too long, without its health checks."""
+    monitor = Monitor(
+        proxy.fleet, proxy.tasks, None, PromptTables(), interval_s=0.01, timeout_s=20, timeouts=timeouts
+    )
+    for engine in proxy.fleet.engines.values():
+        proxy.tasks.start(f"watch {engine.id}", monitor._until_lost(engine))
+    try:
+        yield
+    finally:
+        await proxy.tasks.stop()
+
+
+async def hanging(exchange, chunks=()):
+    if chunks:
+        await exchange.start()
+        for chunk in chunks:
+            await exchange.chunk(chunk)
+    await exchange.left.wait()
+
+
+@pytest.mark.parametrize("limit", ["first_byte_s", "total_s"])
+async def test_an_engine_that_does_not_answer_in_time_is_replaced(limit):
+    async with two() as (bad, _, proxy, client):
+        bad.script = hanging
+        async with watched(proxy, Timeouts(**{limit: 0.1})):
+            response = await client.post(CHAT, json=ASK)
+            assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+        assert proxy.fleet.engines["a"].last_error == "the engine did not answer within 0.1 s"
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [("idle_s", "nothing of the answer came for 0.1 s"), ("total_s", "the answer took longer than 0.1 s")],
+)
+async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said):
+    async with two() as (bad, _, proxy, client):
+        bad.script = partial(hanging, chunks=(b"data: 1\n\n", b"data: 2\n\n"))
+        text = b""
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
+            async with (
+                watched(proxy, Timeouts(**{limit: 0.1})),
+                client.stream("POST", CHAT, json=STREAM) as response,
+            ):
+                async for chunk in response.aiter_raw():
+                    text += chunk
+        assert said in text.decode()
+        assert proxy.last.error == said

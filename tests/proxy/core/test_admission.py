@@ -70,6 +70,12 @@ def test_a_request_whose_engine_is_busy_lets_others_go():
     assert taken(queue) == ["stuck"]
 
 
+def test_a_passed_over_tenant_goes_as_soon_as_it_may():
+    queue = filled(entry("a", "stuck", tokens=9), *(entry("b", "b", tokens=9) for _ in range(50)))
+    assert set(taken(queue, 20, may_go=lambda item: item != "stuck")) == {"b"}
+    assert taken(queue, 1) == ["stuck"]
+
+
 def test_a_passed_over_tenant_saves_up_no_more_than_a_turn():
     queue = filled(entry("a", "stuck"), entry("a", "next"), *(entry("b", "b") for _ in range(50)))
     taken(queue, 40, may_go=lambda item: item != "stuck")
