@@ -40,7 +40,7 @@ from tests.fake_engines.vllm import FakeVllm, VllmOptions
 
 CHAT = "/v1/chat/completions"
 # Who asks for one of these gets the fake's own, slower answer.
-RARE_FIELDS = ("return_token_ids", "vllm_xargs", "cache_salt", "tools")
+RARE_FIELDS = ("return_token_ids", "vllm_xargs", "tools")
 
 
 @dataclass(frozen=True, slots=True)

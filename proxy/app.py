@@ -46,6 +46,8 @@ from proxy.core.pins import PinBook
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
+from proxy.fleet.lease import Timeouts
+from proxy.fleet.line import QueueLimits
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.flow import Flow
@@ -71,9 +73,10 @@ class Proxy:
         self.settings = settings
         self.transport = transport
         self.tasks = Supervisor()
-        self.fleet = Fleet(settings.model_aliases, settings.default_model)
+        waits = settings.timeouts
+        self.fleet = Fleet(settings.model_aliases, settings.default_model, _queue_limits(settings))
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
-        self.tenants = Tenants(_keys(settings))
+        self.tenants = Tenants(_keys(settings), settings.tenant_limits)
         self.responses = ResponseStore(len(self.tenants.names))
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner) if settings.reuse else None
         self.monitor = Monitor(
@@ -84,6 +87,7 @@ class Proxy:
             interval_s=settings.health.interval_s,
             timeout_s=settings.health.timeout_s,
             isolated=self.tenants.isolated,
+            timeouts=Timeouts(waits.first_byte_s, waits.idle_s, waits.total_s),
         )
         self.ahead = (
             RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
@@ -143,11 +147,12 @@ class Proxy:
         check_engines(settings)
         changes = self.configured.follow(all_engines(settings), grace_s=settings.graceful_shutdown_s)
         self.settings = settings
-        self.tenants.replace(_keys(settings))
+        self.tenants.replace(_keys(settings), settings.tenant_limits)
         self.destinations.isolated = self.tenants.isolated
         self.monitor.isolate(isolated=self.tenants.isolated)
         self.responses.divide(len(self.tenants.names))
         self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
+        self.fleet.bound_queues(_queue_limits(settings))
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
         self.flow.requests.capacity = settings.limits.request_records
         self.flow = replace(self.flow, retries=settings.retries)
@@ -193,6 +198,11 @@ def all_engines(settings: Settings) -> tuple[EngineEntry, ...]:
 
 def _keys(settings: Settings) -> list[ApiKey]:
     return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
+
+
+def _queue_limits(settings: Settings) -> QueueLimits:
+    limits = settings.limits
+    return QueueLimits(limits.queue_s, limits.queue_requests, int(limits.queue_bytes))
 
 
 def check_engines(settings: Settings) -> None:

@@ -9,6 +9,8 @@ ProxyError
 ├── Forbidden            the admin API without a key, from another machine
 ├── BodyTooLarge         over the limit
 ├── EncodedBody          compressed
+├── RateLimited          over a limit of its tenant: retry in `retry_after_s`
+├── Overloaded           all engines are busy: retry in `retry_after_s`
 ├── NoEngine             no engine can take it now: retry in `retry_after_s`
 └── EngineFailed         the engines that were asked went away
 """
@@ -83,6 +85,22 @@ class BodyTooLarge(ProxyError):
 
 class EncodedBody(ProxyError):
     """The request body is compressed, which kvpin does not read."""
+
+
+class RateLimited(ProxyError):
+    """The tenant is over one of its limits. The client should retry in `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.headers = {"retry-after": str(retry_after_s)}
+
+
+class Overloaded(ProxyError):
+    """Engines are ready, but too busy. The client should retry in `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.headers = {"retry-after": str(retry_after_s)}
 
 
 class NoEngine(ProxyError):

@@ -41,6 +41,7 @@ from proxy.core.misses import Diagnosis
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retention import retention_of
+from proxy.core.retry_budget import RetryBudget
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine
 from proxy.fleet.fleet import Fleet
@@ -57,6 +58,7 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import PASSED_ON, REFUSALS, final_error, is_not_here, may_retry, refusals_of
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
+from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.translate import (
     CHAT_PATH,
     RESPONSES_PATH,
@@ -120,6 +122,7 @@ class Flow:
         observe: called with each finished record, for metrics.
         wait_s: how long a request waits when no engine takes requests.
         translations: route → what translates a request there into a chat, for engines that want chats.
+        budget: retries of all requests together.
     """
 
     fleet: Fleet
@@ -133,6 +136,7 @@ class Flow:
     observe: Callable[[RequestRecord], None]
     wait_s: float = ENGINE_WAIT_S
     translations: Mapping[str, Translate] = field(default_factory=dict)
+    budget: RetryBudget = field(default_factory=RetryBudget)
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request.
@@ -142,24 +146,28 @@ class Flow:
         """
         record = RequestRecord.of(call)
         self._keep_for_diagnosis(call.body, record, reply)
+        self.budget.requested()
         started = time.monotonic()
         failed: dict[str, EngineError] = {}
+        usage = self.tenants.usage(call.tenant, is_more=call.is_more)
         try:
+            usage.begin(started)
             ready = await self.prepare(call)
             call = ready.call
             record.prompt, record.chain = ready.prompt, ready.chain
             record.served_as, record.lora = ready.pool.model, ready.lora
+            usage.spend(prompt_tokens_of(call, record.n_tokens))
             if (translation := ready.translation) is not None:
                 if translation.counts:
                     return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
             elif call.route == RESPONSES_PATH:
                 reply.through(lambda client: Noting(client, partial(self._note_home, record)))
-            while candidates := await self._candidates(ready, failed):
-                placement = ready.pool.place(candidates, ready.chain)
+            while placed := await self._place(ready, failed, record):
+                placement, n_candidates = placed
                 engine = ready.pool.engines[placement.engine]
                 record.attempts.append(engine.id)
-                refusals = refusals_of(call, len(candidates))
+                refusals = refusals_of(call, n_candidates)
                 try:
                     return await self.run_on(ready, placement, reply, record, refusals)
                 except (EngineUnavailable, EngineRejected) as error:
@@ -167,7 +175,7 @@ class Flow:
                         raise  # the client's fault: every engine would reject it
                     failed[engine.id] = error
                     _note_failure(engine, error, call.route)
-                    if not may_retry(call, failed.values(), self.retries):
+                    if not self._may_retry(call, failed):
                         break
             raise final_error(list(failed.values())) if failed else no_engine_for(ready.lora)
         except ANSWERED as error:
@@ -178,6 +186,7 @@ class Flow:
             raise
         finally:
             record.duration_s, record.events = time.monotonic() - started, reply.events
+            usage.end(record.output_tokens or reply.events)
             self.requests.add(record)
             self.observe(record)
             failed.clear()  # a traceback holds this frame: the body would stay until garbage collection
@@ -289,6 +298,55 @@ class Flow:
                         found = self.candidates(ready)
         return found
 
+    def _may_retry(self, call: Call, failed: dict[str, EngineError]) -> bool:
+        """Whether another engine may be tried after the last failure."""
+        last = next(reversed(failed.values()))
+        has_refused = isinstance(last, EngineRejected) and not is_not_here(last)
+        may = may_retry(call, failed.values(), self.retries)
+        return may and (not has_refused or self.budget.take(time.monotonic()))
+
+    async def _place(
+        self, ready: Ready, failed: Collection[str], record: RequestRecord
+    ) -> tuple[Placement, int] | None:
+        """The engine to try next, of how many; None if there is none. Waits where all engines are too busy.
+
+        Raises:
+            Overloaded: that takes too long.
+        """
+        pool, candidates = ready.pool, await self._candidates(ready, failed)
+        if not candidates:
+            return None
+        placement = pool.place(candidates, ready.chain)
+        if failed or not pool.must_queue(placement):
+            return placement, len(candidates)
+        await self._in_turn(ready, record)
+        candidates = self.candidates(ready)  # engines hold other KV by now
+        return (pool.place(candidates, ready.chain), len(candidates)) if candidates else None
+
+    async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
+        """Waits until it is the request's turn and an engine is not too busy, or none is there any more.
+
+        Raises:
+            Overloaded: that takes too long.
+        """
+        call, pool, began = ready.call, ready.pool, time.monotonic()
+
+        def may_go() -> bool:
+            candidates = self.candidates(ready)
+            return not candidates or not pool.is_busy(pool.place(candidates, ready.chain))
+
+        try:
+            await pool.line.wait(
+                call.tenant,
+                priority=priority_of(call),
+                tokens=tokens_of(call, record.n_tokens),
+                size=len(call.body.raw) if isinstance(call.body, JsonBody) else 0,
+                deadline_s=deadline_of(call),
+                may_go=may_go,
+            )
+        finally:
+            record.queued_s = time.monotonic() - began
+
     async def run_on(
         self,
         ready: Ready,
@@ -382,6 +440,7 @@ def _note_failure(engine: Engine, error: EngineError, route: str) -> None:
         engine.suspect(error)
     elif not is_not_here(error):
         log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
+        engine.refused(error)
     elif route in PASSED_ON:
         engine.lacks.add(route)
 

@@ -85,7 +85,7 @@ async def _run(
     settings: Settings, listeners: list[socket.socket], load: Load, *, are_shared: bool = False
 ) -> int:
     """`are_shared`: the sockets outlive this process, and another kvpin may serve them."""
-    transport = HttpTransport()
+    transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
         proxy = Proxy(settings, transport)
         server = _Server(proxy, load, _drain_s(settings, listeners))

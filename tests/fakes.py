@@ -27,6 +27,7 @@ from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
+from proxy.fleet.line import QueueLimits
 from proxy.flow import Flow
 from proxy.observe.metrics import Metrics
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
@@ -371,10 +372,11 @@ class FakeProxy:
     aliases: dict[str, str] = field(default_factory=dict)
     default_model: str | None = None
     cors_origins: tuple[str, ...] = ()
+    queue: QueueLimits | None = None
     url: str = ""
 
     def __post_init__(self):
-        self.fleet = Fleet(self.aliases, self.default_model)
+        self.fleet = Fleet(self.aliases, self.default_model, self.queue)
         self.tasks = Supervisor()
         self.metrics = Metrics(self.fleet)
         self.requests = RequestLog(100)

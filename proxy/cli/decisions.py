@@ -100,11 +100,13 @@ def _show_costs(
 
 
 def _why(request: dict[str, Any]) -> str:
-    """Why no more was reused and what differs first, or why the request failed."""
+    """How long it waited for engines that were busy; why no more was reused and what differs first, or why
+    the request failed."""
+    waited, at = request["queued_s"], request["differs_at"]
+    queued = f"queued {waited:.1f} s; " if waited is not None else ""
     if request["error"] is not None:
-        return str(request["error"])
-    at = request["differs_at"]
-    return str(request["miss"] or "") + (f": {at}" if at is not None else "")
+        return queued + str(request["error"])
+    return queued + str(request["miss"] or "") + (f": {at}" if at is not None else "")
 
 
 def _count(value: int | None) -> str:

@@ -2,6 +2,10 @@
 
 index/        which engine holds which block, on which tier
 placement/    which engine a request goes to, with the reasons
+admission.py  which requests wait for an engine, and who goes first
+quotas.py     what one tenant may use
+breaker.py    whether an engine that fails requests gets more
+retry_budget.py  retries of all requests together
 audit.py      predicted against reported cached tokens → trust
 pins.py       what operators asked to keep
 retention.py  what clients asked to keep

@@ -2,6 +2,7 @@
 
 fleet.py          all engines and pools          pool.py    engines that serve one model, and their index
 engine.py         one engine's state             lease.py   a request's hold on an engine
+line.py           the requests of a pool that wait for an engine
 destinations.py   which pool, or which engine, a request may go to
 monitor.py        connects, checks health, drops and reconnects engines
 ingest.py         the write path: KV events and audits into the index

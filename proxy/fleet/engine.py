@@ -13,6 +13,7 @@ import structlog
 
 from engine_adapter import Capability, EngineAdapter, EngineInfo
 from proxy.core.audit import EngineAudit
+from proxy.core.breaker import Breaker
 from proxy.core.index.learned import LearnedBlocks
 from proxy.core.index.view import EngineView
 from proxy.core.placement.load import EngineLedger
@@ -73,6 +74,7 @@ class Engine:
         last_error: why it is not ready.
         check_now: wakes its monitor.
         leases: the requests on it.
+        breaker: lets few requests through after several failed in a row; None after none did.
     """
 
     def __init__(self, adapter: EngineAdapter, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -96,6 +98,7 @@ class Engine:
         self.last_error: str | None = None
         self.check_now = asyncio.Event()
         self.leases: set[Lease] = set()
+        self.breaker: Breaker | None = None
 
     @property
     def state(self) -> EngineState:
@@ -144,12 +147,40 @@ class Engine:
         if self.state in (EngineState.CONNECTING, EngineState.DOWN):
             return  # the loss is known, and `abandon` counted this request
         self.last_error = str(error)
+        self._has_opened()
         if not self._failed:
             log.warning("a request failed: checking its engine", engine=self.id, error=str(error))
         self._failed += 1
         if self.state is EngineState.READY:
             self.state = EngineState.SUSPECT
         self.check_now.set()
+
+    def refused(self, error: Exception) -> None:
+        """It answered a request with an error of its own. After several in a row it gets few for a while."""
+        if self._has_opened():
+            log.warning(
+                "requests keep failing: the engine gets few until one is answered",
+                engine=self.id,
+                error=str(error),
+            )
+
+    def _has_opened(self) -> bool:
+        """Counts a failure. Returns whether it opened the breaker."""
+        if self.breaker is None:
+            self.breaker = Breaker()
+        return self.breaker.failed(time.monotonic())
+
+    def answered(self) -> None:
+        """A request was answered well."""
+        if self.breaker is not None:
+            self.breaker.answered(time.monotonic())
+            if self.breaker.is_closed:
+                self.breaker = None
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether its breaker lets another request through."""
+        return self.breaker is None or self.breaker.allows(time.monotonic(), len(self.unanswered))
 
     def abandon(self) -> None:
         """The engine is lost: ends its requests. Those whose answer has not begun are retried elsewhere.

@@ -14,6 +14,7 @@ import structlog
 from engine_adapter import EngineAdapter, EngineInfo
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
+from proxy.fleet.line import QueueLimits
 from proxy.fleet.pool import Pool
 
 log = structlog.get_logger(__name__)
@@ -27,8 +28,15 @@ MAX_NAME = 200
 class Fleet:
     """All engines and their pools."""
 
-    def __init__(self, aliases: Mapping[str, str] | None = None, default_model: str | None = None) -> None:
-        """`aliases`: further names of models and LoRA adapters. `default_model`: serves all other names."""
+    def __init__(
+        self,
+        aliases: Mapping[str, str] | None = None,
+        default_model: str | None = None,
+        queue: QueueLimits | None = None,
+    ) -> None:
+        """`aliases`: further names of models and LoRA adapters. `default_model`: serves all other names.
+        `queue`: the bounds of each pool's queue."""
+        self._queue = queue
         self.aliases = aliases or {}
         self.default_model = default_model
         self.engines: dict[str, Engine] = {}
@@ -42,6 +50,12 @@ class Fleet:
             raise Conflict(f"an engine with id {adapter.spec.id!r} exists", param="id")
         engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
         return engine
+
+    def bound_queues(self, queue: QueueLimits) -> None:
+        """Other bounds of each pool's queue."""
+        self._queue = queue
+        for pool in self.pools.values():
+            pool.line.bound(queue)
 
     def remove(self, engine_id: str) -> Engine:
         """Removes an engine and all that is known of it. Raises NotFound."""
@@ -81,7 +95,7 @@ class Fleet:
         if tokens_per_block < PAGES_BELOW:
             tokens_per_block = TOKENS_PER_BLOCK
         if pool is None or (not pool.engines and pool.tokens_per_block != tokens_per_block):
-            pool = self.pools[model] = Pool(model, tokens_per_block)
+            pool = self.pools[model] = Pool(model, tokens_per_block, self._queue)
         engine.info = info
         engine.lacks.clear()
         if info.gpu_blocks is not None and info.tokens_per_block is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import msgspec
 from msgspec.structs import replace
 
 from engine_adapter import EngineInfo, EngineUnavailable, Hold, IncomingResponse
@@ -22,6 +23,20 @@ from proxy.core.placement.placer import PlacedRequest, Placer
 # Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
 # it is busy, still sends.
 SILENCE_S = 5.0
+
+
+class Timeouts(msgspec.Struct, frozen=True):
+    """How long an engine may take, in seconds.
+
+    Attributes:
+        first_byte_s: to the first byte of an answer. One that is no stream has its first byte last.
+        idle_s: from one piece of an answer to the next, the client's reading included.
+        total_s: to the end of an answer; None for as long as it likes.
+    """
+
+    first_byte_s: float = 1800.0
+    idle_s: float = 600.0
+    total_s: float | None = None
 
 
 class LeasedEngine(Protocol):
@@ -51,17 +66,18 @@ class Patience:
     long: every request has one.
     """
 
-    __slots__ = ("_cancelled_before", "_has_ended", "_task")
+    __slots__ = ("_cancelled_before", "_has_ended", "_reason", "_task")
 
     def __init__(self) -> None:
         self._task: asyncio.Task[Any] | None = None
         self._cancelled_before = 0
         self._has_ended = False
+        self._reason = ""
 
-    def end(self) -> None:
-        """The engine was lost."""
+    def end(self, reason: str) -> None:
+        """The engine was lost, or is too slow."""
         if self._task is not None and not self._has_ended:
-            self._has_ended = True
+            self._has_ended, self._reason = True, reason
             self._task.cancel()
 
     def __enter__(self) -> None:
@@ -73,7 +89,7 @@ class Patience:
         if task is None or not self._has_ended or task.uncancel() > self._cancelled_before:
             return
         if kind is asyncio.CancelledError:
-            raise EngineUnavailable("the engine was lost before it answered") from None
+            raise EngineUnavailable(self._reason) from None
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +123,8 @@ class Lease:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     _patience: Patience = field(default_factory=Patience)
     _answer: IncomingResponse | None = None
+    _seen: int = 0  # pieces of the answer, and when the last of them was seen
+    _seen_at: float = 0.0
 
     def __enter__(self) -> Self:
         self.engine.leases.add(self)
@@ -199,7 +217,7 @@ class Lease:
         if self._answer is not None:
             self._watch(self._answer)
         else:  # soon: an answer that is being read has begun by then
-            asyncio.get_running_loop().call_soon(self._end_patience)
+            self._end_soon("the engine was lost before it answered")
 
     def first_byte(self, answer: IncomingResponse, *, streamed: bool) -> None:
         """The answer has begun. A stream's first byte is its first token; other answers are whole by then."""
@@ -213,9 +231,26 @@ class Lease:
         else:
             self.placer.answered(time.monotonic(), self.placed)
 
-    def _end_patience(self) -> None:
+    def end_if_late(self, now: float, limits: Timeouts) -> None:
+        """Ends the request if its engine takes too long. Called every now and then."""
+        answer, age_s, total_s = self._answer, now - self.started, limits.total_s
+        if answer is None:
+            limit_s = limits.first_byte_s if total_s is None else min(limits.first_byte_s, total_s)
+            if age_s > limit_s:
+                self._end_soon(f"the engine did not answer within {limit_s:g} s")
+        elif total_s is not None and age_s > total_s:
+            answer.hang_up(f"the answer took longer than {total_s:g} s")
+        elif answer.received != self._seen:
+            self._seen, self._seen_at = answer.received, now
+        elif now - self._seen_at > limits.idle_s:
+            answer.hang_up(f"nothing of the answer came for {limits.idle_s:g} s")
+
+    def _end_soon(self, reason: str) -> None:
+        asyncio.get_running_loop().call_soon(self._end_patience, reason)
+
+    def _end_patience(self, reason: str) -> None:
         if self._answer is None:
-            self._patience.end()
+            self._patience.end(reason)
 
     def _watch(self, answer: IncomingResponse) -> None:
         """Breaks the answer off if nothing is received for `SILENCE_S`."""

@@ -13,6 +13,7 @@ from engine_adapter import Capability, EngineError, EngineUnavailable, Finding
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
+from proxy.fleet.lease import Timeouts
 from proxy.fleet.tokenisation import Tokenisation
 from proxy.prompt import PromptTables
 from proxy.tasks import Supervisor
@@ -36,6 +37,7 @@ class Monitor:
         timeout_s: how long one check may take.
         isolated: there are several tenants; an engine that cannot keep their KV apart is refused, unless its
             `share_kv` allows it.
+        timeouts: how long the answers of an engine may take.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Monitor:
         interval_s: float,
         timeout_s: float,
         isolated: bool = False,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self._fleet = fleet
         self._tasks = tasks
@@ -56,6 +59,7 @@ class Monitor:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._isolated = isolated
+        self._timeouts = timeouts or Timeouts()
         self._tokenisation = Tokenisation(tasks, tables)
         self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
 
@@ -122,6 +126,8 @@ class Monitor:
             engine.check_now.clear()
             async with asyncio.timeout(self._timeout_s):
                 await self._check(engine)
+            for lease in engine.leases:
+                lease.end_if_late(monotonic(), self._timeouts)
 
     async def _check(self, engine: Engine) -> None:
         """One health check; a suspect engine, or one that changed, is asked what it is and can do."""
@@ -129,6 +135,7 @@ class Monitor:
             load = await engine.adapter.load()
             if load.counted:
                 engine.ledger.reported(monotonic(), load.running + load.waiting)
+                engine.ledger.backlog.reported(load.waiting)
             if not load.outdated:
                 return
         await self._recheck(engine)
@@ -196,6 +203,7 @@ class Monitor:
             engine.state = EngineState.DOWN
         engine.last_error = str(error) or "no answer in time"
         engine.audit.lost("the engine is down")
+        engine.ledger.backlog.reported(0)
         if self._ingest is not None:
             self._ingest.leave(engine)
         self._fleet.leave(engine)

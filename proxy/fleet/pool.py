@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
+from proxy.core.admission import HOLD_S, KEPT_BUSY
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
@@ -17,6 +18,7 @@ from proxy.core.placement.placer import Placer
 from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.lease import Lease
+from proxy.fleet.line import Line, QueueLimits
 from proxy.prompt import Prompt, PromptBuilder
 from proxy.request.session import Session
 
@@ -34,15 +36,17 @@ class Pool:
     Attributes:
         prompts: renders and tokenises requests; None until an engine has connected.
         away: lost engines, as they were when they were lost.
+        line: requests that wait because its engines are busy.
     """
 
-    def __init__(self, model: str, tokens_per_block: int) -> None:
+    def __init__(self, model: str, tokens_per_block: int, queue: QueueLimits | None = None) -> None:
         self.model = model
         self.tokens_per_block = tokens_per_block
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
         self.away: dict[str, EngineInfo] = {}
+        self.line = Line(queue)
 
     @property
     def index(self) -> PrefixIndex:
@@ -186,12 +190,26 @@ class Pool:
                 and (native is None or engine.serves(native))
             ]
             if able:
+                # Never none: where all fail, one may still succeed.
+                able = [engine for engine in able if engine.is_allowed] or able
                 return [engine for engine in able if route not in engine.lacks] or able
         return []
 
     def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
         """Chooses among `candidates`; by load alone when the prompt is not known."""
         return self.placer.place(monotonic(), candidates, chain)
+
+    def must_queue(self, placement: Placement) -> bool:
+        """Whether a placed request has to wait here: others do, or its engine is busy."""
+        return bool(self.line) or self.is_busy(placement)
+
+    def is_busy(self, placement: Placement) -> bool:
+        """Whether the engine would begin a placed request so late that it had better wait here."""
+        cost, engine = placement.chosen, self.engines[placement.engine]
+        wait_s = cost.queue_s + cost.room_s if self.placer.rates.learned else 0.0
+        if engine.ledger.backlog.waiting:
+            wait_s = max(wait_s, engine.ledger.backlog.wait_s(monotonic()))
+        return wait_s > HOLD_S and len(engine.unanswered) >= KEPT_BUSY
 
     def lease(
         self,
@@ -215,6 +233,8 @@ class Pool:
         placer, placed = self.placer, lease.placed
         computed = lease.placement.uncached_tokens if lease.succeeded else None
         placer.end(monotonic(), placed, computed, lease.report)
+        if lease.succeeded:
+            engine.answered()
         if not lease.succeeded or placed.chain is None:
             placer.settled(placed)
         elif not self.learn(engine, placed.chain.hashes):

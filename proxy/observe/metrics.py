@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from http import HTTPStatus
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
@@ -47,6 +48,12 @@ class Metrics:
         self._first_byte = Histogram(
             "kvpin_first_byte_seconds", "Time to the first byte of an answer", _BY_ENGINE, _SECONDS
         )
+        self._queued = Histogram(
+            "kvpin_queued_seconds", "Wait of requests for engines that were busy", ("model",), _SECONDS
+        )
+        self._refused = Counter(
+            "kvpin_refused_total", "Requests refused before an engine was asked", ("reason",)
+        )
         self._duration = Histogram("kvpin_request_seconds", "Duration of requests", _BY_ENGINE, _SECONDS)
         self._lag = Histogram(
             "kvpin_loop_lag_seconds", "How late the event loop ran its timer", (), _LAG_SECONDS
@@ -63,6 +70,10 @@ class Metrics:
         self._retries.of(model).add(max(len(record.attempts) - 1, 0))
         if record.duration_s is not None:
             self._duration.of(model, engine).observe(record.duration_s)
+        if record.queued_s is not None:
+            self._queued.of(record.served_as or "").observe(record.queued_s)
+        if (reason := _refusal(record)) is not None:
+            self._refused.of(reason).add()
         if record.first_byte_s is not None:
             self._first_byte.of(model, engine).observe(record.first_byte_s)
         if record.tokens_agree is not None:
@@ -91,10 +102,22 @@ class Metrics:
             self._tokens,
             self._first_byte,
             self._duration,
+            self._queued,
+            self._refused,
             self._lag,
         )
         counted = (line for family in families for line in family.lines())
         return "".join((*counted, *_of_fleet(self._fleet))).encode()
+
+
+def _refusal(record: RequestRecord) -> str | None:
+    """Why kvpin refused a request that it might have sent to an engine: `limit`, of its tenant, or `busy`."""
+    if record.attempts:
+        return None
+    if record.status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "limit"
+    has_waited = record.status == HTTPStatus.SERVICE_UNAVAILABLE and record.queued_s is not None
+    return "busy" if has_waited else None
 
 
 def _of_fleet(fleet: Fleet) -> Iterator[str]:
@@ -134,6 +157,12 @@ def _of_fleet(fleet: Fleet) -> Iterator[str]:
         "Blocks in the index",
         ("model",),
         (((pool.model,), len(pool.index)) for pool in pools),
+    )
+    yield gauge(
+        "kvpin_queue_requests",
+        "Requests that wait for engines that are busy",
+        ("model",),
+        (((pool.model,), len(pool.line)) for pool in pools),
     )
     yield _restores_ahead(fleet)
 

@@ -29,6 +29,7 @@ class Call(msgspec.Struct, frozen=True):
         tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
         session: the conversation it belongs to, if it names one.
+        is_more: it is a part of a request that its tenant's limits have counted.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Call(msgspec.Struct, frozen=True):
     tenant: str | None = None
     client_id: str | None = None
     session: Session | None = None
+    is_more: bool = False
 
     def __repr__(self) -> str:
         """Without headers and body, which must not get into logs."""

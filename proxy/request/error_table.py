@@ -42,6 +42,8 @@ TABLE: dict[type[Exception], Row] = {
     errors.Conflict: Row(409, "invalid_request_error", "conflict"),
     errors.BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
     errors.EncodedBody: Row(415, "invalid_request_error", "encoded_body"),
+    errors.RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.Overloaded: Row(503, "server_error", "overloaded"),
     errors.NoEngine: Row(503, "server_error", "no_engine"),
     errors.EngineFailed: Row(502, "server_error", "engine_failed"),
     errors.ProxyError: Row(500, "server_error", "internal_error"),

@@ -40,6 +40,7 @@ class RequestFacts(msgspec.Struct):
         output_tokens: tokens of the answer; None where the engine did not tell.
         first_byte_s: from placement to the first byte. An answer that is no stream has its first byte last.
         note: what the engine's adapter says about this answer.
+        queued_s: how long it waited because all engines were busy; None if it did not.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class RequestFacts(msgspec.Struct):
     duration_s: float | None = None
     error: str | None = None
     note: str = ""
+    queued_s: float | None = None
 
 
 class RequestRecord(RequestFacts, kw_only=True):

@@ -1,13 +1,14 @@
-"""API key → tenant → cache salt. Salts keep tenants' KV apart."""
+"""API key → tenant → cache salt and limits. Salts keep tenants' KV apart."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from proxy.errors import BadRequest
+from proxy.core.quotas import Quota, TenantLimits
+from proxy.errors import BadRequest, RateLimited
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,45 @@ class ApiKey:
         return cls(tenant, hashlib.sha256(key.encode()).digest())
 
 
+class Usage:
+    """What a request uses of its tenant's quota."""
+
+    __slots__ = ("_has_entered", "_is_more", "_quota")
+
+    def __init__(self, quota: Quota | None, *, is_more: bool = False) -> None:
+        """`quota` None: the tenant has no limits. `is_more`: the request is a part of a counted one."""
+        self._quota = quota
+        self._is_more = is_more
+        self._has_entered = False
+
+    def begin(self, now: float) -> None:
+        """The request comes. Raises RateLimited if its tenant is over one of its limits."""
+        if self._quota is None or self._is_more:
+            return
+        if (denied := self._quota.enter(now)) is not None:
+            raise RateLimited(
+                f"the limit {denied.what} = {denied.limit} is reached: try again in {denied.retry_after_s} s",
+                retry_after_s=denied.retry_after_s,
+            )
+        self._has_entered = True
+
+    def spend(self, tokens: int) -> None:
+        """It has used so many tokens."""
+        if self._quota is not None:
+            self._quota.spend(tokens)
+
+    def end(self, tokens: int) -> None:
+        """The request is over, and its answer has so many tokens."""
+        self.spend(tokens)
+        if self._quota is not None and self._has_entered:
+            self._quota.leave()
+
+
+_UNLIMITED = Usage(None)
+
+
 class Tenants:
-    """Keys → tenants → salts.
+    """Keys → tenants → salts and quotas.
 
     With at most one tenant, all requests share KV, and a client's `cache_salt` is passed on. With several
     tenants, each has its own salt, and a client's salt divides it further. All salts of a tenant have the
@@ -35,16 +73,29 @@ class Tenants:
         isolated: tenants do not share KV.
     """
 
-    def __init__(self, keys: Iterable[ApiKey]) -> None:
-        self.replace(keys)
+    def __init__(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits] | None = None) -> None:
+        """See `replace`."""
+        self._quotas: dict[str, Quota] = {}
+        self.replace(keys, limits or {})
 
-    def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Only these keys count from now on. A tenant that stays keeps its salt, and so its KV."""
+    def replace(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits]) -> None:
+        """Only these keys and limits count from now on. A tenant that stays keeps its salt, and so its KV.
+        What it has used of limits that stay still counts.
+
+        `limits`: of those tenants that have some.
+        """
         known = tuple(keys)
         self.names = frozenset(key.tenant for key in known)
         self.isolated = len(self.names) > 1
         self._keys = {key.digest: key for key in known}
         self._owners = {_own_salt(name): name for name in self.names} if self.isolated else {}
+        used = {(name, quota.limits): quota for name, quota in self._quotas.items()}
+        self._quotas = {name: used.get((name, each)) or Quota(each) for name, each in limits.items()}
+
+    def usage(self, tenant: str | None, *, is_more: bool) -> Usage:
+        """What a request of the tenant will use. One that `is_more` of a request counts only its tokens."""
+        quota = self._quotas.get(tenant) if tenant is not None and self._quotas else None
+        return Usage(quota, is_more=is_more) if quota is not None else _UNLIMITED
 
     @property
     def open(self) -> bool:

@@ -36,6 +36,7 @@ from engine_adapter import (
     make_options,
     managed_spec,
 )
+from proxy.core.quotas import TenantLimits
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 # Ports that browsers leave out of an origin.
@@ -121,6 +122,7 @@ Hosts = Annotated[str, AfterValidator(_hosts)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
+Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[ByteSize, Field(gt=0)]
 
@@ -231,10 +233,19 @@ class ApiKeySettings(_Part):
     Attributes:
         key: the key itself, or `sha256:` and its SHA-256 digest in hexadecimal digits.
         tenant: keys of one tenant share KV; a key without one is a tenant of its own.
+        requests_per_minute, tokens_per_minute, concurrent_requests: limits of the tenant, None for none.
     """
 
     key: Key
     tenant: Tenant | None = None
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    concurrent_requests: Count | None = None
+
+    @property
+    def limits(self) -> TenantLimits:
+        """The limits of the tenant, as far as they stand here."""
+        return TenantLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
 
     @property
     def digest(self) -> bytes:
@@ -255,17 +266,23 @@ class ApiKeySettings(_Part):
 
 
 class LimitSettings(_Part):
-    """Limits on memory.
+    """Limits on memory, and on waiting for engines that are busy.
 
     Attributes:
         body_bytes: the longest request body.
         request_records: the number of requests kept for `GET /admin/v1/requests`.
         prompt_table_bytes: all registered prompt tables together.
+        queue_s: the longest that a request waits for engines that are busy.
+        queue_requests: the most requests of a model that wait.
+        queue_bytes: the most bytes that their bodies have together.
     """
 
     body_bytes: Size = ByteSize(64 * 2**20)
     request_records: Annotated[int, Field(ge=0, le=1_000_000)] = 512
     prompt_table_bytes: Size = ByteSize(512 * 2**20)
+    queue_s: Seconds = 300.0
+    queue_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
+    queue_bytes: Size = ByteSize(512 * 2**20)
 
 
 class TlsSettings(_Part):
@@ -307,6 +324,22 @@ class HealthSettings(_Part):
     timeout_s: Seconds = 5.0
 
 
+class TimeoutSettings(_Part):
+    """How long engines may take, in seconds. Checked with each health check.
+
+    Attributes:
+        connect_s: to accept a connection.
+        first_byte_s: to the first byte of an answer. One that is no stream has its first byte last.
+        idle_s: from one piece of an answer to the next, the client's reading included.
+        total_s: to the end of an answer; None for as long as it likes.
+    """
+
+    connect_s: Seconds = 5.0
+    first_byte_s: Seconds = 1800.0
+    idle_s: Seconds = 600.0
+    total_s: Seconds | None = None
+
+
 class Settings(BaseSettings):
     """Everything the operator decides. Made by `load_settings`.
 
@@ -329,6 +362,7 @@ class Settings(BaseSettings):
             with other content is an error.
         retries: other engines to try before the first byte of an answer.
         health: how engines are checked.
+        timeouts: how long engines may take.
         restore_ahead: with `reuse`, restore KV from host memory before the next turn of a conversation.
         graceful_shutdown_s: time that running answers get when kvpin stops.
         drain_s: time after SIGTERM in which kvpin says that it is not ready, and still accepts requests. By
@@ -357,10 +391,16 @@ class Settings(BaseSettings):
     trust_media_uuids: bool = False
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     health: HealthSettings = HealthSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
     restore_ahead: bool = True
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     tls: TlsSettings | None = None
+
+    @property
+    def tenant_limits(self) -> dict[str, TenantLimits]:
+        """The limits of each tenant that has some."""
+        return {entry.tenant_id: entry.limits for entry in self.api_keys if entry.limits != TenantLimits()}
 
     @property
     def hosts(self) -> list[str]:
@@ -383,6 +423,15 @@ class Settings(BaseSettings):
             raise ValueError("api_keys contains the same key twice")
         if self.admin_key and key_digest(self.admin_key.get_secret_value()) in digests:
             raise ValueError("admin_key must differ from every key in api_keys")
+        return self
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        for entry in self.api_keys:
+            if entry.limits not in (TenantLimits(), self.tenant_limits.get(entry.tenant_id, TenantLimits())):
+                raise ValueError(
+                    f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"
+                )
         return self
 
     @model_validator(mode="after")

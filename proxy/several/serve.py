@@ -120,7 +120,13 @@ async def _some_end(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]
 async def _serve_part(flow: Flow, call: Call, number: int, part: Part, answer: _Answer) -> None:
     """Serves a part as a request of its own. Its record has the whole request's id, and a number."""
     client = _PartClient(part, answer)
-    own = replace(call, request_id=f"{call.request_id}-{number}", client_id=call.answer_id, body=part.body)
+    own = replace(
+        call,
+        request_id=f"{call.request_id}-{number}",
+        client_id=call.answer_id,
+        body=part.body,
+        is_more=number > 0,
+    )
     await flow.serve(own, Reply(client))
     client.check()
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from proxy.core.admission import Backlog
+
 # A prefill without a first token is dropped after this time: its request has been given up by then.
 FORGET_S = 600.0
 # An engine's reported load counts for this time: a few health checks.
@@ -129,10 +131,12 @@ class EngineLedger:
 
     Attributes:
         served: requests that were placed on it so far.
+        backlog: requests that the engine reports to wait.
     """
 
     def __init__(self) -> None:
         self.served = 0
+        self.backlog = Backlog()
         self._prefills: dict[int, _Prefill] = {}  # by ticket, in the order they were placed
         self._first: _Prefill | None = None  # of them: the one that the engine is computing
         self._expected_s = 0.0  # of all of them
@@ -162,6 +166,7 @@ class EngineLedger:
         if self._settle(now) is None:
             self._turn, self._busy = now, _BusyPeriod(now)
         self.served += 1
+        self.backlog.placed()
         if not seen:
             self._busy = None
             self._whole[self.served] = _Begun(now, self._computed, self._unknown)
@@ -189,6 +194,7 @@ class EngineLedger:
 
     def first_token(self, now: float, ticket: int) -> Sample | None:
         """Its first token came. Returns a sample of the engine's time, if one is complete."""
+        self.backlog.began(now)
         self._settle(now)
         prefill = self._take(ticket, computed=True)
         if prefill is None:
@@ -208,6 +214,7 @@ class EngineLedger:
     def answered(self, now: float, ticket: int) -> Spent | None:
         """A whole answer came: the engine has finished the request, and the prompts placed before it.
         Returns what the engine did meanwhile; None if that is not known."""
+        self.backlog.began(now)
         begun = self._whole.pop(ticket, None)
         if begun is None:
             return None

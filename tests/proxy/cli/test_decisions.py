@@ -22,7 +22,7 @@ REQUEST = {
     "request_id": "r[1]", "engine": "tensorrt_llm-12", "status": 200, "error": None, "n_tokens": 4000,
     "predicted_tokens": 0, "reported_tokens": 0, "stream": True, "expected_first_token_s": 1.0,
     "first_byte_s": 1.01, "duration_s": 1.5, "explanation": "why [bold]", "divergence": None,
-    "miss": "input_changed", "differs_at": "messages[1], character 17",
+    "miss": "input_changed", "differs_at": "messages[1], character 17", "queued_s": None,
     "decision": DECISION | {"costs": COSTS},
 }  # fmt: skip
 BALANCED = {"rule": "least loaded", "candidates": [cost("e0", in_flight=2), cost("e1", in_flight=3)]}
@@ -120,3 +120,11 @@ def test_a_row_says_why_it_missed_or_failed(capsys):
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[1].endswith("input_changed: messages[1], character 17")
     assert lines[2].endswith("400     4000    0          0       1010.0 ms   1500.0 ms  prompt [is] too long")
+
+
+def test_a_row_says_how_long_it_was_queued(capsys):
+    refused = REQUEST | {"error": "all engines are busy", "queued_s": 0.04}
+    decisions.show_requests([REQUEST | {"queued_s": 3.21}, refused])
+    output = capsys.readouterr().out
+    assert "queued 3.2 s; input_changed" in output
+    assert "queued 0.0 s; all engines are busy" in output

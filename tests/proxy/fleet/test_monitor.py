@@ -30,7 +30,7 @@ INTERVAL_S = 0.02
 
 
 class World:
-    def __init__(self, *, reuse=True, interval_s=INTERVAL_S, timeout_s=1.0, isolated=False):
+    def __init__(self, *, reuse=True, interval_s=INTERVAL_S, timeout_s=1.0, isolated=False, timeouts=None):
         self.tasks, self.fleet = Supervisor(), Fleet()
         self.ingest = Ingest(self.fleet, self.tasks) if reuse else None
         self.tables = PromptTables(max_bytes=1 << 20)
@@ -42,6 +42,7 @@ class World:
             interval_s=interval_s,
             timeout_s=timeout_s,
             isolated=isolated,
+            timeouts=timeouts,
         )
 
     def add(self, engine_id="a", **info):

@@ -94,6 +94,15 @@ def test_no_secret_shows():
     ("values", "message"),
     [
         ({"api_keys": [{"key": "a"}, {"key": "a", "tenant": "t"}]}, "contains the same key twice"),
+        (
+            {
+                "api_keys": [
+                    {"key": k, "tenant": "t", "concurrent_requests": n} for k, n in (("a", 1), ("b", 2))
+                ]
+            },
+            "the keys of tenant 't' have different limits",
+        ),
+        ({"api_keys": [{"key": "a", "requests_per_minute": 0}]}, "greater than 0"),
         ({"api_keys": [{"key": "a"}], "admin_key": "a"}, "admin_key must differ"),
         ({"api_keys": [{"key": " "}]}, "must not be empty"),
         ({"admin_key": ""}, "must not be empty"),
@@ -156,3 +165,9 @@ def test_an_alias_of_an_alias_is_refused():
         load_settings(model_aliases={"a": "b", "b": "m"})
     with pytest.raises(SettingsError, match="model_aliases"):
         load_settings(model_aliases={"a": ""})
+
+
+def test_limits_of_a_tenant_stand_with_one_of_its_keys():
+    limited = ApiKeySettings(key="a", tenant="t", requests_per_minute=5)
+    settings = Settings(api_keys=[limited, ApiKeySettings(key="b", tenant="t"), ApiKeySettings(key="c")])
+    assert settings.tenant_limits == {"t": limited.limits}

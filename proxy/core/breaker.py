@@ -1,0 +1,52 @@
+"""Whether an engine that fails requests gets more of them.
+
+    closed → FAILURES in a row → open for a while → half-open: one request at a time
+           → twice as many after each answer → closed
+
+An engine that fails at once looks idle, so that placement would send it everything. One failure while it is
+half-open opens it again, for twice as long.
+"""
+
+from __future__ import annotations
+
+# Failures in a row that open it.
+FAILURES = 5
+# How long it stays open, at first and at most.
+OPEN_S, MAX_OPEN_S = 1.0, 30.0
+# It is closed once it has allowed this many unanswered requests.
+ENOUGH = 32
+
+
+class Breaker:
+    """What an engine's last requests say of it. An engine that did not fail needs none."""
+
+    __slots__ = ("_allowed", "_failures", "_open_s", "_until")
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._allowed = ENOUGH  # unanswered requests, once it is not open
+        self._open_s = OPEN_S
+        self._until = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it lets all requests through."""
+        return self._allowed >= ENOUGH
+
+    def failed(self, now: float) -> bool:
+        """A request failed. Returns whether that opened it."""
+        self._failures += 1
+        if now < self._until or (self.is_closed and self._failures < FAILURES):
+            return False
+        self._open_s = OPEN_S if self.is_closed else min(2 * self._open_s, MAX_OPEN_S)
+        self._until, self._allowed = now + self._open_s, 1
+        return True
+
+    def answered(self, now: float) -> None:
+        """A request was answered. One that was sent before it opened says nothing."""
+        if now >= self._until:
+            self._failures, self._allowed = 0, min(2 * self._allowed, ENOUGH)
+
+    def allows(self, now: float, unanswered: int) -> bool:
+        """Whether the engine gets another request, while this many of its requests are unanswered."""
+        return self.is_closed or (now >= self._until and unanswered < self._allowed)

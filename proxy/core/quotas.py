@@ -1,0 +1,94 @@
+"""What one tenant may use: requests and tokens a minute, and requests at a time.
+
+Requests and tokens are token buckets that hold one minute's worth. A request is let in while its tenant's
+tokens are not used up. It is charged afterwards, so that a prompt longer than what is left is not refused
+for ever.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import msgspec
+
+MINUTE_S = 60.0
+# How soon to come back is not known where too many requests run at a time.
+SOON_S = 1
+
+
+class TenantLimits(msgspec.Struct, frozen=True):
+    """The limits of a tenant; None for none.
+
+    Attributes:
+        requests_per_minute: of any kind.
+        tokens_per_minute: of prompts and answers.
+        concurrent_requests: at a time.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+
+
+class Denied(msgspec.Struct, frozen=True):
+    """A request over a limit: the limit's name, its value, and the seconds after which to come back."""
+
+    what: str
+    limit: int
+    retry_after_s: int
+
+
+class _Bucket:
+    """An amount that is refilled at a constant rate, up to one minute's worth."""
+
+    __slots__ = ("_at", "_left", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._left, self._at = float(limit), 0.0
+
+    def short_s(self, now: float, amount: float) -> float:
+        """Seconds until `amount` is there; not above 0 if it is there now."""
+        self._left = min(self._left + (now - self._at) * self.limit / MINUTE_S, float(self.limit))
+        self._at = now
+        return (amount - self._left) * MINUTE_S / self.limit
+
+    def spend(self, amount: float) -> None:
+        """Takes an amount out. What is left may become negative."""
+        self._left -= amount
+
+
+class Quota:
+    """What a tenant has used of its `limits`."""
+
+    __slots__ = ("_concurrent", "_requests", "_running", "_tokens", "limits")
+
+    def __init__(self, limits: TenantLimits) -> None:
+        self.limits = limits
+        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+        self._requests = _Bucket(requests) if requests is not None else None
+        self._tokens = _Bucket(tokens) if tokens is not None else None
+        self._concurrent = limits.concurrent_requests
+        self._running = 0
+
+    def enter(self, now: float) -> Denied | None:
+        """A request comes. It counts, and must `leave`, unless it is denied."""
+        if self._concurrent is not None and self._running >= self._concurrent:
+            return Denied("concurrent_requests", self._concurrent, SOON_S)
+        if self._tokens is not None and (short_s := self._tokens.short_s(now, 1)) > 0:
+            return Denied("tokens_per_minute", self._tokens.limit, ceil(short_s))
+        if self._requests is not None:
+            if (short_s := self._requests.short_s(now, 1)) > 0:
+                return Denied("requests_per_minute", self._requests.limit, ceil(short_s))
+            self._requests.spend(1)
+        self._running += 1
+        return None
+
+    def spend(self, tokens: int) -> None:
+        """A request used so many tokens."""
+        if self._tokens is not None:
+            self._tokens.spend(tokens)
+
+    def leave(self) -> None:
+        """A request that came is over."""
+        self._running -= 1

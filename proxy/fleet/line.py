@@ -1,0 +1,142 @@
+"""The requests of one pool that wait for an engine, see `core/admission.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from time import monotonic
+
+import msgspec
+
+from proxy.core.admission import MAX_RETRY_S, Entry, FairQueue, Pace, retry_after_s
+from proxy.errors import Overloaded
+
+# Load falls as time passes. A pool with waiting requests is looked at this often; its engines still have
+# `HOLD_S` of work.
+TICK_S = 0.05
+
+
+class QueueLimits(msgspec.Struct, frozen=True):
+    """Bounds of a pool's queue.
+
+    Attributes:
+        wait_s: nobody waits longer.
+        requests: the most that wait.
+        total_bytes: the most bytes that their bodies have together.
+    """
+
+    wait_s: float = 300.0
+    requests: int = 1000
+    total_bytes: int = 2**29
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    may_go: Callable[[], bool]
+    turn: asyncio.Future[bool]  # whether it may go; False: there is no room for it any more
+
+
+class Line:
+    """The queue of a pool. It has no task: while nothing waits it costs nothing."""
+
+    def __init__(self, limits: QueueLimits | None = None) -> None:
+        self._limits = limits or QueueLimits()
+        self._queue = FairQueue[_Waiter](self._limits.requests, self._limits.total_bytes)
+        self._pace = Pace()
+        self._called: Entry[_Waiter] | None = None  # it goes now, and its engine does not count it yet
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def bound(self, limits: QueueLimits) -> None:
+        """Other bounds, for requests that come from now on."""
+        self._limits = limits
+        self._queue.max_entries, self._queue.max_bytes = limits.requests, limits.total_bytes
+
+    async def wait(
+        self,
+        tenant: str | None,
+        *,
+        priority: int,
+        tokens: int,
+        size: int,
+        deadline_s: float | None,
+        may_go: Callable[[], bool],
+    ) -> None:
+        """Returns when it is the request's turn, and an engine `may` take it. It must go there without an
+        await in between.
+
+        Args:
+            tenant: whose request it is.
+            priority: the lowest value goes first.
+            tokens: what it costs its tenant.
+            size: bytes of its body.
+            deadline_s: how long its client waits; None if it did not say.
+            may_go: whether an engine takes it now.
+
+        Raises:
+            Overloaded: the wait is longer than the limit or than its client waits, or there is no room.
+        """
+        now, limit_s = monotonic(), min(self._limits.wait_s, deadline_s or self._limits.wait_s)
+        wait_s = None
+        if self._queue:
+            wait_s = self._pace.wait_s(now, self._queue.ahead(tenant, priority, tokens))
+            if wait_s is not None and wait_s > limit_s:
+                raise _too_long(wait_s, limit_s)
+        else:
+            self._pace.begin(now)
+        waiter = _Waiter(may_go, asyncio.get_running_loop().create_future())
+        entry = Entry(tenant, priority, tokens, size, waiter)
+        for displaced in self._queue.add(entry):
+            if not displaced.item.turn.done():
+                displaced.item.turn.set_result(False)
+        self._call_next()
+        try:
+            async with asyncio.timeout(limit_s):
+                is_called = await waiter.turn
+        except TimeoutError:
+            raise _too_long(None, limit_s) from None
+        finally:
+            self._queue.remove(entry)
+            if self._called is entry:
+                # After this step of the caller's task: by then its engine counts it.
+                asyncio.get_running_loop().call_soon(self._gone)
+        if not is_called:
+            raise _full(wait_s)
+
+    def _call_next(self) -> None:
+        """Calls the next request that may go. One at a time: each changes what the others may do."""
+        if self._called is None and self._queue:
+            self._called = self._queue.take(lambda waiter: waiter.may_go())
+            if self._called is not None:
+                self._pace.took(monotonic(), self._called.tokens)
+                if not self._called.item.turn.done():
+                    self._called.item.turn.set_result(True)
+        if self._queue and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _gone(self) -> None:
+        self._called = None
+        self._call_next()
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._call_next()
+
+
+def _too_long(wait_s: float | None, limit_s: float) -> Overloaded:
+    expected = f"would wait about {wait_s:.0f} s" if wait_s is not None else f"has waited {limit_s:g} s"
+    return Overloaded(
+        f"all engines are busy: the request {expected} for one; the limit is {limit_s:g} s",
+        retry_after_s=retry_after_s(wait_s, limit_s),
+    )
+
+
+def _full(wait_s: float | None) -> Overloaded:
+    return Overloaded(
+        "all engines are busy, and too many requests wait for one; try again later",
+        retry_after_s=min(max(ceil(wait_s or 0), 1), MAX_RETRY_S),
+    )

@@ -1,0 +1,73 @@
+"""How soon a request should be served, in its client's words: its priority, and how long its client waits."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from engine_adapter import JsonBody
+from proxy.core.admission import MAX_PRIORITY, MIN_PRIORITY
+from proxy.errors import BadRequest
+from proxy.request.calls import Call
+
+PRIORITY_HEADER = "x-kvpin-priority"
+# Headers in which SDKs send the seconds after which they give up.
+DEADLINE_HEADERS = ("x-request-timeout", "x-stainless-timeout", "x-stainless-read-timeout")
+# Tiers of OpenAI's and Anthropic's APIs. All others are usual.
+_TIERS = {"priority": -1, "flex": 1}
+# What a request costs its tenant: of an answer that names no limit, so many tokens; of one that does, at most
+# MOST_ANSWER. Few answers come near a high limit.
+USUAL_ANSWER, MOST_ANSWER = 256, 1024
+# Of a prompt that is not tokenised here.
+BYTES_PER_TOKEN = 4
+
+
+def priority_of(call: Call) -> int:
+    """The request's priority: the lowest value goes first, 0 is usual. The header counts more than the body's
+    `priority`, and that more than its `service_tier`.
+
+    Raises:
+        BadRequest: the header is no number.
+    """
+    given = call.headers.get(PRIORITY_HEADER)
+    if given is not None:
+        try:
+            return _within(int(given))
+        except ValueError:
+            raise BadRequest(f"the header {PRIORITY_HEADER} must be a whole number") from None
+    if not isinstance(call.body, JsonBody):
+        return 0
+    asked = call.body.hint("priority")
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        return _within(asked)
+    tier = call.body.hint("service_tier")
+    return _TIERS.get(tier, 0) if isinstance(tier, str) else 0
+
+
+def deadline_of(call: Call) -> float | None:
+    """Seconds that the client waits for its answer; None if it does not say."""
+    for name in DEADLINE_HEADERS:
+        with suppress(ValueError):
+            if (seconds := float(call.headers.get(name, ""))) > 0:
+                return seconds
+    return None
+
+
+def prompt_tokens_of(call: Call, known: int | None) -> int:
+    """Tokens of the prompt; those of one that is not `known` are estimated."""
+    if known is not None:
+        return known
+    return len(call.body.raw) // BYTES_PER_TOKEN if isinstance(call.body, JsonBody) else 0
+
+
+def tokens_of(call: Call, known: int | None) -> int:
+    """About how many tokens a request costs: its prompt, and its answer."""
+    prompt_tokens, body = prompt_tokens_of(call, known), call.body
+    if not isinstance(body, JsonBody):
+        return prompt_tokens + USUAL_ANSWER
+    asked = body.hint("max_completion_tokens") or body.hint("max_tokens")
+    is_number = isinstance(asked, int) and asked > 0
+    return prompt_tokens + (min(asked, MOST_ANSWER) if is_number else USUAL_ANSWER)
+
+
+def _within(priority: int) -> int:
+    return min(max(priority, MIN_PRIORITY), MAX_PRIORITY)

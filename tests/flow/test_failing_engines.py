@@ -1,0 +1,124 @@
+"""Engines that answer errors: they get few requests for a while, and retries have a budget. Real sockets."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from functools import partial
+
+import httpx
+import pytest
+
+from proxy.core import breaker
+from proxy.core.retry_budget import FLOOR
+from proxy.fleet.lease import Timeouts
+from proxy.fleet.monitor import Monitor
+from proxy.prompt import PromptTables
+from tests.fakes import ASK, CHAT, STREAM, FakeEngine, answer, client_of, proxy_over
+
+
+async def failing(exchange, status=500):
+    await exchange.send({"message": "broken"}, status=status)
+
+
+@asynccontextmanager
+async def two(**options):
+    async with (
+        FakeEngine("a") as bad,
+        FakeEngine("b") as good,
+        proxy_over(bad, good, **options) as proxy,
+        client_of(proxy) as client,
+    ):
+        bad.script = failing
+        yield bad, good, proxy, client
+        await proxy.settled()
+
+
+async def statuses(client, count):
+    return [(await client.post(CHAT, json=ASK)).status_code for _ in range(count)]
+
+
+@pytest.mark.parametrize("status", [429, 500])
+async def test_an_engine_that_refuses_all_gets_little_and_all_again_once_it_is_well(monkeypatch, status):
+    monkeypatch.setattr(breaker, "OPEN_S", 0.2)
+    monkeypatch.setattr(breaker, "MAX_OPEN_S", 0.2)
+    async with two() as (bad, _, proxy, client):
+        bad.script = partial(failing, status=status)
+        engine = proxy.fleet.engines["a"]
+        assert await statuses(client, 40) == [200] * 40
+        # It looks idle, and was asked every second time; each of these was tried twice.
+        assert len(bad.seen) < 20
+        bad.script = answer
+        async with asyncio.timeout(20):
+            while engine.breaker is not None:
+                await client.post(CHAT, json=ASK)
+        before = len(bad.seen)
+        assert await statuses(client, 10) == [200] * 10
+        assert len(bad.seen) - before == 5
+
+
+async def test_where_all_fail_all_are_still_asked(monkeypatch):
+    monkeypatch.setattr(breaker, "OPEN_S", 60)
+    async with two(retries=0) as (_, good, proxy, client):
+        good.script = failing
+        assert await statuses(client, 20) == [500] * 20
+        assert all(not engine.is_allowed for engine in proxy.fleet.engines.values())
+        good.script = answer
+        assert set(await statuses(client, 4)) == {500, 200}
+
+
+async def test_retries_do_not_multiply_the_load():
+    async with two() as (bad, good, _, client):
+        good.script = failing
+        assert await statuses(client, 100) == [500] * 100
+        retried = len(bad.seen) + len(good.seen) - 100
+        assert retried <= FLOOR + 0.2 * 100 + 10  # and one for each second of the test
+
+
+@asynccontextmanager
+async def watched(proxy, timeouts):
+    """The monitor's look at answers that take too long, without its health checks."""
+    monitor = Monitor(
+        proxy.fleet, proxy.tasks, None, PromptTables(), interval_s=0.01, timeout_s=20, timeouts=timeouts
+    )
+    for engine in proxy.fleet.engines.values():
+        proxy.tasks.start(f"watch {engine.id}", monitor._until_lost(engine))
+    try:
+        yield
+    finally:
+        await proxy.tasks.stop()
+
+
+async def hanging(exchange, chunks=()):
+    if chunks:
+        await exchange.start()
+        for chunk in chunks:
+            await exchange.chunk(chunk)
+    await exchange.left.wait()
+
+
+@pytest.mark.parametrize("limit", ["first_byte_s", "total_s"])
+async def test_an_engine_that_does_not_answer_in_time_is_replaced(limit):
+    async with two() as (bad, _, proxy, client):
+        bad.script = hanging
+        async with watched(proxy, Timeouts(**{limit: 0.1})):
+            response = await client.post(CHAT, json=ASK)
+            assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+        assert proxy.fleet.engines["a"].last_error == "the engine did not answer within 0.1 s"
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [("idle_s", "nothing of the answer came for 0.1 s"), ("total_s", "the answer took longer than 0.1 s")],
+)
+async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said):
+    async with two() as (bad, _, proxy, client):
+        bad.script = partial(hanging, chunks=(b"data: 1\n\n", b"data: 2\n\n"))
+        text = b""
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
+            async with (
+                watched(proxy, Timeouts(**{limit: 0.1})),
+                client.stream("POST", CHAT, json=STREAM) as response,
+            ):
+                async for chunk in response.aiter_raw():
+                    text += chunk
+        assert said in text.decode()
+        assert proxy.last.error == said

@@ -1,0 +1,36 @@
+from proxy.core.quotas import Denied, Quota, TenantLimits
+
+
+def test_without_limits_all_is_allowed():
+    quota = Quota(TenantLimits())
+    for _ in range(100):
+        assert quota.enter(0.0) is None
+        quota.spend(10**9)
+        quota.leave()
+
+
+def test_requests_of_a_minute_are_refilled_one_by_one():
+    quota = Quota(TenantLimits(requests_per_minute=6))
+    assert [quota.enter(1000.0) for _ in range(6)] == [None] * 6
+    assert quota.enter(1000.0) == Denied("requests_per_minute", 6, 10)
+    assert quota.enter(1005.0) == Denied("requests_per_minute", 6, 5)
+    assert quota.enter(1010.0) is None
+    assert quota.enter(1010.0) is not None
+    assert [quota.enter(5000.0) for _ in range(7)].count(None) == 6  # no more than a minute's worth
+
+
+def test_tokens_are_charged_afterwards():
+    quota = Quota(TenantLimits(tokens_per_minute=600))
+    assert quota.enter(1000.0) is None
+    quota.spend(900)
+    assert quota.enter(1000.0) == Denied("tokens_per_minute", 600, 31)
+    assert quota.enter(1031.0) is None
+
+
+def test_requests_at_a_time():
+    quota = Quota(TenantLimits(requests_per_minute=3, concurrent_requests=1))
+    for _ in range(2):
+        assert quota.enter(0.0) is None
+        assert quota.enter(0.0) == Denied("concurrent_requests", 1, 1)
+        quota.leave()
+    assert quota.enter(0.0) is None  # those that were denied do not count
