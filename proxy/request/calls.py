@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, parse_qsl, urlencode
 
 import msgspec
 
-from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, RequestBody, route_of
+from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, RequestBody, route_of, websocket
 from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.session import Session
 
@@ -29,6 +29,7 @@ class Call(msgspec.Struct, frozen=True):
         tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
         session: the conversation it belongs to, if it names one.
+        socket: what the client sends on the WebSocket that the request asks for; None for a plain request.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Call(msgspec.Struct, frozen=True):
     tenant: str | None = None
     client_id: str | None = None
     session: Session | None = None
+    socket: AsyncIterator[bytes] | None = None
 
     def __repr__(self) -> str:
         """Without headers and body, which must not get into logs."""
@@ -56,8 +58,10 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def native(self) -> str | None:
-        """The route, if it is one of an engine's own beside `/v1`."""
+        """The route, if only engines that declare it get the request: one beside `/v1`, or a WebSocket."""
         route = self.path.partition("?")[0]
+        if self.socket is not None:
+            return websocket(route)
         return route if route in NATIVE_ROUTES else None
 
     @property
@@ -72,9 +76,20 @@ class Call(msgspec.Struct, frozen=True):
             model = next(iter(parse_qs(self.path.partition("?")[2]).get("model", ())), None)
         return model if isinstance(model, str) else None
 
+    def naming(self, model: str) -> Call:
+        """The request with another model in its query, where it has one there."""
+        path, _, query = self.path.partition("?")
+        fields = parse_qsl(query, keep_blank_values=True)
+        if not any(name == "model" for name, _ in fields):
+            return self
+        named = [(name, model if name == "model" else value) for name, value in fields]
+        return msgspec.structs.replace(self, path=f"{path}?{urlencode(named)}")
+
     @property
     def streams(self) -> bool:
-        """Whether the client asked for a stream."""
+        """Whether the client asked for a stream, or for a WebSocket."""
+        if self.socket is not None:
+            return True
         return isinstance(self.body, JsonBody) and self.body.get("stream") is True
 
 

@@ -13,6 +13,8 @@ from proxy.request.calls import Call
 REFUSALS = frozenset({429, 500, 502, 503, 504})
 # Statuses of an engine that has not got the route, or the file or batch that the route names.
 NOT_HERE = frozenset({404, 405, 501})
+# Statuses with which an engine refuses a WebSocket: uvicorn has 403 for a route it does not know, others 426.
+_NO_SOCKET = NOT_HERE | {403, 426}
 # Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.
 RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
 # Routes without a prompt. Not all kinds of engines have them.
@@ -32,6 +34,8 @@ _MAX_DROPPED = 2
 
 def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
     """Statuses with which an engine leaves the request to another one."""
+    if call.socket is not None:
+        return REFUSALS | _NO_SOCKET
     return REFUSALS if n_candidates == 1 or call.route in _PLACED else REFUSALS | NOT_HERE
 
 
