@@ -25,7 +25,7 @@ def answer_models(fleet: Fleet, method: str, path: str) -> Response:
 
     Raises:
         MethodNotAllowed: it is no read.
-        NotFound, NoEngine: nothing serves that model.
+        NotFound, NoEngine: nothing has that name.
     """
     asked = path.partition("?")[0]
     if method not in READS:
@@ -37,8 +37,10 @@ def answer_models(fleet: Fleet, method: str, path: str) -> Response:
     if not name:
         return JSONResponse({"object": "list", "data": list(cards.values())})
     if name not in cards:
-        _, own = fleet.find(name)
-        return JSONResponse(_alias(name, cards[own or name]))
+        pool, _ = fleet.find(name)
+        if not pool.any_model:
+            raise fleet.not_served(name)
+        return JSONResponse(_alias(name, cards[pool.model]))
     return JSONResponse(cards[name])
 
 
