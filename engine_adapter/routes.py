@@ -32,11 +32,13 @@ class NativeRoute:
         method: GET or POST.
         same_as: the `/v1` route that does the same; a request is sent to that one.
         prompt: where the prompt stands; None if the route runs none, or kvpin does not follow it.
+        runs: whether it goes on from a prompt, which has a KV cache.
     """
 
     method: str = "POST"
     same_as: str | None = None
     prompt: PromptFields | None = None
+    runs: bool = False
 
 
 def websocket(path: str) -> str:

@@ -12,22 +12,21 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 import structlog
 from starlette.responses import Response
 
 from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload, route_of
 from proxy.api.auth import authenticate, passed_on_headers
+from proxy.api.bodies import parse
 from proxy.api.cors import METHODS, Cors, check_origin, is_preflight, preflight
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
 from proxy.api.forms import new_spool, read_form
 from proxy.api.models import ALLOW_READS, answer_models, is_of_models
 from proxy.api.paths import check_method, checked_path
-from proxy.api.responses import KeptResponses
+from proxy.api.responses import KeptResponses, may_be_kept
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.errors import (
-    BadRequest,
     BodyTooLarge,
     EncodedBody,
     NoEngine,
@@ -111,7 +110,7 @@ class DataPlane:
         check_method(method, path)
         if is_of_models(path):
             return _send(answer_models(self.flow.fleet, method, path), exchange)
-        if (kept := self.responses.answer(method, path, tenant)) is not None:
+        if may_be_kept(path) and (kept := await self.responses.answer(method, path, tenant)) is not None:
             return _send(kept, exchange)
         if _is_upload(path, headers):
             call = partial(self._call, exchange, path, tenant, own_id, client_id)
@@ -171,7 +170,7 @@ class DataPlane:
         encoding = exchange.headers.get("content-encoding", "identity")
         if raw and encoding.lower() != "identity":
             raise EncodedBody(f"the body is encoded as {encoding[:MAX_ENCODING]!r}: send it as plain JSON")
-        return _parse(raw) if raw else None
+        return parse(raw) if raw else None
 
     def _length(self, headers: Headers) -> int | None:
         """The length of the body as its client gave it. Raises BodyTooLarge."""
@@ -211,13 +210,6 @@ def _is_upload(path: str, headers: Headers) -> bool:
 
 def _kind(headers: Headers) -> str:
     return headers.get("content-type", "").strip().lower()
-
-
-def _parse(raw: bytes) -> JsonBody:
-    try:
-        return JsonBody(raw)
-    except msgspec.ValidationError as error:
-        raise BadRequest("the body must be a JSON object", code="invalid_json") from error
 
 
 def _client_id(headers: Headers) -> str | None:

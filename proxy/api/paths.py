@@ -42,4 +42,4 @@ def check_method(method: str, path: str) -> None:
     """Raises NotFound for a method of a native route that is its engine's operator's, or nobody's."""
     native = NATIVE_ROUTES.get(path.partition("?")[0])
     if native is not None and method != native.method and (method, native.method) != ("HEAD", "GET"):
-        raise NotFound(f"there is no route {method} {path}")
+        raise NotFound(f"there is no route {method} {path.partition('?')[0]}")

@@ -12,6 +12,10 @@ from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, Reques
 from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.session import Session
 
+# Routes below `/v1` that go on from a prompt.
+PROMPT_ROUTES = frozenset(
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
+)
 # OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
 _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
 # The blank line after an event of a stream: engines send either.
@@ -63,6 +67,14 @@ class Call(msgspec.Struct, frozen=True):
         if self.socket is not None:
             return websocket(route)
         return route if route in NATIVE_ROUTES else None
+
+    @property
+    def runs_prompt(self) -> bool:
+        """Whether it asks an engine to go on from a prompt, which has a KV cache."""
+        native = NATIVE_ROUTES.get(self.native or "")
+        if native is not None:
+            return native.runs
+        return self.route in PROMPT_ROUTES and isinstance(self.body, JsonBody)
 
     @property
     def model(self) -> str | None:

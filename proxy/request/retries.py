@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from engine_adapter import EngineError, EngineRejected, EngineUnavailable, JsonBody
 from proxy.errors import EngineFailed
-from proxy.request.calls import Call
+from proxy.request.calls import PROMPT_ROUTES, Call
 
 # Statuses of an engine that could not serve the request: another engine may.
 REFUSALS = frozenset({429, 500, 502, 503, 504})
@@ -26,8 +26,6 @@ PASSED_ON = frozenset(
         *("rerank", "score", "uploads", "videos"),
     )
 )
-# Routes with a prompt. On these, `NOT_HERE` is about the request.
-_PLACED = frozenset(f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages"))
 # A request that broke the connections of this many engines is probably the cause: it is not retried.
 _MAX_DROPPED = 2
 
@@ -36,7 +34,8 @@ def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
     """Statuses with which an engine leaves the request to another one."""
     if call.socket is not None:
         return REFUSALS | _NO_SOCKET
-    return REFUSALS if n_candidates == 1 or call.route in _PLACED else REFUSALS | NOT_HERE
+    # With a prompt, `NOT_HERE` is about the request.
+    return REFUSALS if n_candidates == 1 or call.route in PROMPT_ROUTES else REFUSALS | NOT_HERE
 
 
 def is_not_here(error: EngineError) -> bool:

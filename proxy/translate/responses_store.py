@@ -44,6 +44,11 @@ class Turn:
         return sum(sum(map(len, items.values())) + _OVERHEAD * len(items) for items in parts)
 
     @property
+    def n_items(self) -> int:
+        """Items of the conversation, up to and including this turn."""
+        return sum(len(turn.asked) + len(turn.answered) for turn in self._turns())
+
+    @property
     def total(self) -> int:
         """Bytes that the conversation takes, up to and including this turn."""
         return sum(turn.size for turn in self._turns())
