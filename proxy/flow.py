@@ -150,6 +150,7 @@ class Flow:
             record.prompt, record.chain = ready.prompt, ready.chain
             record.served_as, record.lora = ready.pool.model, ready.lora
             if (translation := ready.translation) is not None:
+                self._keep_source(translation, record)
                 if translation.counts:
                     return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
@@ -207,6 +208,11 @@ class Flow:
             record.answer_id = answer_id
 
         reply.through(lambda client: Diagnosed(client, api, asked=asked, diagnose=diagnose, note_id=note_id))
+
+    def _keep_source(self, translation: Translation, record: RequestRecord) -> None:
+        """Keeps the body with the items that it only names, to compare them with those of other requests."""
+        if translation.source is not None:
+            self.requests.keep_source(record, translation.source.raw)
 
     async def prepare(self, call: Call) -> Ready:
         """Reads a request as far as placement needs it: pool, prompt, block chain.
