@@ -34,7 +34,7 @@ from engine_adapter import (
     read_streamed_usage,
 )
 from proxy.request.calls import Call, Reply
-from proxy.request.retries import REFUSALS, RETRY_HEADERS
+from proxy.request.retries import REFUSALS, RETRY_HEADERS, is_no_websocket
 
 # Headers that a proxy does not pass on, and headers that kvpin sets itself.
 _NOT_PASSED_ON = frozenset(
@@ -63,6 +63,7 @@ _NOT_PASSED_ON = frozenset(
 )
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
+_CLIENTS = "invalid_request_error"
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
 
@@ -115,6 +116,11 @@ class Forwarder:
         """
         # Nothing here keeps the request: its body may be long.
         async with await self._transport.send(_outgoing(adapter, call, hold)) as response:
+            if call.socket is not None and is_no_websocket(response.status):
+                said = read_error(await response.read()).message
+                raise EngineRejected(
+                    f"the engine takes no WebSocket here: {said}", status=404, type=_CLIENTS, code="not_found"
+                )
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 as_it_is = call.native is not None and call.socket is None
                 return await _answer_error(response, reply, headers, refusals, as_it_is=as_it_is)
@@ -225,13 +231,7 @@ async def _answer_stream(
 async def _pass_on(
     response: IncomingResponse, reply: Reply, headers: HeaderPairs, on_first_byte: OnFirstByte
 ) -> Outcome:
-    """Passes a WebSocket on. What the client sends is sent meanwhile.
-
-    Raises:
-        EngineRejected: the engine answered as if it had been asked for a page.
-    """
-    if response.status != HTTPStatus.SWITCHING_PROTOCOLS:
-        raise EngineRejected("the engine takes no WebSocket here", status=HTTPStatus.NOT_IMPLEMENTED)
+    """Passes a WebSocket on. What the client sends is sent meanwhile."""
     on_first_byte(response)
     await reply.start(response.status, headers)
     try:
@@ -299,7 +299,7 @@ async def _answer_error(
             more=error.more,
             headers=advice,
         )
-    kind = error.type or ("server_error" if status in REFUSALS else "invalid_request_error")
+    kind = error.type or ("server_error" if status in REFUSALS else _CLIENTS)
     body = reply.dialect.error(
         status,
         error.message,

@@ -13,8 +13,8 @@ from proxy.request.calls import PROMPT_ROUTES, Call
 REFUSALS = frozenset({429, 500, 502, 503, 504})
 # Statuses of an engine that has not got the route, or the file or batch that the route names.
 NOT_HERE = frozenset({404, 405, 501})
-# Statuses with which an engine refuses a WebSocket: uvicorn has 403 for a route it does not know, others 426.
-_NO_SOCKET = NOT_HERE | {403, 426}
+# Statuses of an engine that takes no WebSocket: uvicorn has 403 for an unknown route, others have 426.
+_NO_WEBSOCKET = NOT_HERE | {403, 426}
 # Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.
 RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
 # Routes without a prompt. Not all kinds of engines have them.
@@ -33,7 +33,7 @@ _MAX_DROPPED = 2
 def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
     """Statuses with which an engine leaves the request to another one."""
     if call.socket is not None:
-        return REFUSALS | _NO_SOCKET
+        return REFUSALS | NOT_HERE
     # With a prompt, `NOT_HERE` is about the request.
     return REFUSALS if n_candidates == 1 or call.route in PROMPT_ROUTES else REFUSALS | NOT_HERE
 
@@ -41,6 +41,11 @@ def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
 def is_not_here(error: EngineError) -> bool:
     """Whether an engine has not got what the request asks for."""
     return isinstance(error, EngineRejected) and error.status in NOT_HERE
+
+
+def is_no_websocket(status: int) -> bool:
+    """Whether an engine answers so where it takes no WebSocket: it may answer like a page."""
+    return status in _NO_WEBSOCKET or 200 <= status < 400  # noqa: PLR2004 - HTTP
 
 
 def may_retry(call: Call, failures: Collection[EngineError], retries: int) -> bool:
