@@ -127,8 +127,8 @@ class DataPlane:
     ) -> None:
         """Passes a WebSocket on to an engine that takes it, until one side closes it."""
         check_origin(self.cors, exchange.headers)
-        path, headers = checked_path(exchange.target), with_key(exchange.headers)
-        tenant = authenticate(headers, self.tenants)
+        headers = with_key(exchange.headers)
+        tenant, path = authenticate(headers, self.tenants), checked_path(exchange.target)
         check_websocket(path, isolated=self.tenants.isolated)
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, None)
         reply.through(lambda client: WebSocketClient(client, headers))
