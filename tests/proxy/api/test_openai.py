@@ -26,14 +26,14 @@ from tests.fakes import (
 )
 
 
-async def raw(proxy, request: bytes, *, close=False, keeps_alive=False) -> bytes:
-    """What comes back for these very bytes; a whole JSON answer if the connection is kept alive."""
+async def raw(proxy, request: bytes, *, close=False) -> bytes:
+    """What comes back for these very bytes."""
     reader, writer = await connect_to(proxy)
     writer.write(request)
     try:
         if close:
             return b""
-        return await asyncio.wait_for(reader.readuntil(b"}}") if keeps_alive else reader.read(), 5)
+        return await asyncio.wait_for(reader.read(), 5)
     finally:
         writer.close()
 

@@ -23,10 +23,21 @@ async def test_what_changes_an_engine_for_everybody(engine, client, name):
     assert not engine.seen
 
 
-@pytest.mark.parametrize("path", ["/v1/stream", "/v1/%73tream/", "/v1//stream?from=0", "/v1/streams/lookup"])
-async def test_the_streams(engine, client, path):
-    """llama-server keeps streams by a name that its client chooses."""
-    assert is_openai_error(await client.get(path), 404)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/stream",
+        "/v1/%73tream/",
+        "/v1//stream?from=0",
+        "/v1/streams/lookup",
+        "/v1/chat/completions/control",
+        "/v1/chat/completions//control/?x=1",
+    ],
+)
+async def test_the_running_answers_of_all_clients(engine, client, path):
+    """llama-server keeps streams by a name that its client chooses, and changes answers by their ids."""
+    for method in ("GET", "POST"):
+        assert is_openai_error(await client.request(method, path, json={}), 404)
     assert not engine.seen
 
 
