@@ -8,7 +8,7 @@ errors.py      its errors                        undeclared.py  methods that an 
 hold.py        forecasts, and holds on an engine body.py        a request's JSON body; upload.py: other bodies
 registry.py    kind → adapter and options        options.py     settings of one kind
 detect.py      address → kind                    managed.py     how kvpin starts an engine of each kind
-routes.py      routes beside `/v1`, as declared
+routes.py      routes beside `/v1`, and WebSockets, as declared
 
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
@@ -58,7 +58,7 @@ from engine_adapter.registry import (
     make_adapter,
     make_options,
 )
-from engine_adapter.routes import NativeRoute
+from engine_adapter.routes import NativeRoute, websocket
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,
@@ -148,4 +148,5 @@ __all__ = [
     "read_streamed_usage",
     "route_of",
     "run_engine_cli",
+    "websocket",
 ]

@@ -15,6 +15,7 @@ from engine_adapter.http.control import (
     prepare_request,
 )
 from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.routes import READ, REALTIME, RESPONSES_SOCKET
 from engine_adapter.types import (
     MESSAGES_ROUTES,
     RESPONSES_ROUTES,
@@ -26,6 +27,8 @@ from engine_adapter.types import (
 from engine_adapter.undeclared import Undeclared
 
 _CAPABILITIES: frozenset[Capability] = frozenset()
+ROUTES = {REALTIME: READ, RESPONSES_SOCKET: READ}
+"""WebSockets that it may take. One that does not says so."""
 # What servers answer on a route that they do not have.
 _NO_SUCH_ROUTE = (404, 405, 501)
 
@@ -55,6 +58,7 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
             max_model_len=max_model_len(models),
             tokenizer=self.spec.tokenizer,
             served_as_chats=MESSAGES_ROUTES | await self._missing(RESPONSES_ROUTES),
+            routes=ROUTES,
             card=model_card(models),
         )
 

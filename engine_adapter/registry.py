@@ -15,6 +15,7 @@ from engine_adapter.llama_server.adapter import LlamaServerAdapter
 from engine_adapter.llama_server.options import LlamaServerOptions
 from engine_adapter.llama_server.routes import ROUTES as LLAMA_SERVER_ROUTES
 from engine_adapter.nim import NimOptions, make_nim
+from engine_adapter.openai_compatible import ROUTES as OPENAI_SOCKETS
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.options import EngineOptions, read_options
 from engine_adapter.routes import NativeRoute
@@ -38,7 +39,7 @@ class EngineKind:
     Attributes:
         make: makes its adapter.
         options: those it has beyond the options of `EngineSpec`.
-        routes: all routes beside `/v1` that its adapter may declare.
+        routes: all routes beside `/v1`, and WebSockets, that its adapter may declare.
     """
 
     make: Callable[[EngineSpec[Any]], EngineAdapter]
@@ -48,7 +49,7 @@ class EngineKind:
 
 _KINDS = {
     "embedded": EngineKind(EmbeddedAdapter, routes=EMBEDDED_ROUTES),
-    "openai_compatible": EngineKind(OpenAICompatibleAdapter),
+    "openai_compatible": EngineKind(OpenAICompatibleAdapter, routes=OPENAI_SOCKETS),
     "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, LLAMA_SERVER_ROUTES),
     "vllm": EngineKind(make_vllm, VllmOptions, VLLM_ROUTES),
     "sglang": EngineKind(SglangAdapter, SglangOptions, SGLANG_ROUTES),
@@ -64,7 +65,7 @@ ENGINE_OPTIONS: Mapping[str, tuple[str, ...]] = {
 NATIVE_ROUTES: Mapping[str, NativeRoute] = {
     path: route for kind in _KINDS.values() for path, route in kind.routes.items()
 }
-"""All routes beside `/v1` that some kind of engine has. No two kinds declare one differently."""
+"""All routes beside `/v1`, and WebSockets, of all kinds of engines. No two kinds declare one differently."""
 
 
 def make_options(kind: str, values: Mapping[str, object]) -> EngineOptions:

@@ -1,7 +1,7 @@
-"""Routes beside `/v1` that an engine offers its clients. Each adapter declares its own.
+"""Routes beside `/v1`, and WebSockets, that an engine offers its clients. Each adapter declares its own.
 
-A declared route changes nothing for other clients of the engine. An engine's other routes beside `/v1` cannot
-be reached through kvpin.
+A declared route changes nothing for other clients of the engine. An engine's other routes beside `/v1`, and
+its other WebSockets, cannot be reached through kvpin.
 """
 
 from __future__ import annotations
@@ -32,14 +32,25 @@ class NativeRoute:
         method: GET or POST.
         same_as: the `/v1` route that does the same; a request is sent to that one.
         prompt: where the prompt stands; None if the route runs none, or kvpin does not follow it.
+        runs: whether it goes on from a prompt, which has a KV cache.
     """
 
     method: str = "POST"
     same_as: str | None = None
     prompt: PromptFields | None = None
+    runs: bool = False
+
+
+def websocket(path: str) -> str:
+    """The name under which a WebSocket is declared. Plain requests to its path are another route."""
+    return f"WebSocket {path}"
 
 
 READ = NativeRoute("GET")
 """A route that tells something, to all clients the same."""
 ASK = NativeRoute("POST")
 """A route that answers a question without a prompt that kvpin follows."""
+REALTIME = websocket("/v1/realtime")
+"""OpenAI's Realtime API."""
+RESPONSES_SOCKET = websocket("/v1/responses")
+"""The WebSocket mode of OpenAI's Responses API."""

@@ -158,10 +158,11 @@ class Flow:
             record.served_as, record.lora = ready.pool.model, ready.lora
             usage.spend(prompt_tokens_of(call, record.n_tokens))
             if (translation := ready.translation) is not None:
+                self._keep_source(translation, record)
                 if translation.counts:
                     return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
-            elif call.route == RESPONSES_PATH:
+            elif call.route == RESPONSES_PATH and call.socket is None:
                 reply.through(lambda client: Noting(client, partial(self._note_home, record)))
             while placed := await self._place(ready, failed, record):
                 placement, n_candidates = placed
@@ -216,6 +217,11 @@ class Flow:
             record.answer_id = answer_id
 
         reply.through(lambda client: Diagnosed(client, api, asked=asked, diagnose=diagnose, note_id=note_id))
+
+    def _keep_source(self, translation: Translation, record: RequestRecord) -> None:
+        """Keeps the body with the items that it only names, to compare them with those of other requests."""
+        if translation.source is not None:
+            self.requests.keep_source(record, translation.source.raw)
 
     async def prepare(self, call: Call) -> Ready:
         """Reads a request as far as placement needs it: pool, prompt, block chain.
@@ -360,8 +366,9 @@ class Flow:
         Raises:
             EngineUnavailable, EngineRejected: the engine failed before the answer began.
         """
-        record.placement, pool, call = placement, ready.pool, ready.call
+        record.placement, pool = placement, ready.pool
         known, engine = ready.prompt is not None and ready.prompt.whole, pool.engines[placement.engine]
+        call = _call_for(engine, ready)
 
         def began(answer: IncomingResponse) -> None:
             lease.first_byte(answer, streamed=call.streams)
@@ -430,8 +437,10 @@ class Flow:
 def _naming(call: Call, to: Destination) -> Call:
     """The request with the engines' name of its model in place of the client's, unless they take any name."""
     body, name = call.body, to.model
-    if name is None or name == call.model or body is None or to.pool.any_model:
+    if name is None or name == call.model or to.pool.any_model:
         return call
+    if body is None:
+        return call.naming(name)
     return replace(call, body=body.renamed(name) if isinstance(body, Upload) else body.replace(model=name))
 
 
@@ -482,11 +491,22 @@ def _predicted(ready: Ready, placement: Placement, engine: Engine) -> Predicted:
     return Predicted(len(prompt.token_ids), placement.predicted_tokens, block)
 
 
+def _own_name(engine: Engine, ready: Ready) -> str | None:
+    """The engine's own name of the model, where the request has another."""
+    model, info = ready.pool.model, engine.info
+    return info.model if info is not None and ready.call.model == model != info.model else None
+
+
+def _call_for(engine: Engine, ready: Ready) -> Call:
+    """The request, with the engine's own model name in its query if it has no body."""
+    name = _own_name(engine, ready) if ready.call.body is None else None
+    return ready.call if name is None else ready.call.naming(name)
+
+
 def _body_for(engine: Engine, ready: Ready) -> RequestBody:
     """The client's body, with the tenant's salt and the engine's own model name where these differ. A LoRA
     adapter has the same name on every engine."""
-    call, pool, info = ready.call, ready.pool, engine.info
-    own_name = info.model if info is not None and call.model == pool.model != info.model else None
+    call, own_name = ready.call, _own_name(engine, ready)
     if isinstance(call.body, Upload):
         return call.body if own_name is None else call.body.renamed(own_name)
     if call.body is None:

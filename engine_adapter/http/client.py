@@ -14,6 +14,7 @@ from engine_adapter.http.transport import OutgoingRequest
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 # Methods whose requests have a body; where it is empty, some servers want to be told so.
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_UPGRADE = (b"connection: upgrade", b"upgrade: websocket")
 # A request's target: no space, and nothing that could end its line.
 _TARGET = re.compile(r"/[!-~\x80-\xff]*")
 
@@ -68,6 +69,8 @@ def _head(request: OutgoingRequest, target: str, host: bytes) -> bytes:
         raise ValueError("the target of a request must be percent-encoded")
     first = f"{request.method} {target} HTTP/1.1\r\nhost: ".encode("latin-1") + host
     lines = [first, *map(b": ".join, request.headers)]
+    if request.socket is not None:
+        lines += _UPGRADE
     body = request.body
     if isinstance(body, bytes) and body:
         lines.append(b"content-length: %d" % len(body))

@@ -1,7 +1,8 @@
 """One HTTP/1.1 connection to an engine, and the answers that come over it.
 
 `Connection` writes requests and feeds what it reads to httptools' parser. Each answer has its own parser,
-which calls the `on_` methods of `HttpResponse`.
+which calls the `on_` methods of `HttpResponse`. When the engine agrees to a WebSocket, all that follows is
+the answer's body.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MAX_WAITING_BYTES = 256 * 1024
 # The longest head of an answer, interim answers included.
 MAX_HEAD_BYTES = 64 * 1024
 _CLOSES = (b"connection", b"close")
+_SWITCHED = 101
 
 
 class Owner(Protocol):
@@ -45,14 +47,16 @@ class HttpResponse:
     """
 
     __slots__ = (
-        "_connection", "_has_body", "_pairs", "_parts", "_waiter", "_waiting_bytes", "failure", "headers",
-        "is_complete", "keeps_connection", "overran", "received", "status",
+        "_connection", "_has_body", "_may_switch", "_pairs", "_parts", "_waiter", "_waiting_bytes",
+        "failure", "headers", "is_complete", "keeps_connection", "overran", "received", "status",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, *, has_body: bool) -> None:
-        """`has_body`: False for the answer to a HEAD request, whatever its headers say."""
+    def __init__(self, connection: Connection, *, has_body: bool, may_switch: bool) -> None:
+        """`has_body`: False for the answer to a HEAD request, whatever its headers say. `may_switch`: the
+        request asks for a WebSocket."""
         self._connection: Connection | None = connection
         self._has_body = has_body
+        self._may_switch = may_switch
         self._pairs: HeaderPairs = []
         self._parts: list[bytes] = []
         self._waiting_bytes = 0
@@ -152,9 +156,10 @@ class HttpResponse:
         if connection is None or self.status or connection.parser is None:
             return
         status = connection.parser.get_status_code()
-        if 100 <= status < 200:  # noqa: PLR2004 - HTTP
+        is_switch = status == _SWITCHED and self._may_switch
+        if 100 <= status < 200 and not is_switch:  # noqa: PLR2004 - HTTP
             return
-        if not 200 <= status <= 599:  # noqa: PLR2004 - HTTP
+        if not 100 <= status <= 599:  # noqa: PLR2004 - HTTP
             connection.fail(EngineUnavailable(f"the engine answered with status {status}", dropped=True))
             return
         self.headers = Headers(self._pairs)
@@ -172,8 +177,8 @@ class HttpResponse:
         self.received += 1
 
     def on_message_complete(self) -> None:
-        """The answer is over, or an interim one."""
-        if self.status:
+        """The answer is over, or an interim one. What follows a switch is its body."""
+        if self.status and self.status != _SWITCHED:
             self.is_complete = True
 
 
@@ -181,7 +186,7 @@ class Connection(asyncio.Protocol):
     """A connection, for one request at a time.
 
     Attributes:
-        parser: parses the answer that is being read.
+        parser: parses the answer that is being read; None once it is a WebSocket.
     """
 
     __slots__ = (
@@ -209,7 +214,9 @@ class Connection(asyncio.Protocol):
         """
         if self._is_lost:
             raise EngineUnavailable("the engine closed the connection before a request was sent")
-        answer = self._answer = HttpResponse(self, has_body=request.method != "HEAD")
+        answer = self._answer = HttpResponse(
+            self, has_body=request.method != "HEAD", may_switch=request.socket is not None
+        )
         self.parser = httptools.HttpResponseParser(answer)
         self._head_bytes, self._closes = 0, _CLOSES in request.headers
         body = request.body
@@ -225,6 +232,8 @@ class Connection(asyncio.Protocol):
         except BaseException:
             self.drop()
             raise
+        if answer.status == _SWITCHED and request.socket is not None and self._answer is answer:
+            self._upload = asyncio.get_running_loop().create_task(self._send_raw(request.socket))
         return answer
 
     @property
@@ -272,12 +281,12 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        answer, parser = self._answer, self.parser
-        if answer is None or parser is None:
+        answer = self._answer
+        if answer is None:
             self.close()  # nobody asked for anything
             return
         try:
-            parser.feed_data(data)
+            self._feed(answer, data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not answer.is_complete:
                 self.fail(EngineUnavailable(f"the engine's answer is not HTTP/1.1: {error}", dropped=True))
@@ -328,6 +337,20 @@ class Connection(asyncio.Protocol):
 
     # --- Within ---------------------------------------------------------------------------------------
 
+    def _feed(self, answer: HttpResponse, data: bytes) -> None:
+        """Gives the answer what was read. Raises the errors of httptools for what is not HTTP/1.1."""
+        if self.parser is None:
+            answer.on_body(data)
+            return
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as switch:
+            if answer.status != _SWITCHED:
+                raise
+            self.parser = None
+            if rest := data[switch.args[0] :]:
+                answer.on_body(rest)
+
     async def _send_stream(self, source: AsyncIterator[bytes], length: int | None) -> None:
         """Sends a streamed body. An error of its source ends the answer: the engine waits for the rest of the
         body, so a reader of the answer would wait forever."""
@@ -346,6 +369,14 @@ class Connection(asyncio.Protocol):
             return
         if length is None:
             self._transport.write(b"0\r\n\r\n")
+
+    async def _send_raw(self, source: AsyncIterator[bytes]) -> None:
+        """Sends what the client sends on a WebSocket. At its end, closes the connection when all is sent."""
+        async for chunk in source:
+            self._transport.write(chunk)
+            if self._room is not None:
+                await self._room
+        self._transport.close()
 
     def _end(self, answer: HttpResponse) -> None:
         """The answer is complete. The connection is used again if both sides want that and all was sent."""

@@ -24,6 +24,8 @@ class OutgoingRequest(msgspec.Struct, frozen=True):
         headers: names in lower case. The transport adds `host` and the length or the coding of the body.
         body: whole, or streamed. A streamed body is chunked unless `headers` has its `content-length`.
         tls: the engine's own context, None where it has none.
+        socket: what the client sends on the WebSocket that the request asks for; None for a plain request. It
+            is sent once the engine has agreed (status 101).
     """
 
     method: str
@@ -31,6 +33,7 @@ class OutgoingRequest(msgspec.Struct, frozen=True):
     headers: HeaderPairs = []  # each request gets its own
     body: bytes | AsyncIterator[bytes] | None = None
     tls: ssl.SSLContext | None = None
+    socket: AsyncIterator[bytes] | None = None
 
     def __repr__(self) -> str:
         """Without headers and body, which may be secret."""

@@ -15,7 +15,7 @@ NATIVE_COMPLETIONS = frozenset({"/completion", "/completions"})
 PINNED_ROUTES = NATIVE_COMPLETIONS | {"/v1/chat/completions", "/v1/completions", INFILL}
 """The server honours `id_slot` on these routes."""
 
-_COMPLETION = NativeRoute(prompt=PromptFields(text="prompt", ids="prompt"))
+_COMPLETION = NativeRoute(prompt=PromptFields(text="prompt", ids="prompt"), runs=True)
 _SAME = {
     "/chat/completions": "/v1/chat/completions",
     "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
@@ -27,7 +27,7 @@ ROUTES = {
     **{path: NativeRoute(same_as=same_as) for path, same_as in _SAME.items()},
     "/models": NativeRoute("GET", same_as="/v1/models"),
     **dict.fromkeys(NATIVE_COMPLETIONS, _COMPLETION),
-    INFILL: ASK,
+    INFILL: NativeRoute(runs=True),
     "/tokenize": ASK,
     "/detokenize": ASK,
     "/apply-template": ASK,

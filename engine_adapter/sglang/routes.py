@@ -24,7 +24,9 @@ _MORE_THAN_TEXT = frozenset(
     }
 )
 ROUTES = {
-    GENERATE: NativeRoute(prompt=PromptFields(text="text", ids="input_ids", unless=_MORE_THAN_TEXT)),
+    GENERATE: NativeRoute(
+        prompt=PromptFields(text="text", ids="input_ids", unless=_MORE_THAN_TEXT), runs=True
+    ),
     **dict.fromkeys(("/encode", "/classify", "/tokenize", "/detokenize"), ASK),
     **dict.fromkeys(("/get_model_info", "/model_info", "/ping"), READ),
 }

@@ -1,4 +1,4 @@
-"""The routes of vLLM beside `/v1`. They run pooling models, or no model.
+"""The routes of vLLM beside `/v1`, which run pooling models or no model, and its WebSocket.
 
 Not declared: what changes the server or shows its operator's side, such as `/reset_prefix_cache`, `/sleep`,
 `/pause`, `/collective_rpc`, `/server_info`, `/load`, `/metrics`; and `/invocations` and
@@ -7,7 +7,7 @@ Not declared: what changes the server or shows its operator's side, such as `/re
 
 from __future__ import annotations
 
-from engine_adapter.routes import ASK, READ
+from engine_adapter.routes import ASK, READ, REALTIME
 
 ROUTES = {
     **dict.fromkeys(
@@ -16,4 +16,5 @@ ROUTES = {
     ),
     "/ping": READ,
     "/version": READ,
+    REALTIME: READ,
 }

@@ -2,6 +2,8 @@
 
 site.py      what is served where            http1.py    the HTTP/1.1 protocol of a connection
 openai.py    /v1/*: the data plane           exchange.py one request and its answer
+paths.py     which of its paths are open     websockets.py   which of them are passed on
+models.py    /v1/models                      bodies.py    JSON bodies, and how long their lists may be
 ops.py       /health/*, /metrics             asgi.py     ASGI on exchanges, for all but the data plane
 admin/       /admin/v1/*: the control plane  auth.py     keys, loopback
 errors.py    exceptions → error answers      cors.py      which web pages may use the data plane

@@ -47,15 +47,21 @@ def is_preflight(headers: Headers) -> bool:
     return "origin" in headers and "access-control-request-method" in headers
 
 
+def check_origin(cors: Cors | None, headers: Headers) -> None:
+    """Raises Forbidden for a request of a page whose origin may not use the data plane. Browsers ask this
+    of no server before they open a WebSocket."""
+    origin = headers.get("origin")
+    if origin is not None and (cors is None or not cors.allows(origin)):
+        raise Forbidden(f"pages of {origin!r} may not use kvpin: start it with --cors-origin {origin}")
+
+
 def preflight(cors: Cors | None, headers: Headers) -> dict[str, str]:
     """The headers of the answer to a preflight, beside those of every answer. All headers may be sent.
 
     Raises:
         Forbidden: pages of this origin may not use the data plane.
     """
-    origin = headers["origin"]
-    if cors is None or not cors.allows(origin):
-        raise Forbidden(f"pages of {origin!r} may not use kvpin: start it with --cors-origin {origin}")
+    check_origin(cors, headers)
     asked = headers.get("access-control-request-headers")
     wanted = {"access-control-allow-headers": asked} if asked else {}
     return {"access-control-allow-methods": METHODS, **wanted, "access-control-max-age": _MAX_AGE}

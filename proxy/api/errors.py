@@ -47,8 +47,10 @@ async def handle_http(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such route, wrong method), in the same shape."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"{request.method} {request.url.path}: {getattr(error, 'detail', 'failed').lower()}"
-    if status == NOT_FOUND and not request.url.path.startswith("/admin"):
-        message += f". OpenAI's API is under /v1: set base_url to {request.base_url}v1"
+    if status == NOT_FOUND:
+        message = f"there is no route {request.method} {request.url.path}"
+        if not request.url.path.startswith("/admin"):
+            message += f"; OpenAI's API is under /v1: set base_url to {request.base_url}v1"
     code = "not_found" if status == NOT_FOUND else None
     body = error_body(message, kind="invalid_request_error", code=code)
     return Response(body, status, getattr(error, "headers", None), media_type="application/json")

@@ -16,7 +16,8 @@ _SMALL = 512
 HIGH_WATER = 65_536
 _STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each, each.phrase.encode()) for each in http.HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_NO_CONTENT, _NOT_MODIFIED = 204, 304
+_SWITCHED, _NO_CONTENT, _NOT_MODIFIED = 101, 204, 304
+_TO_WEBSOCKET = b"connection: upgrade\r\nupgrade: websocket\r\n\r\n"
 
 
 class ClientLeft(Exception):
@@ -62,6 +63,7 @@ class Exchange:
         target: path and query as sent; begins with a slash.
         headers: those of the request.
         task: the handler's task.
+        asks_for_websocket: its client asks to go on as a WebSocket. It does if the answer has status 101.
         added: headers of every answer to it.
         on_left: called once if the client disconnects before its answer is complete.
         left: the client has disconnected.
@@ -71,8 +73,9 @@ class Exchange:
 
     __slots__ = (
         "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_has_body", "_head", "_invited",
-        "_is_1_0", "_left_to_send", "_pauses", "_unread", "_wakes", "added", "finished", "headers",
-        "keep_alive", "left", "method", "on_left", "started", "target", "task",
+        "_is_1_0", "_left_to_send", "_pauses", "_switched", "_unread", "_wakes", "added",
+        "asks_for_websocket", "finished", "headers", "keep_alive", "left", "method", "on_left", "started",
+        "target", "task",
     )  # fmt: skip
 
     def __init__(
@@ -84,9 +87,11 @@ class Exchange:
         *,
         is_1_0: bool,
         keep_alive: bool,
+        asks_for_websocket: bool = False,
     ) -> None:
         """`is_1_0`: the client speaks HTTP/1.0, which has no chunks."""
         self.method, self.target, self.headers = method, target, headers
+        self.asks_for_websocket = asks_for_websocket
         self.task: asyncio.Task[None] | None = None
         self.added: HeaderPairs = []
         self.on_left: Callable[[], None] | None = None
@@ -101,7 +106,7 @@ class Exchange:
         self._wakes: asyncio.Future[None] | None = None
         # The answer.
         self._head = b""
-        self._has_body, self._chunked = method != "HEAD", False
+        self._has_body, self._chunked, self._switched = method != "HEAD", False, False
         self._left_to_send: int | None = None  # of its content-length
 
     @property
@@ -141,6 +146,15 @@ class Exchange:
                 await self._more()
             if limit is not None:
                 _check_size(self._arrived, limit)
+            if self._chunks:
+                yield self._take()
+
+    async def socket(self) -> AsyncGenerator[bytes, None]:
+        """What the client sends on the WebSocket, until it leaves. A slow reader slows the client down."""
+        while self._chunks or not self.left:
+            if not self._chunks:
+                self._connection.resume_reading()
+                await self._woken()
             if self._chunks:
                 yield self._take()
 
@@ -235,6 +249,7 @@ class Exchange:
             if name == b"content-length":
                 self._left_to_send = int(value)
         self._has_body = self._has_body and status not in (_NO_CONTENT, _NOT_MODIFIED)
+        self._switched = status == _SWITCHED
         self._head = status_line + self._connection.date + head
         self.started = True
 
@@ -262,6 +277,8 @@ class Exchange:
         if not self._head:
             return b""
         head, self._head = self._head, b""
+        if self._switched:
+            return head + _TO_WEBSOCKET
         if self._has_body and self._left_to_send is None:
             if length is not None:
                 self._left_to_send = length

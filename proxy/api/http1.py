@@ -3,7 +3,8 @@
     bytes → parser → Exchange → the site's handler, in a task of its own → bytes
 
 uvicorn accepts connections and counts them and their tasks. A connection serves one request at a
-time: while an answer runs, pipelined requests wait. When many wait, the connection is not read.
+time: while an answer runs, pipelined requests wait. When many wait, the connection is not read. A request
+for a WebSocket is the last one: its exchange gets the bytes that follow as they come.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Http1Protocol(asyncio.Protocol):
 
     __slots__ = (
         "_close_after", "_current", "_handler", "_head_bytes", "_headers", "_idle_s", "_idle_since", "_loop",
-        "_parser", "_paused", "_reading", "_room", "_state", "_target", "_timer", "_too_long", "_waiting",
-        "is_full", "transport",
+        "_parser", "_paused", "_reading", "_room", "_socket", "_state", "_target", "_timer", "_to_websocket",
+        "_too_long", "_waiting", "is_full", "transport",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +67,8 @@ class Http1Protocol(asyncio.Protocol):
         self._reading: Exchange | None = None  # its body arrives
         self._current: Exchange | None = None  # its answer runs
         self._waiting: list[Exchange] = []  # pipelined behind it
+        self._to_websocket = False  # the request that is parsed asks for that
+        self._socket: Exchange | None = None  # it asked, and gets all that follows
         self._close_after = False  # no request after the current one
         self._too_long = False  # a complete head was
         self._paused = False
@@ -124,13 +127,16 @@ class Http1Protocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        if self._socket is not None:
+            self._socket.feed(data)
+            return
         if self._close_after and self._reading is None:
             return
         self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
-            self._decline(data[offer.args[0] :])
+            self._consider(data[offer.args[0] :])
         except httptools.HttpParserError as error:
             is_bug = isinstance(error, httptools.HttpParserCallbackError)
             if is_bug and not isinstance(error.__context__, httptools.HttpParserInvalidURLError):
@@ -167,8 +173,11 @@ class Http1Protocol(asyncio.Protocol):
             target,
             Headers(self._headers),
             is_1_0=self._parser.get_http_version() == "1.0",
-            keep_alive=self._parser.should_keep_alive(),
+            keep_alive=self._parser.should_keep_alive() and not self._to_websocket,
+            asks_for_websocket=self._to_websocket,
         )
+        if self._to_websocket:
+            self._socket = exchange
         self._headers = _no_headers()  # trailers must not become headers
         self._close_after = not exchange.keep_alive
         if self._current is None and not self.is_full:
@@ -193,8 +202,9 @@ class Http1Protocol(asyncio.Protocol):
             self._reading.feed_end()
             self._reading = None
 
-    def _decline(self, rest: bytes) -> None:
-        """Ignores an offer to upgrade to another protocol: parses the request again without the offer.
+    def _consider(self, rest: bytes) -> None:
+        """Parses a request with an offer to upgrade to another protocol again, without the offer. Only the
+        offer of a WebSocket is noted.
 
         Java's HttpClient offers h2c with every request. The parser stops at the offer and leaves the body
         unread. `rest`: the bytes after the request's head.
@@ -207,9 +217,12 @@ class Http1Protocol(asyncio.Protocol):
         for name, value in self._headers:
             if name != b"upgrade":
                 head += [name, b": ", value, b"\r\n"]
+        self._to_websocket = version == b"1.1" and _asks_for_websocket(method, Headers(self._headers))
         self._parser = _parser(self)
         self._head_bytes = 0
-        self.data_received(b"".join([*head, b"\r\n", rest]))
+        self.data_received(b"".join([*head, b"\r\n"]))
+        if rest:
+            self.data_received(rest)
 
     def _refuse(self, status: int, reason: bytes) -> None:
         """The client sent no HTTP: it can be read no further. An answer to an earlier request still ends."""
@@ -313,6 +326,13 @@ def _parser(protocol: Http1Protocol) -> httptools.HttpRequestParser:
     # A client that sends something after `connection: close` still gets its answer.
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
+
+
+def _asks_for_websocket(method: bytes, headers: Headers) -> bool:
+    """Whether a request with an offer is the opening handshake of a WebSocket (RFC 6455 4.1)."""
+    is_whole = "content-length" not in headers and "transfer-encoding" not in headers
+    is_websocket = headers.get("upgrade", "").lower() == "websocket" and "sec-websocket-key" in headers
+    return method == b"GET" and is_whole and is_websocket
 
 
 def _no_headers() -> HeaderPairs:

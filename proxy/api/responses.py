@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 from starlette.responses import Response
 
+from engine_adapter.off_loop import off_loop
 from proxy.errors import BadRequest, NotFound
 from proxy.translate import ResponseStore
 from proxy.translate.responses_store import Shelf, Stored
@@ -16,6 +17,13 @@ from proxy.translate.responses_store import Shelf, Stored
 _ROUTE = "/v1/responses/"
 _MOST_ITEMS, _ITEMS = 100, 20
 _ORDERS = ("asc", "desc")
+# Items that are listed or deleted in about 1 ms.
+_ITEMS_PER_MS = 1024
+
+
+def may_be_kept(path: str) -> bool:
+    """Whether a request for this path may be about a response that kvpin keeps."""
+    return path.startswith(_ROUTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +32,7 @@ class KeptResponses:
 
     store: ResponseStore
 
-    def answer(self, method: str, target: str, tenant: str | None) -> Response | None:
+    async def answer(self, method: str, target: str, tenant: str | None) -> Response | None:
         """The answer to a request for one of the tenant's responses; None if it names none of them.
 
         Raises:
@@ -32,8 +40,6 @@ class KeptResponses:
             NotFound: there is no such route.
         """
         path, _, query = target.partition("?")
-        if not path.startswith(_ROUTE):
-            return None
         if path == f"{_ROUTE}compact":
             raise NotFound("conversations are not compacted here: send a shorter input")
         name, _, part = path.removeprefix(_ROUTE).partition("/")
@@ -41,15 +47,16 @@ class KeptResponses:
         stored = shelf.get(response_id)
         if stored is None:
             return None
+        long = stored.turn.n_items / _ITEMS_PER_MS
         match method, part:
             case "GET", "":
                 return _json(_whole(stored, parse_qs(query)))
             case "DELETE", "":
-                return _json(_deleted(shelf, response_id))
+                return _json(await off_loop(lambda: _deleted(shelf, response_id), ms=long))
             case "POST", "cancel":
                 raise BadRequest("Only responses that are made in the background can be cancelled.")
             case "GET", "input_items":
-                return _json(_listed(stored, parse_qs(query)))
+                return _json(await off_loop(lambda: _listed(stored, parse_qs(query)), ms=long))
             case _:
                 raise NotFound(f"there is no route {method} {path!r}")
 
@@ -71,7 +78,9 @@ def _deleted(shelf: Shelf, response_id: str) -> bytes:
 
 def _listed(stored: Stored, query: dict[str, list[str]]) -> bytes:
     """A page of the items that were the input of a response, the turns before it included."""
-    items = dict(stored.turn.input())
+    items = dict[str, bytes]()
+    for part in stored.turn.input():
+        items.update(part)  # ten times as fast as from single items
     names = list(items)
     order, limit, after = query.get("order", ["desc"])[-1], _limit(query), query.get("after", [""])[-1]
     if order not in _ORDERS:

@@ -25,7 +25,7 @@ class RequestSummary(RequestFacts, kw_only=True):
     """One past request, without its prompt. Its times count from its placement.
 
     Attributes:
-        miss: why no more of the prompt was reused, in one word; null if the request failed.
+        miss: why no more of the prompt was reused, in one word; null if the request failed or had none.
         differs_at: the field, message, part and character that differ first from the earlier request.
     """
 
@@ -78,7 +78,7 @@ class RequestAnswer(RequestSummary, kw_only=True):
 def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
     """A record without its prompt, and why its cache missed."""
     facts = {name: getattr(record, name) for name in RequestFacts.__struct_fields__}
-    is_served = record.error is None and record.placement is not None
+    is_served = record.error is None and record.placement is not None and record.runs_prompt
     diagnosis = flow.comparison.explain(record) if is_served else None
     return RequestSummary(
         **facts,
@@ -127,6 +127,8 @@ def _of_the_unknown(record: RequestRecord, placement: Placement, diagnosis: Diag
     engine, reported = placement.engine, record.reported_tokens
     if record.tokens_agree is False:
         return f"{engine} tokenised the prompt differently than kvpin, so the prediction does not count"
+    if not record.runs_prompt:
+        return f"{engine} served it; it had no prompt"
     if record.prompt is None:
         return f"nothing was predicted: {diagnosis.detail}"
     reused = "did not report cached tokens" if reported is None else f"reused {reported}"

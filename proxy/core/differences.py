@@ -43,6 +43,8 @@ CONTINUED = "previous_response_id"
 PROMPT_FIELDS = (*_TOOLS, *_SYSTEM, CONTINUED, *_INPUT, *OPTIONS)
 """All fields that `difference` looks at."""
 _SYSTEM_ROLES = ("system", "developer")
+# Fields of an item that are compared elsewhere, or that no prompt contains.
+_NOT_OF_A_PROMPT = dict.fromkeys(("content", "id", "status"))
 _CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
 # A content part with one of these fields is no text.
 _MEDIA = frozenset(
@@ -163,7 +165,7 @@ def _of_message(field: str, at: int, now: Any, before: Any) -> Difference | None
         found = _of_content(kind, field, at, now.get("content"), before.get("content"))
         if found is not None:
             return found
-    rest, other = ({**message, "content": None} for message in (now, before))
+    rest, other = ({"type": "message", **message, **_NOT_OF_A_PROMPT} for message in (now, before))
     return None if _unmarked(rest) == _unmarked(other) else Difference(kind, field, at)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -240,6 +241,8 @@ class Lease:
                 self._end_soon(f"the engine did not answer within {limit_s:g} s")
         elif total_s is not None and age_s > total_s:
             answer.hang_up(f"the answer took longer than {total_s:g} s")
+        elif answer.status == HTTPStatus.SWITCHING_PROTOCOLS:
+            return  # a WebSocket may be silent for as long as its two ends like
         elif answer.received != self._seen:
             self._seen, self._seen_at = answer.received, now
         elif now - self._seen_at > limits.idle_s:

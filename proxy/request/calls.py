@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, parse_qsl, urlencode
 
 import msgspec
 
-from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, RequestBody, route_of
+from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, RequestBody, route_of, websocket
 from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.session import Session
 
+# Routes below `/v1` that go on from a prompt.
+PROMPT_ROUTES = frozenset(
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
+)
 # OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
 _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
 # The blank line after an event of a stream: engines send either.
@@ -30,6 +34,7 @@ class Call(msgspec.Struct, frozen=True):
         client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
         session: the conversation it belongs to, if it names one.
         is_more: it is a part of a request that its tenant's limits have counted.
+        socket: what the client sends on the WebSocket that the request asks for; None for a plain request.
     """
 
     request_id: str
@@ -41,6 +46,7 @@ class Call(msgspec.Struct, frozen=True):
     client_id: str | None = None
     session: Session | None = None
     is_more: bool = False
+    socket: AsyncIterator[bytes] | None = None
 
     def __repr__(self) -> str:
         """Without headers and body, which must not get into logs."""
@@ -58,9 +64,19 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def native(self) -> str | None:
-        """The route, if it is one of an engine's own beside `/v1`."""
+        """The route, if only engines that declare it get the request: one beside `/v1`, or a WebSocket."""
         route = self.path.partition("?")[0]
+        if self.socket is not None:
+            return websocket(route)
         return route if route in NATIVE_ROUTES else None
+
+    @property
+    def runs_prompt(self) -> bool:
+        """Whether it asks an engine to go on from a prompt, which has a KV cache."""
+        native = NATIVE_ROUTES.get(self.native or "")
+        if native is not None:
+            return native.runs
+        return self.route in PROMPT_ROUTES and isinstance(self.body, JsonBody)
 
     @property
     def model(self) -> str | None:
@@ -74,9 +90,20 @@ class Call(msgspec.Struct, frozen=True):
             model = next(iter(parse_qs(self.path.partition("?")[2]).get("model", ())), None)
         return model if isinstance(model, str) else None
 
+    def naming(self, model: str) -> Call:
+        """The request with another model in its query, where it has one there."""
+        path, _, query = self.path.partition("?")
+        fields = parse_qsl(query, keep_blank_values=True)
+        if not any(name == "model" for name, _ in fields):
+            return self
+        named = [(name, model if name == "model" else value) for name, value in fields]
+        return msgspec.structs.replace(self, path=f"{path}?{urlencode(named)}")
+
     @property
     def streams(self) -> bool:
-        """Whether the client asked for a stream."""
+        """Whether the client asked for a stream, or for a WebSocket."""
+        if self.socket is not None:
+            return True
         return isinstance(self.body, JsonBody) and self.body.get("stream") is True
 
 

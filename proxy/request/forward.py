@@ -5,6 +5,7 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
      → JSON                     read whole, so that an engine that dies in mid-answer costs the client nothing
      → stream                   pass on chunk by chunk; if the engine dies, send an error event and break off
      → stream, JSON wanted      read whole and assemble (for adapters that must stream)
+     → a WebSocket              pass on both ways, byte for byte, until one side closes it
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Container, Mapping
 from http import HTTPStatus
 
 import msgspec
+from msgspec.structs import replace
 
 from engine_adapter import (
     AnswerReader,
@@ -24,6 +26,7 @@ from engine_adapter import (
     Headers,
     Hold,
     IncomingResponse,
+    OutgoingRequest,
     Transport,
     base_url,
     read_answer_usage,
@@ -31,7 +34,7 @@ from engine_adapter import (
     read_streamed_usage,
 )
 from proxy.request.calls import Call, Reply
-from proxy.request.retries import REFUSALS, RETRY_HEADERS
+from proxy.request.retries import REFUSALS, RETRY_HEADERS, is_no_websocket
 
 # Headers that a proxy does not pass on, and headers that kvpin sets itself.
 _NOT_PASSED_ON = frozenset(
@@ -64,6 +67,7 @@ _NOT_PASSED_ON = frozenset(
 _OWN_PREFIX = b"x-kvpin-"
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
+_CLIENTS = "invalid_request_error"
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
 
@@ -115,11 +119,14 @@ class Forwarder:
             EngineUnavailable, EngineRejected: before anything was sent to the client.
         """
         # Nothing here keeps the request: its body may be long.
-        async with await self._transport.send(
-            adapter.prepare(call.method, call.path, call.headers, hold.body)
-        ) as response:
+        async with await self._transport.send(_outgoing(adapter, call, hold)) as response:
+            if call.socket is not None and is_no_websocket(response.status):
+                said = read_error(await response.read()).message
+                raise EngineRejected(
+                    f"the engine takes no WebSocket here: {said}", status=404, type=_CLIENTS, code="not_found"
+                )
             if response.status >= 400:  # noqa: PLR2004 - HTTP
-                as_it_is = call.native is not None
+                as_it_is = call.native is not None and call.socket is None
                 return await _answer_error(response, reply, headers, refusals, as_it_is=as_it_is)
             kept = [pair for pair in response.headers.raw if _is_passed_on(pair[0])]
             if response.status >= 300:  # noqa: PLR2004 - HTTP
@@ -127,12 +134,20 @@ class Forwarder:
             if hold.answer is not None:  # the reader may change the length
                 kept = [pair for pair in kept if pair[0] != b"content-length"]
             kept += _pairs(headers)
+            if call.socket is not None:
+                return await _pass_on(response, reply, kept, on_first_byte)
             cached = adapter.cached_tokens(response.headers)
             if response.headers.get("content-type", "").startswith("application/json"):
                 return await _answer_json(response, reply, kept, cached, hold.answer, on_first_byte)
             if hold.answer is not None and hold.answer.assembles:
                 return await _answer_assembled(response, reply, kept, hold.answer, on_first_byte)
             return await _answer_stream(response, reply, kept, cached, hold.answer, on_first_byte)
+
+
+def _outgoing(adapter: EngineAdapter, call: Call, hold: Hold) -> OutgoingRequest:
+    """The request for the engine."""
+    request = adapter.prepare(call.method, call.path, call.headers, hold.body)
+    return request if call.socket is None else replace(request, socket=call.socket)
 
 
 async def _answer_json(
@@ -217,6 +232,24 @@ async def _answer_stream(
     return Outcome(response.status, cached, output_tokens=usage.output_tokens)
 
 
+async def _pass_on(
+    response: IncomingResponse, reply: Reply, headers: HeaderPairs, on_first_byte: OnFirstByte
+) -> Outcome:
+    """Passes a WebSocket on. What the client sends is sent meanwhile."""
+    on_first_byte(response)
+    await reply.start(response.status, headers)
+    try:
+        chunk = b""  # the head leaves at once: the client waits for it before it sends
+        while True:
+            await reply.write(chunk)
+            if not (chunk := await response.receive()):
+                break
+    except EngineUnavailable as error:
+        return Outcome(response.status, error=str(error))
+    await reply.finish()
+    return Outcome(response.status)
+
+
 class _Stream:
     """An engine's stream as the client gets it.
 
@@ -270,7 +303,7 @@ async def _answer_error(
             more=error.more,
             headers=advice,
         )
-    kind = error.type or ("server_error" if status in REFUSALS else "invalid_request_error")
+    kind = error.type or ("server_error" if status in REFUSALS else _CLIENTS)
     body = reply.dialect.error(
         status,
         error.message,

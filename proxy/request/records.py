@@ -71,6 +71,7 @@ class RequestRecord(RequestFacts, kw_only=True):
         lora: the LoRA adapter it ran with.
         chain: the prompt's blocks, until the request is over.
         tokens_agree: whether the engine made the same tokens of the prompt; None where it did not tell.
+        runs_prompt: it had a prompt, whether kvpin knew that or not.
         answer_id: the id that the answer carries, of responses and messages.
         diagnosis: why no more was reused, once somebody asked.
         events: events of the answer's stream that the client was sent.
@@ -84,6 +85,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     placement: Placement | None = None
     events: int = 0
     tokens_agree: bool | None = None
+    runs_prompt: bool = True
     answer_id: str | None = None
     diagnosis: Diagnosis | None = None
 
@@ -101,6 +103,7 @@ class RequestRecord(RequestFacts, kw_only=True):
             client_request_id=call.client_id,
             prompt_cache_key=key if isinstance(key, str) and len(key) <= MAX_KEY else None,
             session=call.session,
+            runs_prompt=call.runs_prompt,
         )
 
     def __repr__(self) -> str:

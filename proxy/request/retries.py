@@ -7,12 +7,14 @@ from collections.abc import Set as AbstractSet
 
 from engine_adapter import EngineError, EngineRejected, EngineUnavailable, JsonBody
 from proxy.errors import EngineFailed
-from proxy.request.calls import Call
+from proxy.request.calls import PROMPT_ROUTES, Call
 
 # Statuses of an engine that could not serve the request: another engine may.
 REFUSALS = frozenset({429, 500, 502, 503, 504})
 # Statuses of an engine that has not got the route, or the file or batch that the route names.
 NOT_HERE = frozenset({404, 405, 501})
+# Statuses of an engine that takes no WebSocket: uvicorn has 403 for an unknown route, others have 426.
+_NO_WEBSOCKET = NOT_HERE | {403, 426}
 # Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.
 RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
 # Routes without a prompt. Not all kinds of engines have them.
@@ -24,20 +26,26 @@ PASSED_ON = frozenset(
         *("rerank", "score", "uploads", "videos"),
     )
 )
-# Routes with a prompt. On these, `NOT_HERE` is about the request.
-_PLACED = frozenset(f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages"))
 # A request that broke the connections of this many engines is probably the cause: it is not retried.
 _MAX_DROPPED = 2
 
 
 def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
     """Statuses with which an engine leaves the request to another one."""
-    return REFUSALS if n_candidates == 1 or call.route in _PLACED else REFUSALS | NOT_HERE
+    if call.socket is not None:
+        return REFUSALS | NOT_HERE
+    # With a prompt, `NOT_HERE` is about the request.
+    return REFUSALS if n_candidates == 1 or call.route in PROMPT_ROUTES else REFUSALS | NOT_HERE
 
 
 def is_not_here(error: EngineError) -> bool:
     """Whether an engine has not got what the request asks for."""
     return isinstance(error, EngineRejected) and error.status in NOT_HERE
+
+
+def is_no_websocket(status: int) -> bool:
+    """Whether an engine answers so where it takes no WebSocket: it may answer like a page."""
+    return status in _NO_WEBSOCKET or 200 <= status < 400  # noqa: PLR2004 - HTTP
 
 
 def may_retry(call: Call, failures: Collection[EngineError], retries: int) -> bool:

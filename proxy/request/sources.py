@@ -27,7 +27,8 @@ class Sources:
         self.n_bytes = 0
 
     def keep(self, request_id: str, tenant: str | None, raw: bytes) -> None:
-        """Keeps a body, unless it is too large."""
+        """Keeps a body in place of an earlier one of the request, unless it is too large."""
+        self.drop(request_id, tenant)
         if len(raw) > min(MOST_BYTES, self._limit):
             return
         self._shares.setdefault(tenant, OrderedDict())[request_id] = raw

@@ -23,6 +23,7 @@ class Messages:
     """
 
     counts = False
+    source: JsonBody | None = None
 
     def __init__(self, body: JsonBody) -> None:
         """Raises BadRequest for a request that cannot be served."""

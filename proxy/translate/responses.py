@@ -54,6 +54,7 @@ class ResponseTranslation:
         asked = read_request(body, store.of(tenant), self._id)
         self.chat = asked.chat
         self.counts = counts
+        self.source = asked.source
         self.predicted = Predicted()
         self._keep = partial(store.put, tenant, self._id)
         self._turn = asked.turn

@@ -63,6 +63,7 @@ class Asked:
         chat: the chat with the same prompt.
         turn: its items, which the next turn needs; None if nothing is to be stored.
         repeated: what the response repeats of the request.
+        source: the body with the items that it only names; None if it names none.
         custom: names of custom tools, which the chat offers as functions.
         seals: the client wants reasoning as `encrypted_content`, too.
         prewarms: the prompt is only to be computed, and no output is wanted.
@@ -71,6 +72,7 @@ class Asked:
     chat: JsonBody = field(repr=False)
     turn: Turn | None = field(repr=False)
     repeated: Json = field(repr=False)
+    source: JsonBody | None = field(repr=False)
     custom: frozenset[str]
     seals: bool
     prewarms: bool
@@ -115,6 +117,7 @@ def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
         body.replace(**changes),
         _turn(previous, items, response_id) if stores else None,
         _repeated(body, tools, text, reasoning),
+        body.replace(input=items) if room.has_items else None,
         frozenset(tool["name"] for tool in tools if tool["type"] == "custom"),
         _SEALED in include,
         prewarms,
@@ -148,11 +151,16 @@ def _previous(body: JsonBody, shelf: Shelf) -> Turn | None:
 
 
 class _Room:
-    """Counts what a request adds to its own body by naming responses and items, each maybe many times."""
+    """Counts what a request adds to its own body by naming responses and items, each maybe many times.
+
+    Attributes:
+        has_items: it names items.
+    """
 
     def __init__(self, previous: Turn | None) -> None:
         """Raises BadRequest if the turns up to `previous` are more than a chat may have."""
         self._left = MAX_NAMED_BYTES
+        self.has_items = False
         if previous is not None:
             self.take(previous.total, "previous_response_id")
 
@@ -186,6 +194,7 @@ def _resolved(item: Any, shelf: Shelf, room: _Room, param: str) -> Json:  # noqa
             if found is None:
                 raise NotFound(f"Item with id {item_id!r} not found.", param=f"{param}.id")
             room.take(len(found), f"{param}.id")
+            room.has_items = True
             named: Json = msgspec.json.decode(found)
             return named
         case dict():

@@ -44,6 +44,11 @@ class Turn:
         return sum(sum(map(len, items.values())) + _OVERHEAD * len(items) for items in parts)
 
     @property
+    def n_items(self) -> int:
+        """Items of the conversation, up to and including this turn."""
+        return sum(len(turn.asked) + len(turn.answered) for turn in self._turns())
+
+    @property
     def total(self) -> int:
         """Bytes that the conversation takes, up to and including this turn."""
         return sum(turn.size for turn in self._turns())
@@ -54,11 +59,10 @@ class Turn:
             yield from turn.asked.items()
             yield from turn.answered.items()
 
-    def input(self) -> Iterator[tuple[str, bytes]]:
-        """The items that were the input of this turn's answer."""
-        if self.previous is not None:
-            yield from self.previous.conversation()
-        yield from self.asked.items()
+    def input(self) -> list[dict[str, bytes]]:
+        """The items by their ids that were the input of this turn's answer, in parts."""
+        before = self.previous._turns() if self.previous is not None else []  # noqa: SLF001 - likewise
+        return [part for turn in before for part in (turn.asked, turn.answered)] + [self.asked]
 
     def _turns(self) -> list[Turn]:
         turns: list[Turn] = []

@@ -30,11 +30,13 @@ class Translation(Protocol):
     Attributes:
         chat: the body of the chat that is served in its place. A stream asks for usage.
         counts: the request only asks how long its prompt is, which `count` answers: no engine serves it.
+        source: the client's body with the items that it only names; None if it names none.
         predicted: for usage that the client gets before the engine tells it. Set before the answer begins.
     """
 
     chat: JsonBody
     counts: bool = False
+    source: JsonBody | None = None
     predicted: Predicted = Predicted()
 
     def answer(self, content: bytes) -> bytes:

@@ -270,7 +270,7 @@ class Placer:
             if placed.begun is None:
                 self.demand.refused(now, placed.counted_s)
             return
-        if placed.begun is not None:
+        if placed.begun is not None and chain is not None:  # a WebSocket may be open for hours
             self.demand.answered(now, now - placed.begun)
         if placed.spent is not None and chain is not None and report is not None:
             self._learn(now, placed, chain, placed.spent, report)

@@ -104,7 +104,7 @@ async def test_starlettes_handlers_give_the_same_shape():
         response = await handle_http(request, HTTPException(status, headers={"allow": "POST"}))
         error = json.loads(response.body)["error"]
         assert (response.status_code, error["type"], error["code"]) == (status, "invalid_request_error", code)
-        assert error["message"].startswith("GET /x")
+        assert "GET /x" in error["message"]
         assert response.headers["allow"] == "POST"
 
 

@@ -1,12 +1,16 @@
 """Responses that kvpin keeps: read, listed, deleted, each tenant its own."""
 
+from dataclasses import replace
+
 import pytest
 
-from tests.fakes import is_openai_error
+from engine_adapter.types import RESPONSES_ROUTES
+from tests.fakes import INFO, FakeAdapter, client_of, is_openai_error, proxy_over
 from tests.proxy.translate.response_world import (
     KEYS,
     ROUTE,
     ask,
+    chats,
     serving_chats,
 )
 
@@ -74,3 +78,22 @@ async def test_conversations_are_not_compacted(client):
     answer = await client.post(f"{ROUTE}/compact", json={"model": "m"}, headers=KEYS["a"])
     assert is_openai_error(answer, 404)
     assert "compacted" in answer.text
+
+
+async def test_a_long_one_is_listed_and_deleted_off_the_loop(client):
+    items = [{"role": "user", "content": str(n)} for n in range(3000)]
+    made = (await ask(client, input=items)).json()["id"]
+    page = await client.get(f"{ROUTE}/{made}/input_items?order=asc&limit=2", headers=KEYS["a"])
+    assert [item["content"][0]["text"] for item in page.json()["data"]] == ["0", "1"]
+    assert (await client.delete(f"{ROUTE}/{made}", headers=KEYS["a"])).json()["deleted"] is True
+
+
+async def test_items_that_are_only_named_are_kept_for_comparison(engine):
+    engine.script = chats
+    adapter = FakeAdapter("a", engine.url, replace(INFO, served_as_chats=RESPONSES_ROUTES))
+    async with proxy_over(adapter) as proxy, client_of(proxy) as client:
+        item = (await client.post(ROUTE, json={"model": "m", "input": "hi"})).json()["output"][0]
+        asked = [{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "more"}]
+        assert (await client.post(ROUTE, json={"model": "m", "input": asked})).status_code == 200
+        named, more = proxy.requests.sources.fields(proxy.last.request_id, None)["input"]
+        assert (named["role"], named["content"][0]["text"], more) == ("assistant", "hi", asked[1])

@@ -151,6 +151,13 @@ async def test_what_no_engine_served_missed_nothing(world, pair):
     assert [summarize(world.flow, record).miss for record in records] == [None, "not_followed"]
 
 
+async def test_what_has_no_prompt_missed_nothing(world, pair):
+    placement = placed("a", 0, ("a", 0.1, 0))
+    record = world.record("r", None, placement=placement, runs_prompt=False)
+    assert summarize(world.flow, record).miss is None
+    assert told(world, record)["explanation"] == "a served it; it had no prompt"
+
+
 async def test_a_summary_says_how_it_was_served(world, pair):
     served = world.record("r1", tokens(64), note="it ran alone")
     notes = [summarize(world.flow, each).note for each in (served, world.record("r2", None))]

@@ -36,6 +36,10 @@ def chat(*messages, **fields):
         ({"prompt": "once upon"}, {"prompt": "once upon a time"}),
         ({"prompt": [1, 2]}, {"prompt": [1, 2, 3]}),
         ({"input": "hello"}, {"input": [said("hello")]}),
+        (
+            {"input": [{"type": "message", "id": "msg_1", "status": "completed", **said([text("x")])}]},
+            {"input": "x"},
+        ),
         (chat(ASKED, temperature=1), chat(ASKED, temperature=0)),
         ({"input": "and then?", "previous_response_id": "resp_1"}, {"input": "hello"}),
     ],

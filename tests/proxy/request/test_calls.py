@@ -27,6 +27,30 @@ def test_the_query_names_the_model_where_the_body_does_not(body):
     assert call(JsonBody(b'{"model": "n"}'), "/v1/batches?model=m").model == "n"
 
 
+def test_another_model_takes_its_place_in_the_query():
+    named = call(path="/v1/realtime?a=%2B&model=x&b=").naming("org/m")
+    assert (named.path, named.model) == ("/v1/realtime?a=%2B&model=org%2Fm&b=", "org/m")
+    unnamed = call(path="/v1/realtime?a=1")
+    assert unnamed.naming("m") is unnamed
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "runs"),
+    [
+        ("/v1/chat/completions", JsonBody(b"{}"), True),
+        ("/v1/responses", None, False),
+        ("/v1/embeddings", JsonBody(b"{}"), False),
+        ("/completion", JsonBody(b"{}"), True),
+        ("/infill", JsonBody(b"{}"), True),
+        ("/generate", JsonBody(b"{}"), True),
+        ("/tokenize", JsonBody(b"{}"), False),
+        ("/props", None, False),
+    ],
+)
+def test_whether_it_goes_on_from_a_prompt(path, body, runs):
+    assert call(body, path).runs_prompt is runs
+
+
 def test_the_route_has_no_query():
     assert call(path="/v1/models?limit=3").route == "/v1/models"
 

@@ -45,6 +45,17 @@ class TestState:
         assert by_name.chat.raw == by_items.chat.raw == by_reference.chat.raw
         assert json.loads(by_name.chat.raw)["messages"][0] == {"role": "user", "content": "hi"}
 
+    def test_the_source_has_the_items_that_a_request_names(self):
+        store = ResponseStore()
+        response = answered(translation(store=store), content="a")
+        (item,) = response["output"]
+        made = translation(store=store, input=[{"id": item["id"]}, {"role": "user", "content": "b"}])
+        assert made.source is not None
+        named, plain = json.loads(made.source.raw)["input"]
+        assert (named["role"], named["content"][0]["text"]) == ("assistant", "a")
+        assert plain == {"role": "user", "content": "b"}
+        assert translation(store=store, previous_response_id=response["id"]).source is None
+
     def test_what_is_not_to_be_stored_is_not(self):
         store = ResponseStore()
         body = JsonBody(b'{"model": "m", "input": "hi", "store": false}')

@@ -34,7 +34,7 @@ def test_a_conversation_is_kept_once():
     store.put(None, "r2", b"{}", second)
     assert shelf.bytes == 2 * alone
     assert [name for name, _ in second.conversation()] == ["msg_1", "out_1", "msg_2", "out_2"]
-    assert [name for name, _ in second.input()] == ["msg_1", "out_1", "msg_2"]
+    assert list(map(list, second.input())) == [["msg_1"], ["out_1"], ["msg_2"]]
     assert shelf.delete("r1")
     assert not shelf.delete("r1")
     assert shelf.get("r1") is None

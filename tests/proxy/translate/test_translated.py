@@ -16,7 +16,7 @@ ROUTE = "/v1/shouts"
 class Shouting:
     """Turns a shout into a chat, and the chat's answer into a shout."""
 
-    counts = False
+    counts, source = False, None
 
     def __init__(self, body, tenant):
         self.tenant = tenant

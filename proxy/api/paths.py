@@ -1,0 +1,45 @@
+"""Which paths of the data plane are open: most below `/v1`, and those that adapters declare."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from urllib.parse import unquote
+
+from engine_adapter import NATIVE_ROUTES, route_of
+from proxy.errors import NotFound
+
+# kvpin does not serve these routes, because they change an engine for all clients.
+ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+# Nor these, by which llama-server's clients read, find, change and end each other's running answers.
+STREAM_ROUTES = ("/v1/stream/", "/v1/streams/", "/v1/chat/completions/control/")
+
+
+@lru_cache(maxsize=256)
+def checked_path(target: bytes) -> str:
+    """Path and query of a request for the engine. A native route that equals one of `/v1` becomes that one.
+
+    Raises:
+        NotFound: the route is not open, or has dot segments: they could leave `/v1` at the engine.
+    """
+    whole = target.decode("latin-1")
+    path, _, query = whole.partition("?")
+    if (native := NATIVE_ROUTES.get(path)) is not None:
+        path = native.same_as or path
+        return f"{path}?{query}" if query else path
+    decoded = unquote(unquote(path))
+    # Some servers ignore what follows a semicolon in a segment.
+    segments = [segment.partition(";")[0] for segment in decoded.replace("\\", "/").split("/")]
+    climbs = any(segment in (".", "..") for segment in segments)
+    route = route_of(path).rstrip("/")
+    is_closed = route in ENGINE_ADMIN_ROUTES or f"{route}/".startswith(STREAM_ROUTES)
+    is_open = decoded.startswith("/v1/") and not is_closed
+    if climbs or not path.isascii() or not is_open:
+        raise NotFound(f"there is no route {decoded!r}")
+    return whole.removesuffix("?")
+
+
+def check_method(method: str, path: str) -> None:
+    """Raises NotFound for a method of a native route that is its engine's operator's, or nobody's."""
+    native = NATIVE_ROUTES.get(path.partition("?")[0])
+    if native is not None and method != native.method and (method, native.method) != ("HEAD", "GET"):
+        raise NotFound(f"there is no route {method} {path.partition('?')[0]}")

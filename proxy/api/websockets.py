@@ -1,0 +1,81 @@
+"""WebSockets: which ones kvpin passes on, and the keys that browsers send in their subprotocols.
+
+Their frames are not read: their prompts get no tenant's salt, and nobody checks which responses they name. So
+with several tenants, no WebSocket is passed on.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, websocket
+from proxy.errors import Forbidden, NotFound
+from proxy.request.calls import Client
+
+_SUBPROTOCOLS = b"sec-websocket-protocol"
+# A page cannot set headers on a WebSocket: OpenAI's API takes its key as a subprotocol.
+_KEY = "openai-insecure-api-key."
+
+
+def check_websocket(path: str, *, isolated: bool) -> None:
+    """Raises NotFound for a WebSocket that no kind of engine has, and Forbidden if there are several tenants
+    (`isolated`)."""
+    route = path.partition("?")[0]
+    if websocket(route) not in NATIVE_ROUTES:
+        raise NotFound(f"there is no WebSocket {route!r}")
+    if isolated:
+        raise Forbidden(
+            "kvpin passes no WebSockets on while it has several tenants: it could not keep their KV apart"
+        )
+
+
+def with_key(headers: Headers) -> Headers:
+    """The headers of an opening handshake, with a key among the subprotocols in `authorization` instead."""
+    offered = _offered(headers)
+    keys = [each for each in offered if each.startswith(_KEY)]
+    if not keys:
+        return headers
+    kept = [pair for pair in headers.raw if pair[0] not in (_SUBPROTOCOLS, b"authorization")]
+    kept.append((b"authorization", f"Bearer {keys[0].removeprefix(_KEY)}".encode("latin-1")))
+    others = ", ".join(each for each in offered if each not in keys)
+    return Headers([*kept, (_SUBPROTOCOLS, others.encode("latin-1"))] if others else kept)
+
+
+class WebSocketClient:
+    """The client of a WebSocket. If the engine chooses none of its subprotocols, it gets the first one: most
+    engines know none, and without a choice browsers close the WebSocket again."""
+
+    def __init__(self, client: Client, headers: Headers) -> None:
+        """`headers`: those of the opening handshake, without a key."""
+        self._client = client
+        self._first = next(iter(_offered(headers)), None)
+
+    @property
+    def is_full(self) -> bool:
+        """See Client."""
+        return self._client.is_full
+
+    async def drain(self) -> None:
+        """See Client."""
+        await self._client.drain()
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """See Client."""
+        is_chosen = any(name == _SUBPROTOCOLS for name, _ in headers)
+        if status == HTTPStatus.SWITCHING_PROTOCOLS and self._first is not None and not is_chosen:
+            headers = [*headers, (_SUBPROTOCOLS, self._first.encode("latin-1"))]
+        self._client.start(status, headers)
+
+    def write(self, chunk: bytes) -> None:
+        """See Client."""
+        self._client.write(chunk)
+
+    def finish(self, chunk: bytes) -> None:
+        """See Client."""
+        self._client.finish(chunk)
+
+
+def _offered(headers: Headers) -> list[str]:
+    """The subprotocols that the client offers, best first."""
+    lists = [value.decode("latin-1") for name, value in headers.raw if name == _SUBPROTOCOLS]
+    return [each for text in lists for each in map(str.strip, text.split(",")) if each]
