@@ -40,6 +40,7 @@ class RequestFacts(msgspec.Struct):
         output_tokens: tokens of the answer; None where the engine did not tell.
         first_byte_s: from placement to the first byte. An answer that is no stream has its first byte last.
         note: what the engine's adapter says about this answer.
+        interrupted: how often an engine died in mid-answer. Without an error, another one went on with it.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class RequestFacts(msgspec.Struct):
     duration_s: float | None = None
     error: str | None = None
     note: str = ""
+    interrupted: int = 0
 
 
 class RequestRecord(RequestFacts, kw_only=True):
