@@ -181,7 +181,8 @@ class Flow:
             ProxyError, EngineError: they all failed before the answer began.
         """
         failed: dict[str, EngineError] = {}
-        migration = Migration(self.kept, is_on=self.retries > 0)
+        may_migrate = self.retries > 0 and ready.home is None and len(ready.pool.engines) > 1
+        migration = Migration(self.kept, is_on=may_migrate)
         try:
             while candidates := await self._candidates(ready, failed):
                 placement = ready.pool.place(candidates, ready.chain)

@@ -12,10 +12,13 @@ from __future__ import annotations
 import re
 from array import array
 
+from engine_adapter.errors import EngineUnavailable
 from engine_adapter.hold import Resumption
 from engine_adapter.types import TokenIds
 
 _END = b"\n\n"
+# In the error event of an engine that ends.
+_ENDS = b'"engine_unavailable"'
 # Text cannot contain it: JSON strings have no line feed.
 _TOLD = re.compile(rb"^: ([\d ]+)\n", re.MULTILINE)
 
@@ -32,7 +35,11 @@ class ToldTokens:
         self._held = bytearray()  # an incomplete event
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `AnswerReader.feed`."""
+        """See `AnswerReader.feed`.
+
+        Raises:
+            EngineUnavailable: the engine says that it ends. Another one can go on.
+        """
         if self._held or not chunk.endswith(_END):
             searched = max(len(self._held) - 1, 0)  # half of an end may have arrived before
             self._held += chunk
@@ -41,6 +48,8 @@ class ToldTokens:
                 return b""
             chunk = bytes(self._held[:end])
             del self._held[:end]
+        if _ENDS in chunk:
+            raise EngineUnavailable("the engine ended in mid-answer", dropped=True)
         parts = _TOLD.split(chunk)
         if len(parts) == 1:
             return chunk
