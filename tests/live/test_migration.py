@@ -78,6 +78,28 @@ async def test_streams_of_a_killed_engine_go_on(tmp_path, start_engine):
         check_records(kvpin, records)
 
 
+async def test_a_stream_of_a_killed_llama_server_runs_again(tmp_path, start_llama):
+    """One stream at a time: with others in the same step, a server may decide near ties otherwise."""
+    servers = {name: start_llama(slots=1) for name in ("one", "two")}
+    flags = [word for name in servers for word in ("--engine", f"llama_server={servers[name].url},id={name}")]
+    body = {"messages": [{"role": "user", "content": "Story."}], "cache_prompt": False, "stream": True}
+    body |= STORY | {"max_tokens": 1500}
+    with running_kvpin(tmp_path / "log", *flags) as kvpin:
+        async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=120) as client:
+            undisturbed = await stream(client, "/chat/completions", body)
+            chunks = []
+            async with client.stream("POST", "/chat/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if not chunks:
+                        servers[answer.headers["x-kvpin-engine"]].kill()
+                    if line.startswith("data: {"):
+                        chunks.append(json.loads(line[6:]))
+        (record, _) = kvpin.admin("GET", "requests").json()["requests"]
+        assert (record["interrupted"], record["error"], len(record["attempts"])) == (1, None, 2)
+        assert told(chunks)[:-1] == told(undisturbed)[:-1]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+
+
 def check_records(kvpin, records):
     """Some streams went on, all of them from engine one to engine two."""
     migrated = [record for record in records if record["interrupted"]]

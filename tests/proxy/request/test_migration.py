@@ -1,14 +1,18 @@
 """Streams whose engine dies in mid-answer, over real sockets: which go on, and which end."""
 
 import json
+from array import array
+from dataclasses import replace
+from typing import ClassVar
 
 import httpx
 import pytest
 
-from engine_adapter import Hold, JsonBody
+from engine_adapter import Hold, JsonBody, Resumption
 from proxy.request.calls import Call
 from proxy.request.migration import Migration, Room
-from tests.fakes import ASK, CHAT, DONE, STREAM, client_of, event, proxy_over
+from tests.fakes import ASK, CHAT, DONE, STREAM, FakeAdapter, client_of, event, proxy_over
+from tests.holding import HoldingAdapter
 
 GREEDY = {**STREAM, "temperature": 0}
 WORDS = ["One", " two", " three", " four", " five"]
@@ -23,6 +27,11 @@ def whole(answer="1", words=WORDS):
     """A stream's chunks: the role, the text, the end."""
     role = chunk({"role": "assistant", "content": ""}, answer)
     return [role, *(chunk({"content": word}, answer) for word in words), chunk({}, answer, "stop"), DONE]
+
+
+def compact(part):
+    """An event in the bytes of kvpin's encoder."""
+    return event(0).replace(b"0", json.dumps(json.loads(part[6:]), separators=(",", ":")).encode())
 
 
 def dying(*chunks, abort=False):
@@ -151,6 +160,46 @@ class TestAgain:
         assert got.count(b'"content"') == 4
         assert b"stopped in mid-answer" in got.rpartition(b"data: ")[2]
         assert client.proxy.last.interrupted == 2
+
+
+class TestOnward:
+    """An engine that takes tokens goes on after them, also with sampled answers."""
+
+    ASK: ClassVar = {"model": "m", "prompt": list(range(40)), "stream": True}
+    TOLD: ClassVar = Resumption(array("i", range(40, 60)), {"answer_token_ids": [40, 41]})
+
+    def text(self, text, answer="1", **more):
+        choice = {"index": 0, "text": text, "finish_reason": None, **more}
+        return event({"id": answer, "choices": [choice]})
+
+    async def test_the_answer_is_part_of_the_prompt(self, engine, other):
+        def make(body):
+            return Hold(body, resume=lambda: self.TOLD)
+
+        engine.script = dying(self.text("One"), self.text(" two"))
+        last = self.text("", "2", finish_reason="length")
+        other.script = telling(self.text(" three", "2"), last, DONE)
+        adapters = HoldingAdapter(engine, make), HoldingAdapter(other, make)
+        async with proxy_over(*adapters, reuse=True) as proxy, client_of(proxy) as client:
+            response = await client.post("/v1/completions", json=self.ASK)
+            assert other.seen[0].json == self.ASK | self.TOLD.fields
+            sent = [self.text("One"), self.text(" two"), self.text(" three")]
+            sent.append(self.text("", finish_reason="length"))
+            assert response.content == b"".join([*sent[:2], *map(compact, sent[2:]), DONE])
+            record = proxy.last
+            assert (len(record.prompt.token_ids), record.placement.n_tokens) == (40, 60)
+            assert (record.attempts, record.error, record.interrupted) == (["a", "b"], None, 1)
+            await proxy.settled()
+
+    async def test_another_kind_of_engine_cannot(self, engine, other):
+        engine.script = dying(self.text("One"))
+        holding = HoldingAdapter(engine, lambda body: Hold(body, resume=lambda: self.TOLD))
+        stranger = FakeAdapter(other.id, other.url)
+        stranger.spec = replace(stranger.spec, kind="vllm")
+        async with proxy_over(holding, stranger, reuse=True) as proxy, client_of(proxy) as client:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post("/v1/completions", json=self.ASK)
+            assert not other.seen
 
 
 class TestNotAgain:
