@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import statistics
@@ -45,12 +46,15 @@ class Read:
         error: the message of its error event, if there was one.
         ids: different ids and models in its chunks; 1 for one stream.
         gap: the longest pause between two chunks, in seconds.
+        leads: of an undisturbed stream, for each token: where its text begins and ends, and the lead of the best
+            token over the second, in logprob.
     """
 
     told: tuple[str, str, int, int] | None
     error: str
     ids: int
     gap: float
+    leads: list[tuple[int, int, float]]
 
 
 def body_of(number: int) -> dict[str, Any]:
@@ -73,6 +77,8 @@ async def read(client: httpx.AsyncClient, number: int, name: str, begun: asyncio
     try:
         headers = {"x-request-id": name}
         path, body = "/v1/chat/completions", body_of(number)
+        if begun is None:
+            body |= {"logprobs": True, "top_logprobs": 2}
         async with client.stream("POST", path, json=body, headers=headers) as answer:
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
@@ -100,7 +106,18 @@ def _read_of(chunks: list[dict[str, Any]], gap: float) -> Read:
     told = None
     if len(ends) == len(usages) == 1:
         told = text, ends[0], usages[0]["prompt_tokens"], usages[0]["completion_tokens"]
-    return Read(told, errors[0] if errors else "", ids, gap)
+    logprobs = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
+    return Read(told, errors[0] if errors else "", ids, gap, _leads(logprobs))
+
+
+def _leads(logprobs: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
+    """See `Read.leads`."""
+    leads, length = [], 0
+    for entry in (entry for each in logprobs for entry in each["content"] or ()):
+        begins, length = length, length + len(entry["token"])
+        best, second = (top["logprob"] for top in entry["top_logprobs"])
+        leads.append((begins, length, best - second))
+    return leads
 
 
 async def wait_until_ready(client: httpx.AsyncClient) -> None:
@@ -137,10 +154,9 @@ async def measure(url: str, title: str, streams: int, wave: int, tie: float) -> 
         records = (await client.get("/admin/v1/requests", params={"limit": 10_000})).json()["requests"]
         hit = {record["client_request_id"] for record in records if record["interrupted"]}
         numbers_hit = [number for number in range(streams) if f"killed-{number}" in hit]
-        await wait_until_ready(client)
-        for number in range(streams):
-            told = await fate(client, body_of(number), alone[number], killed[number], tie)
-            (fates if f"killed-{number}" in hit else others)[told] += 1
+    for number in range(streams):
+        counts = fates if f"killed-{number}" in hit else others
+        counts[fate(alone[number], killed[number], tie)] += 1
     went_on = [killed[number].gap for number in numbers_hit if killed[number].told is not None]
     print(f"{title}: {streams} greedy streams of {TOKENS} tokens, {-(-streams // wave)} kills")
     print(f"  lost their engine    {len(numbers_hit)}: {dict(fates)}")
@@ -162,21 +178,8 @@ async def fate(client: httpx.AsyncClient, body: dict[str, Any], alone: Read, kil
     texts = alone.told[0], killed.told[0]
     pairs = enumerate(zip(*texts, strict=False))
     at = next((index for index, (one, two) in pairs if one != two), min(map(len, texts)))
-    return "near tie" if await _lead(client, body, at) < tie else "DIFFERENT"
-
-
-async def _lead(client: httpx.AsyncClient, body: dict[str, Any], at: int) -> float:
-    """The least lead of the best token, in logprob, among the tokens around a character of the answer."""
-    asked = {**body, "stream": False, "stream_options": None, "logprobs": True, "top_logprobs": 2}
-    response = await client.post("/v1/chat/completions", json=asked)
-    entries = response.raise_for_status().json()["choices"][0]["logprobs"]["content"]
-    leads, length = [], 0
-    for entry in entries:
-        begins, length = length, length + len(entry["token"])
-        if begins - 1 <= at <= length + 1:
-            best, second = (top["logprob"] for top in entry["top_logprobs"])
-            leads.append(best - second)
-    return min(leads, default=1.0)
+    around = (lead for begins, ends, lead in alone.leads if begins - 1 <= at <= ends + 1)
+    return "near tie" if min(around, default=math.inf) < tie else "DIFFERENT"
 
 
 def main() -> None:

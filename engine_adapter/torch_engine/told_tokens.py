@@ -50,10 +50,12 @@ class ToldTokens:
             del self._held[:end]
         if _ENDS in chunk:
             raise EngineUnavailable("the engine ended in mid-answer", dropped=True)
+        if chunk.startswith(b": ") and b"\n: " not in chunk:  # one event, as nearly always
+            told, _, event = chunk.partition(b"\n")
+            self._told += told[1:]
+            return event
         parts = _TOLD.split(chunk)
-        if len(parts) == 1:
-            return chunk
-        self._told += b" ".join([b"", *parts[1::2]])
+        self._told += b"".join(b" " + told for told in parts[1::2])
         return b"".join(parts[::2])
 
     def finish(self) -> bytes:

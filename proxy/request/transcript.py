@@ -7,6 +7,7 @@ Only whole events pass, so that no client is left with half of one when its engi
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 import msgspec
 
@@ -20,6 +21,7 @@ _RAW_BYTES = 16 << 10
 _MAX_TEXT = 1 << 20
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 _DONE = b"[DONE]"
+_DATA = b"data: "
 Fields = dict[str, msgspec.Raw]
 NULL, _FIRST = msgspec.Raw(b"null"), msgspec.Raw(b"0")
 _SAYS_NOTHING = (NULL, msgspec.Raw(b'""'), msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
@@ -70,6 +72,28 @@ class Event(msgspec.Struct):
         return b"data: " + msgspec.json.encode(self.fields) + b"\n\n"
 
 
+class _PlainDelta(msgspec.Struct, forbid_unknown_fields=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _PlainChoice(msgspec.Struct, forbid_unknown_fields=True):
+    delta: _PlainDelta
+    index: Literal[0] = 0
+    logprobs: None = None
+    finish_reason: None = None
+    token_ids: None = None
+
+
+class _PlainChunk(msgspec.Struct):
+    choices: tuple[_PlainChoice]
+    error: None = None
+
+
+_decode_plain = msgspec.json.Decoder(_PlainChunk).decode
+
+
 def read_event(event: bytes) -> Event | None:
     """The chunk that an event holds; None for any other event: a comment, the end mark."""
     start = event.find(b"data:")
@@ -96,7 +120,6 @@ class Transcript:
 
     Attributes:
         head: the first chunk; None before it.
-        texts: the generated text, in order, each with its field.
         has_role: a chunk named the role.
         is_plain: all of it was read, and it is nothing but text; without the text: it has not ended.
     """
@@ -104,12 +127,12 @@ class Transcript:
     def __init__(self, *, keeps_text: bool) -> None:
         """`keeps_text`: False if the head is enough to go on."""
         self.head: Fields | None = None
-        self.texts: list[tuple[str, str]] = []
         self.has_role = False
         self.is_plain = True
         self._keeps_text = keeps_text
         self._events = WholeEvents()
         self._holds_back = False
+        self._texts: list[tuple[str, list[str]]] = []
         self._raw: list[bytes] = []
         self._raw_size = self._text_size = 0
 
@@ -128,6 +151,11 @@ class Transcript:
             self.read()
         return chunk
 
+    @property
+    def texts(self) -> list[tuple[str, str]]:
+        """The generated text that was read, in order, each with its field."""
+        return [(name, parts[0]) for name, parts in self._texts]
+
     def finish(self) -> bytes:
         """The bytes still held back, of a stream that is over."""
         return self._events.rest
@@ -135,7 +163,9 @@ class Transcript:
     def read(self) -> None:
         """Reads the chunks that were not read yet."""
         raw, self._raw, self._raw_size = b"".join(self._raw), [], 0
-        for part in WholeEvents().feed(raw) if self.is_plain else ():
+        for part in raw.replace(b"\r\n", b"\n").split(b"\n\n") if self.is_plain else ():
+            if not part or self._is_plain_chunk(part):
+                continue
             event = read_event(part)
             if event is None:
                 self.is_plain &= b"data:" not in part
@@ -145,15 +175,39 @@ class Transcript:
             self.has_role |= "role" in event.delta
             if self._keeps_text:
                 self._note(event)
+        for _, parts in self._texts:
+            parts[:] = ["".join(parts)]  # a tenth of the memory
+
+    def _is_plain_chunk(self, part: bytes) -> bool:
+        """Notes a chunk's text if it has nothing else, as nearly every chunk: ten times as fast."""
+        if self.head is None or not part.startswith(_DATA):
+            return False
+        try:
+            delta = _decode_plain(part[len(_DATA) :]).choices[0].delta
+        except _UNREADABLE:
+            return False
+        for name, text in (
+            ("content", delta.content),
+            ("reasoning_content", delta.reasoning_content),
+            ("reasoning", delta.reasoning),
+        ):
+            if text:
+                self._say(name, text)
+        return True
 
     def _note(self, event: Event) -> None:
-        self.is_plain &= event.is_plain and self._text_size <= _MAX_TEXT
+        self.is_plain &= event.is_plain
         for name, text in event.texts() if self.is_plain else ():
-            self._text_size += len(text)
-            if self.texts and self.texts[-1][0] == name:
-                self.texts[-1] = (name, self.texts[-1][1] + text)
-            else:
-                self.texts.append((name, text))
+            self._say(name, text)
+
+    def _say(self, name: str, text: str) -> None:
+        self._text_size += len(text)
+        if self._text_size > _MAX_TEXT:
+            self.is_plain = False
+        elif self._texts and self._texts[-1][0] == name:
+            self._texts[-1][1].append(text)
+        else:
+            self._texts.append((name, [text]))
 
 
 # Fields of a chunk that are not those of all chunks of its stream.
