@@ -46,8 +46,8 @@ class Read:
         error: the message of its error event, if there was one.
         ids: different ids and models in its chunks; 1 for one stream.
         gap: the longest pause between two chunks, in seconds.
-        leads: of an undisturbed stream, for each token: where its text begins and ends, and the lead of the best
-            token over the second, in logprob.
+        leads: of an undisturbed stream, for each token: where its text begins and ends, and the lead of the
+            best token over the second, in logprob.
     """
 
     told: tuple[str, str, int, int] | None
@@ -169,7 +169,7 @@ async def measure(url: str, title: str, streams: int, wave: int, tie: float) -> 
         )
 
 
-async def fate(client: httpx.AsyncClient, body: dict[str, Any], alone: Read, killed: Read, tie: float) -> str:
+def fate(alone: Read, killed: Read, tie: float) -> str:
     """What became of a stream."""
     if killed.told is None or alone.told is None:
         return f"ended with an error event ({killed.error})" if killed.error else "broken without a word"
