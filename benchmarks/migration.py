@@ -171,7 +171,9 @@ async def measure(url: str, title: str, streams: int, wave: int, tie: float) -> 
 
 def fate(alone: Read, killed: Read, tie: float) -> str:
     """What became of a stream."""
-    if killed.told is None or alone.told is None:
+    if alone.told is None:
+        return "not compared: the undisturbed stream failed"
+    if killed.told is None:
         return f"ended with an error event ({killed.error})" if killed.error else "broken without a word"
     if killed.told == alone.told:
         return "identical" if killed.ids == 1 else "SEVERAL IDS"
