@@ -33,7 +33,7 @@ from engine_adapter.errors import (
     NotSupported,
     PromptTableError,
 )
-from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, SelfPlaced
+from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption, SelfPlaced
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.control import base_url, route_of
 from engine_adapter.http.error_bodies import read_error
@@ -123,6 +123,7 @@ __all__ = [
     "PromptTable",
     "PromptTableError",
     "RequestBody",
+    "Resumption",
     "Retention",
     "SelfPlaced",
     "Tier",

@@ -7,9 +7,10 @@ cost now. `hold` gives it a slot, restores its KV there, and reads from the answ
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_adapter.body import JsonBody
 from engine_adapter.types import KvTarget, TokenIds
@@ -70,6 +71,19 @@ class AnswerReader(Protocol):
         """The prompt as the engine tokenised it, if it was asked to report it; call it after `finish`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """How another engine of the same kind goes on with an answer that broke off.
+
+    Attributes:
+        token_ids: the answer's tokens so far, those of the text that the client has.
+        fields: of the request's body, to be set.
+    """
+
+    token_ids: TokenIds[int]
+    fields: Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class Hold:
     """A request's hold on an engine.
@@ -80,6 +94,7 @@ class Hold:
         firm: False if there may be more.
         answer: reads the answer; None if nothing does.
         note: how it was served, for people.
+        resume: tells how to go on where the answer stands now; None if the engine cannot begin in the middle.
     """
 
     body: RequestBody
@@ -87,6 +102,7 @@ class Hold:
     firm: bool = True
     answer: AnswerReader | None = None
     note: str = ""
+    resume: Callable[[], Resumption] | None = None
 
 
 class SelfPlaced:

@@ -11,12 +11,14 @@ restored by the engine or by its adapter's `hold`; the placement's cost includes
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 
 import structlog
 from msgspec import Struct
@@ -53,7 +55,8 @@ from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnosed
 from proxy.request.error_table import ANSWERED, status_of
-from proxy.request.forward import Forwarder, Outcome
+from proxy.request.forward import Forwarder, Outcome, tell_broken
+from proxy.request.migration import Continuation, Migration, Room
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import PASSED_ON, REFUSALS, final_error, is_not_here, may_retry, refusals_of
 from proxy.request.session import Session
@@ -92,6 +95,7 @@ class Ready(Struct, frozen=True):
         retention: how long its client wants its KV kept; None when reuse is off.
         translation: turns the answer to a chat into that of the API the client asked; None for its own.
         home: the only engine that can serve it, which made the response that it names; None for any.
+        kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
     """
 
     call: Call
@@ -104,6 +108,7 @@ class Ready(Struct, frozen=True):
     retention: Retention | None = None
     translation: Translation | None = None
     home: str | None = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,7 @@ class Flow:
         wait_s: how long a request waits when no engine takes requests.
         translations: route → what translates a request there into a chat, for engines that want chats.
         budget: retries of all requests together.
+        kept: memory for what running streams need to go on when their engine dies.
     """
 
     fleet: Fleet
@@ -137,6 +143,7 @@ class Flow:
     wait_s: float = ENGINE_WAIT_S
     translations: Mapping[str, Translate] = field(default_factory=dict)
     budget: RetryBudget = field(default_factory=RetryBudget)
+    kept: Room = field(default_factory=Room)
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request.
@@ -148,7 +155,6 @@ class Flow:
         self._keep_for_diagnosis(call.body, record, reply)
         self.budget.requested()
         started = time.monotonic()
-        failed: dict[str, EngineError] = {}
         usage = self.tenants.usage(call.tenant, is_more=call.is_more)
         try:
             usage.begin(started)
@@ -164,21 +170,7 @@ class Flow:
                 reply.through(lambda client: Translated(client, translation))
             elif call.route == RESPONSES_PATH and call.socket is None:
                 reply.through(lambda client: Noting(client, partial(self._note_home, record)))
-            while placed := await self._place(ready, failed, record):
-                placement, n_candidates = placed
-                engine = ready.pool.engines[placement.engine]
-                record.attempts.append(engine.id)
-                refusals = refusals_of(call, n_candidates)
-                try:
-                    return await self.run_on(ready, placement, reply, record, refusals)
-                except (EngineUnavailable, EngineRejected) as error:
-                    if isinstance(error, EngineRejected) and error.status not in refusals:
-                        raise  # the client's fault: every engine would reject it
-                    failed[engine.id] = error
-                    _note_failure(engine, error, call.route)
-                    if not self._may_retry(call, failed):
-                        break
-            raise final_error(list(failed.values())) if failed else no_engine_for(ready.lora)
+            await self._run(ready, reply, record)
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
             raise
@@ -190,8 +182,45 @@ class Flow:
             usage.end(record.output_tokens or reply.events)
             self.requests.add(record)
             self.observe(record)
-            failed.clear()  # a traceback holds this frame: the body would stay until garbage collection
             record.chain = None  # the log keeps records for long
+
+    async def _run(self, ready: Ready, reply: Reply, record: RequestRecord) -> None:
+        """Places and runs a request, on further engines if the first ones fail.
+
+        Raises:
+            ProxyError, EngineError: they all failed before the answer began.
+        """
+        failed: dict[str, EngineError] = {}
+        may_migrate = self.retries > 0 and ready.home is None and len(ready.pool.engines) > 1
+        migration = Migration(self.kept, is_on=may_migrate)
+        try:
+            while placed := await self._place(ready, failed, record):
+                placement, n_candidates = placed
+                engine = ready.pool.engines[placement.engine]
+                record.attempts.append(engine.id)
+                refusals = refusals_of(ready.call, n_candidates)
+                try:
+                    outcome = await self.run_on(ready, placement, reply, record, refusals, migration)
+                    if not outcome.broken_off:
+                        return None
+                    failed[engine.id] = EngineUnavailable(outcome.error or "", dropped=True)
+                    if (further := migration.go_on(outcome.cached_tokens)) is None:
+                        break
+                    ready = _going_on(ready, further)
+                except (EngineUnavailable, EngineRejected) as error:
+                    is_final = isinstance(error, EngineRejected) and error.status not in refusals
+                    if is_final and not reply.started:
+                        raise  # the client's fault: every engine would reject it
+                    failed[engine.id] = error
+                    _note_failure(engine, error, ready.call.route)
+                if not self._may_retry(ready.call, failed):
+                    break
+            if reply.started:
+                return await _end_broken(reply, record, failed)
+            raise final_error(list(failed.values())) if failed else no_engine_for(ready.lora)
+        finally:
+            migration.close()
+            failed.clear()  # a traceback holds this frame: the body would stay until garbage collection
 
     @property
     def comparison(self) -> Comparison:
@@ -291,7 +320,12 @@ class Flow:
             native=ready.call.native,
             route=ready.call.route,
         )
-        return found if ready.home is None else [each for each in found if each.engine == ready.home]
+        if ready.home is not None:
+            return [each for each in found if each.engine == ready.home]
+        if ready.kind is None:
+            return found
+        engines = ready.pool.engines
+        return [each for each in found if engines[each.engine].adapter.spec.kind == ready.kind]
 
     async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
         """The engines to try next. If no engine takes requests yet, waits for one up to `wait_s`."""
@@ -360,7 +394,8 @@ class Flow:
         reply: Reply,
         record: RequestRecord,
         refusals: Container[int] = REFUSALS,
-    ) -> None:
+        migration: Migration | None = None,
+    ) -> Outcome:
         """Leases the placed engine, sends the request there, and audits the prediction.
 
         Raises:
@@ -372,7 +407,8 @@ class Flow:
 
         def began(answer: IncomingResponse) -> None:
             lease.first_byte(answer, streamed=call.streams)
-            record.first_byte_s = lease.first_byte_s  # now, because the client may leave before the end
+            if not reply.started:
+                record.first_byte_s = lease.first_byte_s  # now, because the client may leave before the end
 
         with pool.lease(
             placement, ready.chain, streams=call.streams, known=known, session=ready.session
@@ -386,7 +422,11 @@ class Flow:
                     record.note = hold.note
                     if ready.translation is not None:
                         ready.translation.predicted = _predicted(ready, placement, engine)
-                    reply.on_start = lambda: _forget_bodies(call, hold)
+                    kind = engine.adapter.spec.kind
+                    passage = migration.passage(call, hold, kind) if migration is not None else None
+                    reply.on_start = lambda: _forget_bodies(
+                        call, hold, keeps=migration is not None and migration.keeps_body
+                    )
                     outcome = await self.forwarder.forward(
                         engine.adapter,
                         call,
@@ -395,6 +435,7 @@ class Flow:
                         _headers(call, placement, hold, reply),
                         began,
                         refusals,
+                        passage,
                     )
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
             _note_outcome(record, outcome)
@@ -403,11 +444,13 @@ class Flow:
             if lease.succeeded:
                 expect_below(pool, engine, ready.chain)
             if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP
+                record.interrupted += 1
                 engine.suspect(EngineUnavailable(outcome.error))
             is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
             if self.ingest is not None and is_known and outcome.cached_tokens is not None:
                 predicted, reported = placement.predicted_tokens, outcome.cached_tokens
                 self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
+            return outcome
 
     def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
         """Compares our token ids of the prompt with the engine's, if the engine returned them."""
@@ -519,9 +562,30 @@ def _body_for(engine: Engine, ready: Ready) -> RequestBody:
     return call.body.replace(**changes) if changes else call.body
 
 
-def _forget_bodies(call: Call, hold: Hold) -> None:
-    """Frees a request's body, which no engine gets any more. A stream may run for minutes."""
-    for body in {call.body, hold.body}:
+def _going_on(ready: Ready, further: Continuation) -> Ready:
+    """The request of a stream whose engine died. What the client has of the answer is part of its prompt, if
+    the next engine takes it as that."""
+    prompt, told = ready.prompt, further.resumption
+    if prompt is None or told is None or prompt.extra_ids is not None:
+        return replace(ready, call=further.call, kind=further.kind)
+    prompt = dataclasses.replace(prompt, token_ids=prompt.token_ids + told.token_ids, beginning=None)
+    chain = ready.pool.chain(prompt)
+    return replace(ready, call=further.call, kind=further.kind, prompt=prompt, chain=chain)
+
+
+async def _end_broken(reply: Reply, record: RequestRecord, failed: Mapping[str, EngineError]) -> None:
+    """Ends a stream with which no engine goes on. No `finish`: clients take that for a whole answer."""
+    error = [*failed.values()][-1]
+    record.status, record.error = HTTPStatus.OK, str(error)
+    await tell_broken(reply, error)
+
+
+def _forget_bodies(call: Call, hold: Hold, *, keeps: bool) -> None:
+    """Frees a request's body, which no engine gets any more. A stream may run for minutes.
+
+    `keeps`: another engine may get the client's body.
+    """
+    for body in {call.body, hold.body} - ({call.body} if keeps else set()):
         if isinstance(body, JsonBody):
             body.forget()
 

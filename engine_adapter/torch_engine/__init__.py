@@ -13,4 +13,5 @@ KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over t
            kv_kept.py retention · kv_admin.py flush, offload, restore, pin · kv_journal.py events
            kv_integrity.py the invariants
 adapter.py drives such an engine from kvpin · routes.py its routes beside `/v1`
+           told_tokens.py the token ids of its streams
 """

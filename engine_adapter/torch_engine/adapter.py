@@ -20,6 +20,7 @@ from engine_adapter.hold import Hold, RequestBody, SelfPlaced
 from engine_adapter.http.control import ControlClient, prepare_request
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.torch_engine.routes import ROUTES
+from engine_adapter.torch_engine.told_tokens import ToldTokens
 from engine_adapter.types import (
     MESSAGES_ROUTES,
     RESPONSES_ROUTES,
@@ -138,7 +139,8 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`. The request tells the engine what to retain, and for whom."""
+        """See `EngineAdapter.hold`. The request tells the engine what to retain, and for whom. The engine
+        tells the tokens of a stream, so that another one can go on with it."""
         if path not in _PROMPT_ROUTES or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
         retention = prompt.retention if prompt is not None else None
@@ -150,7 +152,11 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         if changes or any(name in body for name in _KEEPING):
             # The owner is never the client's choice: it could use up the share of another owner.
             changes["keep_for"] = retention.owner if retention is not None else None
-        return nullcontext(Hold(body.replace(**changes) if changes else body))
+        if body.get("stream") is not True:
+            return nullcontext(Hold(body.replace(**changes) if changes else body))
+        told = ToldTokens(body.hint("answer_token_ids"))
+        changes["stream_token_ids"] = True
+        return nullcontext(Hold(body.replace(**changes), answer=told, resume=told.resume))
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody

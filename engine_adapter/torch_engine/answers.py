@@ -105,15 +105,16 @@ class ChatShape:
 
 
 class CompletionShape:
-    """`text_completion`."""
+    """`text_completion`. `answered` are the answer's tokens before it."""
 
     id_prefix = "cmpl-"
     whole = "text_completion"
     chunk = "text_completion"
     first: Mapping[str, Any] | None = None
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, answered: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._answered = answered
         self._offset = 0
 
     def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -127,7 +128,8 @@ class CompletionShape:
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """See `Shape.logprobs`. Offsets continue from call to call."""
         texts = [self._tokenizer.decode([token.token_id]) for token in tokens]
-        offsets = []
+        self._offset += sum(len(self._tokenizer.decode([token])) for token in self._answered)
+        self._answered, offsets = (), []
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text)
@@ -151,6 +153,8 @@ class AnswerWriter:
         with_logprobs: whether the answer carries logprobs.
         prompt_token_ids: returned with the answer; None when the client did not ask.
         include_usage: whether a stream ends with its usage.
+        tells_tokens: whether a comment before each event of a stream holds the ids of its tokens.
+        goes_on: whether the answer began before: a stream has no opening then.
     """
 
     def __init__(
@@ -161,11 +165,16 @@ class AnswerWriter:
         with_logprobs: bool,
         prompt_token_ids: Sequence[int] | None,
         include_usage: bool,
+        tells_tokens: bool = False,
+        goes_on: bool = False,
     ) -> None:
         self._shape = shape
         self._with_logprobs = with_logprobs
         self._prompt_token_ids = prompt_token_ids
         self._include_usage = include_usage
+        self._tells_tokens = tells_tokens
+        self._goes_on = goes_on
+        self._untold: list[Token] = []  # generated since the last event
         self._head = {
             "id": shape.id_prefix + secrets.token_hex(12),
             "object": shape.chunk,
@@ -189,7 +198,7 @@ class AnswerWriter:
 
     def opening(self) -> bytes:
         """The first chunk of a stream: a chat's role, the prompt's token ids; empty when there is neither."""
-        if self._shape.first is None and self._prompt_token_ids is None:
+        if self._goes_on or (self._shape.first is None and self._prompt_token_ids is None):
             return b""
         fields = dict(self._shape.first or self._shape.delta(Piece(), None))
         extra: dict[str, Any] = {}
@@ -200,12 +209,14 @@ class AnswerWriter:
 
     def piece(self, piece: Piece) -> bytes:
         """A chunk; empty for a piece that shows the client nothing."""
+        if self._tells_tokens:
+            self._untold += piece.tokens
         if self._with_logprobs or self._prompt_token_ids is not None:
-            return self._full_piece(piece, None) if piece.text or piece.tokens else b""
+            return self._told() + self._full_piece(piece, None) if piece.text or piece.tokens else b""
         if not piece.text:
             return b""
         before, after = self._plain_ends or self._split_plain()
-        return before + _json(piece.text) + after
+        return self._told() + before + _json(piece.text) + after
 
     def last(self, piece: Piece, finish_reason: str, usage: Usage) -> bytes:
         """The last chunk, the usage if asked for, and the end mark."""
@@ -213,6 +224,13 @@ class AnswerWriter:
         if self._include_usage:
             end += _event({**self._head, "choices": [], "usage": usage.as_json()})
         return end + END_OF_STREAM
+
+    def _told(self) -> bytes:
+        """The comment before an event."""
+        if not self._untold:
+            return b""
+        told, self._untold = self._untold, []
+        return f": {' '.join(str(token.token_id) for token in told)}\n".encode()
 
     def _full_piece(self, piece: Piece, finish_reason: str | None) -> bytes:
         fields = self._shape.delta(piece, self._logprobs(piece))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from starlette.types import Message, Receive, Scope, Send
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.torch_engine.admission import check_token_id
 from engine_adapter.torch_engine.answers import (
     END_OF_STREAM,
     AnswerWriter,
@@ -30,6 +31,7 @@ from engine_adapter.torch_engine.protocol import (
     ChatRequest,
     CompletionRequest,
     PromptRequest,
+    answered_of,
     parse,
     retention_of,
     salt_of,
@@ -37,6 +39,7 @@ from engine_adapter.torch_engine.protocol import (
 )
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestFailed, Token
 from engine_adapter.torch_engine.service import EngineService
+from engine_adapter.types import extra_array
 
 _log = logging.getLogger("kvpin.engine")
 
@@ -87,25 +90,37 @@ async def _prepare(service: EngineService, metrics: EngineMetrics, request: Prom
     prompt = await service.prompt(request)
     is_chat = isinstance(request, ChatRequest)
     service.check_length(request, len(prompt.token_ids))
-    room = service.engine.max_model_len - len(prompt.token_ids)
-    sampling = replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
-    shape: Shape = ChatShape(service.tokenizer) if is_chat else CompletionShape(service.tokenizer)
+    answered = answered_of(request, sampling)
+    for index, token in enumerate(answered):
+        check_token_id(token, f"answer_token_ids[{index}]", service.model.vocab_size)
+    prompt_token_ids, token_ids = prompt.token_ids, prompt.token_ids + answered
+    room = service.engine.max_model_len - len(prompt_token_ids)
+    sampling = replace(
+        sampling,
+        max_tokens=min(sampling.max_tokens or room, room) - len(answered),
+        min_tokens=max(sampling.min_tokens - len(answered), 0),
+    )
+    extra_ids = prompt.embeddings.extra_ids
+    shape: Shape = ChatShape(service.tokenizer) if is_chat else CompletionShape(service.tokenizer, answered)
     writer = AnswerWriter(
         shape,
         model=service.model.name,
         with_logprobs=sampling.logprobs is not None,
-        prompt_token_ids=prompt.token_ids.tolist() if request.return_token_ids else None,
+        prompt_token_ids=prompt_token_ids.tolist() if request.return_token_ids else None,
         include_usage=request.include_usage,
+        tells_tokens=bool(request.stream_token_ids),
+        goes_on=bool(answered),
     )
     generation = GenerationRequest(
         request_id=secrets.token_hex(12),
-        token_ids=prompt.token_ids,
+        token_ids=token_ids,
         sampling=sampling,
-        extra_ids=prompt.embeddings.extra_ids,
+        extra_ids=None if extra_ids is None else extra_ids + extra_array([0] * len(answered)),
         embeddings=prompt.embeddings.tensors,
         cache_salt=salt,
         retention=retention,
         priority=request.priority or 0,
+        answered=len(answered),
     )
     return Answer(service, metrics, generation, writer, request)
 
@@ -129,8 +144,12 @@ class Answer:
         self._detokenizer = Detokenizer(service.tokenizer, asked.stops)
         eos: frozenset[int] = frozenset() if request.sampling.ignore_eos else service.model.eos_token_ids
         self._end_tokens = eos.union(request.sampling.stop_token_ids)
+        self._answered = request.answered
         self._completion_tokens = 0
         self._finish_reason: str | None = None
+        # What follows depends on what came before: characters and stop strings may span both.
+        for token_id in request.token_ids[len(request.token_ids) - request.answered :]:
+            self._detokenizer.push(token_id)
 
     async def serve(self, send: Send) -> None:
         """Sends the answer. Nothing is sent before the first token, so that a failure has its own status.
@@ -205,7 +224,9 @@ class Answer:
         return piece
 
     def _usage(self, generation: Generation) -> Usage:
-        return Usage(len(self._request.token_ids), generation.cached_tokens, self._completion_tokens)
+        prompt = len(self._request.token_ids) - self._answered
+        cached = min(generation.cached_tokens, prompt)
+        return Usage(prompt, cached, self._answered + self._completion_tokens)
 
 
 async def _end_broken(send: Send, error: RequestFailed | EngineUnavailable) -> None:

@@ -189,6 +189,7 @@ class Engine:
         sampler = Sampler(
             params,
             request.token_ids,
+            answered=request.answered,
             ends=ends,
             vocab_size=self._model.vocab_size,
             seed=self._seeds.getrandbits(63),

@@ -62,6 +62,8 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
     keep_s: float | None = None
     keep_for: str | None = None
     return_token_ids: bool | None = None
+    stream_token_ids: bool | None = None
+    answer_token_ids: list[int] | None = None
     add_special_tokens: bool | None = None
     prompt_table: str | None = None
     extra_ids: list[Any] | None = None
@@ -266,6 +268,19 @@ def salt_of(salt: str | None) -> str | None:
     if salt == "":
         raise ApiError("cache_salt is empty; leave it out to share KV without a salt", param="cache_salt")
     return salt
+
+
+def answered_of(request: PromptRequest, sampling: SamplingParams) -> TokenIds[int]:
+    """The beginning of the answer, with which the engine goes on.
+
+    Raises:
+        ApiError: 400 for ids that are none, and if no token is left to generate.
+    """
+    answered = token_ids_of(request.answer_token_ids or [], "answer_token_ids")
+    limit = sampling.max_tokens
+    rule = f"has less than {request.limit_name} tokens"
+    _need(limit is None or len(answered) < limit, "answer_token_ids", rule)
+    return answered
 
 
 def retention_of(request: PromptRequest) -> Retention | None:

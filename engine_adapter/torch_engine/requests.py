@@ -82,6 +82,7 @@ class GenerationRequest:
         cache_salt: KV is shared only under the same salt.
         retention: how long to retain its blocks; None for no retention.
         priority: the waiting request with the lowest value runs next; equal ones run in order of arrival.
+        answered: so many of the last tokens were generated before, for the same answer.
     """
 
     request_id: str
@@ -92,6 +93,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     retention: Retention | None = None
     priority: int = 0
+    answered: int = 0
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):

@@ -36,12 +36,14 @@ class Sampler:
         params: SamplingParams,
         prompt: array[int],
         *,
+        answered: int = 0,
         ends: frozenset[int],
         vocab_size: int,
         seed: int,
         device: torch.device,
     ) -> None:
-        """`ends` are the tokens that stop the request; `seed` is used when `params` has none."""
+        """`ends` are the tokens that stop the request; `seed` is used when `params` has none; the last
+        `answered` tokens of the prompt were generated before."""
         self._params = params
         self._left_to_min = params.min_tokens
         self._ends = torch.tensor(sorted(ends), device=device, dtype=torch.long) if ends else None
@@ -53,7 +55,8 @@ class Sampler:
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
         if params.presence_penalty or params.frequency_penalty:
-            self._counts = torch.zeros(vocab_size, device=device)
+            generated = torch.tensor(prompt[len(prompt) - answered :], device=device, dtype=torch.long)
+            self._counts = torch.bincount(generated, minlength=vocab_size).float()
         if params.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             tokens = torch.tensor(prompt, device=device, dtype=torch.long)

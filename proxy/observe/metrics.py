@@ -29,6 +29,11 @@ class Metrics:
         self._fleet = fleet
         self._requests = Counter("kvpin_requests_total", "Requests answered", (*_BY_ENGINE, "status"))
         self._retries = Counter("kvpin_retries_total", "Attempts beyond a request's first", ("model",))
+        self._interrupted = Counter(
+            "kvpin_interrupted_streams_total",
+            "Streams whose engine died in mid-answer, by whether another one went on with them",
+            ("model", "result"),
+        )
         self._placements = Counter(
             "kvpin_placements_total",
             "Requests placed, by the reason for their engine",
@@ -68,6 +73,8 @@ class Metrics:
         engine = placement.engine if placement is not None else ""
         self._requests.of(model, engine, str(record.status or "failed")).add()
         self._retries.of(model).add(max(len(record.attempts) - 1, 0))
+        if record.interrupted:
+            self._interrupted.of(model, "migrated" if record.error is None else "broken").add()
         if record.duration_s is not None:
             self._duration.of(model, engine).observe(record.duration_s)
         if record.queued_s is not None:
@@ -94,6 +101,7 @@ class Metrics:
         families = (
             self._requests,
             self._retries,
+            self._interrupted,
             self._placements,
             self._prompt,
             self._predicted,

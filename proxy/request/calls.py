@@ -173,8 +173,10 @@ class Reply:
         self._client = wrap(self._client)
 
     async def start(self, status: int, headers: HeaderPairs) -> None:
-        """Sends status and headers; names are in lower case."""
-        self._client.start(status, headers)
+        """Sends status and headers; names are in lower case. Those of another engine that goes on with the
+        answer are not sent."""
+        if not self.started:
+            self._client.start(status, headers)
         self.started = True
         if self.on_start is not None:
             self.on_start()

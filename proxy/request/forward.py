@@ -3,7 +3,8 @@
 send → refused (REFUSALS)       raise: nothing was sent to the client, so another engine can be tried
      → any other error          pass on with its status, as the client's API words errors
      → JSON                     read whole, so that an engine that dies in mid-answer costs the client nothing
-     → stream                   pass on chunk by chunk; if the engine dies, send an error event and break off
+     → stream                   pass on chunk by chunk; if the engine dies, another one may go on with it
+                                (migration.py), else send an error event and break off
      → stream, JSON wanted      read whole and assemble (for adapters that must stream)
      → a WebSocket              pass on both ways, byte for byte, until one side closes it
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from http import HTTPStatus
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -35,6 +37,7 @@ from engine_adapter import (
 )
 from proxy.request.calls import Call, Reply
 from proxy.request.retries import REFUSALS, RETRY_HEADERS, is_no_websocket
+from proxy.request.transcript import is_whole
 
 # Headers that a proxy does not pass on, and headers that kvpin sets itself.
 _NOT_PASSED_ON = frozenset(
@@ -68,6 +71,7 @@ _OWN_PREFIX = b"x-kvpin-"
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
 _CLIENTS = "invalid_request_error"
+_EVENTS = "text/event-stream"
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
 
@@ -76,16 +80,31 @@ _TAIL_BYTES = 8192
 OnFirstByte = Callable[[IncomingResponse], None]
 
 
+class Passage(Protocol):
+    """What a stream passes on its way to the client, so that another engine can go on with it."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Takes the stream's next bytes; returns those for the client.
+
+        Raises:
+            EngineUnavailable: the engine's answer does not fit.
+        """
+
+    def finish(self) -> bytes:
+        """The bytes still held back, of a stream that is over."""
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """The result of a forwarded request: the status sent to the client, an error in mid-answer, and what the
     engine reported: cached tokens, generated tokens, and its own timing of the prefill if the answer is no
-    stream."""
+    stream. `broken_off`: the client was told nothing of the error yet; another engine may go on."""
 
     status: int
     cached_tokens: int | None = None
     error: str | None = None
     output_tokens: int | None = None
     prefill: tuple[int, float] | None = None
+    broken_off: bool = False
 
 
 class Forwarder:
@@ -103,6 +122,7 @@ class Forwarder:
         headers: Mapping[str, str],
         on_first_byte: OnFirstByte,
         refusals: Container[int] = REFUSALS,
+        passage: Passage | None = None,
     ) -> Outcome:
         """Forwards and answers.
 
@@ -114,9 +134,10 @@ class Forwarder:
             headers: added to the answer.
             on_first_byte: called when the answer begins.
             refusals: statuses with which the engine leaves the request to another one.
+            passage: what a stream passes; None if it ends with its engine.
 
         Raises:
-            EngineUnavailable, EngineRejected: before anything was sent to the client.
+            EngineUnavailable, EngineRejected: before anything of this engine was sent to the client.
         """
         # Nothing here keeps the request: its body may be long.
         async with await self._transport.send(_outgoing(adapter, call, hold)) as response:
@@ -137,11 +158,15 @@ class Forwarder:
             if call.socket is not None:
                 return await _pass_on(response, reply, kept, on_first_byte)
             cached = adapter.cached_tokens(response.headers)
+            is_events = response.headers.get("content-type", "").startswith(_EVENTS)
+            if reply.started and not is_events:
+                raise EngineUnavailable("the engine that was to go on with a stream sent none")
             if response.headers.get("content-type", "").startswith("application/json"):
                 return await _answer_json(response, reply, kept, cached, hold.answer, on_first_byte)
             if hold.answer is not None and hold.answer.assembles:
                 return await _answer_assembled(response, reply, kept, hold.answer, on_first_byte)
-            return await _answer_stream(response, reply, kept, cached, hold.answer, on_first_byte)
+            passage = passage if is_events else None
+            return await _answer_stream(response, reply, kept, cached, hold.answer, on_first_byte, passage)
 
 
 def _outgoing(adapter: EngineAdapter, call: Call, hold: Hold) -> OutgoingRequest:
@@ -200,11 +225,11 @@ async def _answer_stream(
     cached: int | None,
     reader: AnswerReader | None,
     on_first_byte: OnFirstByte,
+    passage: Passage | None,
 ) -> Outcome:
-    stream = _Stream(response, reader)
+    stream = _Stream(response, reader, passage, on_first_byte)
     # Nothing is sent before the engine's first byte: until then another engine can be tried.
     first = await stream.receive()
-    on_first_byte(response)
     await reply.start(response.status, [*headers, *_cached_header(cached)])
     try:
         chunk = first
@@ -213,16 +238,15 @@ async def _answer_stream(
             chunk = await stream.receive()
     except EngineUnavailable as error:
         if not reply.complete:
-            if response.headers.get("content-type", "").startswith("text/event-stream"):
-                body = reply.dialect.error(502, str(error), kind="server_error")
-                await reply.write(b"\n\n" + reply.dialect.error_event(body))
+            if passage is None and response.headers.get("content-type", "").startswith(_EVENTS):
+                await tell_broken(reply, error)
             # No `finish`, on purpose: clients take a clean end for a complete answer.
-            return Outcome(response.status, cached, error=str(error))
-    if reader is not None:
-        rest = reader.finish()
-        if rest:
-            await reply.write(rest)
-        cached = reader.cached_tokens()
+            return Outcome(response.status, cached, error=str(error), broken_off=passage is not None)
+    rest = stream.finish()
+    if rest:
+        await reply.write(rest)
+    told = reader.cached_tokens() if reader is not None else None
+    cached = cached if told is None else told
     await reply.finish()
     usage = read_streamed_usage(bytes(stream.tail))
     if cached is None:
@@ -257,23 +281,58 @@ class _Stream:
         tail: the last bytes from the engine.
     """
 
-    __slots__ = ("_reader", "_response", "tail")
+    __slots__ = ("_begins", "_passage", "_reader", "_response", "tail")
 
-    def __init__(self, response: IncomingResponse, reader: AnswerReader | None) -> None:
+    def __init__(
+        self,
+        response: IncomingResponse,
+        reader: AnswerReader | None,
+        passage: Passage | None,
+        begins: OnFirstByte,
+    ) -> None:
         self._response = response
         self._reader = reader
+        self._passage = passage
+        self._begins: OnFirstByte | None = begins
         self.tail = bytearray()
 
     async def receive(self) -> bytes:
-        """The next bytes for the client; b"" at the end."""
+        """The next bytes for the client; b"" at the end.
+
+        Raises:
+            EngineUnavailable: the engine failed, or ended an answer too early with which another can go on.
+        """
         while chunk := await self._response.receive():
+            if self._begins is not None:
+                self._note_begin(self._begins)
             self.tail += chunk
             if len(self.tail) > 2 * _TAIL_BYTES:
                 del self.tail[:-_TAIL_BYTES]
             kept = chunk if self._reader is None else self._reader.feed(chunk)
+            if self._passage is not None:
+                kept = self._passage.feed(kept)
             if kept:
                 return kept
+        if self._begins is not None:
+            self._note_begin(self._begins)
+        if self._passage is not None and not is_whole(bytes(self.tail)):
+            raise EngineUnavailable("the engine ended its answer too early", dropped=True)
         return b""
+
+    def finish(self) -> bytes:
+        """The last bytes for the client."""
+        rest = self._reader.finish() if self._reader is not None else b""
+        return rest if self._passage is None else self._passage.feed(rest) + self._passage.finish()
+
+    def _note_begin(self, begins: OnFirstByte) -> None:
+        self._begins = None
+        begins(self._response)
+
+
+async def tell_broken(reply: Reply, error: Exception) -> None:
+    """Tells the client that its stream ends before its answer does."""
+    body = reply.dialect.error(502, str(error), kind="server_error")
+    await reply.write(b"\n\n" + reply.dialect.error_event(body))
 
 
 async def _answer_error(
@@ -293,7 +352,8 @@ async def _answer_error(
     error, advice = read_error(content), _retry_advice(response.headers)
     status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
     # With this header the engine says: the request itself is the cause.
-    if status in refusals and advice.get("x-should-retry") != "false":
+    is_refusal = status in refusals and advice.get("x-should-retry") != "false"
+    if is_refusal or reply.started:  # in the middle of a stream, another engine may still go on with it
         raise EngineRejected(
             error.message,
             status=status,

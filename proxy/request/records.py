@@ -41,6 +41,7 @@ class RequestFacts(msgspec.Struct):
         first_byte_s: from placement to the first byte. An answer that is no stream has its first byte last.
         note: what the engine's adapter says about this answer.
         queued_s: how long it waited because all engines were busy; None if it did not.
+        interrupted: how often an engine died in mid-answer. Without an error, another one went on with it.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class RequestFacts(msgspec.Struct):
     error: str | None = None
     note: str = ""
     queued_s: float | None = None
+    interrupted: int = 0
 
 
 class RequestRecord(RequestFacts, kw_only=True):

@@ -360,7 +360,7 @@ class Settings(BaseSettings):
         record_traffic_bytes: the most bytes of that file; then the recording ends.
         trust_media_uuids: believe clients' uuids of images, audio and video. By default a uuid that returns
             with other content is an error.
-        retries: other engines to try before the first byte of an answer.
+        retries: other engines to try before the first byte of an answer, and for a stream whose engine dies.
         health: how engines are checked.
         timeouts: how long engines may take.
         restore_ahead: with `reuse`, restore KV from host memory before the next turn of a conversation.

@@ -77,6 +77,16 @@ async def test_the_engine_is_told_what_to_keep_and_for_whom(asked, retention, se
     await adapter.aclose()
 
 
+async def test_a_stream_tells_its_tokens_and_can_be_resumed():
+    adapter = EmbeddedAdapter(EngineSpec(kind="embedded", url="http://h:1", id="e"))
+    body = JsonBody(b'{"messages":[],"stream":true,"answer_token_ids":[4]}')
+    async with adapter.hold(CHAT, body, None) as hold:
+        assert hold.body.get("stream_token_ids") is True
+        assert hold.answer.feed(b": 5\ndata: {}\n\n") == b"data: {}\n\n"
+        assert hold.resume().fields == {"answer_token_ids": [4, 5]}
+    await adapter.aclose()
+
+
 async def test_what_has_no_prompt_goes_on_as_it_is():
     adapter = EmbeddedAdapter(EngineSpec(kind="embedded", url="http://h:1", id="e"))
     body = JsonBody(b'{"keep_priority": 1}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from typing import ClassVar
 
 import httpx
 import openai
@@ -206,3 +207,71 @@ async def test_many_at_once_get_what_they_would_alone(client):
     alone = [(await complete(client, prompt=prompt)).json()["choices"][0]["text"] for prompt in prompts]
     together = await asyncio.gather(*(complete(client, prompt=prompt) for prompt in prompts))
     assert [answer.json()["choices"][0]["text"] for answer in together] == alone
+
+
+class TestGoingOn:
+    """An answer that another engine began, from the token ids that it told."""
+
+    CHAT: ClassVar = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "ignore_eos": True}
+    FIELDS: ClassVar = [
+        {"max_tokens": 24},
+        {"max_tokens": 24, "frequency_penalty": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"max_tokens": 24, "min_tokens": 20, "ignore_eos": False},
+    ]
+
+    async def told(self, client, path, **fields):
+        """The events of a stream with the token ids told up to each: [(ids, event)]."""
+        fields = {
+            "stream": True,
+            "stream_token_ids": True,
+            "stream_options": {"include_usage": True},
+        } | fields
+        told, ids = [], []
+        async with client.stream("POST", path, json=fields) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line.startswith(": "):
+                    ids = ids + [int(token) for token in line[2:].split()]
+                elif line.startswith("data: {"):
+                    told.append((ids, json.loads(line[6:])))
+        return told
+
+    def text(self, events):
+        choices = [event["choices"][0] for event in events if event["choices"]]
+        return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
+
+    @pytest.mark.parametrize("fields", FIELDS, ids=["plain", "penalties", "min_tokens"])
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    async def test_from_any_event_it_is_the_same_answer(self, client, path, fields):
+        asked = (body() if path == "/v1/completions" else self.CHAT) | fields
+        whole = await self.told(client, path, **asked)
+        for at in range(1, len(whole) - 2, 9):
+            ids = whole[at - 1][0]
+            if not ids:
+                continue
+            rest = [event for _, event in await self.told(client, path, **asked, answer_token_ids=ids)]
+            assert self.text(rest) == self.text(event for _, event in whole[at:])
+            assert rest[-1]["usage"]["total_tokens"] == whole[-1][1]["usage"]["total_tokens"]
+            assert rest[-1]["usage"]["completion_tokens"] == whole[-1][1]["usage"]["completion_tokens"]
+            assert not any("role" in c.get("delta", {}) for event in rest for c in event["choices"])
+
+    async def test_characters_stop_strings_and_offsets_span_the_seam(self, client):
+        path, asked = "/v1/completions", body(max_tokens=40)
+        text = self.text(event for _, event in await self.told(client, path, **asked))
+        stop = text[len(text) // 2 : len(text) // 2 + 6]
+        asked = asked | {"stop": [stop], "logprobs": 0}
+        whole = await self.told(client, path, **asked)
+        for at in range(1, len(whole) - 1, 3):
+            ids = whole[at - 1][0]
+            rest = [event for _, event in await self.told(client, path, **asked, answer_token_ids=ids)]
+            assert self.text(rest) == self.text(event for _, event in whole[at:])
+            first, expected = (event["choices"][0]["logprobs"] for event in (rest[0], whole[at][1]))
+            assert (first["tokens"], first["text_offset"]) == (expected["tokens"], expected["text_offset"])
+
+    @pytest.mark.parametrize(
+        ("ids", "param"),
+        [([1] * 8, "answer_token_ids"), ([3, -1], "answer_token_ids[1]"), ([10**9], "answer_token_ids[0]")],
+    )
+    async def test_what_cannot_be(self, client, ids, param):
+        response = await client.post("/v1/completions", json=body(answer_token_ids=ids))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)

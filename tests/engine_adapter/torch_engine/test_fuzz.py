@@ -53,6 +53,8 @@ KNOWN = [
     "keep_s",
     "keep_for",
     "return_token_ids",
+    "stream_token_ids",
+    "answer_token_ids",
     "add_special_tokens",
     "prompt_table",
     "extra_ids",

@@ -1,0 +1,76 @@
+"""Reads the token ids that the engine tells in comments of a stream, and removes the comments.
+
+    : 1032 77
+    data: {"id": "chatcmpl-…", "choices": […]}
+
+The tokens are those of all text up to the end of the event. With them, another engine goes on where this one
+ends.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.hold import Resumption
+from engine_adapter.types import TokenIds
+
+_END = b"\n\n"
+# In the error event of an engine that ends.
+_ENDS = b'"engine_unavailable"'
+# Text cannot contain it: JSON strings have no line feed.
+_TOLD = re.compile(rb"^: ([\d ]+)\n", re.MULTILINE)
+
+
+class ToldTokens:
+    """`AnswerReader` of a stream."""
+
+    assembles = False
+
+    def __init__(self, answered: object = None) -> None:
+        """`answered`: the tokens with which the request begins its answer, if it does."""
+        self._answered = answered if isinstance(answered, list) else []
+        self._told = bytearray()  # as text: five bytes per token
+        self._held = bytearray()  # an incomplete event
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `AnswerReader.feed`.
+
+        Raises:
+            EngineUnavailable: the engine says that it ends. Another one can go on.
+        """
+        if self._held or not chunk.endswith(_END):
+            searched = max(len(self._held) - 1, 0)  # half of an end may have arrived before
+            self._held += chunk
+            end = self._held.rfind(_END, searched) + len(_END)
+            if end < len(_END):
+                return b""
+            chunk = bytes(self._held[:end])
+            del self._held[:end]
+        if _ENDS in chunk:
+            raise EngineUnavailable("the engine ended in mid-answer", dropped=True)
+        if chunk.startswith(b": ") and b"\n: " not in chunk:  # one event, as nearly always
+            told, _, event = chunk.partition(b"\n")
+            self._told += told[1:]
+            return event
+        parts = _TOLD.split(chunk)
+        self._told += b"".join(b" " + told for told in parts[1::2])
+        return b"".join(parts[::2])
+
+    def finish(self) -> bytes:
+        """See `AnswerReader.finish`."""
+        return bytes(self._held)
+
+    def cached_tokens(self) -> int | None:
+        """None: a header tells them."""
+        return None
+
+    def prompt_tokens(self) -> TokenIds[int] | None:
+        """See `AnswerReader.prompt_tokens`."""
+        return None
+
+    def resume(self) -> Resumption:
+        """See `Hold.resume`."""
+        token_ids = [*self._answered, *map(int, self._told.split())]
+        return Resumption(array("i", token_ids), {"answer_token_ids": token_ids})

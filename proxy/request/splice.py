@@ -1,0 +1,94 @@
+"""Joins the stream of an engine that goes on with an answer to what the client has already.
+
+Two ways. An engine that takes the answer's tokens sends only what follows them. Any other runs the request
+again: what the client has is compared and left out, and the first difference ends the answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from engine_adapter import EngineUnavailable
+from proxy.request.events import WholeEvents
+from proxy.request.transcript import NULL, Event, Fields, Transcript, read_event
+
+_decode_fields = msgspec.json.Decoder(Fields).decode
+_NAMES = ("id", "object", "created", "model", "system_fingerprint")
+
+
+class Splice:
+    """The rest of an answer, as chunks of the stream that the client reads."""
+
+    def __init__(self, sent: Transcript, *, again: bool, cached_tokens: int | None) -> None:
+        """Joins a stream to `sent`.
+
+        Args:
+            sent: what the client has.
+            again: the stream begins with that again.
+            cached_tokens: prompt tokens that the first engine reused, for the usage; None if it did not tell.
+        """
+        head = sent.head or {}
+        self._head = {name: head[name] for name in _NAMES if name in head}
+        self._has_role = sent.has_role
+        self._known = deque(sent.texts if again else ())
+        self._cached = cached_tokens
+        self._events = WholeEvents()
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Takes the stream's next bytes; returns those for the client.
+
+        Raises:
+            EngineUnavailable: this engine's answer is another one.
+        """
+        return b"".join(map(self._pass, self._events.feed(chunk)))
+
+    def finish(self) -> bytes:
+        """The bytes still held back, of a stream that is over."""
+        return self._events.rest
+
+    def _pass(self, part: bytes) -> bytes:
+        event = read_event(part)
+        if event is None:
+            self._check(not self._known or b"data:" not in part)
+            return b"" if self._known else part
+        if self._known:
+            self._skip(event)
+            if self._known or (event.is_plain and not event.texts()):
+                self._check(event.is_plain)
+                return b""
+        if self._has_role and event.delta.pop("role", NULL) != NULL and event.is_plain and not event.texts():
+            return b""
+        event.fields |= {name: self._head[name] for name in self._head if name in event.fields}
+        self._correct_usage(event.fields)
+        return event.encode()
+
+    def _skip(self, event: Event) -> None:
+        """Removes from an event what the client has of it."""
+        for name, text in event.texts():
+            rest = text
+            while rest and self._known:
+                field, known = self._known.popleft()
+                length = min(len(rest), len(known))
+                self._check(field == name and known[:length] == rest[:length])
+                rest = rest[length:]
+                if known[length:]:
+                    self._known.appendleft((field, known[length:]))
+            event.delta[name] = msgspec.Raw(msgspec.json.encode(rest))
+
+    def _correct_usage(self, fields: Fields) -> None:
+        """The tokens that the client's request reused are those of the first engine."""
+        if self._cached is None or fields.get("usage", NULL) == NULL:
+            return
+        usage = _decode_fields(fields["usage"])
+        if usage.get("prompt_tokens_details", NULL) != NULL:
+            details = _decode_fields(usage["prompt_tokens_details"])
+            details["cached_tokens"] = msgspec.Raw(b"%d" % self._cached)
+            usage["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(details))
+            fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
+
+    @staticmethod
+    def _check(is_same: bool) -> None:
+        if not is_same:
+            raise EngineUnavailable("the engine that was to go on with the answer gave another one")

@@ -1,0 +1,214 @@
+"""What a client was sent of a stream, kept as far as another engine needs it to go on.
+
+Only whole events pass, so that no client is left with half of one when its engine dies. Chunks are read when
+16 KiB of them have gathered, or when the engine has died: a chunk costs an append.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from proxy.request.events import WholeEvents
+
+TEXTS = ("content", "reasoning_content", "reasoning", "text")
+"""The fields of a choice's delta, or of the choice itself, that hold generated text."""
+_ENDS = (b"\n\n", b"\r\n\r\n")
+_RAW_BYTES = 16 << 10
+# Characters of text that are kept of one answer. A longer one ends with its engine.
+_MAX_TEXT = 1 << 20
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
+_DONE = b"[DONE]"
+_DATA = b"data: "
+Fields = dict[str, msgspec.Raw]
+NULL, _FIRST = msgspec.Raw(b"null"), msgspec.Raw(b"0")
+_SAYS_NOTHING = (NULL, msgspec.Raw(b'""'), msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
+_decode = msgspec.json.Decoder(Fields).decode
+_decode_choices = msgspec.json.Decoder(list[Fields]).decode
+_decode_text = msgspec.json.Decoder(str).decode
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Event(msgspec.Struct):
+    """A chunk of a chat or a completion with at most one choice.
+
+    Attributes:
+        fields: all of it.
+        choice: its choice; None for one without choices.
+        delta: what holds the choice's text: its delta in a chat, the choice itself in a completion.
+    """
+
+    fields: Fields
+    choice: Fields | None = None
+    delta: Fields = {}
+
+    def texts(self) -> list[tuple[str, str]]:
+        """Its text, by field."""
+        return [
+            (name, _decode_text(self.delta[name]))
+            for name in TEXTS
+            if self.delta.get(name, NULL) not in _SAYS_NOTHING
+        ]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds nothing but text and a role: no log probability, no tool call, no end."""
+        if self.choice is None:
+            return "error" not in self.fields
+        beside = (*self.choice.items(), *self.delta.items())
+        known = ("index", "delta", "role", *TEXTS)
+        return self.choice.get("index", _FIRST) == _FIRST and all(
+            name in known or value in _SAYS_NOTHING for name, value in beside
+        )
+
+    def encode(self) -> bytes:
+        """The event as it goes to the client."""
+        if self.choice is not None:
+            if self.delta is not self.choice:
+                self.choice["delta"] = msgspec.Raw(msgspec.json.encode(self.delta))
+            self.fields["choices"] = msgspec.Raw(msgspec.json.encode([self.choice]))
+        return b"data: " + msgspec.json.encode(self.fields) + b"\n\n"
+
+
+class _PlainDelta(msgspec.Struct, forbid_unknown_fields=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _PlainChoice(msgspec.Struct, forbid_unknown_fields=True):
+    delta: _PlainDelta
+    index: Literal[0] = 0
+    logprobs: None = None
+    finish_reason: None = None
+    token_ids: None = None
+
+
+class _PlainChunk(msgspec.Struct):
+    choices: tuple[_PlainChoice]
+    error: None = None
+
+
+_decode_plain = msgspec.json.Decoder(_PlainChunk).decode
+
+
+def read_event(event: bytes) -> Event | None:
+    """The chunk that an event holds; None for any other event: a comment, the end mark."""
+    start = event.find(b"data:")
+    try:
+        fields = _decode(event[start + len(b"data:") :]) if start >= 0 else None
+        if fields is None:
+            return None
+        choices = _decode_choices(fields.get("choices", b"[]"))
+        if len(choices) != 1:
+            return Event(fields) if not choices else None
+        choice = choices[0]
+        return Event(fields, choice, _decode(choice["delta"]) if "delta" in choice else choice)
+    except _UNREADABLE:
+        return None
+
+
+def is_whole(tail: bytes) -> bool:
+    """Whether a stream with this end has told the whole answer."""
+    return _DONE in tail or _FINISHED.search(tail) is not None
+
+
+class Transcript:
+    """A stream as its client got it.
+
+    Attributes:
+        head: the first chunk; None before it.
+        has_role: a chunk named the role.
+        is_plain: all of it was read, and it is nothing but text; without the text: it has not ended.
+    """
+
+    def __init__(self, *, keeps_text: bool) -> None:
+        """`keeps_text`: False if the head is enough to go on."""
+        self.head: Fields | None = None
+        self.has_role = False
+        self.is_plain = True
+        self._keeps_text = keeps_text
+        self._events = WholeEvents()
+        self._holds_back = False
+        self._texts: list[tuple[str, list[str]]] = []
+        self._raw: list[bytes] = []
+        self._raw_size = self._text_size = 0
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Takes the stream's next bytes; returns those for the client."""
+        if self._holds_back or not chunk.endswith(_ENDS):
+            chunk = b"".join(self._events.feed(chunk))
+            self._holds_back = bool(self._events.rest)
+        if not self._keeps_text and self.head is not None:
+            if b'"error"' in chunk or b'"finish_reason":"' in chunk:
+                self.is_plain = False
+            return chunk
+        self._raw.append(chunk)
+        self._raw_size += len(chunk)
+        if self._raw_size > _RAW_BYTES or not self._keeps_text:
+            self.read()
+        return chunk
+
+    @property
+    def texts(self) -> list[tuple[str, str]]:
+        """The generated text that was read, in order, each with its field."""
+        return [(name, parts[0]) for name, parts in self._texts]
+
+    def finish(self) -> bytes:
+        """The bytes still held back, of a stream that is over."""
+        return self._events.rest
+
+    def read(self) -> None:
+        """Reads the chunks that were not read yet."""
+        raw, self._raw, self._raw_size = b"".join(self._raw), [], 0
+        for part in raw.replace(b"\r\n", b"\n").split(b"\n\n") if self.is_plain else ():
+            if not part or self._is_plain_chunk(part):
+                continue
+            event = read_event(part)
+            if event is None:
+                self.is_plain &= b"data:" not in part
+                continue
+            if self.head is None:
+                self.head = {name: event.fields[name] for name in event.fields if name not in _OF_A_CHUNK}
+            self.has_role |= "role" in event.delta
+            if self._keeps_text:
+                self._note(event)
+        for _, parts in self._texts:
+            parts[:] = ["".join(parts)]  # a tenth of the memory
+
+    def _is_plain_chunk(self, part: bytes) -> bool:
+        """Notes a chunk's text if it has nothing else, as nearly every chunk: ten times as fast."""
+        if self.head is None or not part.startswith(_DATA):
+            return False
+        try:
+            delta = _decode_plain(part[len(_DATA) :]).choices[0].delta
+        except _UNREADABLE:
+            return False
+        for name, text in (
+            ("content", delta.content),
+            ("reasoning_content", delta.reasoning_content),
+            ("reasoning", delta.reasoning),
+        ):
+            if text:
+                self._say(name, text)
+        return True
+
+    def _note(self, event: Event) -> None:
+        self.is_plain &= event.is_plain
+        for name, text in event.texts() if self.is_plain else ():
+            self._say(name, text)
+
+    def _say(self, name: str, text: str) -> None:
+        self._text_size += len(text)
+        if self._text_size > _MAX_TEXT:
+            self.is_plain = False
+        elif self._texts and self._texts[-1][0] == name:
+            self._texts[-1][1].append(text)
+        else:
+            self._texts.append((name, [text]))
+
+
+# Fields of a chunk that are not those of all chunks of its stream.
+_OF_A_CHUNK = frozenset({"choices", "usage", "timings"})

@@ -1,0 +1,266 @@
+"""Streams whose engine dies in mid-answer, over real sockets: which go on, and which end."""
+
+import json
+from array import array
+from dataclasses import replace
+from typing import ClassVar
+
+import httpx
+import pytest
+
+from engine_adapter import Hold, JsonBody, Resumption
+from proxy.request.calls import Call
+from proxy.request.migration import Migration, Room
+from tests.fakes import ASK, CHAT, DONE, STREAM, FakeAdapter, client_of, event, proxy_over
+from tests.holding import HoldingAdapter
+
+GREEDY = {**STREAM, "temperature": 0}
+WORDS = ["One", " two", " three", " four", " five"]
+
+
+def chunk(delta, answer="1", finish=None, **more):
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    return event({"id": answer, "created": int(answer), "model": "m", "choices": [choice], **more})
+
+
+def whole(answer="1", words=WORDS):
+    """A stream's chunks: the role, the text, the end."""
+    role = chunk({"role": "assistant", "content": ""}, answer)
+    return [role, *(chunk({"content": word}, answer) for word in words), chunk({}, answer, "stop"), DONE]
+
+
+def compact(part):
+    """An event in the bytes of kvpin's encoder."""
+    return event(0).replace(b"0", json.dumps(json.loads(part[6:]), separators=(",", ":")).encode())
+
+
+def dying(*chunks, abort=False):
+    async def script(exchange):
+        await exchange.start()
+        for part in chunks:
+            await exchange.chunk(part)
+        exchange.die(abort=abort)
+
+    return script
+
+
+def telling(*chunks):
+    async def script(exchange):
+        await exchange.stream(*chunks)
+
+    return script
+
+
+@pytest.fixture
+async def client(engine, other):
+    async with proxy_over(engine, other) as proxy, client_of(proxy) as client:
+        client.proxy = proxy
+        yield client
+        await proxy.settled()
+        assert proxy.flow.kept.used == 0
+
+
+async def broken(client, body=GREEDY):
+    """What a client gets of a stream that breaks."""
+    got = b""
+    async with client.stream("POST", CHAT, json=body) as response:
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
+            async for part in response.aiter_raw():
+                got += part
+    return got
+
+
+class TestAgain:
+    """Greedy requests run again; what was sent is left out."""
+
+    @pytest.mark.parametrize("sent", range(7))
+    @pytest.mark.parametrize(
+        "words", [WORDS, ["One tw", "o three four", " five"]], ids=["same", "other cuts"]
+    )
+    async def test_the_client_sees_one_stream(self, engine, other, client, sent, words):
+        engine.script = dying(*whole()[:sent], abort=sent == 2)
+        other.script = telling(*whole("2", words))
+        response = await client.post(CHAT, json=GREEDY)
+        assert other.seen[0].body == engine.seen[0].body
+        chunks = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+        deltas = [part["choices"][0]["delta"] for part in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "".join(WORDS)
+        assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
+        assert len({(part["id"], part["created"]) for part in chunks}) == 1
+        assert [part["choices"][0]["finish_reason"] for part in chunks] == [None] * (len(chunks) - 1) + [
+            "stop"
+        ]
+        assert response.text.endswith("data: [DONE]\n\n")
+        record = client.proxy.last
+        assert (record.attempts, record.status, record.error) == (["a", "b"], 200, None)
+        assert record.interrupted == (sent > 0)
+        page = client.proxy.metrics.render().decode()
+        assert ('kvpin_interrupted_streams_total{model="m",result="migrated"} 1.0' in page) == (sent > 0)
+
+    async def test_half_an_event_is_not_sent(self, engine, other, client):
+        engine.script = dying(*whole()[:3], whole()[3][:20])
+        other.script = telling(*whole("2"))
+        response = await client.post(CHAT, json=GREEDY)
+        assert response.content.startswith(b"".join(whole()[:3]))
+        assert response.text.count("data:") == len(whole())
+
+    async def test_an_end_before_the_end_of_the_answer_is_a_death(self, engine, other, client):
+        engine.script = telling(*whole()[:3])
+        other.script = telling(*whole("2"))
+        assert (await client.post(CHAT, json=GREEDY)).text.endswith("data: [DONE]\n\n")
+        assert client.proxy.last.attempts == ["a", "b"]
+
+    async def test_a_long_answer(self, engine, other, client):
+        words = [f" word{number}" for number in range(2000)]
+        engine.script = dying(*whole(words=words)[:1500])
+        other.script = telling(*whole("2", words))
+        response = await client.post(CHAT, json=GREEDY)
+        lines = response.text.split("\n\n")[:-2]
+        assert [json.loads(line[6:])["choices"][0]["delta"].get("content") for line in lines[1:-1]] == words
+
+    @pytest.mark.parametrize(
+        "answer",
+        [whole("2", ["One", " 2"]), whole("2", ["One"]), [event({"error": {"message": "no"}}), DONE]],
+        ids=["another", "shorter", "error"],
+    )
+    async def test_another_answer_ends_it(self, engine, other, client, answer):
+        engine.script = dying(*whole()[:4])
+        other.script = telling(*answer)
+        got = await broken(client)
+        assert got.startswith(b"".join(whole()[:4]))
+        assert b"gave another one" in got
+        assert client.proxy.last.error
+        assert 'result="broken"} 1.0' in client.proxy.metrics.render().decode()
+
+    async def test_a_refusal_ends_it(self, engine, other, client):
+        async def script(exchange):
+            await exchange.send(
+                {"error": {"message": "odd"}}, status=400, headers=[("x-should-retry", "false")]
+            )
+
+        engine.script, other.script = dying(*whole()[:4]), script
+        got = await broken(client)
+        assert got.startswith(b"".join(whole()[:4]))
+        assert json.loads(got.rpartition(b"data: ")[2])["error"]["message"] == "odd"
+
+    async def test_no_stream_ends_it(self, engine, other, client):
+        engine.script = dying(*whole()[:4])
+
+        async def script(exchange):
+            await exchange.send({"choices": []})
+
+        other.script = script
+        assert b"sent none" in await broken(client)
+
+    async def test_a_second_death_ends_it(self, engine, other, client):
+        engine.script = dying(*whole()[:2])
+        other.script = dying(*whole("2")[:4])
+        got = await broken(client)
+        assert got.startswith(b"".join(whole()[:2]))
+        assert got.count(b'"content"') == 4
+        assert b"stopped in mid-answer" in got.rpartition(b"data: ")[2]
+        assert client.proxy.last.interrupted == 2
+
+
+class TestOnward:
+    """An engine that takes tokens goes on after them, also with sampled answers."""
+
+    ASK: ClassVar = {"model": "m", "prompt": list(range(40)), "stream": True}
+    TOLD: ClassVar = Resumption(array("i", range(40, 60)), {"answer_token_ids": [40, 41]})
+
+    def text(self, text, answer="1", **more):
+        choice = {"index": 0, "text": text, "finish_reason": None, **more}
+        return event({"id": answer, "choices": [choice]})
+
+    async def test_the_answer_is_part_of_the_prompt(self, engine, other):
+        def make(body):
+            return Hold(body, resume=lambda: self.TOLD)
+
+        engine.script = dying(self.text("One"), self.text(" two"))
+        last = self.text("", "2", finish_reason="length")
+        other.script = telling(self.text(" three", "2"), last, DONE)
+        adapters = HoldingAdapter(engine, make), HoldingAdapter(other, make)
+        async with proxy_over(*adapters, reuse=True) as proxy, client_of(proxy) as client:
+            response = await client.post("/v1/completions", json=self.ASK)
+            assert other.seen[0].json == self.ASK | self.TOLD.fields
+            sent = [self.text("One"), self.text(" two"), self.text(" three")]
+            sent.append(self.text("", finish_reason="length"))
+            assert response.content == b"".join([*sent[:2], *map(compact, sent[2:]), DONE])
+            record = proxy.last
+            assert (len(record.prompt.token_ids), record.placement.n_tokens) == (40, 60)
+            assert (record.attempts, record.error, record.interrupted) == (["a", "b"], None, 1)
+            await proxy.settled()
+
+    async def test_another_kind_of_engine_cannot(self, engine, other):
+        engine.script = dying(self.text("One"))
+        holding = HoldingAdapter(engine, lambda body: Hold(body, resume=lambda: self.TOLD))
+        stranger = FakeAdapter(other.id, other.url)
+        stranger.spec = replace(stranger.spec, kind="vllm")
+        async with proxy_over(holding, stranger, reuse=True) as proxy, client_of(proxy) as client:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post("/v1/completions", json=self.ASK)
+            assert not other.seen
+
+
+class TestNotAgain:
+    @pytest.mark.parametrize(
+        ("body", "chunks"),
+        [
+            (STREAM, whole()[:3]),
+            (GREEDY, [*whole()[:3], chunk({"tool_calls": [{"index": 0}]})]),
+            (
+                GREEDY,
+                [chunk({"content": "One"}, logprobs=None), event({"choices": [{"logprobs": {"a": 1}}]})],
+            ),
+            (GREEDY, [*whole()[:3], event({"choices": [{"index": 1, "delta": {"content": "x"}}]})]),
+            (GREEDY, [event({"choices": [{}, {}]})]),
+            (GREEDY, [event({"error": {"message": "full"}})]),
+            (GREEDY, [b"data: odd\n\n"]),
+        ],
+        ids=["sampled", "tool call", "logprobs", "second choice", "two choices", "error", "unreadable"],
+    )
+    async def test_it_ends_with_an_error(self, engine, other, client, body, chunks):
+        engine.script = dying(*chunks)
+        got = await broken(client, body)
+        assert got.startswith(b"".join(chunks))
+        assert b"stopped in mid-answer" in got.rpartition(b"data: ")[2]
+        assert not other.seen
+        assert client.proxy.last.interrupted == 1
+
+    async def test_there_is_no_other_engine(self, engine):
+        async with proxy_over(engine) as proxy, client_of(proxy) as client:
+            engine.script = dying(*whole()[:3])
+            assert b"stopped in mid-answer" in await broken(client)
+
+    async def test_retries_are_off(self, engine, other):
+        async with proxy_over(engine, other, retries=0) as proxy, client_of(proxy) as client:
+            engine.script = dying(*whole()[:3])
+            await broken(client)
+            assert not other.seen
+
+    async def test_a_client_that_left(self, engine, other, client):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(whole()[0])
+            await exchange.left.wait()
+
+        engine.script = script
+        async with client.stream("POST", CHAT, json=GREEDY) as response:
+            await anext(response.aiter_raw())
+        await client.proxy.settled()
+        assert not other.seen
+
+
+def test_bodies_have_limited_room():
+    body = JsonBody(json.dumps({**ASK, "stream": True, "temperature": 0}).encode())
+    call = Call("r", "POST", CHAT, {}, body)
+    room = Room(len(body.raw) + 5)
+    first, second = (Migration(room, is_on=True) for _ in range(2))
+    assert first.passage(call, Hold(body), "k") is not None
+    assert first.keeps_body
+    assert second.passage(call, Hold(body), "k") is None
+    assert second.go_on(None) is None
+    first.close()
+    assert second.passage(call, Hold(body), "k") is not None
+    second.close()
+    assert room.used == 0

@@ -1,0 +1,82 @@
+"""What is kept of a stream, and that only whole events pass. Whole streams: `test_migration.py`."""
+
+import pytest
+
+from proxy.request.transcript import Transcript, is_whole, read_event
+from tests.fakes import DONE, event
+
+
+def chunk(delta, **choice):
+    return event(
+        {"id": "1", "object": "o", "choices": [{"index": 0, "delta": delta, **choice}], "usage": None}
+    )
+
+
+STREAM = [
+    b": comment\n\n",
+    chunk({"role": "assistant", "content": ""}),
+    chunk({"reasoning_content": "Hm"}),
+    chunk({"reasoning_content": "m"}, finish_reason=None, logprobs=None),
+    chunk({"content": "żó"}),
+    chunk({"content": "ł\n\nw", "tool_calls": []}),
+]
+TEXTS = [("reasoning_content", "Hmm"), ("content", "żół\n\nw")]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 4096])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_any_cuts_give_the_same(size, end):
+    raw = b"".join(STREAM).replace(b"\n\n", end)
+    sent = Transcript(keeps_text=True)
+    got = b"".join(sent.feed(raw[at : at + size]) for at in range(0, len(raw), size))
+    sent.read()
+    assert got == raw
+    assert (sent.texts, sent.has_role, sent.is_plain) == (TEXTS, True, True)
+    assert set(sent.head) == {"id", "object"}
+
+
+def test_half_an_event_is_held_back():
+    sent = Transcript(keeps_text=True)
+    assert sent.feed(STREAM[1] + STREAM[2][:9]) == STREAM[1]
+    assert sent.feed(STREAM[2][9:20]) == b""
+    assert sent.finish() == STREAM[2][:20]
+    assert sent.feed(STREAM[2][20:]) == STREAM[2]
+    assert sent.finish() == b""
+
+
+def test_a_completion_has_its_text_in_the_choice():
+    sent = Transcript(keeps_text=True)
+    sent.feed(event({"id": "1", "choices": [{"index": 0, "text": "One", "logprobs": None}]}))
+    sent.read()
+    assert (sent.texts, sent.is_plain) == ([("text", "One")], True)
+
+
+def test_too_long_a_text_is_given_up():
+    sent = Transcript(keeps_text=True)
+    for _ in range(40):
+        sent.feed(chunk({"content": "x" * 40_000}))
+    assert not sent.is_plain
+    assert len(sent.texts[0][1]) < 1_200_000
+
+
+@pytest.mark.parametrize("last", [event({"error": {}}), chunk({}, finish_reason="stop").replace(b": ", b":")])
+def test_without_its_text_a_stream_must_not_have_ended(last):
+    sent = Transcript(keeps_text=False)
+    for part in STREAM:
+        assert sent.feed(part) == part
+    assert (sent.is_plain, sent.texts, sent.has_role, bool(sent.head)) == (True, [], True, True)
+    assert sent.feed(last) == last
+    assert not sent.is_plain
+
+
+def test_the_end_of_an_answer():
+    assert is_whole(DONE)
+    assert is_whole(chunk({}, finish_reason="stop"))
+    assert not is_whole(chunk({}, finish_reason=None))
+
+
+def test_other_events():
+    assert read_event(DONE) is None
+    assert read_event(b"event: ping\n\n") is None
+    assert read_event(event({"choices": [{}, {}]})) is None
+    assert read_event(event({"usage": {}})).choice is None
