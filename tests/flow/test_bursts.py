@@ -2,6 +2,7 @@
 more than once."""
 
 import asyncio
+import math
 from array import array
 from contextlib import AsyncExitStack, aclosing
 from time import monotonic
@@ -9,6 +10,7 @@ from time import monotonic
 import pytest
 
 from engine_adapter import Tier, common_prefix
+from proxy.fleet import pool
 from proxy.prompt import Prompt
 from tests.fakes import FakeEngine, client_of, event, proxy_over
 
@@ -88,9 +90,10 @@ async def until(condition):
 
 
 @pytest.fixture
-async def start():
+async def start(monkeypatch):
     """Makes a proxy over engines that compute a prefix within `prefill_s`, as far as the proxy knows; at the
-    end no request may have left a trace."""
+    end no request may have left a trace. No engine is so busy that requests queue in the proxy."""
+    monkeypatch.setattr(pool, "HOLD_S", math.inf)
     async with AsyncExitStack() as stack:
 
         async def start(*engines, prefill_s=PREFILL_S, **info):
@@ -168,9 +171,9 @@ async def test_what_the_leader_left_before_it_failed_is_found(engine, start):
     leader = await engine.request()
     burst.ask(1)
     await until(lambda: burst.waiting() == 2)
-    pool = burst.proxy.fleet.pools["m"]
-    hashes = pool.chain(Prompt(array("i", range(PREFIX)))).hashes
-    pool.index.store("a", Tier.GPU, hashes[:50])
+    own = burst.proxy.fleet.pools["m"]
+    hashes = own.chain(Prompt(array("i", range(PREFIX)))).hashes
+    own.index.store("a", Tier.GPU, hashes[:50])
     leader.die()
     await engine.request(1)
     engine.gate.set()
