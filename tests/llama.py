@@ -20,7 +20,7 @@ import pytest
 from scripts.make_gguf import gguf_path
 
 ROOT = Path(__file__).parents[1]
-START_S = 60.0
+START_S = 120.0
 STOP_S = 30.0
 
 

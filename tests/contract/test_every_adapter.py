@@ -93,15 +93,12 @@ async def test_a_prepared_request_is_answered(adapter, transport, path):
     assert reported in (None, answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-async def test_an_engine_that_takes_any_name_of_a_model_does(adapter, transport):
-    if not (await adapter.connect()).any_model:
-        pytest.skip("it checks names")
-    request = adapter.prepare(
-        "POST", "/v1/chat/completions", {"content-type": "application/json"}, body(model="made-up")
-    )
+async def test_a_made_up_name_of_a_model_is_served_or_not_found(adapter, transport):
+    headers = {"content-type": "application/json"}
+    request = adapter.prepare("POST", "/v1/chat/completions", headers, body(model="made-up"))
     async with await transport.send(request) as response:
-        assert response.status == 200
         await response.read()
+    assert response.status in ((200,) if (await adapter.connect()).any_model else (200, 404))
 
 
 async def test_tokens_are_those_of_the_route(adapter):

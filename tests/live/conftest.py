@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -47,12 +47,14 @@ class Kvpin:
 def running_kvpin(log: Path, *flags: str, reuse: bool = True, tokenised: bool = True) -> Iterator[Kvpin]:
     """Starts `kvpin serve`, yields it once it is ready, ends it with SIGTERM and expects a clean exit.
     `tokenised` False: its tokenizers are not waited for."""
-    port = free_port()
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port), *flags]
+    command = [
+        *("setpriv", "--pdeathsig", "KILL"),  # it never outlives the tests
+        *(sys.executable, "-m", "proxy.cli", "serve", "--port", "0", *flags),
+    ]
     environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse))}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    proxy = Kvpin(f"http://127.0.0.1:{port}", process, log)
+    proxy = Kvpin("", process, log)
     try:
         wait_until_ready(proxy)
         if tokenised:
@@ -66,17 +68,25 @@ def running_kvpin(log: Path, *flags: str, reuse: bool = True, tokenised: bool = 
 
 
 def wait_until_ready(proxy: Kvpin) -> None:
+    """Returns once it listens, whose address `proxy` is then told, and serves."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         if proxy.process.poll() is not None:
             pytest.fail(f"kvpin ended with {proxy.process.returncode}:\n{proxy.log.read_text()}")
-        try:
-            if httpx.get(f"{proxy.url}/health/ready", trust_env=False).status_code == httpx.codes.OK:
+        address = re.search(r"base_url +(\S+)/v1\n", proxy.log.read_text())
+        if address is not None:
+            proxy.url = address[1]
+            if _is_healthy(proxy.url):
                 return
-        except httpx.TransportError:
-            pass
         time.sleep(0.1)
     pytest.fail(f"kvpin was not ready:\n{proxy.log.read_text()}")
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/ready", trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
 
 
 def wait_until_tokenised(proxy: Kvpin) -> None:
@@ -89,11 +99,6 @@ def wait_until_tokenised(proxy: Kvpin) -> None:
             return
         time.sleep(0.1)
     pytest.fail(f"tokenizers were not loaded:\n{proxy.log.read_text()}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from tests.llama import RunningLlama, llama_server, memory_dir, running_llama_se
 
 pytestmark = pytest.mark.live
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 POLL_S = 0.02
 # A server that does not answer for this long is lost.
 TIMEOUT_S = 3.0

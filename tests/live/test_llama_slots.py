@@ -117,7 +117,7 @@ class Hunt:
             yield answer
 
 
-@pytest.mark.timeout(max(180, REQUESTS))
+@pytest.mark.timeout(max(300, REQUESTS))
 async def test_no_answer_is_ever_corrupt(tmp_path):
     options = f"host_cache_bytes=8MiB,disk_cache_dir={tmp_path / 'disk'},disk_cache_bytes=8MiB"
     with (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from tests.live.conftest import ENGINE, running_kvpin
+from tests.live.conftest import ENGINE, Kvpin, running_kvpin
 from tests.live.llama_world import llama_world
 
 pytestmark = pytest.mark.live
@@ -27,16 +27,29 @@ class World:
     """A kvpin, and what engine is behind it."""
 
     kind: str
-    base_url: str
+    kvpin: Kvpin
     model: str
-    log: object
+
+    @property
+    def base_url(self) -> str:
+        return self.kvpin.base_url
 
     def post(self, fields, path="messages", **headers) -> httpx.Response:
         body = {"model": self.model, "max_tokens": 6, "temperature": 0, **fields}
         url = f"{self.base_url}/{path}"
         answer = httpx.post(url, json=body, headers=headers, timeout=WAIT_S, trust_env=False)
-        time.sleep(0.5 if self.kind == "embedded" else 0)  # its events are still on their way
+        self.settle()
         return answer
+
+    def settle(self) -> None:
+        """Waits until the embedded engine's events have told kvpin what it holds."""
+        deadline = time.monotonic() + WAIT_S
+        while self.kind == "embedded":
+            (engine,) = self.kvpin.engines().values()
+            if engine["blocks"]["gpu"] == engine["kv"]["gpu"]["cached"]:
+                return
+            assert time.monotonic() < deadline, engine
+            time.sleep(0.02)
 
     def ask(self, text, **fields) -> httpx.Response:
         messages = [user(text)] if isinstance(text, str) else text
@@ -49,10 +62,10 @@ def world(request, tmp_path_factory) -> Iterator[World]:
         log = tmp_path_factory.mktemp("messages") / "log"
         with running_kvpin(log, "--managed", ENGINE) as kvpin:
             (model,) = httpx.get(f"{kvpin.base_url}/models", trust_env=False).json()["data"]
-            yield World("embedded", kvpin.base_url, model["id"], log)
+            yield World("embedded", kvpin, model["id"])
     else:
         with llama_world(tmp_path_factory.mktemp("messages")) as llama:
-            yield World("llama_server", llama.base_url, "tiny", llama.kvpin.log)
+            yield World("llama_server", llama.kvpin, "tiny")
 
 
 def user(text):
@@ -151,7 +164,7 @@ def test_what_chats_left_is_reused(world):
     text = f"Chats first. {STORY}"
     body = {"model": world.model, "messages": [user(text)], "max_tokens": 4}
     told = httpx.post(f"{world.base_url}/chat/completions", json=body, timeout=WAIT_S, trust_env=False).json()
-    time.sleep(0.5)
+    world.settle()
     message, tokens = checked(world.ask(text))
     assert tokens == told["usage"]["prompt_tokens"]
     assert tokens - 17 < message["usage"]["cache_read_input_tokens"]

@@ -5,30 +5,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
-from features import LONG, PIXEL, TOO_LONG, TOOL_SCHEMA, World, main, raises, stoppable
+from features import LONG, PIXEL, TOO_LONG, TOOL_SCHEMA, EitherHalf, World, each, main, raises, stoppable
 
 TOOLS = [{"name": "tide", "description": "Height of the tide", "input_schema": TOOL_SCHEMA}]
 
 
-class Client:
-    """One of the two clients: methods called by their dotted name are awaited if need be."""
+class Client(EitherHalf):
+    """One of the two clients."""
 
     def __init__(self, world: World, **changes: Any) -> None:
         make = anthropic.AsyncAnthropic if world.asynchronous else anthropic.Anthropic
         options = {"base_url": world.url, "api_key": world.key, "max_retries": 0, "timeout": 60}
-        self._client = make(**{**options, **changes})
-        self._world = world
-
-    async def __call__(self, method: str, *args: Any, **fields: Any) -> Any:
-        target: Any = self._client
-        for name in method.split("."):
-            target = getattr(target, name)
-        got = target(*args, **fields)
-        return await got if inspect.isawaitable(got) else got
+        super().__init__(world, make(**{**options, **changes}))
 
     async def say(self, prompt: str | list[Any], **fields: Any) -> Any:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -43,15 +34,6 @@ class Client:
 
 def text_of(message: Any) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
-
-
-async def each(stream: Any) -> AsyncIterator[Any]:
-    if hasattr(stream, "__aiter__"):
-        async for item in stream:
-            yield item
-    else:
-        for item in stream:
-            yield item
 
 
 async def chat(world: World) -> None:

@@ -7,12 +7,13 @@ Programs run in the client's own environment, so that this file needs the standa
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,31 @@ class World:
         """A prompt that makes the fake engine do something, and its key."""
         key = uuid.uuid4().hex
         return f"do: {scenario} {key}", key
+
+
+class EitherHalf:
+    """The synchronous or asynchronous half of a client. Methods are called by their dotted name."""
+
+    def __init__(self, world: World, half: Any) -> None:
+        self._world = world
+        self._client = half
+
+    async def __call__(self, method: str, *args: Any, **fields: Any) -> Any:
+        target: Any = self._client
+        for name in method.split("."):
+            target = getattr(target, name)
+        got = target(*args, **fields)
+        return await got if inspect.isawaitable(got) else got
+
+
+async def each(stream: Any) -> AsyncIterator[Any]:
+    """The items of a stream of either half."""
+    if hasattr(stream, "__aiter__"):
+        async for item in stream:
+            yield item
+    else:
+        for item in stream:
+            yield item
 
 
 def main() -> None:

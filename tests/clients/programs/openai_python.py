@@ -6,28 +6,32 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
-from features import LONG, PIXEL_URL, SCHEMA, TOO_LONG, TOOL, VECTOR, World, main, raises, stoppable
+from features import (
+    LONG,
+    PIXEL_URL,
+    SCHEMA,
+    TOO_LONG,
+    TOOL,
+    VECTOR,
+    EitherHalf,
+    World,
+    each,
+    main,
+    raises,
+    stoppable,
+)
 
 
-class Client:
-    """One of the two clients: methods called by their dotted name are awaited if need be."""
+class Client(EitherHalf):
+    """One of the two clients."""
 
     def __init__(self, world: World, **changes: Any) -> None:
         make = openai.AsyncOpenAI if world.asynchronous else openai.OpenAI
         options = {"base_url": world.base_url, "api_key": world.key, "max_retries": 0, "timeout": 60}
-        self._client = make(**{**options, **changes})
-        self._world = world
-
-    async def __call__(self, method: str, *args: Any, **fields: Any) -> Any:
-        target: Any = self._client
-        for name in method.split("."):
-            target = getattr(target, name)
-        got = target(*args, **fields)
-        return await got if inspect.isawaitable(got) else got
+        super().__init__(world, make(**{**options, **changes}))
 
     async def chat(self, prompt: str | list[Any], **fields: Any) -> Any:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -41,15 +45,6 @@ class Client:
     async def count(self, key: str) -> int:
         """How often the fake engine saw the key."""
         return int((await self.chat(f"do: count {key}")).choices[0].message.content)
-
-
-async def each(stream: Any) -> AsyncIterator[Any]:
-    if hasattr(stream, "__aiter__"):
-        async for item in stream:
-            yield item
-    else:
-        for item in stream:
-            yield item
 
 
 async def texts(stream: Any) -> list[str]:

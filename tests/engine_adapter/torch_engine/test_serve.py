@@ -56,13 +56,20 @@ def failing_engine(log):
     return running_engine(log, "--kv-blocks", "64", program=[str(Path(failing.__file__))])
 
 
+@pytest.fixture(scope="module")
+def survivor(log):
+    """An engine that fails some requests and goes on."""
+    with failing_engine(log.with_name("survivor")) as engine:
+        yield engine
+
+
 def complete(client, first, **fields):
     body = {"prompt": [first, *range(20)], "max_tokens": 40, "temperature": 0, "ignore_eos": True} | fields
     return client.post("/v1/completions", json=body)
 
 
-def test_a_request_that_fails_is_a_500_not_to_be_retried_and_the_others_go_on(log):
-    with failing_engine(log) as engine, httpx.Client(base_url=engine.url, trust_env=False) as client:
+def test_a_request_that_fails_is_a_500_not_to_be_retried_and_the_others_go_on(survivor):
+    with httpx.Client(base_url=survivor.url, trust_env=False, timeout=STOP_S) as client:
         alone = complete(client, 5).json()["choices"]
         with ThreadPoolExecutor() as pool:
             good = pool.submit(complete, client, 5, cache_salt="beside")
@@ -78,8 +85,8 @@ def test_a_request_that_fails_is_a_500_not_to_be_retried_and_the_others_go_on(lo
         assert client.get("/health").status_code == 200
 
 
-def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event(log):
-    with failing_engine(log) as engine, httpx.Client(base_url=engine.url, trust_env=False) as client:
+def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event(survivor):
+    with httpx.Client(base_url=survivor.url, trust_env=False, timeout=STOP_S) as client:
         response = complete(client, failing.FAILS_LATER, stream=True)
         assert response.status_code == 200
         *chunks, error, end = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
@@ -89,7 +96,7 @@ def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event(log):
         assert end == "[DONE]"
         with pytest.raises(openai.APIError, match="index out of range"):
             list(
-                openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none").completions.create(
+                openai.OpenAI(base_url=f"{survivor.url}/v1", api_key="none").completions.create(
                     model="kvpin-tiny", prompt=[failing.FAILS_LATER, *range(20)], max_tokens=60, stream=True
                 )
             )
