@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 import structlog
@@ -24,6 +25,7 @@ import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.auth import is_loopback
+from proxy.api.crowd import Crowd, connection_limit
 from proxy.api.http1 import Http1Protocol
 from proxy.app import Proxy, build_app, check_engines
 from proxy.observe.banner import Banner
@@ -142,7 +144,7 @@ def _config(proxy: Proxy, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(proxy),
         interface="asgi3",  # uvicorn need not look: it hands the site to Http1Protocol
-        http=Http1Protocol,
+        http=_protocol(proxy),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -152,6 +154,20 @@ def _config(proxy: Proxy, settings: Settings) -> uvicorn.Config:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=round(settings.graceful_shutdown_s),
     )
+
+
+def _protocol(proxy: Proxy) -> type[Http1Protocol]:
+    """The protocol of the port's connections."""
+
+    class Protocol(Http1Protocol):
+        __slots__ = ()
+        crowd = Crowd(connection_limit(), time.monotonic)
+
+        @staticmethod
+        def refused(status: int) -> None:
+            proxy.metrics.refuse(status)
+
+    return Protocol
 
 
 def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) -> Banner:

@@ -5,5 +5,6 @@ openai.py    /v1/*: the data plane           exchange.py one request and its ans
 ops.py       /health/*, /metrics             asgi.py     ASGI on exchanges, for all but the data plane
 admin/       /admin/v1/*: the control plane  auth.py     keys, loopback
 errors.py    exceptions → error answers      cors.py      which web pages may use the data plane
+crowd.py     the limit on connections
 responses.py /v1/responses/{id}, kept here   forms.py     the model that a form names
 """

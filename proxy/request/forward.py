@@ -58,6 +58,8 @@ _NOT_PASSED_ON = frozenset(
         b"request-id",
     }
 )
+# Headers that only kvpin sets.
+_OWN_PREFIX = b"x-kvpin-"
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
@@ -117,7 +119,11 @@ class Forwarder:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 as_it_is = call.native is not None
                 return await _answer_error(response, reply, headers, refusals, as_it_is=as_it_is)
-            kept = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]
+            kept = [
+                pair
+                for pair in response.headers.raw
+                if pair[0] not in _NOT_PASSED_ON and not pair[0].startswith(_OWN_PREFIX)
+            ]
             if response.status >= 300:  # noqa: PLR2004 - HTTP
                 kept = [_at_kvpin(pair, adapter.spec) for pair in kept]
             if hold.answer is not None:  # the reader may change the length
