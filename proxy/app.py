@@ -230,7 +230,9 @@ def build_app(proxy: Proxy) -> Site:
     settings = proxy.settings
     cors = Cors(settings.cors_origins) if settings.cors_origins else None
     limit = int(settings.limits.body_bytes)
-    data_plane = DataPlane(proxy.flow, proxy.tenants, limit, KeptResponses(proxy.responses), cors)
+    data_plane = DataPlane(
+        proxy.flow, proxy.tenants, limit, KeptResponses(proxy.responses), cors, proxy.metrics.refuse
+    )
     ops = Ops(proxy.fleet, proxy.metrics, proxy.draining)
     rest = Starlette(
         routes=[admin_api(proxy), *ops.routes()],
@@ -239,6 +241,7 @@ def build_app(proxy: Proxy) -> Site:
             HTTPException: handle_http,
         },
     )
+    rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
     return Site(data_plane, rest, proxy.draining)
 
 

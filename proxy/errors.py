@@ -8,6 +8,7 @@ ProxyError
 ├── Unauthorized         no key, or a wrong one
 ├── Forbidden            the admin API without a key, from another machine
 ├── BodyTooLarge         over the limit
+├── SlowBody             not sent in time
 ├── EncodedBody          compressed
 ├── RateLimited          over a limit of its tenant: retry in `retry_after_s`
 ├── Overloaded           all engines are busy: retry in `retry_after_s`
@@ -81,6 +82,10 @@ class Forbidden(ProxyError):
 
 class BodyTooLarge(ProxyError):
     """The request body is over the limit."""
+
+
+class SlowBody(ProxyError):
+    """The request body did not arrive in time."""
 
 
 class EncodedBody(ProxyError):

@@ -152,6 +152,7 @@ class Flow:
             ProxyError, EngineError: the request failed before the answer began.
         """
         record = RequestRecord.of(call)
+        reply.recorded = True
         self._keep_for_diagnosis(call.body, record, reply)
         self.budget.requested()
         started = time.monotonic()
@@ -283,7 +284,7 @@ class Flow:
         pool, salt = to.pool, None
         if isinstance(call.body, JsonBody):
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
-            body = await self.media.admit(call.body, salt)
+            body = await self.media.admit(self.tenants.without_private(call.body), salt)
             call = call if body is call.body else replace(call, body=body)
         lora, call = pool.lora_of(to.model), _naming(call, to)
         prompt = retention = None

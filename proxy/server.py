@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import structlog
@@ -26,6 +27,7 @@ import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.auth import is_loopback
+from proxy.api.crowd import Crowd, connection_limit
 from proxy.api.http1 import Http1Protocol
 from proxy.api.listeners import inherited, listen_on
 from proxy.api.site import Site
@@ -119,7 +121,7 @@ class _Server(uvicorn.Server):
         self._proxy, self._load, self._drain_s = proxy, load, drain_s
         self._site = build_app(proxy)
         self._hurry = asyncio.Event()  # no waiting for requests that may still come
-        super().__init__(_config(self._site))
+        super().__init__(_config(proxy, self._site))
         tls = proxy.settings.tls
         self.config.load()
         self.config.ssl = server_context(tls) if tls is not None else None
@@ -192,6 +194,8 @@ class _Server(uvicorn.Server):
             server.close()
         for listener in sockets or ():
             listener.close()
+        for connection in list(self.server_state.connections):
+            connection.hurry()  # type: ignore[union-attr]  # all are Http1Protocol
         log.info("stopping: waiting for running answers", answers=len(self.server_state.tasks))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._proxy.settings.graceful_shutdown_s):
@@ -217,11 +221,11 @@ class _Server(uvicorn.Server):
         return running
 
 
-def _config(site: Site) -> uvicorn.Config:
+def _config(proxy: Proxy, site: Site) -> uvicorn.Config:
     return uvicorn.Config(
         site,
         interface="asgi3",  # uvicorn need not look: it hands the site to Http1Protocol
-        http=Http1Protocol,
+        http=_protocol(proxy),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -237,6 +241,20 @@ def _drain_s(settings: Settings, listeners: list[socket.socket]) -> float:
     if settings.drain_s is not None:
         return settings.drain_s
     return 0.0 if _is_local(listeners) else _DRAIN_S
+
+
+def _protocol(proxy: Proxy) -> type[Http1Protocol]:
+    """The protocol of the port's connections."""
+
+    class Protocol(Http1Protocol):
+        __slots__ = ()
+        crowd = Crowd(connection_limit(), time.monotonic)
+
+        @staticmethod
+        def refused(status: int) -> None:
+            proxy.metrics.refuse(status)
+
+    return Protocol
 
 
 def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) -> Banner:

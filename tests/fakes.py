@@ -396,7 +396,7 @@ class FakeProxy:
         )
         cors = Cors(self.cors_origins) if self.cors_origins else None
         kept = KeptResponses(self.responses)
-        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes, kept, cors)
+        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes, kept, cors, self.metrics.refuse)
         ops = Ops(self.fleet, self.metrics)
         self.site = Site(data_plane, Starlette(routes=ops.routes()))
 

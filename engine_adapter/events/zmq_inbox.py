@@ -18,6 +18,8 @@ from engine_adapter.errors import EngineUnavailable
 # is replayed. A batch may have several 100 kB, so a longer queue could take gigabytes. A thousand steps are
 # many seconds of any engine.
 _HIGH_WATER_MARK = 1_000
+# The longest part of a message. The events of a prompt of a million tokens take some 10 MiB.
+MAX_MESSAGE_BYTES = 128 << 20
 # Waiting messages are taken without yielding for this long; then other tasks get a turn.
 _TURN_S = 0.001
 # As many messages are taken before the connection is checked, which costs as much as taking one.
@@ -74,6 +76,7 @@ def subscription(endpoint: str, topic: str) -> Iterator[Inbox]:
     sub = context.socket(zmq.SUB)
     sub.setsockopt(zmq.IPV6, 1)
     sub.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    sub.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
     monitor = sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
@@ -121,6 +124,7 @@ def replay_client(endpoint: str | None) -> Iterator[ReplayClient | None]:
     dealer.setsockopt(zmq.IPV6, 1)
     # A ROUTER drops what does not fit. The engine's buffer limits how much it sends.
     dealer.setsockopt(zmq.RCVHWM, 0)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     try:
         _connect(dealer, endpoint)
         yield ReplayClient(dealer)

@@ -20,6 +20,8 @@ from engine_adapter.http.transport import OutgoingRequest, describe
 
 # Body bytes of one answer that wait for their reader. Above this, the connection is not read.
 MAX_WAITING_BYTES = 256 * 1024
+# The longest answer that is read whole: 2,048 embeddings of 16,384 numbers each fit in it.
+MAX_WHOLE_BYTES = 512 << 20
 # The longest head of an answer, interim answers included.
 MAX_HEAD_BYTES = 64 * 1024
 _CLOSES = (b"connection", b"close")
@@ -89,9 +91,12 @@ class HttpResponse:
 
     async def read(self) -> bytes:
         """See `IncomingResponse.read`."""
-        parts = []
+        parts, size = [], 0
         while part := await self.receive():
             parts.append(part)
+            size += len(part)
+            if size > MAX_WHOLE_BYTES:
+                raise EngineUnavailable(f"the engine's answer is longer than {MAX_WHOLE_BYTES >> 20} MiB")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def hang_up(self, reason: str) -> None:

@@ -25,6 +25,8 @@ from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import EngineSpec
 
 ANSWER_S = 60.0
+# The longest answer: the token ids of the longest prompt fit in it several times.
+MAX_ANSWER_BYTES = 64 << 20
 _CONNECT_S = 5.0
 # Engines whose address and headers are remembered in the form that requests need.
 _MAX_ENGINES = 4096
@@ -185,10 +187,13 @@ class ControlClient:
         await self._transport.aclose()
 
     async def _answer(self, request: OutgoingRequest, answer_s: float) -> tuple[int, bytes]:
-        loop, parts = asyncio.get_running_loop(), []
+        loop, parts, size = asyncio.get_running_loop(), [], 0
         async with asyncio.timeout(answer_s) as silence, await self._transport.send(request) as response:
             while part := await response.receive():
                 parts.append(part)
+                size += len(part)
+                if size > MAX_ANSWER_BYTES:
+                    raise EngineUnavailable(f"the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
                 silence.reschedule(loop.time() + answer_s)
         return response.status, b"".join(parts)
 

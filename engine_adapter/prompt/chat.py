@@ -261,7 +261,8 @@ def load_transformers(source: str, **options: Any) -> Any:  # noqa: ANN401 - tra
                 return load_gguf_tokenizer(path)
             from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, used here alone
 
-            return AutoTokenizer.from_pretrained(str(path) if _is_path(source) else source, **options)
+            name = str(path) if _is_path(source) else source
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # the Rust tokenizers raise the bare class for a broken file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EngineSpecError(f"tokenizer {source!r} cannot be loaded: {reason}") from error

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# The longest text or list, and the most bits of a number, that `*` and `**` may make.
+MAX_PRODUCT = 1 << 20
 _OF_DICTS = frozenset(dir(dict))
 # jinja2 replaces the two that could reach into objects; a name with an underscore is private.
 _OF_STRINGS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Gives templates what `ImmutableSandboxedEnvironment` gives them."""
+    """Gives templates what `ImmutableSandboxedEnvironment` gives them, but no products that fill memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
+        """`left * right` or `left ** right` in a template. Raises SecurityError for too long a result."""
+        if _size(operator, left, right) > MAX_PRODUCT:
+            raise SecurityError(f"a chat template must not make anything as long as {operator!r} makes here")
+        return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as the template has it
         """`obj.attribute` in a template, or `obj["attribute"]` where there is no such attribute."""
@@ -28,3 +40,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if kind is str and attribute in _OF_STRINGS:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:  # noqa: ANN401 - as the template has it
+    """The length of a product's text or list, or its bits; 0 where it is sure to be short, or an error."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length(), right.bit_length()
+        return bits[0] * max(right, 0) if operator == "**" else sum(bits)
+    sized, times = (right, left) if isinstance(left, int) else (left, right)
+    if isinstance(times, int) and isinstance(sized, (str, bytes, list, tuple)):
+        return len(sized) * max(times, 0)
+    return 0

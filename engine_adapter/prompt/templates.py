@@ -8,9 +8,11 @@ tokenizer is loaded; where they differ, transformers renders.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -28,6 +30,11 @@ TEMPLATE_ERRORS = (
 )  # fmt: skip
 """What rendering raises. A template is a program: it can fail on messages it does not expect."""
 
+# The longest text of a chat, and the most CPU seconds that it may take: many times those of the longest body.
+MAX_CHARS = 256 << 20
+MAX_S = 20.0
+# Pieces of a text between two looks at its length.
+_PIECES = 4096
 # A message's reasoning is read under the first of these names that it has, and given under all but the last.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Ends the text to continue; what the template writes after it is cut off.
@@ -92,7 +99,7 @@ def render_template(
         "documents": documents,
         "add_generation_prompt": add_generation_prompt,
     }
-    text = "".join(made.root_render_func(made.new_context(seen, shared=True)))
+    text = _bounded(made.root_render_func(made.new_context(seen, shared=True)))
     return _cut_at_end(text, final) if continue_final_message else text
 
 
@@ -100,6 +107,21 @@ def render_template(
 def compiled(template: str) -> Template:
     """The compiled template. Raises TemplateError where it is not one."""
     return environment.from_string(template)
+
+
+def _bounded(pieces: Iterator[str]) -> str:
+    """The text of the pieces. Raises TemplateError if it becomes too long, or takes too much time."""
+    text = list(islice(pieces, _PIECES))
+    if len(text) < _PIECES:
+        return "".join(text)
+    until, size = time.thread_time() + MAX_S, sum(map(len, text))
+    while more := list(islice(pieces, _PIECES)):
+        text += more
+        size += sum(map(len, more))
+        if size > MAX_CHARS or time.thread_time() > until:
+            too_much = f"over {MAX_CHARS >> 20} Mi characters, or {MAX_S:g} s of CPU time"
+            raise TemplateError(f"it takes {too_much}")
+    return "".join(text)
 
 
 def _prepared(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import signal
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -25,6 +28,10 @@ from engine_adapter.prompt.described import DescribedTokenizer, Description, des
 
 HUB_S = 3.0
 """How long the model hub may take to answer."""
+MAX_BYTES = 8 << 30
+"""Memory that loading may take."""
+MAX_CPU_S = 300
+"""CPU seconds that loading may take."""
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -83,14 +90,34 @@ def main() -> None:
     output, source = os.dup(1), sys.argv[1]
     os.dup2(2, 1)  # what libraries print is not an answer
     sys.modules["torch"] = None  # type: ignore[assignment]  # no tokenizer needs it: 200 MB and seconds less
+    _limit()
     found: Description | _Failure
     try:
         found = describe(_load(source))
+    except (MemoryError, TimeoutError):
+        limits = f"{MAX_BYTES >> 30} GiB of memory or {MAX_CPU_S} s of CPU time"
+        found = _Failure(f"tokenizer {source!r} cannot be loaded: it takes over {limits}", passes=False)
     except (EngineSpecError, EngineUnavailable) as error:
         found = _Failure(str(error), isinstance(error, EngineUnavailable))
     with os.fdopen(output, "wb") as answer:
         answer.write(msgspec.msgpack.encode(found))
     os._exit(0)  # a thread may still wait for the hub
+
+
+def _limit() -> None:
+    """Limits what loading takes: a chat template is a program, and is tried out here."""
+
+    def stop(number: int, frame: object) -> NoReturn:  # noqa: ARG001 - signal's
+        raise TimeoutError
+
+    signal.signal(signal.SIGXCPU, stop)
+    _lower(resource.RLIMIT_CPU, MAX_CPU_S)
+    _lower(resource.RLIMIT_DATA, MAX_BYTES)  # files that are only mapped do not count
+
+
+def _lower(kind: int, limit: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _load(source: str) -> object:

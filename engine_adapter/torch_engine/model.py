@@ -79,7 +79,14 @@ def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype = torch
 
 def _from_source(source: str, dtype: torch.dtype | str) -> Any:  # noqa: ANN401 - a transformers model
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        # No pickles, and no code of the model's own: either could run anything.
+        return AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise EngineSpecError(f"cannot load model {source!r}: {error}") from error
 

@@ -13,12 +13,16 @@ from collections.abc import Mapping
 
 from starlette.requests import HTTPConnection
 
-from engine_adapter import Headers
+from engine_adapter import PRIVATE_HEADERS, Headers
 from proxy.errors import Forbidden, Unauthorized
 from proxy.request.tenants import Tenants
 from proxy.settings import key_digest
 
-_KEY_HEADERS = (b"authorization", b"x-api-key", b"cookie")
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"cookie"})
+_OF_SEVERAL = _KEY_HEADERS | PRIVATE_HEADERS
+# What proxies add to the requests that they pass on.
+_FORWARDED = frozenset({"forwarded", "via", "x-real-ip"})
+_FORWARDED_FOR = "x-forwarded-"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -46,13 +50,15 @@ def authenticate(headers: Headers, tenants: Tenants) -> str | None:
 
 
 def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:
-    """A client's headers without its kvpin key, and without cookies, which are keys of other sites.
+    """A client's headers without its kvpin key, without cookies, which are keys of other sites, and without
+    those that may reach another tenant's request.
 
     Where kvpin has no keys, the client's key is the engine's. All engines take it in `authorization`, not all
     in `x-api-key`.
     """
     if not tenants.open:
-        return Headers([pair for pair in headers.raw if pair[0] not in _KEY_HEADERS])
+        ends_here = _OF_SEVERAL if tenants.isolated else _KEY_HEADERS
+        return Headers([pair for pair in headers.raw if pair[0] not in ends_here])
     key = headers.get("x-api-key")
     if key is None or headers.get("authorization") is not None:
         return headers
@@ -90,6 +96,12 @@ def _require_local(connection: HTTPConnection) -> None:
     """
     host = connection.client.host if connection.client else ""
     named = re.sub(r":\d*$", "", connection.headers.get("host", "")).lower() or "localhost"
+    forwarded = [name for name in connection.headers if name in _FORWARDED or name.startswith(_FORWARDED_FOR)]
+    if forwarded:
+        raise Forbidden(
+            f"without an admin key, the admin API answers no request through a proxy ({forwarded[0]}): start "
+            "kvpin with --admin-key"
+        )
     if not is_loopback(host) or named not in _LOCAL_NAMES or "origin" in connection.headers:
         raise Forbidden(
             "without an admin key, the admin API answers only this machine: start kvpin with --admin-key"

@@ -8,12 +8,18 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from engine_adapter import HeaderPairs, Headers
-from proxy.errors import BodyTooLarge
+from proxy.errors import BodyTooLarge, NoEngine, SlowBody
 
 # A piece of a body that is shorter than this is added to the one before it: each object takes 33 bytes more.
 _SMALL = 512
 # Unread bytes of a streamed body at which its connection is not read any more.
 HIGH_WATER = 65_536
+# Seconds that a client may be silent in mid-body, and in which its body must arrive besides the time that
+# `BODY_BYTES_PER_S` gives it. Only the time that a reader waits counts.
+BODY_S = 60.0
+BODY_BYTES_PER_S = 1024
+# Seconds that the rest of a body gets when kvpin stops.
+STOPPING_S = 5.0
 _STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each, each.phrase.encode()) for each in http.HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SWITCHED, _NO_CONTENT, _NOT_MODIFIED = 101, 204, 304
@@ -69,12 +75,14 @@ class Exchange:
         left: the client has disconnected.
         started, finished: the beginning, and all of the answer, was sent.
         keep_alive: the connection stays open after the answer.
+        is_reserved: the connection is one beyond the limit, which is not for the data plane.
     """
 
     __slots__ = (
         "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_has_body", "_head", "_invited",
-        "_is_1_0", "_left_to_send", "_pauses", "_switched", "_unread", "_wakes", "added",
-        "asks_for_websocket", "finished", "headers", "keep_alive", "left", "method", "on_left", "started",
+        "_is_1_0", "_is_hurried", "_left_to_send", "_pauses", "_silence", "_switched", "_unread", "_waited_s",
+        "_wakes", "added", "asks_for_websocket", "finished", "headers", "is_reserved", "keep_alive", "left",
+        "method", "on_left", "started",
         "target", "task",
     )  # fmt: skip
 
@@ -88,6 +96,7 @@ class Exchange:
         is_1_0: bool,
         keep_alive: bool,
         asks_for_websocket: bool = False,
+        is_reserved: bool = False,
     ) -> None:
         """`is_1_0`: the client speaks HTTP/1.0, which has no chunks."""
         self.method, self.target, self.headers = method, target, headers
@@ -96,7 +105,7 @@ class Exchange:
         self.added: HeaderPairs = []
         self.on_left: Callable[[], None] | None = None
         self.left = self.started = self.finished = False
-        self.keep_alive = keep_alive and not is_1_0
+        self.keep_alive, self.is_reserved = keep_alive and not is_1_0, is_reserved
         self._connection, self._is_1_0 = connection, is_1_0
         # The request's body.
         self._chunks: list[bytes | bytearray] = []  # the first one is bytes
@@ -104,6 +113,9 @@ class Exchange:
         self._complete = self._invited = False
         self._pauses = True
         self._wakes: asyncio.Future[None] | None = None
+        self._waited_s = 0.0  # for the body
+        self._silence: asyncio.Timeout | None = None
+        self._is_hurried = False
         # The answer.
         self._head = b""
         self._has_body, self._chunked, self._switched = method != "HEAD", False, False
@@ -126,6 +138,8 @@ class Exchange:
 
         Raises:
             BodyTooLarge: it exceeds `limit` bytes.
+            SlowBody: it does not arrive in time.
+            NoEngine: it does not arrive before kvpin stops.
             ClientLeft: the client disconnected.
         """
         self._pauses = False
@@ -139,6 +153,8 @@ class Exchange:
 
         Raises:
             BodyTooLarge: it exceeds `limit` bytes.
+            SlowBody: it does not arrive in time.
+            NoEngine: it does not arrive before kvpin stops.
             ClientLeft: the client disconnected.
         """
         while not self.is_read:
@@ -198,9 +214,33 @@ class Exchange:
                 self._invited = True
                 self.transport.write(_CONTINUE)
             self._connection.resume_reading()
-            await self._woken()
+            await self._arrival()
         if self.left:
             raise ClientLeft
+
+    async def _arrival(self) -> None:
+        """Waits as long as the client may take. Raises SlowBody and NoEngine."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        in_all = BODY_S + self._arrived / BODY_BYTES_PER_S - self._waited_s
+        try:
+            async with asyncio.timeout(STOPPING_S if self._is_hurried else min(BODY_S, in_all)) as silence:
+                self._silence = silence
+                await self._woken()
+        except TimeoutError as error:
+            self.keep_alive = False  # what follows on the connection may be the rest of the body
+            if self._is_hurried:
+                raise NoEngine("kvpin is stopping; try again shortly") from error
+            raise SlowBody("the body of the request did not arrive in time") from error
+        finally:
+            self._silence = None
+            self._waited_s += loop.time() - begun
+
+    def hurry(self) -> None:
+        """Gives what is missing of the body a few seconds, because kvpin stops."""
+        self._is_hurried = True
+        if self._silence is not None and not self._silence.expired():
+            self._silence.reschedule(asyncio.get_running_loop().time() + STOPPING_S)
 
     def _awaits_invitation(self) -> bool:
         """Whether the client holds its body back until it is told to send it."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import select
 import termios
+import time
 from collections.abc import Callable, Coroutine
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import httptools
 import structlog
@@ -22,14 +24,24 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from engine_adapter import HeaderPairs, Headers
-from proxy.api.exchange import Exchange
+from proxy.api.crowd import MAX_CONNECTIONS, Crowd, Place
+from proxy.api.exchange import STOPPING_S, Exchange
 
 log = structlog.get_logger(__name__)
 
 # The longest head of a request, in bytes, and the most between two pieces of its body or after the last one.
 MAX_HEAD = 65_536
-# Pipelined requests at which a connection is not read any more: its client's disconnect would go unnoticed.
+# Pipelined requests at which a connection is not read any more.
 MAX_WAITING = 8
+# Seconds between two looks whether the client of a connection that is not read has left.
+LOOK_S = 1.0
+# Seconds in which a client must take `SEND_BYTES` of an answer that fills its socket.
+SEND_S = 60.0
+SEND_BYTES = 16_384
+# Seconds that a connection beyond the limit may idle, or take for a head.
+RESERVED_IDLE_S = 5.0
+# The client has closed its side, or the connection is broken.
+_LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 
@@ -37,15 +49,21 @@ class Http1Protocol(asyncio.Protocol):
     """One connection.
 
     Attributes:
+        crowd: the limit on connections.
         transport: its socket.
         is_full: the socket takes no more bytes for now.
     """
 
+    crowd: ClassVar[Crowd] = Crowd(MAX_CONNECTIONS, time.monotonic)
     __slots__ = (
-        "_close_after", "_current", "_handler", "_head_bytes", "_headers", "_idle_s", "_idle_since", "_loop",
-        "_parser", "_paused", "_reading", "_room", "_socket", "_state", "_target", "_timer", "_to_websocket",
-        "_too_long", "_waiting", "is_full", "transport",
+        "_close_after", "_current", "_handler", "_head_bytes", "_headers", "_idle_s", "_idle_since",
+        "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_reading", "_room", "_socket", "_state",
+        "_target", "_timer", "_to_websocket", "_too_long", "_unsent", "_waiting", "is_full", "transport",
     )  # fmt: skip
+
+    @staticmethod
+    def refused(status: int) -> None:
+        """Called with the status of each request that no handler sees."""
 
     def __init__(
         self,
@@ -58,7 +76,7 @@ class Http1Protocol(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.is_full = False
         self._handler: Handler = config.loaded_app
-        self._idle_s = config.timeout_keep_alive
+        self._idle_s = float(config.timeout_keep_alive)
         self._state = server_state
         self._loop = _loop or asyncio.get_running_loop()
         self._parser: Any = _parser(self)  # httptools has no types
@@ -75,20 +93,30 @@ class Http1Protocol(asyncio.Protocol):
         self._room: asyncio.Future[None] | None = None
         self._idle_since = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self._lookout: asyncio.TimerHandle | None = None  # while it is not read
+        self._unsent: int | None = None  # bytes of a full socket when it was last looked at
+        self._is_reserved = False  # beyond the limit on connections
 
     # --- the connection -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
         self.transport = transport  # type: ignore[assignment]  # asyncio names its base class
-        self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its classes
-        self._timer = self._loop.call_later(self._idle_s, self._close_if_idle)
+        connections: Any = self._state.connections  # uvicorn names its classes
+        connections.add(self)
+        place = self.crowd.admit(self, connections)
+        if place is Place.NONE:
+            self.transport.abort()
+        elif place is Place.RESERVED:
+            self._is_reserved, self._idle_s = True, min(self._idle_s, RESERVED_IDLE_S)
+        self._timer = self._loop.call_later(self._idle_s, self._watch)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
         """See asyncio.Protocol."""
         self._state.connections.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._lookout):
+            if timer is not None:
+                timer.cancel()
         self._waiting.clear()
         self._end_fullness()
         left, self._current, self._reading = self._current, None, None
@@ -108,6 +136,17 @@ class Http1Protocol(asyncio.Protocol):
             self.transport.close()
         else:
             self._current.keep_alive = False
+            self._current.hurry()
+
+    def hurry(self) -> None:
+        """Kvpin stops: what has begun to arrive gets a few seconds."""
+        if self._current is not None:
+            self._current.hurry()
+        self._loop.call_later(STOPPING_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._current is None:
+            self.transport.close()
 
     def close_if_idle(self, for_s: float) -> None:
         """Closes the connection if it has had no request for that long, and none is on its way here."""
@@ -115,13 +154,49 @@ class Http1Protocol(asyncio.Protocol):
         if is_idle and self._loop.time() - self._idle_since >= for_s and not _unread(self.transport):
             self.transport.close()
 
-    def _close_if_idle(self) -> None:
-        is_idle = self._current is None and not self._waiting
-        idle_s = self._loop.time() - self._idle_since if is_idle else 0.0
+    @property
+    def idle_since(self) -> float | None:
+        """See Waiting. A request whose head is not complete has not begun."""
+        return self._idle_since if self._current is None and not self._waiting else None
+
+    def evict(self) -> None:
+        """See Waiting."""
+        if self.is_full:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _watch(self) -> None:
+        """Closes the connection if its client sends no request for too long, or does not take an answer."""
+        if self.is_full or self.transport.is_closing():
+            self._end_if_stuck()
+            return
+        since = self.idle_since
+        idle_s = self._loop.time() - since if since is not None else 0.0
         if idle_s >= self._idle_s:
             self.transport.close()
+        self._timer = self._loop.call_later(max(self._idle_s - idle_s, LOOK_S), self._watch)
+
+    def _end_if_stuck(self) -> None:
+        """Breaks the connection off if its client has taken next to nothing since the last look."""
+        unsent = self.transport.get_write_buffer_size()
+        if self._unsent is not None and unsent > self._unsent - SEND_BYTES:
+            self.transport.abort()
+            return
+        self._unsent = unsent
+        self._timer = self._loop.call_later(SEND_S, self._watch)
+
+    def _look_out(self) -> None:
+        """Notices that the client has left, though what it sent before was not read yet."""
+        self._lookout = None
+        if not self._paused or self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _LEFT)
+        if poll.poll(0):
+            self.transport.abort()
         else:
-            self._timer = self._loop.call_later(self._idle_s - idle_s, self._close_if_idle)
+            self._lookout = self._loop.call_later(LOOK_S, self._look_out)
 
     # --- what the client sends ------------------------------------------------------------------------
 
@@ -173,8 +248,9 @@ class Http1Protocol(asyncio.Protocol):
             target,
             Headers(self._headers),
             is_1_0=self._parser.get_http_version() == "1.0",
-            keep_alive=self._parser.should_keep_alive() and not self._to_websocket,
+            keep_alive=self._parser.should_keep_alive() and not (self._to_websocket or self._is_reserved),
             asks_for_websocket=self._to_websocket,
+            is_reserved=self._is_reserved,
         )
         if self._to_websocket:
             self._socket = exchange
@@ -234,6 +310,7 @@ class Http1Protocol(asyncio.Protocol):
         if current is None or not current.started:
             head = b"HTTP/1.1 %d \r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
             close = b"connection: close\r\n\r\n"
+            self.refused(status)
             self.transport.write(head % (status, len(reason)) + close + reason)
         self._reading = None
         self._close_after = True
@@ -291,7 +368,7 @@ class Http1Protocol(asyncio.Protocol):
             self._go_on()
 
     def _end_fullness(self) -> None:
-        self.is_full = False
+        self.is_full, self._unsent = False, None
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
@@ -306,6 +383,8 @@ class Http1Protocol(asyncio.Protocol):
         if not self._paused:
             self._paused = True
             self.transport.pause_reading()
+            if self._lookout is None:
+                self._lookout = self._loop.call_later(LOOK_S, self._look_out)
 
     def resume_reading(self) -> None:
         """See Connection."""

@@ -34,7 +34,7 @@ from proxy.errors import (
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
-from proxy.request.error_table import ANSWERED
+from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
 from proxy.several import serve
@@ -63,6 +63,7 @@ class DataPlane:
     Attributes:
         max_body_bytes: the longest body of a request.
         cors: the web pages that may use it from a browser; None for none.
+        refused: called with the status of each request that is refused before the flow.
     """
 
     flow: Flow
@@ -70,6 +71,7 @@ class DataPlane:
     max_body_bytes: int
     responses: KeptResponses = field(default_factory=lambda: KeptResponses(ResponseStore()))
     cors: Cors | None = None
+    refused: Callable[[int], None] = lambda _status: None
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
@@ -93,6 +95,8 @@ class DataPlane:
             stopping = NoEngine("kvpin is stopping; try again shortly")
             _answer_error(stopping, client_id or own_id, exchange, reply)
         except ANSWERED as error:
+            if not reply.recorded:
+                self.refused(status_of(error))
             _answer_error(error, client_id or own_id, exchange, reply)
         except Exception as error:
             # A bug must fail one request, not the connection or the process.
@@ -101,6 +105,8 @@ class DataPlane:
 
     async def _serve(self, exchange: Exchange, reply: Reply, own_id: str, client_id: str | None) -> None:
         headers, method = exchange.headers, exchange.method
+        if exchange.is_reserved:
+            raise NoEngine("kvpin serves as many connections as it can; try again shortly")
         if method == "OPTIONS":  # a preflight carries no key
             return _send(self._options(exchange), exchange)
         if exchange.asks_for_websocket:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from typing import TextIO
 
@@ -16,6 +17,8 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from proxy.settings import LogSettings
 
+# Control characters but tabs and line ends.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Fields whose values must not be logged. To log one is a mistake; the line is kept, its value is hidden.
 _HIDDEN = frozenset(
     {
@@ -64,13 +67,24 @@ def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventD
     return event
 
 
+def escape_controls(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:  # noqa: ARG001 - likewise
+    """A structlog processor for terminals: writes control characters out, except tabs and line ends.
+
+    What clients and engines send gets into log lines, and could move the cursor or rename the window.
+    """
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[name] = _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+    return event
+
+
 def _renderers(pretty: bool, stream: TextIO) -> list[Processor]:
     # Tracebacks have no local variables: those may hold prompts and keys.
     last: list[Processor]
     if pretty:
         colors = stream.isatty() and not os.environ.get("NO_COLOR")
         plain = structlog.dev.plain_traceback
-        last = [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
+        last = [escape_controls, structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
     else:
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         last = [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]

@@ -96,6 +96,10 @@ class Metrics:
                 missed = record.reported_tokens != placement.predicted_tokens
                 self._inexact.of(model, engine).add(int(missed))
 
+    def refuse(self, status: int) -> None:
+        """Counts a request that was refused before it got a record."""
+        self._requests.of("", "", str(status)).add()
+
     def render(self) -> bytes:
         """The Prometheus text page."""
         families = (

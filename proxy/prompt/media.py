@@ -56,6 +56,14 @@ _UUIDS = 100_000
 _DIGEST_BYTES = 16
 
 
+# Bytes of a body in which the worst nesting takes 1 ms to look through.
+_NESTED_BYTES_PER_MS = 8 * 1024
+# Lists and objects within each other that media are looked for in: chats in a batch take six.
+MOST_NESTED = 12
+# An index or a name, the path before it, and the length of that.
+_Path = tuple[int | str, "_Path | None", int]
+
+
 @dataclass(frozen=True, slots=True)
 class MediaPart:
     """An image, audio or video as it stands in a request.
@@ -162,19 +170,45 @@ def media_fields(body: JsonBody) -> dict[str, Any]:
 
 
 def _parts(value: object, param: str) -> Iterator[MediaPart]:
-    if isinstance(value, list):
-        for index, each in enumerate(value):
-            if isinstance(each, (dict, list)):  # a batch of chats is a list of lists
-                yield from _parts(each, f"{param}[{index}]")
-    elif isinstance(value, dict):
-        kind = value.get("type")
-        keys = value.keys() & _KINDS.keys() or ({kind} if isinstance(kind, str) and kind in _KINDS else set())
-        if keys:
-            key = min(keys, key=_RANK.__getitem__)
-            yield MediaPart(param, _KINDS[key], value, _item(key, value.get(key)))
-        for name in _WITHIN:
-            if name in value:
-                yield from _parts(value[name], f"{param}.{name}")
+    """Looks without recursion, in the order of the request: most of what it looks at holds nothing.
+
+    Raises:
+        BadRequest: a part may lie deeper than engines look.
+    """
+    waiting: list[tuple[object, _Path]] = [(value, (param, None, 0))]
+    while waiting:
+        each, path = waiting.pop()
+        if path[2] > MOST_NESTED:
+            raise BadRequest(f"{param} is nested more than {MOST_NESTED} deep", param=param)
+        inner: list[tuple[object, _Path]] = []
+        if isinstance(each, list):  # a batch of chats is a list of lists
+            deeper = path[2] + 1
+            inner = [
+                (item, (index, path, deeper))
+                for index, item in enumerate(each)
+                if isinstance(item, (dict, list))
+            ]
+        elif isinstance(each, dict):
+            kind = each.get("type")
+            keys = each.keys() & _KINDS.keys() or (
+                {kind} if isinstance(kind, str) and kind in _KINDS else set()
+            )
+            if keys:
+                key = min(keys, key=_RANK.__getitem__)
+                yield MediaPart(_name_of(path), _KINDS[key], each, _item(key, each.get(key)))
+            inner = [(each[name], (name, path, path[2] + 1)) for name in _WITHIN if name in each]
+        inner.reverse()
+        waiting += inner
+
+
+def _name_of(path: _Path) -> str:
+    """The path as an error names it, e.g. `messages[0].content`."""
+    names = list[str]()
+    step: _Path | None = path
+    while step is not None:
+        at, step, _ = step
+        names.append(f"[{at}]" if isinstance(at, int) else f".{at}")
+    return "".join(reversed(names)).removeprefix(".")
 
 
 def _item(key: str, value: object) -> object:
@@ -222,12 +256,17 @@ class MediaUuids:
         # JSON may write any letter as \u00xx.
         if not _may_hold_media(body) or not (b"uuid" in body.raw or b"\\u00" in body.raw):
             return body
-        values = media_fields(body)
-        parts = [part for part in find_media(values) if part.uuid is not None]
+        size = len(body.raw)
+
+        def look() -> tuple[dict[str, Any], list[MediaPart]]:
+            values = media_fields(body)
+            return values, [part for part in find_media(values) if part.uuid is not None]
+
+        values, parts = await off_loop(look, ms=size / _NESTED_BYTES_PER_MS)
         if not parts:
             return body
         if not self._trusted:
-            await self._check(len(body.raw), parts, salt)
+            await self._check(size, parts, salt)
         return body if salt is None else _scoped(body, values, parts, salt)
 
     async def _check(self, size: int, parts: Sequence[MediaPart], salt: str | None) -> None:

@@ -155,17 +155,18 @@ class Reply:
         started: status and headers were sent.
         complete: the client has the whole answer. A disconnect from now on is no cancellation.
         events: number of stream events sent.
+        recorded: the flow keeps a record of the request, or of its parts.
         on_start: called when the answer begins. From then on no other engine can be tried.
     """
 
-    __slots__ = ("_client", "complete", "dialect", "events", "on_start", "started")
+    __slots__ = ("_client", "complete", "dialect", "events", "on_start", "recorded", "started")
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
         self._client = client
         self.dialect = dialect
         self.on_start: Callable[[], None] | None = None
         self.started = False
-        self.complete = False
+        self.complete = self.recorded = False
         self.events = 0
 
     def through(self, wrap: Callable[[Client], Client]) -> None:

@@ -40,6 +40,7 @@ TABLE: dict[type[Exception], Row] = {
     errors.NotFound: Row(404, "invalid_request_error", "not_found"),
     errors.MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
     errors.Conflict: Row(409, "invalid_request_error", "conflict"),
+    errors.SlowBody: Row(408, "invalid_request_error", "slow_body"),
     errors.BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
     errors.EncodedBody: Row(415, "invalid_request_error", "encoded_body"),
     errors.RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),

@@ -66,7 +66,7 @@ _NOT_PASSED_ON = frozenset(
         b"request-id",
     }
 )
-# Headers that only kvpin may say.
+# Headers that only kvpin sets.
 _OWN_PREFIX = b"x-kvpin-"
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})

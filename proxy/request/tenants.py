@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from engine_adapter import OWN_IDS, PRIVATE_FIELDS, JsonBody
 from proxy.core.quotas import Quota, TenantLimits
 from proxy.errors import BadRequest, RateLimited
 
@@ -116,6 +117,24 @@ class Tenants:
             return client_salt
         own = _own_salt(tenant)
         return own if client_salt is None else f"{own}-{_digest(client_salt)}"
+
+    def without_private(self, body: JsonBody) -> JsonBody:
+        """The body without what may reach another tenant's request or KV. With at most one tenant, all of it.
+
+        Raises:
+            BadRequest: a field that would change the answer if it were left out.
+        """
+        if not self.isolated:
+            return body
+        if body.has_any(PRIVATE_FIELDS):
+            for name in sorted(PRIVATE_FIELDS):
+                if body.get(name) is not None:
+                    raise BadRequest(
+                        f"{name} is a field between servers; kvpin takes it from no client while several "
+                        "tenants share the engines",
+                        param=name,
+                    )
+        return body.replace(**dict.fromkeys(OWN_IDS)) if body.has_any(OWN_IDS) else body
 
     def owner(self, salt: str | None) -> str | None:
         """The tenant whose requests run under `salt`, with or without a salt of the client's; None for a salt

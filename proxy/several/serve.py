@@ -64,6 +64,7 @@ async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None
             yield _serve_part(flow, call, number, part, answer)
         several.forget()
 
+    reply.recorded = True
     if several.shares_prompt:
         answer.cached = await compute_once(flow, call, next(several.parts()).body)
     try:

@@ -93,6 +93,24 @@ async def test_a_question_and_its_answer(bound):
         assert await replay.receive(0.01) is None
 
 
+@pytest.mark.parametrize("kind", [zmq.XPUB, zmq.ROUTER])
+async def test_a_message_of_any_length_does_not_fill_the_memory(bound, monkeypatch, kind):
+    monkeypatch.setattr(zmq_inbox, "MAX_MESSAGE_BYTES", 1000)
+    hostile, endpoint = bound(kind)
+    if kind == zmq.XPUB:
+        with subscription(endpoint, "") as inbox:
+            await subscribed(hostile)
+            await hostile.send_multipart((b"", bytes(1001)))
+            with pytest.raises(EngineUnavailable):
+                await inbox.receive(WAIT_S)
+        return
+    with replay_client(endpoint) as client:
+        await client.ask(0)
+        asker, *_ = await hostile.recv_multipart()
+        await hostile.send_multipart((asker, b"", bytes(1001)))
+        assert await client.receive(0.3) is None
+
+
 async def test_without_an_endpoint_there_is_no_client():
     with replay_client(None) as replay:
         assert replay is None

@@ -220,6 +220,15 @@ async def slow(_: Request) -> Response:
     return StreamingResponse(parts())
 
 
+async def endless(_: Request) -> Response:
+    async def parts():
+        while True:
+            yield bytes(1 << 20)
+            await asyncio.sleep(0.001)
+
+    return StreamingResponse(parts())
+
+
 async def target(request: Request) -> Response:
     return JSONResponse(
         {"path": request.scope["raw_path"].decode(), "query": request.scope["query_string"].decode()}
@@ -237,6 +246,7 @@ def url():
         Route("/html", lambda _: Response("<html>")),
         Route("/silent", silent),
         Route("/slow", slow),
+        Route("/endless", endless),
         Route("/path/{rest:path}", target),
     ]
     with served(Starlette(routes=routes)) as address:
@@ -288,6 +298,11 @@ async def test_an_engine_that_is_silent_for_too_long(control):
 
 async def test_only_silence_is_limited(control):
     assert await control.fetch("GET", "/slow", answer_s=0.3) == b"xxxxx"
+
+
+async def test_an_endless_answer_is_given_up(control):
+    with pytest.raises(EngineUnavailable, match="GET /endless: the answer is longer than 64 MiB"):
+        await control.get("/endless")
 
 
 async def test_a_path_is_percent_encoded_once(control):

@@ -6,6 +6,7 @@ import pytest
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 
+from engine_adapter.prompt import templates
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, compiled, render_template
 
 ASKED = [{"role": "user", "content": "hello"}]
@@ -91,6 +92,34 @@ def test_a_template_cannot_leave_the_sandbox(template):
     except TEMPLATE_ERRORS:
         return
     assert text == ""
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10**10 }}",
+        "{{ 10**10 * 'a' }}",
+        "{{ [1] * 10**9 }}",
+        "{{ 10 ** 10000000000 }}",
+        "{% for a in range(100000) %}{% for b in range(100000) %}{{ 'x' }}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(9) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_fills_neither_time_nor_memory(template, monkeypatch):
+    monkeypatch.setattr(templates, "MAX_S", 0.2)
+    monkeypatch.setattr(templates, "MAX_CHARS", 1 << 20)
+    with pytest.raises(TemplateError):
+        render_template(template, [{"role": "user", "content": "a" * 1000}])
+
+
+def test_products_of_usual_size_are_made():
+    text = "{{ '-' * 3 }}{{ 3 * '-' }}{{ 2 * 3 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}{{ [1] * 2 }}"
+    assert render_template(text, []) == "------610240.53.0[1, 1]"
+
+
+def test_a_text_of_many_pieces_is_whole():
+    text = "{% for a in range(3000) %}{{ '' }}{% endfor %}{% for a in range(9000) %}{{ a }},{% endfor %}"
+    assert render_template(text, []) == "".join(f"{a}," for a in range(9000))
 
 
 def test_a_template_is_compiled_once():

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import engine_adapter.torch_engine
-from engine_adapter import EngineSpecError, EngineUnavailable
+from engine_adapter import ChatError, EngineSpecError, EngineUnavailable
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.tokenizer_process import HUB_S, load_tokenizer
 
@@ -72,6 +73,14 @@ async def test_a_hub_that_never_answers_is_waited_for_3_seconds(monkeypatch):
         with pytest.raises(EngineUnavailable, match="does not answer within 3 s"):
             await load_tokenizer("acme/none")
         assert time.monotonic() - started > HUB_S
+
+
+async def test_a_template_that_fills_memory_is_found_when_it_is_loaded(tmp_path, monkeypatch):
+    bomb = tmp_path / "bomb"
+    shutil.copytree(DEFAULT, bomb)
+    (bomb / "chat_template.jinja").write_text("{{ 'a' * 10 ** 10 }}{{ messages }}")
+    with pytest.raises((EngineSpecError, ChatError), match=r"GiB of memory|must not make anything as long"):
+        (await load_tokenizer(str(bomb))).render(CHATS[0])
 
 
 async def test_a_loader_that_dies_is_a_reason(monkeypatch):

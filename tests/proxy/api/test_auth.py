@@ -110,6 +110,13 @@ class TestAdminWithoutAKey:
         with pytest.raises(Forbidden):
             self.guard.check(connection(host=host))
 
+    @pytest.mark.parametrize(
+        "name", ["forwarded", "via", "x_forwarded_for", "x_forwarded_proto", "x_forwarded_host", "x_real_ip"]
+    )
+    def test_a_request_through_a_proxy_does_not(self, name):
+        with pytest.raises(Forbidden, match="through a proxy"):
+            self.guard.check(connection(host="localhost", **{name: ""}))
+
     @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:8000"])
     def test_a_web_page_does_not(self, origin):
         with pytest.raises(Forbidden):
@@ -136,6 +143,12 @@ def test_a_key_of_ours_ends_here_and_another_goes_to_the_engine():
     headers = given({"authorization": "Bearer k1", "x-api-key": "k1", "cookie": "a=1", "x-other": "1"})
     assert passed_on_headers(headers, TENANTS) == {"x-other": "1"}
     assert passed_on_headers(headers, Tenants([])) is headers
+
+
+def test_of_several_tenants_none_names_the_requests_of_an_engine():
+    named = {"x-request-id": "r", "x-data-parallel-rank": "1", "x-other": "1"}
+    assert passed_on_headers(given(named), TENANTS) == {"x-other": "1"}
+    assert passed_on_headers(given(named), Tenants([ApiKey.of("k1", "alice")])) == named
 
 
 def test_a_key_of_the_engines_is_sent_as_all_engines_take_it():

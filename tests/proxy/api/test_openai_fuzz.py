@@ -1,7 +1,8 @@
 """Whatever a client sends is answered in OpenAI's shape, and the next request is served as ever."""
 
 import asyncio
-import json
+import contextlib
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,61 +19,14 @@ from tests.fakes import (
     FakeAdapter,
     FakeEngine,
     client_of,
+    connect_to,
     prompts_of,
     proxy_over,
 )
-
-SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=10)
-JSON = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=10,
-)
-PARTS = st.lists(
-    JSON
-    | st.fixed_dictionaries(
-        {"type": st.sampled_from(["text", "image_url", "prompt_embeds"]), "text": JSON, "data": JSON}
-    ),
-    max_size=3,
-)
-MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer", "x"]) | JSON},
-    optional={"content": st.text(max_size=20) | PARTS | JSON, "tool_calls": JSON, "name": JSON},
-)
-TOKENS = st.lists(st.integers(-5, 700), max_size=40)
-FIELDS = st.fixed_dictionaries(
-    {},
-    optional={
-        "model": st.just("m") | JSON,
-        "messages": st.lists(MESSAGE | JSON, max_size=4) | JSON,
-        "prompt": st.text(max_size=30) | TOKENS | st.lists(TOKENS, max_size=2) | JSON,
-        "stream": st.booleans() | JSON,
-        "cache_salt": st.text(max_size=5) | JSON,
-        "extra_ids": st.lists(st.integers(-1, 2**65), max_size=40) | JSON,
-        "prompt_table": JSON,
-        "prompt_cache_key": JSON,
-        "tools": JSON,
-        "chat_template_kwargs": st.dictionaries(st.text(max_size=8), JSON, max_size=2) | JSON,
-        "add_generation_prompt": JSON,
-        "add_special_tokens": JSON,
-    },
-)
+from tests.fuzz import PATHS, STREAMS, bodies
 
 
-@st.composite
-def bodies(draw):
-    """Bytes that are nearly, hardly or not at all what a client should send."""
-    raw = json.dumps(draw(FIELDS)).encode()
-    if draw(st.integers(0, 3)) == 0:
-        at = draw(st.integers(0, len(raw)))
-        raw = raw[:at] + draw(st.binary(max_size=4)) + raw[at + draw(st.integers(0, 3)) :]
-    return raw
-
-
-PATHS = st.sampled_from([CHAT, "/v1/completions", "/v1/embeddings", "/v1/anything"])
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world(tokenizer_dir):
     """An engine, a proxy and a client in a loop of their own, shared by all examples."""
     with asyncio.Runner() as runner:
@@ -120,3 +74,30 @@ def test_any_body_is_answered_and_harms_nobody(world):
     check()
     for body in (ASK, STREAM):
         assert runner.run(client.post(CHAT, json=body)).status_code == 200
+
+
+def test_any_bytes_on_a_connection_are_answered_or_refused(world):
+    runner, proxy, client = world
+
+    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(STREAMS)
+    def check(sent):
+        for status in runner.run(statuses(proxy, sent)):
+            assert status < 500 or status in (501, 503), (status, sent)
+
+    check()
+    assert runner.run(client.post(CHAT, json=ASK)).status_code == 200
+
+
+async def statuses(proxy, sent):
+    """The statuses of the answers to what one client sends."""
+    reader, writer = await connect_to(proxy)
+    writer.write(sent)
+    answers = asyncio.create_task(reader.read())
+    await asyncio.wait([answers], timeout=0.05)
+    with contextlib.suppress(ConnectionError):
+        writer.write_eof()  # the last request may have become part of a body that is not complete
+        await asyncio.wait_for(answers, 30)
+    writer.close()
+    answers = b"" if answers.exception() else answers.result()
+    return [int(status) for status in re.findall(rb"^HTTP/1\.1 (\d{3}) ", answers, re.MULTILINE)]

@@ -78,6 +78,18 @@ def test_a_named_format_wins_over_the_terminal():
     assert lines(stream)[0]["event"] == "x"
 
 
+def test_what_was_sent_does_not_control_the_terminal():
+    stream = configured(Terminal())
+    structlog.get_logger().warning(
+        "a \x1b]0;title\x07 b", error="\x1b[2J", model="ä\x9b1m", lines="one\n\ttwo"
+    )
+    written = stream.getvalue()
+    assert "\\x1b]0;title\\x07" in written
+    assert "\x1b[2J" not in written
+    assert not {"\x07", "\x9b"} & set(written)
+    assert "ä" in written
+
+
 def test_the_level_holds_for_us_and_for_libraries():
     stream = configured(level="warning")
     for log in (structlog.get_logger("test"), logging.getLogger("library")):

@@ -1,7 +1,9 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_adapter import PRIVATE_FIELDS, JsonBody
 from proxy.core.quotas import TenantLimits
 from proxy.errors import BadRequest, RateLimited
 from proxy.request.tenants import ApiKey, Tenants
@@ -107,3 +109,19 @@ def test_what_was_used_of_limits_that_stay_still_counts():
     tenants.usage("bob", is_more=False).begin(0.0)
     with pytest.raises(RateLimited):
         tenants.usage("alice", is_more=False).begin(0.0)
+
+
+@pytest.mark.parametrize("field", sorted(PRIVATE_FIELDS))
+def test_of_several_tenants_none_reaches_into_an_engine(field):
+    body = JsonBody(b'{"model":"m","%b":{"a":1},"rid":"r"}' % field.encode())
+    with pytest.raises(BadRequest, match=f"{field} is a field between servers") as refused:
+        TWO.without_private(body)
+    assert refused.value.param == field
+    assert ONE.without_private(body) is body
+
+
+def test_an_id_of_the_engines_own_is_left_out():
+    body = JsonBody(b'{"rid":["r"],"request_id":"r","kv_transfer_params":null,"model":"m"}')
+    assert set(msgspec.json.decode(TWO.without_private(body).raw)) == {"kv_transfer_params", "model"}
+    plain = JsonBody(b'{"model":"m"}')
+    assert TWO.without_private(plain) is plain

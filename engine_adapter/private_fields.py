@@ -1,0 +1,28 @@
+"""Fields and headers that let a request reach into an engine, or into another request.
+
+Routers, and engines that share a prompt's work, use them among themselves. Where several tenants share
+engines, none of them may.
+"""
+
+from __future__ import annotations
+
+OWN_IDS = frozenset({"rid", "request_id"})
+"""Fields with the engine's own id of a request. Two requests with one id end each other, or mix."""
+PRIVATE_FIELDS = frozenset(
+    {
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "custom_logit_processor",
+        "data_parallel_rank",
+        "data_parallel_rank_decode",
+        "disagg_prefill_dp_rank",
+        "disaggregated_params",
+        "kv_transfer_params",
+        "routed_dp_rank",
+        "session_params",
+    }
+)
+"""Fields that name other servers, other sessions' KV, ranks, or code to run."""
+PRIVATE_HEADERS = frozenset({b"x-request-id", b"x-data-parallel-rank", b"x-correlation-id"})
+"""Headers with the same meanings, in lower case."""

@@ -1,0 +1,114 @@
+"""Limits the number of connections, so that kvpin never runs out of file descriptors.
+
+At the limit, a new connection takes the place of the one that has waited longest for a request. If all are
+busy, a few more are let in for health checks, metrics and operators; further ones are closed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import resource
+from collections.abc import Callable, Collection, Iterable, MutableSet
+from enum import Enum
+from typing import Protocol, TypeVar
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+# The most connections, however many files the machine allows: each may hold a head of 64 KiB.
+MAX_CONNECTIONS = 16_384
+# Connections beyond the limit, for all but the data plane.
+RESERVE = 32
+# File descriptors kept for listeners, logs, events and what adapters open.
+_OWN_FILES = 256
+# The most files that kvpin asks the machine for.
+_MAX_FILES = 65_536
+# Idle connections are closed in batches of one in so many: to look for them takes a look at all.
+_BATCH = 64
+# Seconds between two warnings.
+_WARN_S = 60.0
+
+
+class Place(Enum):
+    """What a new connection may do."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    """Ask for anything but the data plane."""
+    NONE = "none"
+    """Nothing: close it."""
+
+
+class Waiting(Protocol):
+    """A connection as the limit sees it.
+
+    Attributes:
+        idle_since: when its last answer ended, by the loop's clock; None while a request runs.
+    """
+
+    @property
+    def idle_since(self) -> float | None:
+        """See the class."""
+
+    def evict(self) -> None:
+        """Closes it at once."""
+
+
+_Connection = TypeVar("_Connection", bound=Waiting)
+
+
+class Crowd:
+    """The limit on connections of one port, or of several that share it."""
+
+    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds."""
+        self._limit, self._clock = limit, clock
+        self._warned = float("-inf")
+
+    def admit(self, new: _Connection, connections: MutableSet[_Connection]) -> Place:
+        """The place of a new connection, which is one of `connections`. May close others, which then are none
+        of them any more."""
+        if len(connections) <= self._limit:
+            return Place.FREE
+        evicted = _longest_idle((each for each in connections if each is not new), self._limit)
+        self._warn(len(connections), len(evicted))
+        for each in evicted:
+            connections.discard(each)
+            each.evict()
+        if evicted:
+            return Place.FREE
+        return Place.RESERVED if len(connections) <= self._limit + RESERVE else Place.NONE
+
+    def _warn(self, n: int, evicted: int) -> None:
+        now = self._clock()
+        if now - self._warned < _WARN_S:
+            return
+        self._warned = now
+        log.warning(
+            "connection limit reached: idle connections are closed; while all are busy, new requests are "
+            "refused; allow kvpin more open files (ulimit -n)",
+            connections=n,
+            closed=evicted,
+            limit=self._limit,
+        )
+
+
+def _longest_idle(connections: Iterable[_Connection], limit: int) -> Collection[_Connection]:
+    idle = [(since, each) for each in connections if (since := each.idle_since) is not None]
+    return [each for _, each in heapq.nsmallest(max(limit // _BATCH, 1), idle, key=lambda pair: pair[0])]
+
+
+def connection_limit() -> int:
+    """Connections that this process has files for. Raises the process's own limit as far as it may.
+
+    A request takes two files: its client's connection, and one to an engine.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = _MAX_FILES if hard == unlimited else min(hard, _MAX_FILES)
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    files = _MAX_FILES if soft == unlimited else soft
+    return max(min((files - _OWN_FILES) // 2, MAX_CONNECTIONS), files // 8, 1)

@@ -1,0 +1,186 @@
+"""Requests that are nearly, hardly or not at all what a client should send: for tests and scripts/fuzz.py."""
+
+import json
+
+from hypothesis import strategies as st
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=10)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+PARTS = st.lists(
+    JSON
+    | st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "image_url", "prompt_embeds"]), "text": JSON, "data": JSON}
+    ),
+    max_size=3,
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer", "x"]) | JSON},
+    optional={"content": st.text(max_size=20) | PARTS | JSON, "tool_calls": JSON, "name": JSON},
+)
+TOKENS = st.lists(st.integers(-5, 700), max_size=40)
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "model": st.just("m") | JSON,
+        "messages": st.lists(MESSAGE | JSON, max_size=4) | JSON,
+        "prompt": st.text(max_size=30) | TOKENS | st.lists(TOKENS, max_size=2) | JSON,
+        "stream": st.booleans() | JSON,
+        "cache_salt": st.text(max_size=5) | JSON,
+        "extra_ids": st.lists(st.integers(-1, 2**65), max_size=40) | JSON,
+        "prompt_table": JSON,
+        "prompt_cache_key": JSON,
+        "tools": JSON,
+        "chat_template_kwargs": st.dictionaries(st.text(max_size=8), JSON, max_size=2) | JSON,
+        "add_generation_prompt": JSON,
+        "add_special_tokens": JSON,
+    },
+)
+
+
+@st.composite
+def bodies(draw):
+    """Bodies of JSON."""
+    return draw(mutated(json.dumps(draw(FIELDS)).encode()))
+
+
+@st.composite
+def mutated(draw, raw):
+    """The bytes, one time in four with others in their place somewhere."""
+    if draw(st.integers(0, 3)) == 0:
+        at = draw(st.integers(0, len(raw)))
+        raw = raw[:at] + draw(st.binary(max_size=4)) + raw[at + draw(st.integers(0, 3)) :]
+    return raw
+
+
+PATHS = st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/anything"])
+MORE_PATHS = PATHS | st.sampled_from(
+    [
+        *(
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/responses",
+            "/v1/models",
+            "/v1/models/m",
+            "/v1/rerank",
+        ),
+        *(
+            "/v1/audio/transcriptions",
+            "/v1/files",
+            "/tokenize",
+            "/generate",
+            "/completion",
+            "/health/live",
+            "/",
+        ),
+        *(
+            "/v1/../admin/v1/engines",
+            "/v1/%2e%2e/x",
+            "//v1/models",
+            "/v1/models?a=%ff",
+            "*",
+            "http://x/v1/models",
+        ),
+    ]
+)
+METHODS = st.sampled_from(
+    ["POST", "GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "CONNECT", "get", "PRI", "A B"]
+)
+VERSIONS = st.sampled_from(
+    [*["HTTP/1.1"] * 6, "HTTP/1.0", "HTTP/2.0", "HTTP/0.9", "HTTP/1.1 x", "", "XTTP/1.1"]
+)
+LINE_ENDS = st.sampled_from([*["\r\n"] * 8, "\n", "\r", "\r\r\n", " \r\n", "\0\r\n"])
+HEADERS = st.sampled_from(
+    [
+        *(
+            "host: x",
+            "Host: x\r\nHost: y",
+            "host:",
+            ": x",
+            "x",
+            "x : y",
+            "x: a\r\n b",
+            "x: a\0b",
+            "x: \x1b[2J",
+            " x: y",
+        ),
+        *(
+            "content-length: 5",
+            "content-length: 5\r\ncontent-length: 6",
+            "content-length: +5",
+            "content-length: -1",
+        ),
+        *(
+            "content-length: 99999999999999999999",
+            "content-length: 0x5",
+            "content-length: 5, 5",
+            "content-length: 5 5",
+        ),
+        *(
+            "transfer-encoding: chunked",
+            "transfer-encoding: chunked, identity",
+            "transfer-encoding: xchunked",
+        ),
+        *("Transfer-Encoding : chunked", "transfer-encoding:\x0bchunked", "transfer-encoding: gzip, chunked"),
+        *("connection: close", "connection: keep-alive, x-a", "connection: upgrade\r\nupgrade: websocket"),
+        *(
+            "expect: 100-continue",
+            "expect: x",
+            "te: trailers",
+            "trailer: authorization",
+            "content-encoding: gzip",
+        ),
+        *(
+            "authorization: Bearer x",
+            "authorization: \xff",
+            "x-request-id: " + "r" * 300,
+            "x-kvpin-engine: a",
+        ),
+        *(
+            "content-type: application/json",
+            "content-type: multipart/form-data; boundary=x",
+            "cookie: " + "c" * 9000,
+        ),
+        *("sec-websocket-key: x", "origin: null\r\naccess-control-request-method: POST", "via: 1.1 x"),
+    ]
+)
+CHUNKS = st.sampled_from(
+    [
+        *(
+            b"5\r\nhello\r\n",
+            b"2\r\n{}\r\n",
+            b"0\r\n\r\n",
+            b"0\r\nauthorization: Bearer k\r\n\r\n",
+            b"5;x=y\r\nhello\r\n",
+        ),
+        *(
+            b"ffffffffffffffff\r\nx",
+            b"-1\r\n",
+            b"0x5\r\nhello\r\n",
+            b"5\nhello\n",
+            b"5\r\nhelloX\r\n",
+            b"\r\n",
+            b"zz\r\n",
+        ),
+    ]
+)
+
+
+@st.composite
+def requests(draw):
+    """The bytes of a request: head and body, whether they fit together or not."""
+    head = f"{draw(METHODS)} {draw(MORE_PATHS)} {draw(VERSIONS)}{draw(LINE_ENDS)}"
+    for header in draw(st.lists(HEADERS, max_size=6)):
+        head += header + draw(LINE_ENDS)
+    body = draw(bodies() | st.lists(CHUNKS, max_size=4).map(b"".join) | st.binary(max_size=20))
+    if draw(st.booleans()):
+        head += f"content-length: {len(body)}\r\n"
+    return draw(mutated((head + "\r\n").encode("latin-1") + body))
+
+
+LAST = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+STREAMS = st.lists(requests(), min_size=1, max_size=3).map(lambda sent: b"".join([*sent, LAST]))
+"""What a client may send on one connection."""

@@ -1,0 +1,218 @@
+"""Attacks of clients and engines, over sockets. docs/threat-model.md lists all, and where each is tested."""
+
+import asyncio
+import contextlib
+import json
+
+import httpx
+import pytest
+from structlog.testing import capture_logs
+
+from engine_adapter import HttpTransport
+from engine_adapter.http import connection
+from proxy.app import Proxy, build_app
+from proxy.request.tenants import ApiKey, Tenants
+from proxy.settings import Settings
+from tests.fakes import ANSWER, ASK, CHAT, FakeEngine, client_of, connect_to, post, proxy_over, serving
+
+SECRET = "s3cret-of-the-engine"
+TWO = Tenants([ApiKey.of("k1", "alice"), ApiKey.of("k2", "bob")])
+ALICE = {"authorization": "Bearer k1"}
+
+
+async def answered(proxy, request: bytes) -> bytes:
+    reader, writer = await connect_to(proxy)
+    writer.write(request)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return answer
+
+
+@contextlib.asynccontextmanager
+async def hostile(script, **options):
+    """An engine whose answers `script` writes, and a client of a proxy in front of it."""
+    async with (
+        FakeEngine(script=script) as engine,
+        proxy_over(engine, **options) as proxy,
+        client_of(proxy) as client,
+    ):
+        yield engine, client
+
+
+class TestClients:
+    async def test_refused_requests_are_counted(self):
+        async with FakeEngine() as engine, proxy_over(engine, tenants=TWO, max_body_bytes=1000) as proxy:
+            async with client_of(proxy) as client:
+                await client.post(CHAT, json=ASK)
+                await client.post(CHAT, content=b"{", headers=ALICE)
+                await client.post(CHAT, content=bytes(2000), headers=ALICE)
+                await client.post(CHAT, json=ASK | {"model": "other"}, headers=ALICE)
+                await client.post(CHAT, json=ASK, headers=ALICE)
+                page = (await client.get("/metrics")).text
+            assert len(list(proxy.requests)) == 2
+        counted = {
+            line.partition('status="')[2][:3]: line.rpartition(" ")[2]
+            for line in page.splitlines()
+            if line.startswith("kvpin_requests_total{")
+        }
+        assert counted == {"401": "1.0", "400": "1.0", "413": "1.0", "404": "1.0", "200": "1.0"}
+
+    async def test_ids_and_headers_of_the_engines_own_do_not_reach_it(self):
+        async with (
+            FakeEngine() as engine,
+            proxy_over(engine, tenants=TWO) as proxy,
+            client_of(proxy) as client,
+        ):
+            headers = ALICE | {"x-request-id": "r", "x-data-parallel-rank": "1"}
+            answer = await client.post(CHAT, json=ASK | {"rid": "r", "request_id": "r"}, headers=headers)
+            assert answer.headers["x-request-id"] == "r"
+            seen = engine.seen[0]
+            assert not {"rid", "request_id"} & set(seen.json)
+            assert not {"x-request-id", "x-data-parallel-rank", "authorization"} & set(seen.headers)
+            refused = await client.post(CHAT, json=ASK | {"kv_transfer_params": {}}, headers=ALICE)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
+
+    async def test_a_key_in_a_trailer_is_none(self):
+        body = json.dumps(ASK).encode()
+        head = post(CHAT, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+        chunks = b"%x\r\n%b\r\n0\r\nauthorization: Bearer k1\r\n\r\n" % (len(body), body)
+        async with FakeEngine() as engine, proxy_over(engine, tenants=TWO) as proxy:
+            assert (await answered(proxy, head + chunks)).startswith(b"HTTP/1.1 401 ")
+            assert not engine.seen
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9000}}],
+                    }
+                ]
+            },
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            {"messages": [[[[[[[[]]]]]]]]},
+        ],
+    )
+    async def test_odd_messages_are_no_500(self, fields):
+        body = json.dumps({"model": "m", **fields}).encode()
+        async with FakeEngine() as engine, proxy_over(engine, reuse=True) as proxy:
+            answer = await answered(proxy, post(CHAT, body))
+        assert answer[9:12] in (b"200", b"400")
+
+    async def test_no_redirection_leads_to_a_host_that_the_client_names(self):
+        real = Proxy(Settings(), HttpTransport())
+        async with serving(build_app(real)) as url, httpx.AsyncClient(base_url=url) as client:
+            for path in ("/v1", "/health/", "/metrics/", "/admin/v1/engines/"):
+                answer = await client.get(path, headers={"host": "evil.example"})
+                assert "location" not in answer.headers
+        await real.transport.aclose()
+
+
+class TestEngines:
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            f"{SECRET}\r\n\r\n",
+            f"HTTP/1.1 {SECRET}\r\n\r\n",
+            f"HTTP/1.1 200 OK\r\n{SECRET}\r\n\r\n",
+            f"HTTP/1.1 200 OK\r\ncontent-length: {SECRET}\r\n\r\n",
+            f"HTTP/1.1 200 OK\r\nx: {SECRET}\0\r\n\r\n",
+            f"HTTP/1.1 099 {SECRET}\r\n\r\n",
+            f"HTTP/1.1 600 {SECRET}\r\n\r\n",
+            f"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n{SECRET}\r\n",
+            f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n{SECRET}",
+        ],
+    )
+    async def test_the_text_of_a_broken_answer_is_nowhere(self, raw):
+        async def script(exchange):
+            await exchange._connection.write(raw.encode())
+            exchange.die()
+
+        async with hostile(script) as (_, client):
+            with capture_logs() as logs:
+                answer = await client.post(CHAT, json=ASK)
+        assert answer.status_code == 502
+        assert SECRET not in answer.text
+        assert SECRET not in repr(logs)
+
+    async def test_headers_of_kvpins_are_not_forged(self):
+        async def script(exchange):
+            forged = {
+                "x-kvpin-engine": "other",
+                "X-Kvpin-Note": "n",
+                "x-kvpin-cached-tokens": "9",
+                "x-own": "1",
+            }
+            await exchange.send(ANSWER, headers=list(forged.items()))
+
+        async with (
+            FakeEngine(script=script) as engine,
+            proxy_over(engine) as proxy,
+            client_of(proxy) as client,
+        ):
+            answer = await client.post(CHAT, json=ASK)
+        assert answer.headers.get_list("x-kvpin-engine") == ["a"]
+        assert "x-kvpin-note" not in answer.headers
+        assert "9" not in answer.headers.get_list("x-kvpin-cached-tokens")
+        assert answer.headers["x-own"] == "1"
+
+    async def test_an_endless_answer_is_given_up(self, monkeypatch):
+        monkeypatch.setattr(connection, "MAX_WHOLE_BYTES", 1 << 20)
+
+        async def script(exchange):
+            await exchange.start(headers=[("content-type", "application/json")])
+            while True:
+                await exchange.chunk(bytes(65_536))
+
+        async with (
+            FakeEngine(script=script) as engine,
+            proxy_over(engine) as proxy,
+            client_of(proxy) as client,
+        ):
+            answer = await client.post(CHAT, json=ASK)
+        assert answer.status_code == 502
+
+    async def test_a_compressed_answer_is_not_unpacked(self):
+        async def script(exchange):
+            assert exchange.headers["accept-encoding"] == "identity"
+            packed = (("content-type", "application/json"), ("content-encoding", "gzip"))
+            await exchange.send(b"\x1f\x8b not unpacked", headers=packed)
+
+        async with (
+            FakeEngine(script=script) as engine,
+            proxy_over(engine) as proxy,
+            client_of(proxy) as client,
+        ):
+            request = client.build_request("POST", CHAT, json=ASK)
+            answer = await client.send(request, stream=True)
+            assert b"".join([part async for part in answer.aiter_raw()]) == b"\x1f\x8b not unpacked"
+
+    @pytest.mark.parametrize("cached", [-1, -(2**63), 2**70, 1e300, "x", [], {"a": 1}])
+    async def test_odd_counts_of_tokens_are_no_500(self, cached):
+        usage = {"prompt_tokens": cached, "prompt_tokens_details": {"cached_tokens": cached}}
+
+        async def script(exchange):
+            await exchange.send({"id": "i", "choices": [], "usage": usage})
+
+        async with hostile(script, reuse=True) as (_, client):
+            assert (await client.post(CHAT, json=ASK)).status_code == 200
+            assert (await client.get("/metrics")).status_code == 200
+
+    async def test_bytes_behind_an_answer_are_no_answer_to_the_next(self):
+        async def script(exchange):
+            forged = b'{"id":"forged"}'
+            await exchange.send(ANSWER)
+            behind = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            await exchange._connection.write(behind % (len(forged), forged))
+
+        async with (
+            FakeEngine(script=script) as engine,
+            proxy_over(engine) as proxy,
+            client_of(proxy) as client,
+        ):
+            for _ in range(5):
+                answer = await client.post(CHAT, json=ASK)
+                assert "forged" not in answer.text
+        assert len(engine.connections) == 5
