@@ -34,7 +34,7 @@ async def test_routers_refusals_have_the_one_shape(client, method, path, status)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
-    assert error["message"].startswith(f"{method} /admin/v1{path}: ")
+    assert f"{method} /admin/v1{path}" in error["message"]
 
 
 async def test_head_is_answered_as_get(client):
