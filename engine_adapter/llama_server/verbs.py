@@ -5,6 +5,7 @@ Progress counts blocks: a slot or file of n tokens has n // 16 of them.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
 
 _Held = TypeVar("_Held", Slot, Saved)
+# What kvpin itself runs on a slot. It is over soon.
+_OWN_WORK = (Operation.SETTLE, Operation.SAVE, Operation.RESTORE, Operation.ERASE)
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +113,36 @@ class SlotVerbs:
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Erases slots and deletes files that begin like the target."""
         keeper, tally = self._keeper, _Tally()
+        for slot in self._contents.table:
+            await _until_still(slot)
         slots, left = self._free([slot for slot in self._contents.table if _concerns(slot, target)])
-        entries = [
-            entry for entry in self._contents.all_entries() if _matches(entry.tokens, entry.salt, target)
-        ]
-        kept = [entry for entry in entries if entry.pinned_until > time.time()]
-        entries = [entry for entry in entries if entry not in kept]
+        entries, kept = self._saved(target)
         if kept:
             left["pinned"] = left.get("pinned", 0) + sum(map(_blocks, kept))
         tally.total = sum(map(_blocks, slots)) + sum(map(_blocks, entries))
         for slot in slots:
             blocks = _blocks(slot)
+            await _until_still(slot)
             if slot.is_idle:
                 await keeper.take(slot.id, Operation.ERASE, self._contents.erase)
                 tally.done += blocks
             else:
                 left["in_use"] = left.get("in_use", 0) + blocks
             yield tally.progress(left)
+        known, (entries, _) = entries, self._saved(target)  # some were saved meanwhile
+        tally.total += sum(_blocks(entry) for entry in entries if entry not in known)
         for entry in entries:
             await self._contents.forget(entry)
             tally.done += _blocks(entry)
             tally.size += entry.size
             yield tally.progress(left)
         yield tally.progress(left)
+
+    def _saved(self, target: KvTarget) -> tuple[list[Saved], list[Saved]]:
+        """The files that begin like the target: (those that are not pinned, those that are)."""
+        entries = [each for each in self._contents.all_entries() if _matches(each.tokens, each.salt, target)]
+        kept = [entry for entry in entries if entry.pinned_until > time.time()]
+        return [entry for entry in entries if entry not in kept], kept
 
     async def _offload(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Saves slots to files and empties them."""
@@ -211,6 +222,12 @@ class SlotVerbs:
             else:
                 free.append(slot)
         return free, {reason: blocks for reason, blocks in left.items() if blocks}
+
+
+async def _until_still(slot: Slot) -> None:
+    """Waits while kvpin itself moves what the slot holds: a save would outlive a flush."""
+    while slot.operation in _OWN_WORK:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(_POLL_S)
 
 
 def _blocks(held: Slot | Saved) -> int:

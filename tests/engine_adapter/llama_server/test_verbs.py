@@ -8,6 +8,7 @@ import json
 import pytest
 
 from engine_adapter import BlocksRemoved, BlocksStored, JsonBody, KvTarget, KvVerb, Tier
+from engine_adapter.llama_server.slots import Operation
 from tests.engine_adapter.llama_server.slot_world import PATH, prompt_of, slot_world
 
 BLOCK = 16
@@ -45,6 +46,24 @@ class TestFlush:
         assert (await world.do(KvVerb.FLUSH, cache_salt="a")).done == 6
         assert (await world.ask(prompt_of(1), salt="a"))[1:] == (0, 0)
         assert (await world.ask(prompt_of(1), salt="b"))[1:] == (99, 99)
+
+    async def test_a_slot_that_is_being_saved_is_waited_for(self, world):
+        for number in (1, 2):
+            await world.ask(prompt_of(number))
+        keeper = world.adapter._session.keeper
+
+        async def save(slot):
+            await asyncio.sleep(0.2)
+            return await keeper.contents.save(slot)
+
+        slot = next(slot for slot in keeper.contents.table if slot.dirty)
+        saving = asyncio.create_task(keeper.take(slot.id, Operation.SAVE, save))
+        await asyncio.sleep(0)
+        progress = await world.do(KvVerb.FLUSH)
+        assert await saving
+        assert dict(progress.left) == {}
+        assert await world.held() == {}
+        assert await world.files() == []
 
     async def test_a_slot_in_use_is_left(self, world):
         tokens = prompt_of(1)
