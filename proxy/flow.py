@@ -361,7 +361,7 @@ class Flow:
         if failed or not pool.must_queue(placement):
             return placement, len(candidates)
         await self._in_turn(ready, record)
-        candidates = self.candidates(ready)  # engines hold other KV by now
+        candidates = await self._candidates(ready, failed)  # engines hold other KV by now
         return (pool.place(candidates, ready.chain), len(candidates)) if candidates else None
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:

@@ -51,7 +51,8 @@ class Sampler:
         self._generator: torch.Generator | None = None
         if not self._greedy:
             chosen = params.seed if params.seed is not None else seed
-            self._generator = torch.Generator(device).manual_seed(chosen & (2**63 - 1))
+            # Other numbers for the rest of an answer: the same ones would choose like its beginning.
+            self._generator = torch.Generator(device).manual_seed((chosen + answered) & (2**63 - 1))
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
         if params.presence_penalty or params.frequency_penalty:

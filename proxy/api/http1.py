@@ -209,9 +209,7 @@ class Http1Protocol(asyncio.Protocol):
             return
         self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            self._consider(data[offer.args[0] :])
+            self._parse(memoryview(data))
         except httptools.HttpParserError as error:
             is_bug = isinstance(error, httptools.HttpParserCallbackError)
             if is_bug and not isinstance(error.__context__, httptools.HttpParserInvalidURLError):
@@ -219,6 +217,21 @@ class Http1Protocol(asyncio.Protocol):
             self._refuse(400, b"Invalid HTTP request received.")
         if self._too_long or self._head_bytes > MAX_HEAD:
             self._refuse(431, b"The head of the request is too long.")
+
+    def _parse(self, data: memoryview) -> None:
+        """Raises HttpParserError for what is no HTTP."""
+        while data and not (self._close_after and self._reading is None):
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+            else:
+                return
+            self._consider()
+            if self._socket is not None and data:
+                self._socket.feed(bytes(data))
+                return
+            self._head_bytes += len(data)
 
     def on_message_begin(self) -> None:
         """The parser found the beginning of a request."""
@@ -278,12 +291,12 @@ class Http1Protocol(asyncio.Protocol):
             self._reading.feed_end()
             self._reading = None
 
-    def _consider(self, rest: bytes) -> None:
+    def _consider(self) -> None:
         """Parses a request with an offer to upgrade to another protocol again, without the offer. Only the
         offer of a WebSocket is noted.
 
         Java's HttpClient offers h2c with every request. The parser stops at the offer and leaves the body
-        unread. `rest`: the bytes after the request's head.
+        unread.
         """
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         if method == b"CONNECT":
@@ -295,10 +308,8 @@ class Http1Protocol(asyncio.Protocol):
                 head += [name, b": ", value, b"\r\n"]
         self._to_websocket = version == b"1.1" and _asks_for_websocket(method, Headers(self._headers))
         self._parser = _parser(self)
-        self._head_bytes = 0
-        self.data_received(b"".join([*head, b"\r\n"]))
-        if rest:
-            self.data_received(rest)
+        self._head_bytes = sum(map(len, head))
+        self._parser.feed_data(b"".join([*head, b"\r\n"]))
 
     def _refuse(self, status: int, reason: bytes) -> None:
         """The client sent no HTTP: it can be read no further. An answer to an earlier request still ends."""

@@ -1,8 +1,8 @@
 """Which requests wait before they are sent to an engine, and in which order they go.
 
 An engine serves its own queue first come, first served. A request therefore waits here, not at its engine,
-once the engine has `HOLD_S` seconds of work before it: enough that no engine runs dry, little enough that the
-order is still open. Tenants take turns by deficit round robin (Shreedhar and Varghese, 1995), measured in
+once every engine has `HOLD_S` seconds of work before it: enough that no engine runs dry, little enough that
+the order is still open. Tenants take turns by deficit round robin (Shreedhar and Varghese, 1995), measured in
 tokens. Among the requests of one tenant the lowest priority value goes first, then the oldest.
 """
 
@@ -22,7 +22,7 @@ HOLD_S = 1.0
 KEPT_BUSY = 2
 # Tokens that a tenant may send in each of its turns.
 QUANTUM = 2048
-# Tenants whose next request is tried, when those of others can only go to engines that are busy.
+# Requests that are tried, when those before them can only go to engines that are busy.
 MAX_LOOKS = 8
 # Lowest and highest priority value. 0 is usual; a lower value goes first.
 MIN_PRIORITY, MAX_PRIORITY = -8, 8
@@ -72,6 +72,10 @@ class _Share(Generic[Item]):
     @property
     def first(self) -> Entry[Item]:
         return next(iter(self.lanes[min(self.lanes)]))
+
+    def soonest(self, most: int) -> list[Entry[Item]]:
+        """Its first requests."""
+        return list(islice((entry for at in sorted(self.lanes) for entry in self.lanes[at]), most))
 
     @property
     def last(self) -> Entry[Item]:
@@ -144,12 +148,14 @@ class FairQueue(Generic[Item]):
     def take(self, may_go: Callable[[Item], bool]) -> Entry[Item] | None:
         """Takes the next request out, of those that `may_go` now; None if there is none.
 
-        `may_go` is asked about the first requests of a few tenants only.
+        `may_go` is asked about a few requests only: the first ones of the first tenants.
         """
+        each = max(MAX_LOOKS // len(self._shares), 1) if self._shares else 0
         for tenant in islice(self._turns(), MAX_LOOKS):
             share = self._shares[tenant]
-            entry = share.first
-            if may_go(entry.item):
+            for entry in share.soonest(each):
+                if not may_go(entry.item):
+                    continue
                 self._credit(share.rounds)
                 share.deficit -= entry.tokens
                 self._served += 1

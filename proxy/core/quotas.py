@@ -64,12 +64,17 @@ class Quota:
     __slots__ = ("_concurrent", "_requests", "_running", "_tokens", "limits")
 
     def __init__(self, limits: TenantLimits) -> None:
-        self.limits = limits
-        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        self._requests = _Bucket(requests) if requests is not None else None
-        self._tokens = _Bucket(tokens) if tokens is not None else None
-        self._concurrent = limits.concurrent_requests
+        self._requests: _Bucket | None = None
+        self._tokens: _Bucket | None = None
         self._running = 0
+        self.change(limits)
+
+    def change(self, limits: TenantLimits) -> None:
+        """Other limits. What was used still counts."""
+        self.limits = limits
+        self._requests = _changed(self._requests, limits.requests_per_minute)
+        self._tokens = _changed(self._tokens, limits.tokens_per_minute)
+        self._concurrent = limits.concurrent_requests
 
     def enter(self, now: float) -> Denied | None:
         """A request comes. It counts, and must `leave`, unless it is denied."""
@@ -92,3 +97,10 @@ class Quota:
     def leave(self) -> None:
         """A request that came is over."""
         self._running -= 1
+
+
+def _changed(bucket: _Bucket | None, limit: int | None) -> _Bucket | None:
+    if bucket is None or limit is None:
+        return _Bucket(limit) if limit is not None else None
+    bucket.limit = limit
+    return bucket

@@ -52,7 +52,7 @@ class Line:
         return len(self._queue)
 
     def bound(self, limits: QueueLimits) -> None:
-        """Other bounds, for requests that come from now on."""
+        """Other bounds. Beyond lower ones, some that wait are refused when the next one comes."""
         self._limits = limits
         self._queue.max_entries, self._queue.max_bytes = limits.requests, limits.total_bytes
 

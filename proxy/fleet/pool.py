@@ -13,7 +13,7 @@ from proxy.core.admission import HOLD_S, KEPT_BUSY
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
-from proxy.core.placement.decision import Candidate, Placement
+from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.core.placement.placer import Placer
 from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import Engine, EngineState
@@ -200,12 +200,19 @@ class Pool:
         return self.placer.place(monotonic(), candidates, chain)
 
     def must_queue(self, placement: Placement) -> bool:
-        """Whether a placed request has to wait here: others do, or its engine is busy."""
+        """Whether a placed request has to wait here: others do, or all engines are busy."""
         return bool(self.line) or self.is_busy(placement)
 
     def is_busy(self, placement: Placement) -> bool:
-        """Whether the engine would begin a placed request so late that it had better wait here."""
-        cost, engine = placement.chosen, self.engines[placement.engine]
+        """Whether every engine would begin a placed request so late that it had better wait here.
+
+        While one would not, nothing waits: the costs already hold the wait at each engine, and what is sent
+        to one raises its cost for the next request.
+        """
+        return self._begins_late(placement.chosen) and all(map(self._begins_late, placement.all_costs()))
+
+    def _begins_late(self, cost: Cost) -> bool:
+        engine = self.engines[cost.engine]
         wait_s = cost.queue_s + cost.room_s if self.placer.rates.learned else 0.0
         if engine.ledger.backlog.waiting:
             wait_s = max(wait_s, engine.ledger.backlog.wait_s(monotonic()))

@@ -81,7 +81,7 @@ class Tenants:
 
     def replace(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits]) -> None:
         """Only these keys and limits count from now on. A tenant that stays keeps its salt, and so its KV.
-        What it has used of limits that stay still counts.
+        What it has used of its limits still counts.
 
         `limits`: of those tenants that have some.
         """
@@ -90,8 +90,10 @@ class Tenants:
         self.isolated = len(self.names) > 1
         self._keys = {key.digest: key for key in known}
         self._owners = {_own_salt(name): name for name in self.names} if self.isolated else {}
-        used = {(name, quota.limits): quota for name, quota in self._quotas.items()}
-        self._quotas = {name: used.get((name, each)) or Quota(each) for name, each in limits.items()}
+        used = self._quotas
+        self._quotas = {name: used.get(name) or Quota(each) for name, each in limits.items()}
+        for name, each in limits.items():
+            self._quotas[name].change(each)
 
     def usage(self, tenant: str | None, *, is_more: bool) -> Usage:
         """What a request of the tenant will use. One that `is_more` of a request counts only its tokens."""

@@ -131,3 +131,20 @@ def test_choosing_leaves_the_logits_as_they_are():
         temperature=0.5, ends=[1], min_tokens=1, repetition_penalty=2.0, presence_penalty=1.0, prompt=[0]
     ).choose(logits)
     assert torch.equal(logits, LOGITS)
+
+
+def test_the_rest_of_an_answer_does_not_draw_as_its_beginning_did():
+    def drawn(answered):
+        chosen = Sampler(
+            SamplingParams(temperature=1.0, seed=5),
+            array("i"),
+            answered=answered,
+            ends=frozenset(),
+            vocab_size=len(LOGITS),
+            seed=0,
+            device=torch.device("cpu"),
+        )
+        return [chosen.choose(LOGITS).token_id for _ in range(50)]
+
+    assert drawn(0) != drawn(7)
+    assert drawn(7) == drawn(7)

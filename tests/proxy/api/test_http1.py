@@ -143,6 +143,11 @@ class TestOffers:
         connection.sendall((HEAD + OFFER + b"\r\nhello") * 2 + HEAD + b"connection: close\r\n\r\nhello")
         assert everything(connection).count(b"HTTP/1.1 200") == 3
 
+    def test_a_thousand_pipelined_offers_are_all_answered(self, connection):
+        bare = b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: a\r\nconnection: upgrade\r\n\r\n"
+        connection.sendall(bare * 1000 + HEAD + b"connection: close\r\n\r\nhello")
+        assert everything(connection).count(b"HTTP/1.1 200") == 1001
+
     def test_there_are_no_tunnels(self, connection):
         connection.sendall(b"CONNECT localhost:22 HTTP/1.1\r\nhost: localhost:22\r\n\r\n")
         assert everything(connection).startswith(b"HTTP/1.1 400")

@@ -165,3 +165,9 @@ def test_a_backlog_shrinks_as_answers_begin():
 )
 def test_a_client_comes_back_when_the_wait_is_within_the_limit(wait_s, limit_s, told):
     assert retry_after_s(wait_s, limit_s) == told
+
+
+def test_a_tenants_later_requests_pass_one_that_may_not_go():
+    queue = filled(entry("a", "stuck"), entry("a", "next"), entry("b", "stuck"), entry("b", "other"))
+    assert taken(queue, may_go=lambda item: item != "stuck") == ["next", "other"]
+    assert taken(queue) == ["stuck", "stuck"]

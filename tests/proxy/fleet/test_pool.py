@@ -6,7 +6,8 @@ import pytest
 from engine_adapter import BlocksStored, Capability, Forecast, Tier
 from proxy.core.index import segments
 from proxy.core.index.prefix_index import Match
-from proxy.fleet.engine import ASSUMED_CAPACITY_TOKENS, EngineState
+from proxy.core.placement.decision import Cost, Placement
+from proxy.fleet.engine import ASSUMED_CAPACITY_TOKENS, Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
@@ -172,3 +173,17 @@ def test_events_and_prompts_meet_in_one_namespace(fleet):
     view.apply(BlocksStored(Tier.GPU, None, (1, 2), PROMPT.token_ids[:32], 16, salt="s"))
     assert pool.index.match(pool.chain(PROMPT).hashes) == {}
     assert pool.index.match(pool.chain(Prompt(PROMPT.token_ids, None, "s")).hashes) == {"a": Match(gpu=2)}
+
+
+class TestBusy:
+    def test_nothing_waits_while_one_engine_is_not_busy(self, fleet, monkeypatch):
+        """A request may still go to the busy one, where its prefix lies: its cost holds the wait."""
+        kept = {add_ready(fleet, name).id: [1, 2] for name in "ab"}
+        monkeypatch.setattr(Engine, "unanswered", property(lambda engine: kept[engine.id]))
+        pool = fleet.pools["m"]
+        pool.placer.rates.computed(1000, 1.0, 0)
+        busy, other = Cost("a", queue_s=9.0), Cost("b", queue_s=9.0)
+        assert pool.is_busy(Placement.of("a", 0, 40, (busy, other), "lowest cost"))
+        assert not pool.is_busy(Placement.of("a", 0, 40, (busy, Cost("b")), "lowest cost"))
+        kept["b"].clear()
+        assert not pool.is_busy(Placement.of("a", 0, 40, (busy, other), "lowest cost"))

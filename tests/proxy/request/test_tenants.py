@@ -100,15 +100,31 @@ def test_a_tenant_without_limits_has_none(tenant):
         usage.end(10**9)
 
 
-def test_what_was_used_of_limits_that_stay_still_counts():
+def test_what_was_used_counts_under_other_limits_too():
     limits = {"alice": TenantLimits(requests_per_minute=1), "bob": TenantLimits(requests_per_minute=1)}
     tenants = Tenants([], limits)
     for name in limits:
         tenants.usage(name, is_more=False).begin(0.0)
     tenants.replace([], {**limits, "bob": TenantLimits(requests_per_minute=2)})
-    tenants.usage("bob", is_more=False).begin(0.0)
+    for name in limits:
+        with pytest.raises(RateLimited):
+            tenants.usage(name, is_more=False).begin(0.0)
+    tenants.usage("bob", is_more=False).begin(30.0)
     with pytest.raises(RateLimited):
+        tenants.usage("alice", is_more=False).begin(30.0)
+
+
+def test_running_requests_count_under_a_lower_limit():
+    tenants = Tenants([], {"alice": TenantLimits(concurrent_requests=2)})
+    running = [tenants.usage("alice", is_more=False) for _ in range(2)]
+    for usage in running:
+        usage.begin(0.0)
+    tenants.replace([], {"alice": TenantLimits(concurrent_requests=1, tokens_per_minute=9)})
+    running[0].end(1)
+    with pytest.raises(RateLimited, match="concurrent_requests = 1"):
         tenants.usage("alice", is_more=False).begin(0.0)
+    running[1].end(1)
+    tenants.usage("alice", is_more=False).begin(0.0)
 
 
 @pytest.mark.parametrize("field", sorted(PRIVATE_FIELDS))
