@@ -110,7 +110,7 @@ def server():
 
 @pytest.fixture
 def connection(server):
-    with socket.create_connection(server, timeout=10) as connection:
+    with socket.create_connection(server, timeout=60) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield connection
 
@@ -202,7 +202,7 @@ class TestRequests:
             while sent < 32 << 20:
                 sent += connection.send(request * 100)
         assert sent < 16 << 20
-        connection.settimeout(10)
+        connection.settimeout(60)
         # What was read is answered.
         assert everything(connection).count(b"HTTP/1.1 200") == sent // len(request)
 
@@ -233,7 +233,7 @@ class TestRequests:
             while sent < size:
                 sent += connection.send(bytes(262_144))
         assert sent < size / 2
-        connection.settimeout(10)
+        connection.settimeout(60)
         kept = int(until(connection, b"0").rpartition(b"\r\n\r\n")[2])
         assert 65_536 < kept / 10 < 10 << 20
 
