@@ -11,7 +11,6 @@ restored by the engine or by its adapter's `hold`; the placement's cost includes
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
@@ -21,7 +20,6 @@ from functools import partial
 from http import HTTPStatus
 
 import structlog
-from msgspec import Struct
 from msgspec.structs import replace
 
 from engine_adapter import (
@@ -34,11 +32,8 @@ from engine_adapter import (
     JsonBody,
     NotSupported,
     RequestBody,
-    Retention,
-    Upload,
 )
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
-from proxy.core.index.blocks import Chain
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
@@ -48,25 +43,25 @@ from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
+from proxy.fleet.lease import Lease
 from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.fleet.pool import Pool, no_engine_for
-from proxy.prompt import MediaUuids, Prompt, audit_tokens
+from proxy.prompt import MediaUuids, audit_tokens
+from proxy.ready import Ready, naming
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnosed
 from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.forward import Forwarder, Outcome, tell_broken
-from proxy.request.migration import Continuation, Migration, Room
+from proxy.request.migration import Migration, Room
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import PASSED_ON, REFUSALS, final_error, is_not_here, may_retry, refusals_of
-from proxy.request.session import Session
 from proxy.request.tenants import Tenants
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.translate import (
     CHAT_PATH,
     RESPONSES_PATH,
     Noting,
-    Predicted,
     Translate,
     Translated,
     Translation,
@@ -79,36 +74,6 @@ log = structlog.get_logger(__name__)
 CLIENT_LEFT = 499
 # How long a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
-
-
-class Ready(Struct, frozen=True):
-    """A request that can be placed.
-
-    Attributes:
-        call: the request, its media checked, with a model name that its engines take.
-        pool: the engines that serve its model.
-        salt: the cache salt its KV lies under.
-        lora: the LoRA adapter it runs with.
-        prompt: its prompt as the engine will see it; None when reuse is off or the prompt cannot be known.
-        chain: the prompt's blocks; None without a prompt.
-        session: the conversation it belongs to; None when reuse is off.
-        retention: how long its client wants its KV kept; None when reuse is off.
-        translation: turns the answer to a chat into that of the API the client asked; None for its own.
-        home: the only engine that can serve it, which made the response that it names; None for any.
-        kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
-    """
-
-    call: Call
-    pool: Pool
-    salt: str | None
-    lora: str | None
-    prompt: Prompt | None
-    chain: Chain | None
-    session: Session | None = None
-    retention: Retention | None = None
-    translation: Translation | None = None
-    home: str | None = None
-    kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +172,7 @@ class Flow:
                     failed[engine.id] = EngineUnavailable(outcome.error or "", dropped=True)
                     if (further := migration.go_on(outcome.cached_tokens)) is None:
                         break
-                    ready = _going_on(ready, further)
+                    ready = ready.going_on(further)
                 except (EngineUnavailable, EngineRejected) as error:
                     is_final = isinstance(error, EngineRejected) and error.status not in refusals
                     if is_final and not reply.started:
@@ -235,13 +200,10 @@ class Flow:
         self.requests.keep_source(record, body.raw)
         if (api := APIS.get(record.route)) is None:
             return
-        asked = api.asked(body)
+        asked, comparison = api.asked(body), self.comparison
 
         def diagnose(answer_id: str, reused: int | None) -> Diagnosis | None:
-            other = self.requests.answered(answer_id, record.tenant)
-            if other is None or not self.comparison.may_compare(record, other):
-                return None
-            return self.comparison.diagnose(record, other, reused)
+            return comparison.with_answer(answer_id, record, reused)
 
         def note_id(answer_id: str) -> None:
             record.answer_id = answer_id
@@ -286,7 +248,7 @@ class Flow:
             salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
             body = await self.media.admit(self.tenants.without_private(call.body), salt)
             call = call if body is call.body else replace(call, body=body)
-        lora, call = pool.lora_of(to.model), _naming(call, to)
+        lora, call = pool.lora_of(to.model), naming(call, to)
         prompt = retention = None
         reads = self.ingest is not None or counts
         if reads and pool.prompts is not None and isinstance(call.body, JsonBody):
@@ -404,39 +366,17 @@ class Flow:
         """
         record.placement, pool = placement, ready.pool
         known, engine = ready.prompt is not None and ready.prompt.whole, pool.engines[placement.engine]
-        call = _call_for(engine, ready)
-
-        def began(answer: IncomingResponse) -> None:
-            lease.first_byte(answer, streamed=call.streams)
-            if not reply.started:
-                record.first_byte_s = lease.first_byte_s  # now, because the client may leave before the end
-
         with pool.lease(
-            placement, ready.chain, streams=call.streams, known=known, session=ready.session
+            placement, ready.chain, streams=ready.call.streams, known=known, session=ready.session
         ) as lease:
             engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
             with lease.patience():
                 await lease.gather()
                 async with self._hold(engine, ready) as hold:
                     await look_below(pool, engine, lease, ready.prompt, ready.chain)
-                    placement = record.placement = lease.refine(hold)
-                    record.note = hold.note
-                    if ready.translation is not None:
-                        ready.translation.predicted = _predicted(ready, placement, engine)
-                    kind = engine.adapter.spec.kind
-                    passage = migration.passage(call, hold, kind) if migration is not None else None
-                    reply.on_start = lambda: _forget_bodies(
-                        call, hold, keeps=migration is not None and migration.keeps_body
-                    )
-                    outcome = await self.forwarder.forward(
-                        engine.adapter,
-                        call,
-                        hold,
-                        reply,
-                        _headers(call, placement, hold, reply),
-                        began,
-                        refusals,
-                        passage,
+                    record.placement, record.note = lease.refine(hold), hold.note
+                    outcome = await self._forward(
+                        ready, engine, lease, hold, reply, record, refusals, migration
                     )
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
             _note_outcome(record, outcome)
@@ -444,14 +384,48 @@ class Flow:
             lease.succeeded = outcome.error is None and record.tokens_agree is not False
             if lease.succeeded:
                 expect_below(pool, engine, ready.chain)
-            if outcome.error is not None and outcome.status < 400:  # noqa: PLR2004 - HTTP
+            if outcome.error is not None and outcome.status < HTTPStatus.BAD_REQUEST:
                 record.interrupted += 1
                 engine.suspect(EngineUnavailable(outcome.error))
-            is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
-            if self.ingest is not None and is_known and outcome.cached_tokens is not None:
-                predicted, reported = placement.predicted_tokens, outcome.cached_tokens
-                self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
+            self._audit(engine, ready, lease, record)
             return outcome
+
+    async def _forward(
+        self,
+        ready: Ready,
+        engine: Engine,
+        lease: Lease,
+        hold: Hold,
+        reply: Reply,
+        record: RequestRecord,
+        refusals: Container[int],
+        migration: Migration | None,
+    ) -> Outcome:
+        """Sends the request to the engine that it holds, and the answer to the client."""
+        call, placement = ready.call_for(engine), lease.placement
+
+        def began(answer: IncomingResponse) -> None:
+            lease.first_byte(answer, streamed=call.streams)
+            if not reply.started:
+                record.first_byte_s = lease.first_byte_s  # now, because the client may leave before the end
+
+        if ready.translation is not None:
+            ready.translation.predicted = ready.predicted(placement, engine)
+        kind = engine.adapter.spec.kind
+        passage = migration.passage(call, hold, kind) if migration is not None else None
+        keeps = migration is not None and migration.keeps_body
+        reply.on_start = lambda: _forget_bodies(call, hold, keeps=keeps)
+        headers = _headers(call, placement, hold, reply)
+        return await self.forwarder.forward(
+            engine.adapter, call, hold, reply, headers, began, refusals, passage
+        )
+
+    def _audit(self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord) -> None:
+        """Holds a firm prediction against what the engine reported."""
+        placement, reported = lease.placement, record.reported_tokens
+        is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
+        if self.ingest is not None and is_known and reported is not None:
+            self.ingest.audit(engine, placement.predicted_tokens, reported, evicted_since=lease.evicted_since)
 
     def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
         """Compares our token ids of the prompt with the engine's, if the engine returned them."""
@@ -470,22 +444,12 @@ class Flow:
 
     def _hold(self, engine: Engine, ready: Ready) -> AbstractAsyncContextManager[Hold]:
         """The request's hold on its engine. When reuse is off, the adapter holds no request with a body."""
-        call, prompt, body = ready.call, ready.prompt, _body_for(engine, ready)
+        call, prompt, body = ready.call, ready.prompt, ready.body_for(engine)
         if self.ingest is None and body is not None:
             return nullcontext(Hold(body))
         if prompt is None or not prompt.whole:
             return engine.adapter.hold(call.route, body, None)
         return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=ready.retention))
-
-
-def _naming(call: Call, to: Destination) -> Call:
-    """The request with the engines' name of its model in place of the client's, unless they take any name."""
-    body, name = call.body, to.model
-    if name is None or name == call.model or to.pool.any_model:
-        return call
-    if body is None:
-        return call.naming(name)
-    return replace(call, body=body.renamed(name) if isinstance(body, Upload) else body.replace(model=name))
 
 
 def _note_failure(engine: Engine, error: EngineError, route: str) -> None:
@@ -525,53 +489,6 @@ async def _answer_count(ready: Ready, translation: Translation, reply: Reply, re
     id_headers = [(name.encode(), ready.call.answer_id.encode()) for name in reply.dialect.id_headers]
     await reply.start(record.status, [(b"content-type", b"application/json"), *id_headers])
     await reply.finish(translation.count(len(ready.prompt.token_ids)))
-
-
-def _predicted(ready: Ready, placement: Placement, engine: Engine) -> Predicted:
-    """What is known of the prompt; of one that is only known in part, how the engine keeps it."""
-    prompt, block = ready.prompt, engine.info.tokens_per_block if engine.info is not None else None
-    if prompt is None or not prompt.whole:
-        return Predicted(tokens_per_block=block)
-    return Predicted(len(prompt.token_ids), placement.predicted_tokens, block)
-
-
-def _own_name(engine: Engine, ready: Ready) -> str | None:
-    """The engine's own name of the model, where the request has another."""
-    model, info = ready.pool.model, engine.info
-    return info.model if info is not None and ready.call.model == model != info.model else None
-
-
-def _call_for(engine: Engine, ready: Ready) -> Call:
-    """The request, with the engine's own model name in its query if it has no body."""
-    name = _own_name(engine, ready) if ready.call.body is None else None
-    return ready.call if name is None else ready.call.naming(name)
-
-
-def _body_for(engine: Engine, ready: Ready) -> RequestBody:
-    """The client's body, with the tenant's salt and the engine's own model name where these differ. A LoRA
-    adapter has the same name on every engine."""
-    call, own_name = ready.call, _own_name(engine, ready)
-    if isinstance(call.body, Upload):
-        return call.body if own_name is None else call.body.renamed(own_name)
-    if call.body is None:
-        return None
-    changes = {}
-    if ready.salt != call.body.get("cache_salt") and engine.can(Capability.CACHE_SALT):
-        changes["cache_salt"] = ready.salt
-    if own_name is not None:
-        changes["model"] = own_name
-    return call.body.replace(**changes) if changes else call.body
-
-
-def _going_on(ready: Ready, further: Continuation) -> Ready:
-    """The request of a stream whose engine died. What the client has of the answer is part of its prompt, if
-    the next engine takes it as that."""
-    prompt, told = ready.prompt, further.resumption
-    if prompt is None or told is None or prompt.extra_ids is not None:
-        return replace(ready, call=further.call, kind=further.kind)
-    prompt = dataclasses.replace(prompt, token_ids=prompt.token_ids + told.token_ids, beginning=None)
-    chain = ready.pool.chain(prompt)
-    return replace(ready, call=further.call, kind=further.kind, prompt=prompt, chain=chain)
 
 
 async def _end_broken(reply: Reply, record: RequestRecord, failed: Mapping[str, EngineError]) -> None:

@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, websocket
 from proxy.errors import Forbidden, NotFound
-from proxy.request.calls import Client
+from proxy.request.calls import Client, Through
 
 _SUBPROTOCOLS = b"sec-websocket-protocol"
 # A page cannot set headers on a WebSocket: OpenAI's API takes its key as a subprotocol.
@@ -41,23 +41,14 @@ def with_key(headers: Headers) -> Headers:
     return Headers([*kept, (_SUBPROTOCOLS, others.encode("latin-1"))] if others else kept)
 
 
-class WebSocketClient:
+class WebSocketClient(Through):
     """The client of a WebSocket. If the engine chooses none of its subprotocols, it gets the first one: most
     engines know none, and without a choice browsers close the WebSocket again."""
 
     def __init__(self, client: Client, headers: Headers) -> None:
         """`headers`: those of the opening handshake, without a key."""
-        self._client = client
+        super().__init__(client)
         self._first = next(iter(_offered(headers)), None)
-
-    @property
-    def is_full(self) -> bool:
-        """See Client."""
-        return self._client.is_full
-
-    async def drain(self) -> None:
-        """See Client."""
-        await self._client.drain()
 
     def start(self, status: int, headers: HeaderPairs) -> None:
         """See Client."""
@@ -65,14 +56,6 @@ class WebSocketClient:
         if status == HTTPStatus.SWITCHING_PROTOCOLS and self._first is not None and not is_chosen:
             headers = [*headers, (_SUBPROTOCOLS, self._first.encode("latin-1"))]
         self._client.start(status, headers)
-
-    def write(self, chunk: bytes) -> None:
-        """See Client."""
-        self._client.write(chunk)
-
-    def finish(self, chunk: bytes) -> None:
-        """See Client."""
-        self._client.finish(chunk)
 
 
 def _offered(headers: Headers) -> list[str]:

@@ -17,7 +17,8 @@ from proxy.control.targets import Prefix, Targets
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import no_engine_for
-from proxy.flow import Flow, Ready
+from proxy.flow import Flow
+from proxy.ready import Ready
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.records import RequestRecord
 

@@ -145,6 +145,34 @@ class Nobody:
         """See Client."""
 
 
+class Through:
+    """A client that gives all it gets to another one. Subclasses change what passes."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @property
+    def is_full(self) -> bool:
+        """See Client."""
+        return self._client.is_full
+
+    async def drain(self) -> None:
+        """See Client."""
+        await self._client.drain()
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """See Client."""
+        self._client.start(status, headers)
+
+    def write(self, chunk: bytes) -> None:
+        """See Client."""
+        self._client.write(chunk)
+
+    def finish(self, chunk: bytes) -> None:
+        """See Client."""
+        self._client.finish(chunk)
+
+
 class Reply:
     """An answer on its way to the client.
 

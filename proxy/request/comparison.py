@@ -62,6 +62,13 @@ class Comparison:
             )
         )
 
+    def with_answer(self, answer_id: str, record: RequestRecord, reused: int | None) -> Diagnosis | None:
+        """`diagnose` against the request with this answer; None if its tenant has no such request."""
+        other = self._log.answered(answer_id, record.tenant)
+        if other is None or not self.may_compare(record, other):
+            return None
+        return self.diagnose(record, other, reused)
+
     def explain(self, record: RequestRecord) -> Diagnosis:
         """Why no more of a finished request's prompt was reused, compared with the nearest earlier one."""
         if record.diagnosis is None:

@@ -18,7 +18,7 @@ import msgspec
 
 from engine_adapter import HeaderPairs, JsonBody, read_streamed_usage
 from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
-from proxy.request.calls import Client
+from proxy.request.calls import Client, Through
 from proxy.request.events import WholeEvents
 
 _ERROR = 400
@@ -83,7 +83,7 @@ APIS: Mapping[str, Api] = {
 """Route → the API with diagnostics."""
 
 
-class Diagnosed:
+class Diagnosed(Through):
     """Notes the id of an answer on its way to the client, and adds diagnostics if they were asked for."""
 
     def __init__(
@@ -96,22 +96,13 @@ class Diagnosed:
         note_id: Callable[[str], None],
     ) -> None:
         """`asked` is the id of the answer to compare with; None: no diagnostics are asked for."""
-        self._client = client
+        super().__init__(client)
         self._api = api
         self._asked = asked
         self._diagnose = diagnose
         self._note_id = note_id
         self._is_stream = self._is_error = self._has_id = False
         self._events = WholeEvents()
-
-    @property
-    def is_full(self) -> bool:
-        """See Client."""
-        return self._client.is_full
-
-    async def drain(self) -> None:
-        """See Client."""
-        await self._client.drain()
 
     def start(self, status: int, headers: HeaderPairs) -> None:
         """See Client."""

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import msgspec
 
 from engine_adapter import HeaderPairs, JsonBody
-from proxy.request.calls import Call, Client
+from proxy.request.calls import Call, Client, Through
 from proxy.translate.responses import INPUT_TOKENS_PATH, RESPONSES_PATH
 from proxy.translate.sse import Events
 
@@ -73,22 +73,13 @@ class _Named(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Named).decode
 
 
-class Noting:
+class Noting(Through):
     """A client whose answer passes unchanged; the name of the response in it is noted."""
 
     def __init__(self, client: Client, note: Callable[[str], None]) -> None:
-        self._client = client
+        super().__init__(client)
         self._note: Callable[[str], None] | None = note
         self._events: Events | None = None  # those of a stream
-
-    @property
-    def is_full(self) -> bool:
-        """See Client."""
-        return self._client.is_full
-
-    async def drain(self) -> None:
-        """See Client."""
-        await self._client.drain()
 
     def start(self, status: int, headers: HeaderPairs) -> None:
         """See Client."""

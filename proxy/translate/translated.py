@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine_adapter import HeaderPairs
-from proxy.request.calls import Client
+from proxy.request.calls import Client, Through
 from proxy.translate.sse import DONE, Events
 from proxy.translate.translation import Translation
 
@@ -13,7 +13,7 @@ _STREAM = b"text/event-stream"
 _ERROR = 400
 
 
-class Translated:
+class Translated(Through):
     """Takes the answer to the chat, and sends its translation to the client.
 
     A stream is translated event by event. A stream that breaks off has no end: the client notices. Of any
@@ -22,21 +22,12 @@ class Translated:
     """
 
     def __init__(self, client: Client, translation: Translation) -> None:
-        self._client = client
+        super().__init__(client)
         self._translation = translation
         self._events: Events | None = None  # those of a stream
         self._ended = False  # the end of a stream was sent
         self._whole: list[bytes] = []  # pieces of any other answer
         self._head: tuple[int, HeaderPairs] = 200, []  # of any other answer
-
-    @property
-    def is_full(self) -> bool:
-        """See Client."""
-        return self._client.is_full
-
-    async def drain(self) -> None:
-        """See Client."""
-        await self._client.drain()
 
     def start(self, status: int, headers: HeaderPairs) -> None:
         """See Client."""

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import re
 from array import array
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,11 +21,11 @@ from engine_adapter import (
     JsonBody,
     ViewCurrent,
 )
-from proxy import flow as flow_module
 from proxy.core.index.view import EngineView
 from proxy.core.placement.demand import MIN_UTILISATION
 from proxy.fleet import lease
 from proxy.fleet.engine import EngineState
+from proxy.ready import Ready
 from proxy.request.calls import Call, Reply
 from proxy.request.forward import Outcome
 from proxy.request.session import Session
@@ -289,10 +288,10 @@ class TestRetries:
     async def test_a_body_is_kept_until_no_engine_can_get_it_any_more(
         self, engine, other, client, monkeypatch
     ):
-        bodies, kept = [], flow_module._body_for
+        bodies, kept = [], Ready.body_for
 
-        def note(engine, ready):
-            bodies.append(kept(engine, ready))
+        def note(ready, engine):
+            bodies.append(kept(ready, engine))
             return bodies[-1]
 
         async def script(exchange):
@@ -300,7 +299,7 @@ class TestRetries:
             await exchange.chunk(event("1"))
             await exchange.left.wait()
 
-        monkeypatch.setattr(flow_module, "_body_for", note)
+        monkeypatch.setattr(Ready, "body_for", note)
         await engine.stop()
         other.script = script
         async with client.stream("POST", CHAT, json=STREAM) as response:
@@ -716,68 +715,6 @@ class TestAdapters:
             for name in ("ada", "alias"):
                 await client.post(CHAT, json={**ASK, "model": name})
         assert [exchange.json["model"] for exchange in other.seen] == ["ada", "m"]
-
-
-class TestNames:
-    """The names that engines get, and those that records and metrics show."""
-
-    @pytest.fixture
-    async def client(self, engine, other):
-        """`m` checks names, `any` does not; its bytes must stay as they are."""
-        aliases = {"gpt": "m", "tuned": "ada", "local": "any"}
-        async with proxy_over(aliases=aliases) as proxy, client_of(proxy) as client:
-            client.proxy = proxy
-            proxy.add(engine, loras=frozenset({"ada"}))
-            proxy.add(other, model="any", any_model=True)
-            yield client
-            await proxy.settled()
-
-    @pytest.mark.parametrize(("name", "sent"), [("m", "m"), ("gpt", "m"), ("tuned", "ada"), ("ada", "ada")])
-    async def test_an_engine_that_checks_names_gets_its_own(self, engine, client, name, sent):
-        raw = b'{ "model" : "%b", "messages": [] , "seed":1.0}' % name.encode()
-        assert (await client.post(CHAT, content=raw)).status_code == 200
-        assert engine.seen[0].json == {"model": sent, "messages": [], "seed": 1.0}
-        assert (engine.seen[0].body == raw) is (name == sent)
-
-    @pytest.mark.parametrize("name", ["any", "local", "gpt-9", "ADA"])
-    async def test_an_engine_that_takes_any_gets_the_clients_bytes(self, other, client, name):
-        raw = b'{ "model" : "%b", "messages": [] , "seed":1.0}' % name.encode()
-        assert (await client.post(CHAT, content=raw)).status_code == 200
-        assert other.seen[0].body == raw
-
-    async def test_a_request_without_a_name_gets_the_default_one(self, engine, client):
-        assert is_openai_error(
-            await client.post(CHAT, json={"messages": []}), 404, "model_not_found", "model"
-        )
-        client.proxy.fleet.default_model = "tuned"
-        await client.post(CHAT, json={"messages": []})
-        assert engine.seen[0].json == {"messages": [], "model": "ada"}
-        await client.get("/v1/files")
-        assert (engine.seen[1].method, engine.seen[1].body) == ("GET", b"")
-
-    async def test_metrics_show_what_served_and_records_what_was_asked(self, client):
-        for number in range(50):
-            await client.post(CHAT, json=ASK | {"model": f"made-up-{number}"})
-        for name in ("gpt", "tuned", "x" * 100_000):
-            await client.post(CHAT, json=ASK | {"model": name})
-        page = client.proxy.metrics.render().decode()
-        labels = set(re.findall(r'^kvpin_requests_total\{.*model="([^"]*)"', page, re.MULTILINE))
-        assert labels == {"any", "m", "ada"}
-        records = list(client.proxy.requests)
-        assert [(each.model, each.served_as, each.lora) for each in records[-3:-1]] == [
-            ("gpt", "m", None), ("tuned", "m", "ada"),
-        ]  # fmt: skip
-        assert len(records[-1].model) == 200
-
-    async def test_an_alias_and_its_model_share_what_is_cached(self, engine, tokenizer_dir):
-        async with proxy_over(aliases={"gpt": "m"}, reuse=True) as proxy, client_of(proxy) as client:
-            proxy.add(engine, tokenizer=str(tokenizer_dir))
-            messages = [{"role": "user", "content": "the same words " * 30}]
-            for name in ("gpt", "m"):
-                await client.post(CHAT, json={"model": name, "messages": messages})
-                await proxy.settled()
-            assert proxy.last.placement.predicted_tokens > 0
-            assert next(each.prompt.token_ids for each in proxy.requests) == proxy.last.prompt.token_ids
 
 
 class TestTokensThatEnginesTell:

@@ -1,0 +1,75 @@
+"""Model names on their way to engines, over real sockets."""
+
+import re
+
+import pytest
+
+from tests.fakes import (
+    ASK,
+    CHAT,
+    client_of,
+    is_openai_error,
+    proxy_over,
+)
+
+
+class TestNames:
+    """The names that engines get, and those that records and metrics show."""
+
+    @pytest.fixture
+    async def client(self, engine, other):
+        """`m` checks names, `any` does not; its bytes must stay as they are."""
+        aliases = {"gpt": "m", "tuned": "ada", "local": "any"}
+        async with proxy_over(aliases=aliases) as proxy, client_of(proxy) as client:
+            client.proxy = proxy
+            proxy.add(engine, loras=frozenset({"ada"}))
+            proxy.add(other, model="any", any_model=True)
+            yield client
+            await proxy.settled()
+
+    @pytest.mark.parametrize(("name", "sent"), [("m", "m"), ("gpt", "m"), ("tuned", "ada"), ("ada", "ada")])
+    async def test_an_engine_that_checks_names_gets_its_own(self, engine, client, name, sent):
+        raw = b'{ "model" : "%b", "messages": [] , "seed":1.0}' % name.encode()
+        assert (await client.post(CHAT, content=raw)).status_code == 200
+        assert engine.seen[0].json == {"model": sent, "messages": [], "seed": 1.0}
+        assert (engine.seen[0].body == raw) is (name == sent)
+
+    @pytest.mark.parametrize("name", ["any", "local", "gpt-9", "ADA"])
+    async def test_an_engine_that_takes_any_gets_the_clients_bytes(self, other, client, name):
+        raw = b'{ "model" : "%b", "messages": [] , "seed":1.0}' % name.encode()
+        assert (await client.post(CHAT, content=raw)).status_code == 200
+        assert other.seen[0].body == raw
+
+    async def test_a_request_without_a_name_gets_the_default_one(self, engine, client):
+        assert is_openai_error(
+            await client.post(CHAT, json={"messages": []}), 404, "model_not_found", "model"
+        )
+        client.proxy.fleet.default_model = "tuned"
+        await client.post(CHAT, json={"messages": []})
+        assert engine.seen[0].json == {"messages": [], "model": "ada"}
+        await client.get("/v1/files")
+        assert (engine.seen[1].method, engine.seen[1].body) == ("GET", b"")
+
+    async def test_metrics_show_what_served_and_records_what_was_asked(self, client):
+        for number in range(50):
+            await client.post(CHAT, json=ASK | {"model": f"made-up-{number}"})
+        for name in ("gpt", "tuned", "x" * 100_000):
+            await client.post(CHAT, json=ASK | {"model": name})
+        page = client.proxy.metrics.render().decode()
+        labels = set(re.findall(r'^kvpin_requests_total\{.*model="([^"]*)"', page, re.MULTILINE))
+        assert labels == {"any", "m", "ada"}
+        records = list(client.proxy.requests)
+        assert [(each.model, each.served_as, each.lora) for each in records[-3:-1]] == [
+            ("gpt", "m", None), ("tuned", "m", "ada"),
+        ]  # fmt: skip
+        assert len(records[-1].model) == 200
+
+    async def test_an_alias_and_its_model_share_what_is_cached(self, engine, tokenizer_dir):
+        async with proxy_over(aliases={"gpt": "m"}, reuse=True) as proxy, client_of(proxy) as client:
+            proxy.add(engine, tokenizer=str(tokenizer_dir))
+            messages = [{"role": "user", "content": "the same words " * 30}]
+            for name in ("gpt", "m"):
+                await client.post(CHAT, json={"model": name, "messages": messages})
+                await proxy.settled()
+            assert proxy.last.placement.predicted_tokens > 0
+            assert next(each.prompt.token_ids for each in proxy.requests) == proxy.last.prompt.token_ids
