@@ -71,7 +71,7 @@ def test_a_request_whose_engine_is_busy_lets_others_go():
 
 
 def test_a_passed_over_tenant_goes_as_soon_as_it_may():
-    queue = filled(entry("a", "stuck", tokens=9), *(entry("b", "b", tokens=9) for _ in range(50)))
+    queue = filled(*(entry("b", "b", tokens=9) for _ in range(50)), entry("a", "stuck", tokens=9))
     assert set(taken(queue, 20, may_go=lambda item: item != "stuck")) == {"b"}
     assert taken(queue, 1) == ["stuck"]
 
@@ -80,6 +80,19 @@ def test_a_passed_over_tenant_saves_up_no_more_than_a_turn():
     queue = filled(entry("a", "stuck"), entry("a", "next"), *(entry("b", "b") for _ in range(50)))
     taken(queue, 40, may_go=lambda item: item != "stuck")
     assert taken(queue, 6).count("b") >= 2
+
+
+def test_who_comes_later_takes_turns_with_those_who_were_served_before():
+    queue = filled(*(entry("old", "o") for _ in range(100)))
+    taken(queue, 50)
+    for _ in range(50):
+        queue.add(entry("new", "n"))
+    assert taken(queue, 20).count("n") == pytest.approx(10, abs=1)
+
+
+def test_who_was_served_lately_is_not_first_again():
+    queue = filled(entry("a", "a", tokens=9), entry("b", "b", tokens=9), entry("a", "a", tokens=9))
+    assert taken(queue) == ["a", "b", "a"]
 
 
 def test_only_a_few_tenants_are_looked_at():
@@ -153,11 +166,15 @@ def test_a_backlog_shrinks_as_answers_begin():
     for at in range(1, 11):
         backlog.began(at)
         backlog.placed()
-    backlog.reported(20)
     assert backlog.waiting == 20
+    backlog.began(10.0)
+    assert backlog.waiting == 19
+    backlog.reported(20)
     assert backlog.wait_s(10.0) == pytest.approx(20, rel=0.3)
     backlog.reported(0)
     assert backlog.wait_s(10.0) == 0.0
+    backlog.reported(20)
+    assert backlog.wait_s(10.0) == 0.0  # those began before this wait
 
 
 @pytest.mark.parametrize(

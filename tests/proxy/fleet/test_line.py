@@ -42,6 +42,22 @@ async def test_each_goes_when_there_is_room_and_no_more_than_that():
     assert (world.served, len(world.line)) == (["a", "b", "c"], 0)
 
 
+async def test_other_bounds_hold_from_the_next_request_on():
+    world = World(requests=10, total_bytes=10)
+    tasks = [world.send(name, size=4) for name in "ab"]
+    await asyncio.sleep(0)
+    world.line.bound(QueueLimits(requests=3, total_bytes=100, wait_s=0.1))
+    tasks.append(world.send("c", size=4))
+    await asyncio.sleep(0)
+    assert len(world.line) == 3
+    with pytest.raises(Overloaded, match="too many requests wait"):
+        await world.send("d", size=4)
+    with pytest.raises(Overloaded, match="the limit is"):
+        await tasks.pop()
+    for task in tasks:
+        task.cancel()
+
+
 async def test_a_request_goes_at_once_where_there_is_room_by_now():
     world = World()
     world.room = 1
