@@ -44,12 +44,12 @@ NO_HUB = {"HF_ENDPOINT": "http://hub.invalid"}
 
 @dataclass
 class ColdStart:
-    """What one start showed. Seconds since kvpin was started; memory in MB.
+    """Figures of one start. Seconds since kvpin was started; memory in MB.
 
     Attributes:
-        ready_s: /health/ready answered 200.
-        all_ready_s: every engine was listed as ready.
-        all_served_s: every engine had answered a request.
+        ready_s: when /health/ready answered 200.
+        all_ready_s: when every engine was listed as ready.
+        all_served_s: when every engine had answered a request.
         tokenised_by: who tokenises at the end.
         log_lines: lines kvpin logged while it was watched.
         rss, peak_rss: of the kvpin process, at the end and at most.

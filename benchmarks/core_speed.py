@@ -142,7 +142,7 @@ class Kvpin:
         return own, medians(plain)
 
     def _learning(self, prompts: Sequence[array[int]]) -> float:
-        """What it takes to learn that a full engine holds a prompt, in microseconds: the median."""
+        """Microseconds to learn that a full engine holds a prompt: the median."""
         index, learned = PrefixIndex(), LearnedBlocks(self.world.engine_tokens // TOKENS_PER_BLOCK)
         index.add_engine("learned")
         chains = [chain(ROOT, tokens, None, TOKENS_PER_BLOCK).hashes for tokens in prompts]
@@ -167,7 +167,7 @@ def plain_chain(tokens: array[int]) -> list[BlockHash]:
 
 
 def deepest(masks: dict[BlockHash, int], hashes: Sequence[BlockHash]) -> tuple[int, int]:
-    """How many leading blocks anyone holds, and the engines that hold the last of them."""
+    """Number of leading blocks that any engine holds, and the engines that hold the last of them."""
     held = bisect_left(hashes, True, key=lambda block: block not in masks)
     return held, masks[hashes[held - 1]] if held else 0
 
@@ -179,7 +179,7 @@ def note(times: dict[str, list[float]], *at: float) -> None:
 
 
 def medians(times: dict[str, list[float]]) -> Times:
-    """Of each step."""
+    """The median time of each step."""
     return {name: statistics.median(each) for name, each in times.items()}
 
 
@@ -242,7 +242,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 def rounds(world: World, count: int, process: subprocess.Popen[str] | None) -> list[dict[str, Times]]:
-    """Of each round, in which kvpin, plain Python and the peer take turns: the medians of each."""
+    """The medians of each round. In a round, kvpin, plain Python and the peer take turns."""
     kvpin = Kvpin(world)
     kvpin.check()
     if process is not None:

@@ -1,5 +1,7 @@
-"""What the engines of `core_speed.py` hold, and the prompts they are sent. Standard library only, because the
-peer runs in its own environment."""
+"""The content of the engines of `core_speed.py`, and the prompts they are sent.
+
+It uses the standard library only, because the peer runs in its own environment.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class World:
         ]
 
     def held(self) -> Iterator[tuple[int, array[int]]]:
-        """What the engines hold: engine, and the tokens of a prompt from its first one on."""
+        """Yields what the engines hold: an engine, and the leading tokens of a prompt."""
         used = Counter(dict.fromkeys(range(self.engines), SYSTEM_TOKENS))
         for at in range(self.prompts):
             prompt = self.prompt(at)

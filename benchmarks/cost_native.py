@@ -28,17 +28,17 @@ class NativeError(Exception):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """What the load generator saw.
+    """The figures of the load generator.
 
     Attributes:
-        took_us: of each answered request, from the first byte sent to the last byte received.
+        took_us: time of each answered request, from the first byte sent to the last byte received.
         wall_s, cpu_s: of the load generator.
         failed, errors: how many requests failed, and what was wrong with the first.
         retried: requests sent again because an idle connection was closed under them.
         chunks: streamed chunks that were timed.
-        window_s: how long they were, if streams opened slowly: all streams were open for this time.
-        delays_us: pairs of a delay from engine to client, within 1/64, and how many chunks had it.
-        worst_delay_us: the longest.
+        window_s: time for which they were timed, if streams opened slowly: all streams were open then.
+        delays_us: pairs of a delay from engine to client, within 1/64, and the number of chunks that had it.
+        worst_delay_us: the longest delay.
     """
 
     took_us: list[int]

@@ -12,7 +12,7 @@ from cost_work import LOADS, Load
 
 FIRST, NEXT = "first", "next"
 MISSED = "✗"
-# Of the picture, side by side.
+# Panels of the picture that stand side by side.
 PANELS = 4
 # Goals for kvpin beside those of the loads.
 MEMORY_GOAL_MB = 250

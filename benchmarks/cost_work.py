@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 MODEL = "m"
 MESSAGE_TOKENS = 500
-# What the next turn adds: the answer and a question.
+# Tokens that the next turn adds: the answer and a question.
 ANSWER_TOKENS, QUESTION_TOKENS = 100, 50
 CHUNKS = 64
 _SAMPLE_LINES = 2000

@@ -145,7 +145,7 @@ def _pool(info: EngineInfo, engines: int = 4) -> Pool:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What requests of one kind cost: kvpin's CPU time and the time they take, in microseconds each."""
+    """Cost of requests of one kind: kvpin's CPU time and the time they take, in microseconds each."""
 
     name: str
     direct: float

@@ -51,7 +51,7 @@ TICK_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How an engine tells of its blocks."""
+    """The shape of an engine's events: block size, blocks per event, and events per batch."""
 
     name: str
     block: int
@@ -126,7 +126,7 @@ def a_view() -> tuple[EngineView, PrefixIndex]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one shape: CPU microseconds a block for each step, and bytes a block that stay."""
+    """The cost of one shape: CPU microseconds per block for each step, and bytes per block that stay."""
 
     shape: Shape
     decode: float
@@ -261,8 +261,11 @@ def _removal(event: dict[str, object]) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a ticker beside the ingest saw: lateness in milliseconds (median, 99th percentile, worst), and the
-    part of it that the loop's own work may be the reason of; CPU is this process's, a share of a core."""
+    """The lateness of a ticker beside the ingest, in milliseconds: median, 99th percentile, worst.
+
+    `own` is the part of the lateness that the loop's own work may explain. `cpu` is this process's, as a
+    share of a core. `behind_s` is the time from the last batch sent to the last batch applied.
+    """
 
     shape: Shape
     rate: int

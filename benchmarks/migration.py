@@ -170,7 +170,7 @@ async def measure(url: str, title: str, streams: int, wave: int, tie: float) -> 
 
 
 def fate(alone: Read, killed: Read, tie: float) -> str:
-    """What became of a stream."""
+    """The outcome of a stream, in words: how it differs from the same stream without a kill."""
     if alone.told is None:
         return "not compared: the undisturbed stream failed"
     if killed.told is None:

@@ -45,11 +45,11 @@ RARE_FIELDS = ("return_token_ids", "vllm_xargs", "tools")
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How fast the engine is.
+    """The speed of the engine.
 
     Attributes:
         prefill_rate: tokens a second that it computes, one prompt after the other.
-        token_s: from one token of an answer to the next.
+        token_s: seconds from one token of an answer to the next.
     """
 
     prefill_rate: float
@@ -58,13 +58,13 @@ class Clock:
 
 @dataclass(slots=True)
 class Record:
-    """What an engine did.
+    """The work of an engine.
 
     Attributes:
-        requests: that began to run.
-        busy_s: spent on computing prompts.
-        first_token_s: of each request, from its arrival.
-        cpu_s: of the process, when the record began.
+        requests: requests that began to run.
+        busy_s: seconds spent on computing prompts.
+        first_token_s: seconds of each request from its arrival to its first token.
+        cpu_s: CPU seconds of the process when the record began.
     """
 
     requests: int = 0
@@ -172,7 +172,7 @@ class MockVllm(FakeVllm):
         self.rendered.clear()
 
     def usage(self, generation: Generation, count: int) -> dict:
-        """What an answer of `count` tokens reports."""
+        """The usage that an answer of `count` tokens reports."""
         return self._usage(generation.prompt_tokens, count, generation.cached_tokens)
 
     def _core(self, rank: int) -> TimedCore:

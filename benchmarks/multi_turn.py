@@ -25,7 +25,7 @@ TOPICS = ("tides", "lighthouses", "harbours", "charts", "winds", "knots", "sails
 
 @dataclass
 class Tally:
-    """What a run reported."""
+    """The figures of a run."""
 
     exact: int = 0
     predicted: int = 0

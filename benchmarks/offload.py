@@ -1,4 +1,4 @@
-"""What offload and restore gain: time to first token cold, restored, restored on demand, and warm.
+"""The gain of offload and restore: time to first token cold, restored, restored on demand, and warm.
 
 One embedded engine serves the 100M model of `benchmarks/ttft.py`. Each round asks about a new document
 (cold), offloads its KV to host memory, restores it and asks again. Then it offloads the KV once more and asks

@@ -36,7 +36,7 @@ from router_work import MODEL, text_of, words
 from engine_adapter import EngineUnavailable, Headers, HttpTransport, IncomingResponse, OutgoingRequest
 
 ENGINES = 2
-# Of one engine, in tokens a second. Slow, so that this machine is not what is overloaded.
+# Tokens a second that one engine computes. Slow, so that the engines are overloaded and not this machine.
 PREFILL_RATE = 800
 SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 500, 200, 8
 # About what of a prompt is computed: the question, the template, and the rest of a block.
@@ -62,8 +62,10 @@ class Tenant:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a tenant's requests: the first tokens of those that were served, in seconds from their
-    arrival, and the statuses of all."""
+    """The outcomes of a tenant's requests.
+
+    For those that were served: seconds from arrival to first token. For all: how many had each status.
+    """
 
     first_token_s: list[float] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
@@ -74,7 +76,7 @@ class Tally:
         return sum(seconds <= LIMIT_S for seconds in self.first_token_s)
 
     def percentile(self, share: float) -> float:
-        """Of the first tokens, in seconds; 0 without any."""
+        """A percentile of the times to first token, in seconds; 0 without any."""
         ordered = sorted(self.first_token_s)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 

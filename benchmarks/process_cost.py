@@ -1,4 +1,4 @@
-"""What a process and its descendants cost, by the kernel's count (Linux)."""
+"""The cost of a process and its descendants, by the kernel's count (Linux)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How soon blocks are freed when a client leaves, and what a killed engine costs.
+"""Measures how soon blocks are freed when a client leaves, and what a killed engine costs.
 
-Two embedded engines. First, clients drop streams; measured is the time until the engine has no active block.
-Then one engine is killed (SIGKILL) while streams run and new requests keep coming.
+There are two embedded engines. First, clients drop streams: the benchmark measures the time until the engines
+have no active block. Then one engine is killed (SIGKILL) while streams run and new requests keep coming.
 
     python benchmarks/resilience.py [--cancels 10] [--streams 16] [--late 40]
 """
@@ -54,7 +54,7 @@ async def cancels(client: httpx.AsyncClient, count: int) -> list[float]:
 
 
 async def one_stream(client: httpx.AsyncClient, number: int) -> str:
-    """How a long stream ended."""
+    """Runs a long stream; returns how it ended."""
     body = chat(f"Story {number}.", max_tokens=150, ignore_eos=True, stream=True)
     text = b""
     try:

@@ -1,11 +1,11 @@
-"""What does restoring KV before the turn that needs it gain?
+"""Measures what kvpin gains by restoring KV before the turn that needs it.
 
 More conversations than the GPU tier of one embedded engine can hold take turns, each after its own pause.
-`agents` pause equally long every time (±10%), `people` vary (log-normal, from a fifth of the usual pause to
-five times it). The least recently used KV moves to host memory. It comes back on demand, or before that with
-`restore_ahead`. The same conversations with the same pauses run with and without it at the same time, on an
-engine with one thread each, so that both see the same noise. The model has one KV head for each attention
-head, so that there is much to move (512 KiB a block).
+`agents` pause equally long every time (±10%). The pauses of `people` vary: they are log-normal, from a fifth
+of the usual pause to five times it. The least recently used KV moves to host memory. It comes back on demand,
+or before that with `restore_ahead`. The same conversations with the same pauses run with and without
+`restore_ahead` at the same time, each on an engine with one thread, so that both see the same noise. The
+model has one KV head for each attention head, so that there is much to move (512 KiB a block).
 
     python benchmarks/restore_ahead.py [--sessions 8] [--turns 10] [--rounds 2] [--pause 16]
 """
@@ -34,7 +34,7 @@ SIZES = ("--layers", "8", "--hidden", "512", "--heads", "8", "--kv-heads", "8")
 
 @dataclass
 class Tally:
-    """What the returning turns of a run saw."""
+    """The figures of the returning turns of a run."""
 
     first_s: list[float] = field(default_factory=list)
     cached: int = 0

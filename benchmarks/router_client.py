@@ -21,14 +21,14 @@ TIMEOUT_S = 120
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
-        sent_late_s: how long after its time it was sent.
-        first_token_s: from its time to the first text; None without any.
+        sent_late_s: seconds from its due time until it was sent.
+        first_token_s: seconds from its due time to the first text; None without any.
         prompt_tokens, cached_tokens: as the engine reported them.
         error: what went wrong, "" for nothing.
-        engine, predicted: what kvpin says of it: where it went, and the tokens it would find there.
+        engine, predicted: as kvpin said: where it went, and the cached tokens it would find there.
     """
 
     sent_late_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What a request costs in each router: CPU, time and memory of kvpin and others, in one run.
+"""The cost of a request in each router: CPU, time and memory of kvpin and others, in one run.
 
 A router has one core; two mock engines and the load generator have another. These are C programs (`native/`),
 so that neither is the limit; their share of the core is printed. The engines look like vLLMs to kvpin. They
@@ -49,7 +49,7 @@ class WaveFiles:
 
 @dataclass(slots=True)
 class Spent:
-    """What some waves took, summed."""
+    """Seconds that some waves took, summed: CPU of the router, the engines and the client, and wall time."""
 
     router_s: float = 0.0
     engines_s: float = 0.0

@@ -145,7 +145,7 @@ def install_nginx() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a router is started.
+    """The way to start a router.
 
     Attributes:
         command: its command line.
@@ -227,7 +227,7 @@ def cpu_s(group: int) -> float:
 
 
 def start_of(router: str, engines: Sequence[Engine], port: int) -> Start:
-    """How one of `ROUTERS` is started before the engines.
+    """The way to start one of `ROUTERS` in front of the engines.
 
     Raises:
         RouterUnavailableError: it cannot be installed.

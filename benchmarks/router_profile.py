@@ -118,7 +118,7 @@ def by_package(folded: str) -> Counter[str]:
 
 
 def _package(frame: str) -> str:
-    """Of one frame: two folders of kvpin, a library's name, or a module of the standard library."""
+    """The package of a frame: two folders of kvpin, a library's name, or a module of the standard library."""
     path = frame.rpartition("(")[2].rstrip(")").rpartition(":")[0]
     if not path.startswith("/"):
         return "generated code"

@@ -64,7 +64,7 @@ class Result:
 
 
 class EngineRecord(msgspec.Struct, frozen=True):
-    """What an engine says it did since it was started; see `mock_engine.Record`."""
+    """An engine's record of its work since it was started; see `mock_engine.Record`."""
 
     requests: int
     busy_s: float
@@ -74,7 +74,7 @@ class EngineRecord(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What all clocks and counters show at one moment.
+    """The readings of all clocks and counters at one moment.
 
     Attributes:
         engines: one record each.

@@ -37,7 +37,7 @@ _Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What a workload is made of.
+    """The composition of a workload.
 
     Attributes:
         title: for tables.
@@ -132,7 +132,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def answer_ids(prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    """What an engine says after a prompt: `count` words."""
+    """The engine's answer to a prompt: `count` words."""
     dice = random.Random(repr(list(prompt[-_TAIL:])))  # noqa: S311 - not for secrets
     return tuple(dice.choices(tuple(words()), k=count))
 

@@ -34,7 +34,7 @@ TABLES = {"harbour": 1, "lighthouse": 2}
 
 @dataclass
 class Answer:
-    """What a client has got: all of it, or its beginning when `whole` is false."""
+    """The answer that a client got: all of it, or its beginning when `whole` is false."""
 
     ask: Ask
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the soak sends: random requests of every kind, and what the operator does meanwhile."""
+"""The work of the soak: random requests of every kind, and what the operator does meanwhile."""
 
 from __future__ import annotations
 

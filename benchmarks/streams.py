@@ -50,7 +50,7 @@ INTERVAL_S = 0.1
 OPEN_PER_S = 200
 # Nobody waits for the last one: the engines are told when to finish.
 ENDLESS_CHUNKS = 1_000_000
-# Of kvpin: a connection to a client and one to an engine for each stream, and some files of its own.
+# Files of kvpin: a connection to a client and one to an engine for each stream, and some of its own.
 FILES_PER_STREAM, OTHER_FILES = 2, 500
 PROBE_S = 0.1
 WARM_UPS, WARM_UP_CLIENTS = 200, 4
@@ -71,16 +71,16 @@ COLUMNS = (
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What one number of streams showed.
+    """Figures of one number of streams.
 
     Attributes:
-        streams: that were open at once.
-        seconds: for how long all of them were.
+        streams: number of streams that were open at once.
+        seconds: time for which all of them were open.
         before_mb, open_mb, most_mb: resident memory of kvpin: before, with all streams open, and at most.
-        chunks_per_s: that the client got meanwhile.
-        late_p50_ms, late_p99_ms, late_worst_ms: from the engine's write to the client's read.
+        chunks_per_s: chunks that the client got per second meanwhile.
+        late_p50_ms, late_p99_ms, late_worst_ms: delay from the engine's write to the client's read.
         lag_p99_ms: kvpin's loop lag; None if it has no such metric.
-        probe_p99_ms: of a health request.
+        probe_p99_ms: time of a health request.
         dropped: streams that failed or ended early.
         first_error: what was wrong with the first of them.
         kvpin_busy, others_busy: share of their cores.
@@ -143,7 +143,7 @@ def _watched(
     pid: int,
     engines: list[MockEngine],
 ) -> Held:
-    """What `seconds` with all streams open show; then ends them."""
+    """Measures for `seconds` with all streams open, then ends them."""
     others = [client.pid, *(engine.process.pid for engine in engines)]
     lag, began, open_mb = _lag(port), time.monotonic(), rss_mb(pid)
     kvpin_s, others_s = cpu_s(pid), sum(map(cpu_s, others))

@@ -1,4 +1,4 @@
-"""What does a real vLLM save if kvpin sends it token ids instead of text?
+"""Measures what a real vLLM saves if kvpin sends it token ids instead of text.
 
 The prompt has about 8,000 tokens. vLLM holds its beginning already, and its end is new each time, so that
 little is left to compute. It goes as text and as ids straight to vLLM, and as text through kvpin, which sends

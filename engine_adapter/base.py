@@ -48,7 +48,7 @@ class EngineAdapter(Protocol):
         healthy or its process was replaced since `connect`, so that all its KV is gone."""
 
     def findings(self) -> tuple[Finding, ...]:
-        """What keeps kvpin from using the engine fully, as of the last `connect`."""
+        """The findings that keep kvpin from using the engine fully, as of the last `connect`."""
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:
         """The cost of the prompt now, if the adapter manages the engine's cache itself; None if the index and
@@ -88,13 +88,16 @@ class EngineAdapter(Protocol):
         EngineRejected for a request that the engine would refuse."""
 
     def events(self) -> AsyncGenerator[KvEvent, None]:
-        """What the engine stores and removes, while the caller iterates [Capability.KV_EVENTS]: ViewLost,
-        then what it already holds (as far as known), then ViewCurrent, then changes. After a gap that cannot
-        be filled, it starts again with ViewLost. Raises EngineUnavailable if the engine goes away."""
+        """Yields what the engine stores and removes, while the caller iterates [Capability.KV_EVENTS].
+
+        First comes ViewLost, then what the engine already holds (as far as known), then ViewCurrent, then
+        changes. After a gap that cannot be filled, it starts again with ViewLost. Raises EngineUnavailable if
+        the engine goes away.
+        """
 
     async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
-        """What the tiers below the GPU hold of a prompt now, for engines with `EngineInfo.tokens_per_chunk`.
-        None if they do not answer in time. Never raises."""
+        """The part of a prompt that the tiers below the GPU hold now, for engines with
+        `EngineInfo.tokens_per_chunk`. None if the tiers do not answer in time. Never raises."""
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Flushes, offloads or restores. Yields progress; the last item is the result. Works in slices, so

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from engine_adapter.errors import EngineSpecError
 
 ENGINE_MODULE = "engine_adapter.torch_engine.serve"
-"""What `python -m` runs to serve an engine; `--help` lists its options."""
+"""The module that `python -m` runs to serve an engine; `--help` lists its options."""
 
 
 def run_engine_cli(args: Sequence[str], *, prog_name: str = "kvpin engine") -> None:

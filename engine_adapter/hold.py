@@ -73,11 +73,11 @@ class AnswerReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How another engine of the same kind goes on with an answer that broke off.
+    """The state from which another engine of the same kind goes on with an answer that broke off.
 
     Attributes:
         token_ids: the answer's tokens so far, those of the text that the client has.
-        fields: of the request's body, to be set.
+        fields: the fields to set in the request's body.
     """
 
     token_ids: TokenIds[int]

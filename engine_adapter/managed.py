@@ -1,4 +1,4 @@
-"""How kvpin starts an engine of each kind: command line, health route, directories and programs it needs.
+"""Rules for starting an engine of each kind: command line, health route, directories and programs it needs.
 
 `proxy` runs the processes; nothing is started here. `words` are the operator's command or options.
 """
@@ -76,7 +76,7 @@ def health_path(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How engines of one kind are started: one function for each of the module's."""
+    """The rules for one kind of engine: one function for each of the module's."""
 
     command: Callable[[Sequence[str], int, EngineSpec[Any]], list[str]]
     check: Callable[[Sequence[str]], None]

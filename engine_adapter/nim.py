@@ -42,12 +42,12 @@ class NimOptions(VllmOptions, frozen=True):
 
 def make_nim(spec: EngineSpec[Any], as_kind: AsKind) -> EngineAdapter:
     """The adapter of a NIM; raises EngineSpecError for an invalid address."""
-    # What NimAdapter lacks of the contract comes from the adapter inside, which mypy cannot see.
+    # The methods that NimAdapter lacks come from the adapter inside, which mypy cannot see.
     return cast("EngineAdapter", NimAdapter(spec, as_kind))
 
 
 class NimAdapter:
-    """What a NIM adds to the engine inside: it says when it is ready, its release, and what hides the engine.
+    """The parts that a NIM adds to the engine inside: its readiness, its release, and what hides the engine.
 
     Everything else is the inner adapter's.
     """

@@ -29,7 +29,7 @@ from engine_adapter.undeclared import Undeclared
 _CAPABILITIES: frozenset[Capability] = frozenset()
 ROUTES = {REALTIME: READ, RESPONSES_SOCKET: READ}
 """WebSockets that it may take. One that does not says so."""
-# What servers answer on a route that they do not have.
+# Statuses that servers answer on a route that they do not have.
 _NO_SUCH_ROUTE = (404, 405, 501)
 
 

@@ -37,7 +37,7 @@ _read_size = TypeAdapter(ByteSize).validate_python
 
 
 def read_options(kind: str, options: type[_Options], values: Mapping[str, object]) -> _Options:
-    """What the operator wrote for an engine of `kind`, as its `options`. Text stands for numbers, too.
+    """Reads what the operator wrote for an engine of `kind` as its `options`. Text stands for numbers, too.
 
     Raises:
         OptionError: saying which option is wrong and why; its value is not repeated.

@@ -34,7 +34,7 @@ class Tier(StrEnum):
 
 
 class Capability(StrEnum):
-    """What an engine declares it can do."""
+    """A capability that an engine declares."""
 
     KV_EVENTS = "kv_events"  # streams stored and removed blocks
     CACHED_TOKENS = "cached_tokens"  # reports the reused tokens of each answer
@@ -62,7 +62,7 @@ Options_co = TypeVar("Options_co", bound=EngineOptions, default=EngineOptions, c
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec(Generic[Options_co]):
-    """How the operator describes one engine (`--engine 'KIND=URL[,name=value…]'`).
+    """The operator's description of one engine (`--engine 'KIND=URL[,name=value…]'`).
 
     Attributes:
         kind: its framework, one of `ENGINE_KINDS`.
@@ -106,7 +106,7 @@ def _nothing_more(tokens: int, limit: int) -> Mapping[str, Any]:  # noqa: ARG001
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, as of its last connection.
+    """Facts about an engine, as of its last connection.
 
     Attributes:
         model: the served name, which clients send as `model`.
@@ -120,7 +120,7 @@ class EngineInfo:
         gpu_blocks: capacity of its GPU tier in its own blocks, None where unknown.
         host_blocks: capacity of its host tier in its own blocks, None where unknown.
         version: free text, for people.
-        adapters: names of the LoRA adapters it serves beside `model`; clients send them as `model`.
+        loras: names of the LoRA adapters it serves beside `model`; clients send them as `model`.
         tokens_per_chunk: chunk size of tiers below the GPU that send no events and are asked with `lookup`;
             None if there are none.
         shares_prefill: concurrent prompts compute a shared prefix only once. If False, kvpin lets the second
@@ -131,14 +131,15 @@ class EngineInfo:
         renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
             cannot be rendered here, it refuses.
         runs_several: it takes several choices or prompts in one request. If False, kvpin always splits them.
-        splits_choices: it would run several choices of a prompt where kvpin did not place them: with reuse,
-            kvpin sends each by itself.
+        splits_choices: it would run several choices of a prompt where kvpin did not place them. With reuse,
+            kvpin sends each choice by itself.
         served_as_chats: routes of other APIs that kvpin serves as chats, because the engine lacks them or
             would not serve them on the slot or with the salt that kvpin chooses.
         any_model: it serves its model whatever name a request gives.
         routes: its routes beside `/v1` that clients may use.
         card: its own fields of the model in `/v1/models`, e.g. `max_model_len` or `meta`.
-        too_long: what it adds to an error of a prompt of so many tokens, when its context has only so many.
+        too_long: (tokens of a prompt, tokens of its context) → the fields that it adds to the error of a
+            prompt that is too long.
     """
 
     model: str
@@ -297,7 +298,7 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long a client wants its request's KV to be retained, on engines that can.
+    """A client's wish to have its request's KV retained, on engines that can.
 
     Attributes:
         priority: 0 means like any other KV; among retained KV, the lowest is evicted first.
@@ -311,16 +312,16 @@ class Retention:
 
 
 class KvTarget(msgspec.Struct, frozen=True):
-    """What a KV operation acts on.
+    """The KV that an operation acts on.
 
-    With `token_ids`: the full blocks of that prefix, under `cache_salt` and `adapter`. With `cache_salt`
+    With `token_ids`: the full blocks of that prefix, under `cache_salt` and `lora`. With `cache_salt`
     only: all KV of that salt. With neither: everything the engine holds.
 
     Attributes:
         token_ids: the prompt.
         extra_ids: one per token, None when all are 0.
         cache_salt: the salt it runs under.
-        adapter: the LoRA adapter it runs with.
+        lora: the LoRA adapter it runs with.
         exact: the token ids are known to equal the engine's own, so they may replace the text.
         retention: how long the request wants its KV retained; None if there is no request.
     """
@@ -335,12 +336,12 @@ class KvTarget(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BelowGpu:
-    """What the tiers below an engine's GPU report to hold of a prompt, in leading tokens.
+    """Leading tokens of a prompt that the tiers below an engine's GPU report to hold.
 
     Attributes:
-        host: tokens in its host tier.
+        host: tokens in the engine's host tier.
         disk: further tokens that follow, on either tier.
-        cached: tokens it would report as reused if its GPU held nothing.
+        cached: tokens that the engine would report as reused if its GPU held nothing.
     """
 
     host: int

@@ -1,4 +1,4 @@
-"""What an engine cannot do: every optional method of the contract, which refuses and says what to do instead.
+"""Every optional method of the contract, for engines that lack it: it refuses and says what to do instead.
 
 Adapters inherit them and write only the methods of the capabilities they declare.
 """

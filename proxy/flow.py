@@ -72,7 +72,7 @@ log = structlog.get_logger(__name__)
 
 # Status of a request whose client left, as in nginx.
 CLIENT_LEFT = 499
-# How long a request waits when no engine takes requests. Short: clients retry by themselves.
+# Seconds that a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
 
 
@@ -264,7 +264,7 @@ class Flow:
         self.destinations.note(record.tenant, response_id, record.attempts[-1])
 
     async def _translation(self, call: Call, pool: Pool) -> Translation | None:
-        """How the request becomes a chat; None if the engines of the pool serve it as it is."""
+        """The request's translation into a chat; None if the engines of the pool serve it as it is."""
         translate, body = self.translations.get(call.route), call.body
         if translate is None or call.route not in pool.served_as_chats or not isinstance(body, JsonBody):
             return None

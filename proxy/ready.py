@@ -77,7 +77,7 @@ class Ready(Struct, frozen=True):
         return info.model if info is not None and self.call.model == model != info.model else None
 
     def predicted(self, placement: Placement, engine: Engine) -> Predicted:
-        """What is known of the prompt; of one that is only known in part, how the engine keeps it."""
+        """The facts known of the prompt. If not all of the prompt is known: only the engine's block size."""
         prompt, block = self.prompt, engine.info.tokens_per_block if engine.info is not None else None
         if prompt is None or not prompt.whole:
             return Predicted(tokens_per_block=block)

@@ -35,5 +35,5 @@ def steady() -> Iterator[None]:
 
 
 def settle() -> None:
-    """What was loaded so far stays: the garbage collection does not look at it again. Takes no time."""
+    """Exempts all that was loaded so far from garbage collection. Takes no time."""
     gc.freeze()

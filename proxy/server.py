@@ -50,9 +50,9 @@ _DRAIN_S = 5.0
 # not say so, and may just be sending its next request.
 _IDLE_S = 0.25
 _POLL_S = 0.02
-# What engines get to become ready before requests are taken from a socket that was handed on.
+# Seconds that engines get to become ready before requests are taken from a socket that was handed on.
 _FIRST_S = 10.0
-# What cancelled answers get to close their connections.
+# Seconds that cancelled answers get to close their connections.
 _CUT_S = 1.0
 _INTERRUPTED = 130
 
@@ -237,7 +237,7 @@ def _config(proxy: Proxy, site: Site) -> uvicorn.Config:
 
 
 def _drain_s(settings: Settings, listeners: list[socket.socket]) -> float:
-    """How long requests are accepted after SIGTERM."""
+    """Seconds for which requests are accepted after SIGTERM."""
     if settings.drain_s is not None:
         return settings.drain_s
     return 0.0 if _is_local(listeners) else _DRAIN_S

@@ -184,7 +184,7 @@ def _bytes(world: World, sent: bytes) -> None:
 
 
 def _read(connection: socket.socket) -> bytes:
-    """What comes until the end of the connection, or until nothing comes."""
+    """Reads until the end of the connection, or until nothing comes."""
     answers = b""
     try:
         while part := connection.recv(65_536):

@@ -179,7 +179,7 @@ def steer(case: Case, model: str, number: int) -> None:
 
 
 def sent(case: Case, url: str) -> str:
-    """What came of a request."""
+    """Sends a request; returns its outcome: `2xx` to `5xx`, `hangs` or `drops`."""
     try:
         status = case.call(
             base_url=f"{url}/v1", timeout=HANG_S, headers={"Authorization": "Bearer x"}

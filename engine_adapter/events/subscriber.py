@@ -59,7 +59,7 @@ class _StartOverError(Exception):
 
 @dataclass(slots=True)
 class _Cursor:
-    """How far one view has been followed.
+    """The position up to which one view has been followed.
 
     Attributes:
         reader: reads its batches.
@@ -68,7 +68,7 @@ class _Cursor:
         last_live: number of the last batch that came by subscription, not by replay.
         complete: the engine held nothing unknown when the view began.
         silent: the replay socket did not answer.
-        idle_checks: idle checks since then.
+        idle_checks: idle checks while the replay socket was silent.
         reported: the completeness last reported; None until the view has started.
     """
 
@@ -171,7 +171,7 @@ class KvEventSubscriber:
                         yield event
 
     async def _start(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
-        """What the engine holds, as far as it can tell, up to the last batch that it replays."""
+        """Yields what the engine holds, as far as it can tell, up to the last batch that it replays."""
         if self._snapshot is not None:
             held = await self._snapshot()
             cursor.last, cursor.complete = held.sequence, True

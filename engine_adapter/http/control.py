@@ -1,4 +1,4 @@
-"""What adapters share: turning a client's request into the engine's, control calls, and errors."""
+"""The shared parts of adapters: turning a client's request into the engine's, control calls, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ MAX_ANSWER_BYTES = 64 << 20
 _CONNECT_S = 5.0
 # Engines whose address and headers are remembered in the form that requests need.
 _MAX_ENGINES = 4096
-# What a path may contain besides letters and digits. It is percent-encoded already, or a plain name.
+# Characters that a path may contain besides letters and digits. The path is percent-encoded already, or a
+# plain name.
 _UNQUOTED = "/?&=%:@!$'()*+,;-._~"
 # Hop-by-hop headers (RFC 9110 7.6.1), and those of the next connection. No compression: kvpin reads the
 # usage.
@@ -55,7 +56,7 @@ _KEYS = frozenset({"authorization", "x-api-key"})
 # Fields of a model's card that kvpin sets itself, or that differ each time. A `root` may be a path.
 _NOT_THE_ENGINES = frozenset({"id", "object", "created", "owned_by", "root", "parent", "permission"})
 _OWN_PREFIX = b"x-kvpin-"
-# What nearly every client's `connection` says.
+# Values of the header `connection` that nearly every client sends.
 _NAMES_NO_HEADER = (b"keep-alive", b"close")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
@@ -212,8 +213,10 @@ def model_name(models: object) -> str:
 
 
 def model_card(models: object, name: str | None = None) -> dict[str, Any]:
-    """What a `/v1/models` answer says of a model beside the fields that kvpin sets itself; {} if nothing.
-    Without a name: of the first."""
+    """The fields of a model in a `/v1/models` answer, without those that kvpin sets itself; {} if none.
+
+    Without a name: those of the first model.
+    """
     match models:
         case {"data": [*cards]}:
             found = [card for card in cards if isinstance(card, dict) and name in (None, card.get("id"))]
@@ -233,13 +236,13 @@ def max_model_len(models: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """What every request to an engine has in common.
+    """The part that all requests to an engine have in common.
 
     Attributes:
-        url: the address without `/v1`.
-        headers: those that kvpin and the operator add.
+        url: the engine's address without `/v1`.
+        headers: the headers that kvpin and the operator add.
         ends_here: names of the client's headers that are not passed on.
-        tls: the engine's context.
+        tls: the TLS context for the engine.
     """
 
     url: str

@@ -22,7 +22,7 @@ _ROUTES = ("/v1/chat/completions", "/v1/completions")
 # The ends of an event. Engines use either; none ends lines with a carriage return alone.
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _END = re.compile(rb"\n\r?\n")
-# What marks an event that is read. Text cannot contain it: quotes in JSON strings have a backslash. Some
+# The mark of an event that is read. Text cannot contain it: quotes in JSON strings have a backslash. Some
 # engines put `"usage": null` into every event.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _USAGE_OR_IDS = re.compile(rb'"(?:usage"\s*:\s*\{|(?:prompt_)?token_ids")')

@@ -1,8 +1,8 @@
-"""What an answer says of itself, and which tokens it left in its slot.
+"""Reads an answer: its counts and times, and the tokens that it left in its slot.
 
 After an answer a slot holds (prompt + sampled)[: n_prompt + n_sampled - 1]: the last token is never decoded.
-The server tells the counts. Its own completion routes also tell the ids of the sampled tokens, its OpenAI
-routes do not. A stream of these usually has one chunk per token. Where the counts prove that, the ids are
+The server tells the counts. Its own completion routes also tell the ids of the sampled tokens. Its OpenAI
+routes do not, but their streams usually have one chunk per token. Where the counts prove that, the ids are
 those of the answer's text, as far as each token has the text of its chunk. All other ids are unknown until
 the slot is saved: the header of the file has them.
 """
@@ -81,7 +81,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Answer:
-    """What a streamed answer said. Counts are in tokens, None where the server did not tell them.
+    """The content of a streamed answer. Counts are in tokens, None where the server did not tell them.
 
     Attributes:
         pieces: the text of each chunk that has some, in order.
@@ -245,10 +245,10 @@ async def _tokenise(control: ControlClient, text: str) -> list[tuple[int, bytes]
 
 
 def slot_content(prompt: TokenIds[int], answer: Answer, sampled: TokenIds[int]) -> tuple[TokenIds[int], int]:
-    """What the slot holds now: its known leading tokens, and how many unknown ones follow.
+    """The slot's content after the answer: known leading tokens, and the number of unknown ones that follow.
 
-    `sampled` are the known tokens of the answer. A stream that broke off leaves at least the prompt. After an
-    error, and of a prompt that the server counts otherwise, nothing is known.
+    `sampled` are the known tokens of the answer. A stream that broke off leaves at least the prompt. No token
+    is known after an error, or if the server counted another number of prompt tokens.
     """
     n_prompt = len(prompt) if answer.prompt_tokens is None else answer.prompt_tokens
     length = n_prompt + max((answer.sampled_tokens or 0) - 1, 0)

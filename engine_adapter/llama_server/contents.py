@@ -1,6 +1,7 @@
-"""What slots and files hold, and the I/O that moves KV between them. The keeper decides whose turn it is.
+"""The content of slots and files, and the I/O that moves KV between them.
 
-The caller begins each operation on its slot first. Every change of content goes to the mirror.
+The keeper decides whose turn it is. The caller begins each operation on its slot first. Every change of
+content goes to the mirror.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MAX_VAIN_RESTORES = 2
 
 @dataclass(slots=True)
 class Counts:
-    """What happened on one server since kvpin connected to it."""
+    """Counts of the events on one server since kvpin connected to it."""
 
     saves: int = 0
     write_backs: int = 0

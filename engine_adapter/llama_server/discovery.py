@@ -1,7 +1,7 @@
-"""What a llama-server is, read from its own routes, and which flags it lacks.
+"""Facts about a llama-server, read from its own routes, and the flags that it lacks.
 
-`discover` only reads, except that it uses one slot if the model's file is out of reach. `probe` finds by
-trying what no route tells; it costs one slot its content, so the caller chooses the moment.
+`discover` only reads, except that it uses one slot if the model's file is out of reach. `probe` tries out
+what no route tells. It costs one slot its content, so the caller chooses the moment.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ServerFacts:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What keeps kvpin from using it fully, and the flags that help."""
+        """The findings that keep kvpin from using it fully, and the flags that help."""
         return tuple(_findings(self))
 
 

@@ -1,4 +1,4 @@
-"""What slots and files hold, as KV events: the proxy indexes it like the cache of any other engine.
+"""The content of slots and files as KV events: the proxy indexes it like the cache of any other engine.
 
 A place (a slot, a file) holds a run of tokens on a tier. Runs share blocks. A block is stored on a tier when
 its first place gets it, and removed when its last place loses it.

@@ -18,7 +18,7 @@ from engine_adapter.llama_server.answer import Answer
 from engine_adapter.llama_server.keeper import SlotLease
 from engine_adapter.types import TokenIds
 
-# What `GET /slots` shows of the last request on a slot.
+# The fields of `GET /slots` that show the last request on a slot.
 _OF_A_REQUEST = ("prompt", "generated", "params")
 
 

@@ -53,7 +53,7 @@ Entry = TypeVar("Entry", bound=SavedView)
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast this server is; every rate is above 0.
+    """The rates of this server; every rate is above 0.
 
     Attributes:
         prefill_tok_s: prompt tokens computed per second.
@@ -273,7 +273,8 @@ def _choice(slot: Slot, kept: int, file: _File[Entry] | None, ask: _Ask) -> Plan
     others = ask.streams - (slot.operation is Operation.REQUEST)
     save_s, regret_s = _loss(slot, kept, others, ask)
     if kept < min(LEAST_SHARED, len(slot.tokens), len(ask.prompt)):
-        # What an empty slot would have to compute as well. Else all new conversations go through one slot.
+        # An empty slot would have to compute these tokens as well. Without this term, all new conversations
+        # go through one slot.
         regret_s += ask.rates.prefill_s(min(kept, ask.most))
     io_s = save_s + (0.0 if file is None else file.seconds)
     return Plan(

@@ -1,4 +1,4 @@
-"""How fast one server is: medians of its measured operations."""
+"""The rates of one server: medians of its measured operations."""
 
 from __future__ import annotations
 

@@ -415,7 +415,7 @@ class SavedPrefixes:
         return work
 
     def _worse_on_disk(self, saved: Saved) -> list[Saved] | None:
-        """What the disk tier evicts for `saved`; None if it has no room, or holds only better entries."""
+        """Entries to evict from disk for `saved`; None if it has no room, or holds only better entries."""
         if Tier.DISK not in self._dirs:
             return None
         victims = self._victims(Tier.DISK, saved.size)

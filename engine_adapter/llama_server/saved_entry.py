@@ -90,7 +90,7 @@ class Saved:
 
 
 class SavedEvent(StrEnum):
-    """What happened to an entry."""
+    """An event in the life of an entry."""
 
     ADDED = "added"
     MOVED = "moved"  # to `Saved.tier`

@@ -90,7 +90,7 @@ class Session:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What the server can do with its flags."""
+        """The capabilities that the server has with its flags."""
         able = _ALWAYS
         if self.keeper is None:
             return able

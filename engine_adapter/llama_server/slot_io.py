@@ -43,7 +43,7 @@ _Answer = TypeVar("_Answer", _Saved, _Restored, _Erased)
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a save or restore moved: tokens, bytes, and the seconds in which the server did nothing else."""
+    """The size of a save or restore: tokens, bytes, and the seconds in which the server did nothing else."""
 
     tokens: int
     size: int

@@ -1,4 +1,4 @@
-"""Whose KV each slot holds, written to disk: kvpin may crash while the server and its slots live on.
+"""The owner of the KV in each slot, written to disk: kvpin may crash while the server and its slots live on.
 
 A record names the owner of a slot only while the slot is sure to hold nothing else. While that may change,
 the slot has no known owner, so that no tenant is ever given another one's KV.

@@ -1,4 +1,4 @@
-"""What each slot of one llama-server holds, token by token, and what runs on it.
+"""The slots of one llama-server: the tokens that each holds, and the operation that runs on it.
 
 At most one operation is in flight per slot: a prompt pinned to a busy slot can corrupt the answer that runs
 there. Every change happens between two awaits of the caller, so a reader never sees half a change. Times are
@@ -20,7 +20,7 @@ NEVER = -math.inf
 
 
 class Operation(StrEnum):
-    """What can run on a slot."""
+    """An operation that can run on a slot."""
 
     REQUEST = "request"
     SETTLE = "settle"  # the answer is over; the keeper finds out what it left in the slot

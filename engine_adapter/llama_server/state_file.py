@@ -35,7 +35,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Reason(StrEnum):
-    """What is wrong with a saved file, or with its target."""
+    """The fault of a saved file, or of its target."""
 
     MISSING = "missing"
     UNREADABLE = "unreadable"

@@ -20,7 +20,7 @@ from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
 
 _Held = TypeVar("_Held", Slot, Saved)
-# What kvpin itself runs on a slot. It is over soon.
+# Operations that kvpin itself runs on a slot. They are over soon.
 _OWN_WORK = (Operation.SETTLE, Operation.SAVE, Operation.RESTORE, Operation.ERASE)
 _POLL_S = 0.01
 

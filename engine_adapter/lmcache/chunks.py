@@ -1,5 +1,4 @@
-"""What LMCache holds, in chunks. A chunk has one object per rank, and lies on a tier if all its objects
-do."""
+"""The chunks that LMCache holds. A chunk has one object per rank. It lies on a tier if all its objects do."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def leading(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def below_gpu(chunks: Sequence[Chunk], n_tokens: int, tokens_per_chunk: int) -> BelowGpu:
-    """What an engine would reuse of a prompt with these chunks.
+    """The part of a prompt that an engine would reuse with these chunks.
 
     If every token is held, the engine computes the last one again, so one token less is reused.
     """

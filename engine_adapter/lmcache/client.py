@@ -38,7 +38,7 @@ class Node:
         self._control = ControlClient(replace(spec, url=url, api_key=None, headers={}))
 
     async def status(self) -> wire.Status:
-        """What it holds, and the connected engines."""
+        """The server's status: its content, and the connected engines."""
         return _read(await self._control.get("/status"), wire.Status)
 
     async def config(self) -> wire.Config:
@@ -89,7 +89,7 @@ class Coordinator:
         return frozenset(each.instance_id for each in answer.instances)
 
     async def stats(self) -> wire.DirectoryStats:
-        """How much each tier holds."""
+        """The amount of KV on each tier."""
         return _read(await self._control.get("/directory/stats"), wire.DirectoryStats)
 
     async def lookup(self, scope: Scope, token_ids: Sequence[int], salt: str) -> wire.Lookup:

@@ -1,4 +1,4 @@
-"""How the operator names an LMCache."""
+"""The settings by which the operator names an LMCache."""
 
 from __future__ import annotations
 

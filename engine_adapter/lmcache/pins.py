@@ -18,7 +18,7 @@ _FAREWELL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """What is pinned, where, and the task that ends it."""
+    """A pin: the coordinator, the pinned tokens, and the task that ends it."""
 
     coordinator: Coordinator
     scope: Scope

@@ -76,7 +76,7 @@ class LmCache:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What keeps kvpin from using it, as of the last `connect`."""
+        """The findings that keep kvpin from using it, as of the last `connect`."""
         return self._findings
 
     @property
@@ -115,7 +115,7 @@ class LmCache:
         return below_gpu(chunks, n_tokens, self._site.tokens_per_chunk)
 
     async def stats(self) -> dict[str, Any]:
-        """What it holds, for people."""
+        """Statistics of its content, for people."""
         if self._site is None:
             return {"error": str(self._findings[0])} if self._findings else {}
         storage = (await self._node.status()).storage_manager

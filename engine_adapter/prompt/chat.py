@@ -216,11 +216,11 @@ class ChatTokenizer:
 
 
 class Pace:
-    """How long an encoder takes on this machine, learned from the texts that it encodes.
+    """Time that an encoder takes on this machine, learned from the texts that it encodes.
 
     A thread costs a request about 0.2 ms of CPU. The stated pace is that of text without common words, on a
-    slow machine; English takes a third of it. A row of spaces takes twenty times as long: a pace of more than
-    twice the stated one is not believed.
+    slow machine. English takes a third of that time. A row of spaces takes twenty times as long. So a learned
+    pace of more than twice the stated one is not believed.
     """
 
     def __init__(self, chars_per_ms: int) -> None:

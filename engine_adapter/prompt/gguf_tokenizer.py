@@ -19,12 +19,12 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of tokens that are matched 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How a text is split before pairs are merged, with the defaults of the family.
+    """A family of tokenizers: the way a text is split before pairs are merged, and the family's defaults.
 
     Attributes:
         pattern: matches the pieces.
         takes_whole: a piece that is a token stays one token, even if the merges would split it.
-        adds_bos: the first token is put before a text, unless the file says otherwise.
+        adds_bos: the BOS token is put before a text, unless the file says otherwise.
     """
 
     pattern: str

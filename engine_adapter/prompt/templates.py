@@ -28,7 +28,7 @@ from engine_adapter.prompt.sandbox import Sandbox
 TEMPLATE_ERRORS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-"""What rendering raises. A template is a program: it can fail on messages it does not expect."""
+"""The errors that rendering raises. A template is a program: it can fail on messages it does not expect."""
 
 # The longest text of a chat, and the most CPU seconds that it may take: many times those of the longest body.
 MAX_CHARS = 256 << 20
@@ -90,7 +90,7 @@ def render_template(
     if documents is not None and not all(isinstance(document, dict) for document in documents):
         raise TypeError("documents must be a list of objects")
     made = compiled(template)
-    # What `made.render` does, but that copies the globals one by one: half the time of a short chat.
+    # Does the same as `made.render`, which copies the globals one by one: half the time of a short chat.
     seen = {
         **environment.globals,
         **variables,

@@ -27,7 +27,7 @@ from engine_adapter.prompt.chat import ChatTokenizer, check_source, load_transfo
 from engine_adapter.prompt.described import DescribedTokenizer, Description, describe
 
 HUB_S = 3.0
-"""How long the model hub may take to answer."""
+"""Seconds that the model hub may take to answer."""
 MAX_BYTES = 8 << 30
 """Memory that loading may take."""
 MAX_CPU_S = 300

@@ -16,7 +16,7 @@ from engine_adapter.http.usage import UNREADABLE
 from engine_adapter.types import TokenIds
 
 _DETAILS = "cached_tokens_details"
-# What marks an event that is read.
+# The mark of an event that is read.
 _USAGE_OR_EXTENSION = re.compile(rb'"(?:usage|sglext)"\s*:\s*\{')
 # The answer is complete.
 _FINISHED = b'"finish_reason":"'
@@ -58,7 +58,7 @@ class DetailsAnswer(OpenAIAnswer):
         return pass_marked(events, _USAGE_OR_EXTENSION, self._pass_object)
 
     def _pass_object(self, content: bytes) -> bytes:
-        """What the client gets of an answer or a stream event."""
+        """The client's version of an answer or a stream event."""
         start, end = content.find(b"{"), content.rfind(b"}") + 1
         try:
             fields = _decode_fields(content[start:end])

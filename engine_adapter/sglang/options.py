@@ -1,4 +1,4 @@
-"""What the operator can set of an SGLang beyond what every engine has."""
+"""The settings of an SGLang beyond those that every engine has."""
 
 from __future__ import annotations
 

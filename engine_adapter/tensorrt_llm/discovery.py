@@ -57,7 +57,7 @@ NO_RESET = Finding(
 
 @dataclass(frozen=True, slots=True)
 class Discovered:
-    """What a server is.
+    """Facts about a server.
 
     Attributes:
         model: the name it serves under.
@@ -130,7 +130,7 @@ async def discover(control: ControlClient) -> Discovered:
 
 
 async def read_stats(control: ControlClient) -> Stats:
-    """What a server reports of its load and cache now. Raises EngineUnavailable."""
+    """The figures that a server reports of its load and cache now. Raises EngineUnavailable."""
     with suppress(EngineRejected):
         return read_prometheus(await control.fetch("GET", PROMETHEUS))
     with suppress(EngineRejected):

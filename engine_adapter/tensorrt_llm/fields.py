@@ -39,7 +39,8 @@ HINTS = frozenset(
         "user",
     }
 )
-# What versions 1.2 to 1.4 take of these and of kvpin's own fields, for servers that do not list their fields.
+# The hints and the fields of kvpin's own that versions 1.2 to 1.4 take, for servers that do not list their
+# fields.
 KNOWN: Mapping[str, frozenset[str]] = {
     CHAT: frozenset({"conversation_params", "priority", "user", SALT, "prompt_token_ids"}),
     COMPLETIONS: frozenset({"conversation_params", "priority", "user"}),

@@ -147,7 +147,7 @@ class Answer:
         self._answered = request.answered
         self._completion_tokens = 0
         self._finish_reason: str | None = None
-        # What follows depends on what came before: characters and stop strings may span both.
+        # New text depends on the text before it: characters and stop strings may span both.
         for token_id in request.token_ids[len(request.token_ids) - request.answered :]:
             self._detokenizer.push(token_id)
 

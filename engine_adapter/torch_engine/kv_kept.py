@@ -41,7 +41,7 @@ class KeptBlocks:
         return set(self._owners)
 
     def by_owner(self) -> dict[str | None, int]:
-        """How many blocks each owner keeps."""
+        """Number of blocks that each owner keeps."""
         return {owner: len(book) for owner, book in self._books.items()}
 
     def keep(self, chain: Sequence[Node], retention: Retention, now: float) -> None:

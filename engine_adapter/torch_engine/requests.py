@@ -41,7 +41,7 @@ class RequestRefused(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. The caller has checked the ranges.
+    """The rules by which tokens are chosen and an answer stops. The caller has checked the ranges.
 
     Attributes:
         temperature: 0 is greedy.

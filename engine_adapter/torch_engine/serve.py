@@ -35,7 +35,7 @@ app = typer.Typer(add_completion=False, help="Serve the embedded engine.")
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What to serve and where.
+    """The options of the server: what it serves, and where.
 
     Attributes:
         service: model and engine.

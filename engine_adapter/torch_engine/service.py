@@ -32,7 +32,7 @@ _MAX_CHARS_PER_TOKEN = 256  # no tokenizer has longer tokens on average: a longe
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """What one engine process serves.
+    """The options of one engine process: its model, device, event address and limits.
 
     Attributes:
         model: directory or hub id, None for the built-in random-weight model.

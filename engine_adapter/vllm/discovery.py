@@ -51,20 +51,20 @@ class _Models(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a server is, and how it was started.
+    """Facts about a server and its start.
 
     Attributes:
         model: the name it serves its base model under.
-        card: its own fields of that in `/v1/models`.
+        card: the server's own fields of that model in `/v1/models`.
         loras: names of its LoRA adapters.
         tokenizer: directory or hub id of its model.
         max_model_len: longest prompt + output in tokens.
         version: e.g. `0.32.0`; "" where it does not say.
         metrics: as of the connection.
         source: address of its events; None where it does not say.
-        names_sources: it has the route that says it.
+        names_sources: it has the route that says this address.
         tokenizes, renders, resets: it has these routes.
-        trials: what only requests show.
+        trials: the facts that only requests show.
     """
 
     model: str

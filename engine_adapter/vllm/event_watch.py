@@ -1,4 +1,4 @@
-"""What the adapter itself learns from the events that pass through it."""
+"""The facts that the adapter itself learns from the events that pass through it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operator can set of a vLLM beyond what every engine has."""
+"""The settings of a vLLM beyond those that every engine has."""
 
 from __future__ import annotations
 

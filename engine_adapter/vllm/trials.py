@@ -17,7 +17,7 @@ from engine_adapter.vllm.metrics import VllmMetrics
 
 _T = TypeVar("_T")
 _NO_SUCH_ROUTE = 404
-# How long one trial may take: a busy engine may queue it.
+# Seconds that one trial may take: a busy engine may queue it.
 _PATIENCE_S = 3.0
 _TOKEN = 1
 _CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -32,7 +32,7 @@ _SALTED: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """What the trials found; None for what could not be tried yet.
+    """The results of the trials; None for what could not be tried yet.
 
     Attributes:
         takes_salt: every route of the server respects salts. Always known after `try_out`.

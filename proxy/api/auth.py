@@ -20,7 +20,7 @@ from proxy.settings import key_digest
 
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"cookie"})
 _OF_SEVERAL = _KEY_HEADERS | PRIVATE_HEADERS
-# What proxies add to the requests that they pass on.
+# Headers that proxies add to the requests that they pass on.
 _FORWARDED = frozenset({"forwarded", "via", "x-real-ip"})
 _FORWARDED_FOR = "x-forwarded-"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -75,7 +75,7 @@ class AdminGuard:
 
     @property
     def right(self) -> str:
-        """What lets a request in, for the audit log."""
+        """The right by which a request is let in, for the audit log."""
         return "admin_key" if self._digest is not None else "this machine"
 
     def check(self, connection: HTTPConnection) -> None:

@@ -31,13 +31,13 @@ _WARN_S = 60.0
 
 
 class Place(Enum):
-    """What a new connection may do."""
+    """Permission of a new connection."""
 
     FREE = "free"
     RESERVED = "reserved"
-    """Ask for anything but the data plane."""
+    """It may ask for anything but the data plane."""
     NONE = "none"
-    """Nothing: close it."""
+    """It may ask for nothing: close it."""
 
 
 class Waiting(Protocol):

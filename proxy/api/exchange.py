@@ -166,7 +166,7 @@ class Exchange:
                 yield self._take()
 
     async def socket(self) -> AsyncGenerator[bytes, None]:
-        """What the client sends on the WebSocket, until it leaves. A slow reader slows the client down."""
+        """Yields the WebSocket bytes of the client, until it leaves. A slow reader slows the client down."""
         while self._chunks or not self.left:
             if not self._chunks:
                 self._connection.resume_reading()

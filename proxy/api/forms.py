@@ -159,7 +159,7 @@ async def _keep(spool: Spool, chunk: bytes) -> None:
 
 
 async def _again(spool: Spool, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """What was kept, and then the rest."""
+    """Yields the bytes that were kept, then the rest."""
     is_in_memory = spool.tell() <= MAX_IN_MEMORY
     spool.seek(0)
     if is_in_memory:

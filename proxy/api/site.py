@@ -1,4 +1,4 @@
-"""What kvpin serves on its port: the data plane, and an ASGI application for the rest."""
+"""The site on kvpin's port: the data plane, and an ASGI application for everything else."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ def _show_costs(
 
 
 def _why(request: dict[str, Any]) -> str:
-    """How long it waited for engines that were busy; why no more was reused and what differs first, or why
-    the request failed."""
+    """Text on a request: the seconds it waited for busy engines, then why it failed, or why no more of its
+    prompt was reused and what differs first."""
     waited, at = request["queued_s"], request["differs_at"]
     queued = f"queued {waited:.1f} s; " if waited is not None else ""
     if request["error"] is not None:

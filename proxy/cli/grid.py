@@ -63,7 +63,7 @@ class Grid:
             out.print(f"no room for: {', '.join(hidden)} (--json shows everything)", style="dim")
 
     def _width(self, hidden: Sequence[str]) -> int:
-        """What the columns need, without those that are hidden."""
+        """Width that the columns need, without the hidden ones."""
         widths = [
             min(width, _TEXT_WIDTH) if title == self.text else width
             for title, width in zip(

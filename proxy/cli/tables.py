@@ -107,7 +107,7 @@ def _show_slots(out: Console, engine: dict[str, Any]) -> None:
 
 
 def show_operation(operation: dict[str, Any]) -> None:
-    """What an operation did, by engine."""
+    """Prints what an operation did, by engine."""
     out = console()
     columns = ("engine", "verb", "state", "blocks", "bytes", "left", "error")
     table = Grid(columns, text="error", less=("verb", "bytes"))

@@ -123,7 +123,7 @@ def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
 
 
 def _of_the_unknown(record: RequestRecord, placement: Placement, diagnosis: Diagnosis) -> str:
-    """What can be said of a prompt whose tokens are unknown, known in part, or wrong."""
+    """The explanation for a prompt whose tokens are unknown, known in part, or wrong."""
     engine, reported = placement.engine, record.reported_tokens
     if record.tokens_agree is False:
         return f"{engine} tokenised the prompt differently than kvpin, so the prediction does not count"

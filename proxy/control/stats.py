@@ -1,4 +1,4 @@
-"""What every pool and engine holds, how far kvpin trusts its view of it, and how predictions did."""
+"""Statistics: content of pools and engines, kvpin's trust in its view of it, and quality of predictions."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class EngineStats(EngineAnswer, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenisation(Exactness):
-    """How prompts become tokens, and whether kvpin's tokens are known to be the engine's.
+    """State of a pool's tokenisation: who tokenises, and whether kvpin's tokens are known to be the engine's.
 
-    `agreed` and `differed` count the served prompts whose tokens an engine reported.
+    `agreed` and `differed` count served prompts for which an engine reported the same tokens, or others.
     """
 
     agreed: int

@@ -1,4 +1,4 @@
-"""What an operation acts on, as an operator names it: a prefix, the KV of an engine, of a tenant, or all."""
+"""The target of an operation, as an operator names it: a prefix, the KV of an engine, of a tenant, or all."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _COMPANIONS = {
 
 
 class Target(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What to act on. Exactly one of `messages`, `prompt`, `token_ids`, `prompt_cache_key`, `engine`,
-    `tenant` and `all` names it; `engine` and `tenant` may also narrow down a prefix.
+    """The target of an operation.
+
+    Exactly one of `messages`, `prompt`, `token_ids`, `prompt_cache_key`, `engine`, `tenant` and `all` names
+    it. `engine` and `tenant` may also narrow down a prefix.
 
     Attributes:
         messages: a chat, with `tools` and `chat_template_kwargs` as in a request. By default without the

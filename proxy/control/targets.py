@@ -38,7 +38,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What an operation means on one engine: its targets there, done one after the other."""
+    """One engine's share of an operation: its targets there, done one after the other."""
 
     engine: Engine
     pool: Pool

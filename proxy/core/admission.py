@@ -55,7 +55,7 @@ class Entry(Generic[Item]):
 
 @dataclass(slots=True, eq=False)
 class _Share(Generic[Item]):
-    """What one tenant has in the queue."""
+    """One tenant's share of the queue: its requests, their sums, and its turn."""
 
     lanes: dict[int, dict[Entry[Item], None]] = field(default_factory=dict)  # by priority, oldest first
     entries: int = 0
@@ -183,7 +183,7 @@ class FairQueue(Generic[Item]):
 
 
 class Pace:
-    """How fast requests leave a queue, in tokens, while some wait in it."""
+    """Rate at which requests leave a queue, in tokens, while some wait in it."""
 
     __slots__ = ("_seconds", "_since", "_tokens")
 

@@ -19,7 +19,7 @@ MAX_PATIENCE = 40
 
 
 class Trust(StrEnum):
-    """How far the index is trusted for an engine."""
+    """Degree of trust in the index for an engine."""
 
     PRECISE = "precise"  # its events are healthy
     APPROXIMATE = "approximate"  # learned from responses, or in doubt

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 # Failures in a row that open it.
 FAILURES = 5
-# How long it stays open, at first and at most.
+# Seconds that it stays open: at first, and at most.
 OPEN_S, MAX_OPEN_S = 1.0, 30.0
 # It is closed once it has allowed this many unanswered requests.
 ENOUGH = 32
 
 
 class Breaker:
-    """What an engine's last requests say of it. An engine that did not fail needs none."""
+    """The circuit breaker of one engine. An engine that did not fail needs none."""
 
     __slots__ = ("_allowed", "_failures", "_open_s", "_until")
 

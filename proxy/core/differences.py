@@ -63,7 +63,7 @@ _MEDIA = frozenset(
 
 
 class Kind(StrEnum):
-    """What differs."""
+    """The kind of part that differs."""
 
     TOOLS = "tools"
     SYSTEM = "system"
@@ -195,7 +195,7 @@ def _of_content(
 
 
 def _kind(of_text: Kind, *parts: Any) -> Kind:  # noqa: ANN401 - JSON
-    """What differs where the first of these parts does."""
+    """The kind of a difference in these parts: MEDIA if one of them holds media, else `of_text`."""
     return Kind.MEDIA if any(isinstance(part, dict) and _MEDIA & part.keys() for part in parts) else of_text
 
 

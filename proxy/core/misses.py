@@ -78,17 +78,17 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request.
+    """Facts about a request, from which the reason of a miss follows.
 
     Attributes:
         n_tokens: tokens of its prompt; None where the prompt is not known.
         is_whole: False where only the tokens before the first image are known.
         reused_tokens: prompt tokens that the engine reused.
-        predicted_tokens: what it was expected to reuse.
-        holder: the engine that would have reused most of it.
-        held_tokens: how many tokens that is.
-        tokens_per_block: the engine reuses full blocks.
-        compared: the earlier request.
+        predicted_tokens: prompt tokens that it was expected to reuse.
+        holder: the engine that would have reused most of its prompt.
+        held_tokens: prompt tokens that `holder` would have reused; 0 if the request was placed there.
+        tokens_per_block: the engine's block size in tokens. The engine reuses full blocks.
+        compared: the earlier request that it is compared with; None without one.
     """
 
     n_tokens: int | None
@@ -101,7 +101,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     compared: Compared | None = None
 
     def reusable(self, tokens: int) -> int:
-        """How many of so many leading tokens can be reused: full blocks, and never the last token."""
+        """Number of the first `tokens` tokens that can be reused: full blocks, and never the last token."""
         block = self.tokens_per_block
         return min(tokens, (self.n_tokens or 1) - 1) // block * block
 
@@ -168,7 +168,7 @@ def miss_of(facts: Facts) -> Miss:
 
 
 def _without_another(facts: Facts) -> Miss | None:
-    """What needs no other request."""
+    """The miss, if no other request is needed to tell it; else None."""
     if facts.n_tokens is None:
         return Miss.UNKNOWN
     reusable = facts.reusable(facts.n_tokens)
@@ -189,7 +189,7 @@ def _loss(facts: Facts, compared: Compared) -> Miss:
 
 
 def _change(facts: Facts, compared: Compared) -> Miss:
-    """What differs in the prompts; all that they share was reused."""
+    """The miss of a prompt that differs from an earlier one. All that both share was reused."""
     if facts.is_whole and facts.reusable(compared.common_tokens) == facts.reusable(compared.n_tokens):
         return Miss.HIT
     if compared.difference is not None:
@@ -313,7 +313,7 @@ def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
 
 
 def _own_words(diagnosis: Diagnosis) -> dict[str, Any]:
-    """What kvpin knows and the APIs have no field for."""
+    """The reason and the detail in kvpin's own words, for which the APIs have no field."""
     words: dict[str, Any] = {"reason": diagnosis.miss.value, "detail": diagnosis.detail}
     if diagnosis.at is not None:
         words["at"] = msgspec.to_builtins(diagnosis.at)

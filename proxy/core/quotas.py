@@ -1,4 +1,4 @@
-"""What one tenant may use: requests and tokens a minute, and requests at a time.
+"""The quota of one tenant: requests and tokens a minute, and requests at a time.
 
 Requests and tokens are token buckets that hold one minute's worth. A request is let in while its tenant's
 tokens are not used up. It is charged afterwards, so that a prompt longer than what is left is not refused
@@ -12,7 +12,7 @@ from math import ceil
 import msgspec
 
 MINUTE_S = 60.0
-# How soon to come back is not known where too many requests run at a time.
+# Seconds after which to come back if too many requests run at a time: nobody knows when one ends.
 SOON_S = 1
 
 
@@ -59,7 +59,7 @@ class _Bucket:
 
 
 class Quota:
-    """What a tenant has used of its `limits`."""
+    """A tenant's use of its `limits`."""
 
     __slots__ = ("_concurrent", "_requests", "_running", "_tokens", "limits")
 

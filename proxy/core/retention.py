@@ -1,4 +1,4 @@
-"""How long a request wants its KV kept, from the fields of OpenAI's and Anthropic's clients.
+"""Reads how long a request wants its KV kept, from the fields of OpenAI's and Anthropic's clients.
 
     OpenAI      prompt_cache_options.ttl "30m" | "12h" · prompt_cache_retention "24h", not "in_memory"
                 prompt_cache_breakpoint {"mode": "explicit", "ttl": …} on any part of messages or input

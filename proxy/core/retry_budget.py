@@ -14,7 +14,7 @@ MOST = 100.0
 
 
 class RetryBudget:
-    """How many retries are left."""
+    """The number of retries that are left."""
 
     __slots__ = ("_at", "_left")
 

@@ -44,7 +44,7 @@ _PATH = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What an engine's KV events show.
+    """The result of reading an engine's KV events.
 
     Attributes:
         state: `current`; `late` if they do not arrive; `unfit` if their block size does not fit; `none` if it

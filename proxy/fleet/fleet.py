@@ -230,7 +230,10 @@ class Fleet:
         return NotFound(f"{reason}; served: {known}", param="model", code="model_not_found")
 
     def _named(self, model: str) -> tuple[Pool, str] | None:
-        """What serves the model, LoRA adapter or alias of that name."""
+        """The pool that serves the model, LoRA adapter or alias of that name, and the name behind the alias.
+
+        None if there is none.
+        """
         for own in (model, self.aliases.get(model)):
             if own is None:
                 continue

@@ -113,7 +113,7 @@ class Ingest:
                     _log_current(engine, view)
 
     def _turn_s(self) -> float:
-        """How long an engine's events may be applied in one turn."""
+        """Seconds for which an engine's events may be applied in one turn."""
         return max(TURN_S / max(self._followed, 1), MIN_TURN_S)
 
 

@@ -27,12 +27,12 @@ SILENCE_S = 5.0
 
 
 class Timeouts(msgspec.Struct, frozen=True):
-    """How long an engine may take, in seconds.
+    """The longest times that an engine may take, in seconds.
 
     Attributes:
-        first_byte_s: to the first byte of an answer. One that is no stream has its first byte last.
+        first_byte_s: to the first byte of an answer. An answer that is no stream begins when it is complete.
         idle_s: from one piece of an answer to the next, the client's reading included.
-        total_s: to the end of an answer; None for as long as it likes.
+        total_s: to the end of an answer; None for no limit.
     """
 
     first_byte_s: float = 1800.0
@@ -41,11 +41,11 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 class LeasedEngine(Protocol):
-    """What a lease needs of its engine."""
+    """The part of an engine that a lease needs."""
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the engine said of itself."""
+        """The engine's declaration when it connected; None before that."""
 
     @property
     def removals(self) -> int:

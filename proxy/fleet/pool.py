@@ -90,7 +90,7 @@ class Pool:
 
     @property
     def card(self) -> dict[str, Any]:
-        """What all its engines say alike of their model in `/v1/models`."""
+        """The model's fields in `/v1/models` on which all its engines agree."""
         first, *others = (info.card for info in self._infos)
         return {
             name: value

@@ -31,13 +31,13 @@ log = structlog.get_logger(__name__)
 TICK_S = 0.1
 # Share of an engine's time. A request that arrives meanwhile waits for one slice of a restore at most.
 MOST_TIME = 0.25
-# How long one tick may hold the event loop. The next tick looks at the remaining threads.
+# Seconds that one tick may hold the event loop. The next tick looks at the remaining threads.
 LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a restore of a thread needs."""
+    """The data that a restore of a thread needs."""
 
     model: str
     prompt: Prompt
@@ -186,7 +186,7 @@ def _is_quiet(engine: Engine, now: float) -> bool:
 
 
 def _gain(pool: Pool, engine: Engine, below: Below[Turn], now: float) -> float:
-    """What restoring a thread is worth to the engine, see `tiering.gain`."""
+    """Gain of restoring a thread on the engine, see `tiering.gain`."""
     book, returns = pool.placer.books[engine.id], pool.placer.demand.returns
     on_gpu = book.on_gpu if book.on_gpu is not None else book.residents
     gpu, _, _, pending = pool.index.counts(engine.id)

@@ -1,4 +1,4 @@
-"""What people see of a running kvpin.
+"""Everything that people see of a running kvpin.
 
 banner.py  the text at start          logs.py      structured logs
 metrics.py Prometheus metrics         recorder.py  traffic recordings for `kvpin replay`

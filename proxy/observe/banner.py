@@ -1,4 +1,4 @@
-"""What `kvpin serve` prints on standard output: its addresses, engines that are down, a request to copy."""
+"""The text that `kvpin serve` prints: its addresses, engines that are down, a request to copy."""
 
 from __future__ import annotations
 

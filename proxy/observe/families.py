@@ -96,7 +96,7 @@ class Buckets:
 
 
 class Histogram:
-    """How often values fell into each of some ranges, for each combination of label values."""
+    """Counts of values in each of some ranges, for each combination of label values."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         """`bounds` are the upper ends of the ranges, in rising order; a last range has no end."""

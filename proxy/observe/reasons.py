@@ -16,7 +16,7 @@ from proxy.core.placement.decision import TIE_S, Cost, Placement
 
 
 class Reason(StrEnum):
-    """What sent a request to its engine."""
+    """The reason why a request went to its engine."""
 
     HELD = "held"  # the engine holds the most of the prompt
     GATHERED = "gathered"  # the engine will hold the most, once its requests in flight are computed
@@ -48,7 +48,7 @@ def utilisation_of(placement: Placement) -> float:
 
 
 def tie_of(placement: Placement) -> str | None:
-    """What decided between engines of equal cost; None where costs decided."""
+    """The fact that decided between engines of equal cost; None where costs decided."""
     chosen, equals = placement.chosen, _equals(placement)
     if not equals:
         return None
@@ -62,7 +62,7 @@ def tie_of(placement: Placement) -> str | None:
 
 
 def why(placement: Placement, *, unknown: str = "the prompt is not known here") -> str:
-    """What made the difference, in one sentence. `unknown` says why a prompt is not known."""
+    """The term that made the difference, in one sentence. `unknown` says why a prompt is not known."""
     name, chosen, total = placement.engine, placement.chosen, placement.n_tokens
     reason = reason_of(placement)
     if reason is Reason.BALANCED:
@@ -158,7 +158,7 @@ def _regret_s(cost: Cost) -> float:
 
 
 def _takes(cost: Cost, total: int) -> str:
-    """What an engine does before the first token."""
+    """The steps of an engine before the first token, as a part of a sentence."""
     steps = []
     if cost.queue_s > TIE_S:
         steps.append(f"is free in {_s(cost.queue_s)}")
@@ -171,7 +171,7 @@ def _takes(cost: Cost, total: int) -> str:
 
 
 def _tie(placement: Placement) -> str:
-    """What decided between equal costs, as the end of a sentence; empty where costs decided."""
+    """The fact that decided between equal costs, as the end of a sentence; empty where costs decided."""
     tie = tie_of(placement)
     if tie is None:
         return ""

@@ -354,7 +354,7 @@ def _pipe() -> Iterator[_Pipe]:
 
 
 def _end_of(exit_code: int | None) -> str:
-    """How a process ended, in words."""
+    """The end of a process in words: its signal or its exit code."""
     if exit_code is not None and exit_code < 0:
         return f"ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
     return f"exit code {exit_code}"

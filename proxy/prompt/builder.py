@@ -85,7 +85,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """How a pool's prompts are tokenised, and whether the ids are known to be right.
+    """State of a pool's tokenisation: who tokenises, and whether the ids are known to be right.
 
     Attributes:
         ok: every id is known to be the engine's own.
@@ -170,7 +170,7 @@ class PromptBuilder:
 
     @property
     def tokenizer(self) -> PromptTokenizer:
-        """What prompts are tokenised with now."""
+        """The tokenizer that makes the prompts' ids now."""
         return self._tokenizer
 
     def adopt(self, tokenizer: ChatTokenizer) -> None:

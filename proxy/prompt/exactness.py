@@ -179,7 +179,7 @@ def _probes(model: str) -> Iterator[tuple[str, str, JsonBody]]:
 
 
 async def _difference(local: LocalTokenizer, adapter: EngineAdapter, path: str, body: JsonBody) -> str | None:
-    """How our ids of a test prompt differ from the engine's; None when they do not, or when both refuse it.
+    """The difference between our ids of a test prompt and the engine's; None if equal, or if both refuse it.
 
     Raises:
         EngineRejected: only the engine refuses it.

@@ -26,7 +26,7 @@ LIMIT_BYTES = 32 * 2**20
 """Memory for the known chats of one pool: about 350 chats of 8,000 tokens of English."""
 # Shorter messages share a segment, because each segment costs about 1 µs.
 _LEAST_BYTES = 512
-# What a segment takes beside its text: its ids, the hashes of its blocks, and the objects that hold them.
+# Memory of a segment beside its text: its ids, the hashes of its blocks, and the objects that hold them.
 _BYTES_PER_TOKEN, _OVERHEAD_BYTES = 7, 600
 # JSON can hold half a surrogate pair.
 _ERRORS = "surrogatepass"
@@ -36,11 +36,11 @@ _Key = tuple[Hashable, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a chat is.
+    """The owner of a chat.
 
     Attributes:
-        salt, lora: what its KV lies under. Chats under others do not know it.
-        tenant: whose memory it counts to.
+        salt, lora: the namespace of its KV. Requests in other namespaces do not find the chat.
+        tenant: the tenant whose memory it counts against.
     """
 
     salt: str | None = None
@@ -49,7 +49,7 @@ class Owner:
 
     @property
     def namespace(self) -> Hashable:
-        """What the KV lies under, within a pool."""
+        """The namespace of the KV within a pool."""
         return self.salt, self.lora
 
 

@@ -27,8 +27,8 @@ _SPECIAL = frozenset(
         "task",
     }
 )
-# What all engines give their templates in the same form. The rest some leave out, rename, join differently or
-# reorder.
+# Roles and fields that all engines give their templates in the same form. Some engines leave out, rename or
+# reorder the others, or join them differently.
 _ROLES = ("system", "user", "assistant", "tool")
 _OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id"})
 _OF_TOOLS, _OF_FUNCTIONS = ["type", "function"], ["name", "description", "parameters"]

@@ -86,7 +86,7 @@ class PromptTables:
         return [*self._by_id.values()]
 
     def ref(self, table_id: str) -> TableRef | None:
-        """What identity needs to know of a table; None for one that is not registered."""
+        """The part of a table that identity needs; None for a table that is not registered."""
         table = self._by_id.get(table_id)
         return None if table is None else self._refs[table.extra_id]
 

@@ -17,7 +17,7 @@ from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
 from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
 
 ANSWER_S = 2.0
-"""How long a request waits for an engine to tokenise it."""
+"""Seconds that a request waits for an engine to tokenise it."""
 # A chat of this many messages is rendered in about 1 ms.
 _MESSAGES_PER_MS = 64
 

@@ -30,8 +30,8 @@ def fitting(trace: Trace, model: EngineModel) -> list[Request]:
 
 
 def speedup_for_load(trace: Trace, model: EngineModel, engines: int, load: float) -> float:
-    """How much faster the trace must arrive so that `engines` engines would be busy for `load` of the time if
-    nothing were cached.
+    """Factor by which the trace must arrive faster so that `engines` engines would be busy for `load` of the
+    time if nothing were cached.
 
     Raises:
         ValueError: the whole trace arrives at once, or no request fits.

@@ -17,7 +17,7 @@ from proxy.core.index.blocks import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a starting request found, and what was evicted for it.
+    """The blocks that a starting request found, and those that were evicted for it.
 
     Attributes:
         gpu: leading blocks of its chain found on the GPU.

@@ -1,7 +1,7 @@
-"""How many engines a policy needs to keep a p99 time to first token.
+"""Finds the number of engines that a policy needs to keep a p99 time to first token.
 
-The number of engines doubles until it suffices; bisection then finds the smallest that does. Both take p99 to
-fall as engines are added.
+The number of engines doubles until it suffices. Bisection then finds the smallest number that suffices. Both
+assume that p99 falls as engines are added.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Need:
 def search(
     plan: Plan, target: Target, trace: Trace, run_all: Callable[[Sequence[Run]], Sequence[Outcome]]
 ) -> tuple[list[Need], list[Outcome]]:
-    """What each policy of the plan needs, and the outcomes of all runs that it took."""
+    """Finds how many engines each policy of the plan needs. Also returns the outcomes of all runs."""
     outcomes = list[Outcome]()
     tried: dict[str, dict[int, float]] = {policy: {} for policy in plan.policies}
     while wanted := _wanted(tried, target):

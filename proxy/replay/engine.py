@@ -28,7 +28,7 @@ from proxy.replay.trace import Request
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """What an engine can do. Rates in tokens per second, times in seconds.
+    """Capacity and speed of an engine. Rates in tokens per second, times in seconds.
 
     Attributes:
         gpu_tokens: KV that its GPU holds.
@@ -178,7 +178,7 @@ class SimEngine:
             self._plan()
 
     def advance(self, now: float) -> None:
-        """What is due at `now` happens."""
+        """Does all that is due at `now`."""
         self._count(now)
         if self._streams and now >= self._stream_due:
             # Despite rounding: it was due now.

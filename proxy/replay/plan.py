@@ -14,7 +14,7 @@ from proxy.replay.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What engines have to keep: a p99 time to first token, with `max_engines` of them at most."""
+    """The target that engines have to keep: a p99 time to first token, with at most `max_engines` engines."""
 
     p99_s: float
     max_engines: int
@@ -88,7 +88,7 @@ class Plan:
 
 
 def notes(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
-    """What was left out or assumed, one sentence each."""
+    """Notes on what was left out or assumed, one sentence each."""
     noted = []
     too_long = outcomes[0].too_long
     if too_long:

@@ -44,7 +44,8 @@ class Fleet:
 
 
 class EngineTruth(Protocol):
-    """What only the engine itself knows. Real routers do not know it; a policy that is a limit may use it."""
+    """Facts that only the engine itself knows. Real routers do not know them; a policy that is a limit may
+    use them."""
 
     @property
     def held(self) -> int:
@@ -142,7 +143,7 @@ class Seeing(Blind):
         self.index.remove(self.names[engine], tier, hashes)
 
     def matches(self, chain: Chain) -> list[Match]:
-        """What each engine holds of a prompt."""
+        """The match of a prompt on each engine."""
         found = self.index.match(chain.hashes)
         return [found.get(name, NOTHING) for name in self.names]
 

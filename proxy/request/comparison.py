@@ -20,11 +20,11 @@ _NOTICED_S = 10.0
 
 
 class ComparedEngine(Protocol):
-    """What is needed of an engine."""
+    """The part of an engine that a comparison needs."""
 
     @property
     def info(self) -> EngineInfo | None:
-        """What it said of itself."""
+        """The engine's declaration when it connected; None before that."""
 
     @property
     def emptied(self) -> Sequence[float]:

@@ -34,11 +34,12 @@ None for an answer that is not known."""
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What an API calls its diagnostics, and where they stand.
+    """The names of an API's diagnostics, and the places where they stand.
 
     Attributes:
-        options, name: the field of a request, and in it, that names the answer to compare with.
-        field: the field of the answer.
+        options, name: the field of a request, and the field within it, that hold the id of the answer to
+            compare with.
+        field: the field of the answer that holds the diagnostics.
         within: the field of an event that holds the answer.
         events: the events of a stream that show the diagnostics.
         is_early: these events come before the engine has counted; a count of 0 in them says nothing.

@@ -1,6 +1,6 @@
-"""How an API words an error and names a request: OpenAI's, and Anthropic's on `/v1/messages`.
+"""The dialect of each API for errors and request ids: OpenAI's, and Anthropic's on `/v1/messages`.
 
-The route that a client asked decides, also where an engine serves the request on another route.
+The route that the client asked decides, even if an engine serves the request on another route.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How each class of errors is answered: one table, one shape (OpenAI's)."""
+"""The answer to each class of errors: one table, one shape (OpenAI's)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from proxy import errors
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How a class of errors is answered."""
+    """The answer to a class of errors."""
 
     status: int
     type: str

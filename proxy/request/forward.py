@@ -81,7 +81,7 @@ OnFirstByte = Callable[[IncomingResponse], None]
 
 
 class Passage(Protocol):
-    """What a stream passes on its way to the client, so that another engine can go on with it."""
+    """A stage that a stream passes on its way to the client, so that another engine can go on with it."""
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes the stream's next bytes; returns those for the client.

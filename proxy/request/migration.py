@@ -47,11 +47,11 @@ class Room:
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """How a stream goes on.
+    """The continuation of a stream on another engine.
 
     Attributes:
         call: the request for the next engine.
-        kind: the engines that can serve it.
+        kind: the kind of the engines that can serve it.
         resumption: what that engine need not compute again; None if it runs the request from its beginning.
     """
 
@@ -84,7 +84,7 @@ class Migration:
         return self._size > 0
 
     def passage(self, call: Call, hold: Hold, kind: str) -> Transcript | Splice | None:
-        """What the stream passes on its way to the client; None if it ends with its engine.
+        """The stage that the stream passes on its way to the client; None if it ends with its engine.
 
         Args:
             call: the request.
@@ -104,7 +104,7 @@ class Migration:
         return self._sent
 
     def go_on(self, cached_tokens: int | None) -> Continuation | None:
-        """How the stream goes on, after its engine died; None if it cannot.
+        """The continuation of the stream after its engine died; None if it cannot go on.
 
         `cached_tokens`: prompt tokens that the engine reused, if it told.
         """

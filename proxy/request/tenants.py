@@ -26,7 +26,7 @@ class ApiKey:
 
 
 class Usage:
-    """What a request uses of its tenant's quota."""
+    """A request's use of its tenant's quota."""
 
     __slots__ = ("_has_entered", "_is_more", "_quota")
 
@@ -96,7 +96,10 @@ class Tenants:
             self._quotas[name].change(each)
 
     def usage(self, tenant: str | None, *, is_more: bool) -> Usage:
-        """What a request of the tenant will use. One that `is_more` of a request counts only its tokens."""
+        """The usage of a request of the tenant.
+
+        With `is_more`, the request is a part of a counted one. Then only its tokens count.
+        """
         quota = self._quotas.get(tenant) if tenant is not None and self._quotas else None
         return Usage(quota, is_more=is_more) if quota is not None else _UNLIMITED
 

@@ -1,7 +1,7 @@
-"""What a client was sent of a stream, kept as far as another engine needs it to go on.
+"""The transcript of a stream: what the client was sent, as far as another engine needs it to go on.
 
-Only whole events pass, so that no client is left with half of one when its engine dies. Chunks are read when
-16 KiB of them have gathered, or when the engine has died: a chunk costs an append.
+Only whole events pass, so that no client is left with half an event when its engine dies. A chunk is only
+appended. Chunks are read when 16 KiB of them have gathered, or when the engine has died.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How soon a request should be served, in its client's words: its priority, and how long its client waits."""
+"""The urgency of a request, in its client's words: its priority, and how long its client waits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PRIORITY_HEADER = "x-kvpin-priority"
 DEADLINE_HEADERS = ("x-request-timeout", "x-stainless-timeout", "x-stainless-read-timeout")
 # Tiers of OpenAI's and Anthropic's APIs. All others are usual.
 _TIERS = {"priority": -1, "flex": 1}
-# What a request costs its tenant: of an answer that names no limit, so many tokens; of one that does, at most
-# MOST_ANSWER. Few answers come near a high limit.
+# Tokens that an answer costs its tenant: USUAL_ANSWER if the request names no limit. If it names one, that
+# limit, but at most MOST_ANSWER: few answers come near a high limit.
 USUAL_ANSWER, MOST_ANSWER = 256, 1024
-# Of a prompt that is not tokenised here.
+# Estimate for a prompt that is not tokenised here.
 BYTES_PER_TOKEN = 4
 
 

@@ -1,4 +1,4 @@
-"""What the operator decides. Flags win over environment variables, which win over the TOML file.
+"""The operator's settings. Flags win over environment variables, which win over the TOML file.
 
 models.py   the settings, typed, with their defaults
 load.py     flags, environment and file → Settings; an unknown key is an error at start

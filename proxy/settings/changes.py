@@ -1,4 +1,4 @@
-"""What differs between the settings that kvpin runs with and those that are read again."""
+"""The differences between the settings that kvpin runs with and those that are read again."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ class LogSettings(_Part):
 
 
 class HealthSettings(_Part):
-    """How engines are checked.
+    """Settings of the health checks of engines.
 
     Attributes:
         interval_s: time between health checks.
@@ -325,13 +325,13 @@ class HealthSettings(_Part):
 
 
 class TimeoutSettings(_Part):
-    """How long engines may take, in seconds. Checked with each health check.
+    """The longest times that engines may take, in seconds. Checked with each health check.
 
     Attributes:
         connect_s: to accept a connection.
-        first_byte_s: to the first byte of an answer. One that is no stream has its first byte last.
+        first_byte_s: to the first byte of an answer. An answer that is no stream begins when it is complete.
         idle_s: from one piece of an answer to the next, the client's reading included.
-        total_s: to the end of an answer; None for as long as it likes.
+        total_s: to the end of an answer; None for no limit.
     """
 
     connect_s: Seconds = 5.0

@@ -329,7 +329,7 @@ def _blocks(said: _Said) -> list[_Block]:
 
 
 def _arguments(text: str) -> Mapping[str, object]:
-    """What a model calls a tool with; nothing if it is no JSON object, for example because it was cut off."""
+    """The arguments of a tool call; {} if the text is no JSON object, for example because it was cut off."""
     try:
         return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):

@@ -374,7 +374,7 @@ def _result(block: _ToolResult, path: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _parts(block: _Shown, path: str) -> list[dict[str, Any]]:
-    """What a block shows, as parts of a chat's message."""
+    """The content of a block, as parts of a chat's message."""
     match block:
         case _Text():
             return [_text_part(block.text)]

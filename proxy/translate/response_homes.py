@@ -22,7 +22,7 @@ from proxy.translate.sse import Events
 MAX_NAMES = 10_000
 """The most responses of a tenant whose engines are known."""
 _BELOW = f"{RESPONSES_PATH}/"
-# What follows the route's own path is no name of a response.
+# Paths below the route's own that name no response.
 _NO_NAMES = frozenset({INPUT_TOKENS_PATH, f"{_BELOW}compact"})
 
 

@@ -66,7 +66,7 @@ def usage_of(usage: ChatUsage, tokens_per_block: int | None, *, prewarms: bool =
 
 
 class Error(Struct):
-    """What an engine says of a failure."""
+    """An engine's description of a failure."""
 
     message: str = ""
     code: str | int | None = None

@@ -17,7 +17,7 @@ import msgspec
 from proxy.errors import BadRequest
 
 Json = dict[str, Any]
-# What marks reasoning that kvpin wrote as `encrypted_content`. It is the client's own answer and no secret.
+# Prefix of reasoning that kvpin wrote as `encrypted_content`. It is the client's own answer and no secret.
 _REASONING = "kvpin."
 # The argument of the function that stands for a custom tool.
 CUSTOM_ARGUMENT = "input"
@@ -157,7 +157,7 @@ def _part(part: Any, param: str) -> Json:  # noqa: ANN401 - JSON
 
 
 def _said(content: str | Sequence[Any], param: str) -> str:
-    """What the assistant said, as one text."""
+    """The assistant's words, as one text."""
     if isinstance(content, str):
         return content
     texts = []

@@ -27,7 +27,7 @@ _REFUSED = {
     "prompt": "there are no prompt templates here: send the prompt itself",
     "moderation": "nothing is moderated here",
 }
-# What a response repeats of its request, with the value that stands for nothing.
+# Fields of its request that a response repeats, each with the value that stands for nothing.
 _REPEATED: Mapping[str, Any] = {
     "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
     "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None,

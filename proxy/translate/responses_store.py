@@ -17,8 +17,8 @@ from threading import RLock
 MAX_BYTES = 256 << 20
 """The most that all tenants' responses take."""
 IDLE_S = 86_400.0
-"""How long a response is kept that nobody uses."""
-# What an object takes beside its bytes, its name in two dictionaries included.
+"""Seconds for which a response is kept that nobody uses."""
+# Bytes that an object takes beside its content, its name in two dictionaries included.
 _OVERHEAD = 400
 
 

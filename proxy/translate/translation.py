@@ -11,12 +11,12 @@ CHAT_PATH = "/v1/chat/completions"
 
 
 class Predicted(NamedTuple):
-    """What kvpin knows of a prompt before the engine answers.
+    """Facts that kvpin knows of a prompt before the engine answers.
 
     Attributes:
-        prompt_tokens: its length; None where it is not known.
-        cached_tokens: how many of them the engine is expected to reuse.
-        tokens_per_block: the engine keeps full blocks; None where it does not tell.
+        prompt_tokens: length of the prompt; None where it is not known.
+        cached_tokens: prompt tokens that the engine is expected to reuse.
+        tokens_per_block: the engine's block size in tokens, as it keeps full blocks; None where unknown.
     """
 
     prompt_tokens: int | None = None
@@ -46,11 +46,13 @@ class Translation(Protocol):
         """The answer to a request that counts."""
 
     def event(self, payload: bytes) -> bytes:
-        """What the client gets for the data of one event of the chat's stream: events, or nothing. An event
-        with `error` ends the stream."""
+        """Translates the data of one event of the chat's stream into events for the client, or into nothing.
+
+        An event with `error` ends the stream.
+        """
 
     def end(self) -> bytes:
-        """What the client gets at the end of the chat's stream, which may have come too early."""
+        """The client's events for the end of the chat's stream, which may have come too early."""
 
     def param(self, of_chat: str) -> str:
         """The client's name of a field of the chat, for errors."""

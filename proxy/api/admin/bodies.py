@@ -21,15 +21,18 @@ class OnTarget(Target, kw_only=True):
 
 
 class Flush(OnTarget):
-    """What to flush."""
+    """The target to flush."""
 
 
 class Offload(OnTarget):
-    """What to move from the GPU tier to host memory."""
+    """The target to move from the GPU tier to host memory."""
 
 
 class Restore(OnTarget, kw_only=True):
-    """What to move to the GPU tier. With `fallback`, engines that cannot restore compute a prefix again."""
+    """The target to move to the GPU tier.
+
+    With `fallback`, engines that cannot restore compute a prefix again.
+    """
 
     fallback: Literal["warm"] | None = None
 

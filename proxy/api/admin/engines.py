@@ -38,7 +38,7 @@ class EngineRoutes:
         self._reuse = reuse
 
     async def get_stats(self, _request: Request) -> Response:
-        """What everything holds."""
+        """Answers with what all pools and engines hold."""
         return answer(await stats(self._fleet, self._pinning.active(), reuse=self._reuse))
 
     async def list_engines(self, _request: Request) -> Response:

@@ -29,7 +29,7 @@ class OpenApi(msgspec.Struct):
 
 
 class ErrorFields(msgspec.Struct):
-    """What is wrong, and with which field."""
+    """An error: its message, type and code, and the request field that is wrong."""
 
     message: str
     type: str

@@ -1,4 +1,4 @@
-"""What an engine without KV events probably holds: the prompts it served lately."""
+"""The blocks that an engine without KV events probably holds: those of the prompts it served lately."""
 
 from __future__ import annotations
 

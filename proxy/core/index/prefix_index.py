@@ -50,7 +50,7 @@ _CHANGES = [
 
 
 class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """How many leading blocks of a chain one engine holds, by the fastest tier each lies on.
+    """Number of leading blocks of a chain that one engine holds, by the fastest tier of each block.
 
     `lead` counts the leading blocks that are on the GPU or will be.
     """
@@ -78,7 +78,10 @@ class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class PrefixIndex:
-    """What each engine of a pool holds, as far as known. Not thread-safe; one event loop owns it."""
+    """Index of the blocks that each engine of a pool holds, as far as known.
+
+    Not thread-safe: one event loop owns it.
+    """
 
     def __init__(self) -> None:
         self._locations = Locations()
@@ -243,7 +246,7 @@ class PrefixIndex:
                 counts[at] += change * blocks
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
-        """How far each engine holds a chain, for the engines that hold its first block."""
+        """The match of a chain on each engine that holds its first block."""
         masks, ends = self._reach(hashes)
         # Each digit is an engine, each column what it has of the chain from stretch to stretch.
         digits = [f"{mask:0{len(self._slots)}x}"[::-1] for mask in masks]

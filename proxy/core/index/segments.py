@@ -63,7 +63,7 @@ def position(segment: Segment, block: BlockHash, rest: int = 1) -> int:
 
 
 def whole(segment: Segment, chain: Sequence[BlockHash], at: int) -> int:
-    """How many blocks the segment has, if all lie at the same places and are those of the chain from `at` on;
+    """Number of blocks of the segment, if all have the same location bits and equal the chain from `at` on;
     else 0."""
     hashes, first, end = segment.hashes, segment.first, segment.ends[-1]
     after = at + end - first
@@ -72,8 +72,8 @@ def whole(segment: Segment, chain: Sequence[BlockHash], at: int) -> int:
 
 
 def common(one: Sequence[BlockHash], start: int, other: Sequence[BlockHash], at: int, blocks: int) -> int:
-    """How many of `blocks` blocks of a chain from `start` on equal those of another from `at` on; the first
-    ones must."""
+    """Number of leading blocks in which two chains agree, at most `blocks`: `one` from `start` on and `other`
+    from `at` on. The first blocks must be equal."""
     if one[start + blocks - 1] == other[at + blocks - 1]:
         return blocks
     same, differs = 0, blocks - 1
@@ -87,8 +87,8 @@ def common(one: Sequence[BlockHash], start: int, other: Sequence[BlockHash], at:
 
 
 def agreed(segment: Segment, start: int, chain: Sequence[BlockHash], at: int) -> int:
-    """How many blocks of the chain from `at` on equal those of the segment from `start` on; the first one
-    must."""
+    """Number of leading blocks in which the segment from `start` on and the chain from `at` on agree. The
+    first blocks must be equal."""
     return common(segment.hashes, start, chain, at, min(segment.ends[-1] - start, len(chain) - at))
 
 

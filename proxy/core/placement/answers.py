@@ -35,7 +35,7 @@ GUESS_WEIGHT = 0.25
 
 
 class Report(msgspec.Struct, frozen=True, gc=False):
-    """What an engine reported about an answer; None where it did not.
+    """An engine's report about an answer. A field is None where the engine did not report it.
 
     Attributes:
         cached_tokens: prompt tokens that it reused.
@@ -74,7 +74,7 @@ class Fit(msgspec.Struct, frozen=True, gc=False):
     step_s: float
 
     def seconds(self, answer: Answer) -> float:
-        """How long the answer should have taken."""
+        """Seconds that the answer should have taken."""
         return answer.prefilled * self.token_s + answer.output * self.step_s
 
 

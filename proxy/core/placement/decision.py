@@ -40,7 +40,7 @@ NOTHING = Match()
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """What is known of one engine when a request is placed.
+    """Facts about one engine at placement time.
 
     Attributes:
         engine: its id.
@@ -193,15 +193,15 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class Outlook(msgspec.Struct, frozen=True, gc=False):
-    """What a placement costs other requests.
+    """Figures for the cost of a placement to other requests.
 
     Attributes:
         now: the time, in seconds of the caller's clock.
         strain: seconds that all requests wait for one second of prefill: 1 / (1 - utilisation).
         returns: seconds idle → probability that a prompt is requested again.
-        turns: how many more times a prompt is requested, the present one included.
-        rest_s: what is left of a prefill that a prompt finds running, on average.
-        answer_s: from the first token of an answer to its last.
+        turns: expected number of requests of a prompt from now on, the present one included.
+        rest_s: mean seconds that are left of a prefill that a prompt finds running.
+        answer_s: mean seconds from the first token of an answer to its last.
     """
 
     now: float
@@ -224,19 +224,20 @@ def predict(chain: Chain, blocks: int, tokens_per_block: int) -> int:
 
 
 class Reuse(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """What an engine reuses of a prompt, and what the rest takes. Engines that hold the same part of the
-    prompt and are equally fast share one. Times in seconds.
+    """The part of a prompt that an engine reuses, and the time for the rest. Times in seconds.
+
+    Engines that hold the same part of the prompt and are equally fast share one `Reuse`.
 
     Attributes:
         cached_tokens: prompt tokens it would reuse.
-        host_tokens: how many of those are on its host tier.
-        disk_tokens: how many are on its disk.
-        pending_tokens: how many requests in flight have yet to leave.
-        restore_s: to bring KV back from lower tiers.
-        prefill_s: to compute the rest.
-        stream_s: what each decoding stream adds to that.
-        congestion_s: what later requests wait for it.
-        total_s: all of this for a request that is alone on the engine.
+        host_tokens: those of them on its host tier.
+        disk_tokens: those of them on its disk tier.
+        pending_tokens: those of them that requests in flight have yet to compute.
+        restore_s: time to bring KV back from lower tiers.
+        prefill_s: time to compute the rest.
+        stream_s: time that each decoding stream adds to `prefill_s`.
+        congestion_s: time that later requests wait because of it.
+        total_s: `restore_s`, `prefill_s` and `congestion_s` together: the total without other streams.
     """
 
     cached_tokens: int
@@ -271,16 +272,16 @@ def _reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
 
 
 class Scores:
-    """What each candidate costs: its total at once, its terms when somebody asks.
+    """The cost of each candidate: the total at once, the terms when somebody asks for them.
 
-    Everything that changes later is noted here at once. So the terms are those that the decision saw, however
-    late they are asked for.
+    Values that may change later are noted at once. So the terms are those that the decision saw, however late
+    somebody asks for them.
 
     Attributes:
-        totals: seconds in all, without regret, of each candidate.
-        reuses: what each candidate reuses.
-        regrets: cost of what candidates evict and will be requested again, by their position; only of those
-            for which it was computed.
+        totals: total seconds of each candidate, without regret.
+        reuses: the reuse of each candidate.
+        regrets: cost of evicted KV that will be requested again, by the position of the candidate that evicts
+            it; only for candidates for which it was computed.
     """
 
     __slots__ = ("_candidates", "_kinds", "_later_s", "_rooms", "regrets", "reuses", "totals")

@@ -1,8 +1,8 @@
-"""How likely prompts come back, and how busy they keep engines. Both decide what a placement costs others.
+"""The demand of a pool: how likely prompts come back, and how busy they keep engines.
 
-A prompt is known by its last full block. It comes back when a later prompt continues it. The ages at which
-prompts came back give the probability that an idle prompt is requested again: conversations come back within
-a minute or two, or never.
+Both decide what a placement costs other requests. A prompt is known by its last full block. It comes back
+when a later prompt continues it. The ages at which prompts came back give the probability that an idle prompt
+is requested again: conversations come back within a minute or two, or never.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AGES = 56
 # Prior: three blocks of ten come back. It weighs as much as this many observed blocks.
 PRIOR_BLOCKS = 100.0
 PRIOR = 0.3
-# What was learned counts half after this many prompts: demand changes.
+# Learned counts are halved after this many prompts, because demand changes.
 HALF_LIFE = 2000
 REFRESH = 16
 # Work is never free: of two engines that answer as fast, the one that computes less leaves more for others.
@@ -34,7 +34,7 @@ MAX_UTILISATION = 0.95
 
 
 class Demand:
-    """What the clients of a pool request, and the work that makes."""
+    """The requests of a pool's clients, and the work that they make."""
 
     def __init__(self) -> None:
         self._asked: OrderedDict[BlockHash, tuple[float, int]] = OrderedDict()  # → when, blocks
@@ -90,7 +90,7 @@ class Demand:
 
     @property
     def turns(self) -> float:
-        """How many more times a prompt is requested, the present one included; 1 to MAX_TURNS."""
+        """Expected number of requests of a prompt from now on, the present one included; 1 to MAX_TURNS."""
         return min(1 / (1 - self._returns[0]), MAX_TURNS)
 
     def utilisation(self, now: float, engines: int) -> float:

@@ -70,10 +70,10 @@ class Remaining(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What an engine did between a request and its whole answer.
+    """An engine's work between a request and its whole answer.
 
     Attributes:
-        seconds: how long that took.
+        seconds: time between the two.
         computed: prompt tokens it computed meanwhile, of all requests.
         decoding: other streams it decodes at the end.
     """

@@ -31,7 +31,7 @@ MAX_SESSIONS = 50_000
 
 @dataclass(slots=True, eq=False)
 class EngineBook:
-    """What placement knows of one engine.
+    """Placement's knowledge of one engine.
 
     Attributes:
         engine: its id.
@@ -147,7 +147,7 @@ class Placer:
     # --- placement ---------------------------------------------------------------------------------
 
     def match(self, chain: Chain | None) -> dict[str, Match]:
-        """What each engine holds of a prompt; nothing for a prompt that is not known."""
+        """The match of a prompt on each engine that holds some of it; {} for a prompt that is not known."""
         return self.index.match(chain.hashes) if chain is not None else {}
 
     def last_engine(self, session: Hashable | None) -> str | None:
@@ -164,7 +164,7 @@ class Placer:
         complete: bool = True,
         is_last: bool = False,
     ) -> Candidate:
-        """What placement knows of an engine now."""
+        """An engine as a candidate for placement now."""
         book = self.books[engine]
         if book.epoch != self.rates.epoch:
             book.epoch = self.rates.epoch
@@ -201,7 +201,7 @@ class Placer:
         return place(candidates, chain, self.outlook(now))
 
     def outlook(self, now: float) -> Outlook:
-        """What a placement costs other requests now."""
+        """The figures for the cost of a placement to other requests now."""
         demand = self.demand
         strain = 1 / (1 - demand.utilisation(now, len(self.books)))
         return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s, demand.answer_s)

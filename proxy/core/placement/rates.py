@@ -1,4 +1,4 @@
-"""How fast engines are: seconds to compute tokens, and to restore them.
+"""The rates of engines: seconds to compute tokens, and to restore them.
 
 Rates are medians of what first tokens showed, so that one odd request teaches little. The engines of a pool
 serve the same model, mostly on the same hardware. They learn one curve of seconds over prompt lengths

@@ -35,14 +35,18 @@ class Recent:
 
     @property
     def rest(self) -> float:
-        """What is left on average of an amount of time, for somebody who comes while it runs: E[s²] / 2E[s],
-        because long times are found more often. 0 if there was none."""
+        """Mean time left of an amount of time, for somebody who comes while it runs; 0 if there was none.
+
+        It is E[s²] / 2E[s], because somebody finds a long time running more often than a short one.
+        """
         return self._squares / (2 * self._sum) if self._sum else 0.0
 
 
 class Rate:
-    """What is added per second, lately. Each amount fades by a factor of e in RATE_S. Before that much time
-    has passed, the rate is that since the first amount."""
+    """The amount added per second, lately. Each amount fades by a factor of e in RATE_S.
+
+    While the first amount is younger than RATE_S, the rate is the one since the first amount.
+    """
 
     __slots__ = ("_at", "_first", "_sum")
 

@@ -1,8 +1,8 @@
-"""What to restore to the GPU before it is requested: the prefix of the next turn of a conversation.
+"""Decides which prefixes to restore to the GPU before the next turn of a conversation requests them.
 
 Prompts that continue each other are a thread: the turns of a conversation, the steps of an agent, the
-questions about a document. A thread that came back a few times has a rhythm, and so a window of time in which
-its next turn is due. Restoring its blocks from a lower tier ahead of that is worth
+questions about a document. A thread that came back a few times has a rhythm. The rhythm gives a window of
+time in which the next turn is due. Restoring the thread's blocks from a lower tier ahead of it is worth
 
     P(requested within the window) × seconds it would take to restore then ÷ blocks
 
@@ -32,8 +32,8 @@ MIN_GAPS = 2
 # of a normal distribution. A deviation counts as 5% of the gap at least.
 WIDTH = 3.0
 LEAST_SPREAD = 0.05
-# What the GPU evicts must be worth less than half of what is restored: both are estimates, and moving is
-# work.
+# The KV that the GPU evicts must be worth less than half of the KV that is restored: both values are
+# estimates, and moving is work.
 MARGIN = 2.0
 # Stale entries that the heap may hold, in addition to one for each thread.
 SPARE = 64
@@ -192,13 +192,13 @@ def gain(
     lost: Callable[[int, float], float],
     returns: Returns,
 ) -> float:
-    """What restoring a thread gains: blocks that are requested soon, for each block restored. Restore only if
+    """Gain of restoring a thread: blocks that are requested soon, for each block restored. Restore only if
     it is above 0.
 
     Args:
-        below: what an engine could restore.
+        below: the thread, and its blocks that an engine could restore.
         now: the time.
-        free_blocks: empty blocks on its GPU.
+        free_blocks: empty blocks on the engine's GPU.
         lost: (blocks that the GPU evicts, seconds) → how many of them are requested within that time, on
             average.
         returns: see `Demand.returns`.
