@@ -331,7 +331,7 @@ class TimeoutSettings(_Part):
         connect_s: to accept a connection.
         first_byte_s: to the first byte of an answer. One that is no stream has its first byte last.
         idle_s: from one piece of an answer to the next, the client's reading included.
-        total_s: to the end of an answer; None for as long as it likes.
+        total_s: from a request to the end of its answer, all attempts together; None for as long as it likes.
     """
 
     connect_s: Seconds = 5.0
