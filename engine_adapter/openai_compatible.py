@@ -104,4 +104,8 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
             await self._control.fetch("POST", route, b"{}")
         except EngineRejected as error:
             return error.status in _NO_SUCH_ROUTE
+        except EngineUnavailable as error:
+            if not error.dropped:
+                raise
+            return True  # it breaks such requests off; an engine that died fails its next health check
         return False

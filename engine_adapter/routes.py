@@ -33,12 +33,14 @@ class NativeRoute:
         same_as: the `/v1` route that does the same; a request is sent to that one.
         prompt: where the prompt stands; None if the route runs none, or kvpin does not follow it.
         runs: whether it goes on from a prompt, which has a KV cache.
+        shows_requests: whether it shows what the engine does for others, too. Not for one of several tenants.
     """
 
     method: str = "POST"
     same_as: str | None = None
     prompt: PromptFields | None = None
     runs: bool = False
+    shows_requests: bool = False
 
 
 def websocket(path: str) -> str:

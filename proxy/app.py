@@ -108,6 +108,7 @@ class Proxy:
             media=MediaUuids(trusted=settings.trust_media_uuids),
             requests=RequestLog(settings.limits.request_records),
             retries=settings.retries,
+            total_s=waits.total_s,
             observe=self.observe,
             translations=translations(self.responses),
         )

@@ -93,6 +93,7 @@ class Flow:
         wait_s: how long a request waits when no engine takes requests.
         translations: route → what translates a request there into a chat, for engines that want chats.
         budget: retries of all requests together.
+        total_s: from a request to the end of its answer; None without an end. Later, none is retried.
         kept: memory for what running streams need to go on when their engine dies.
     """
 
@@ -108,6 +109,7 @@ class Flow:
     wait_s: float = ENGINE_WAIT_S
     translations: Mapping[str, Translate] = field(default_factory=dict)
     budget: RetryBudget = field(default_factory=RetryBudget)
+    total_s: float | None = None
     kept: Room = field(default_factory=Room)
 
     async def serve(self, call: Call, reply: Reply) -> None:
@@ -120,10 +122,9 @@ class Flow:
         reply.recorded = True
         self._keep_for_diagnosis(call.body, record, reply)
         self.budget.requested()
-        started = time.monotonic()
         usage = self.tenants.usage(call.tenant, is_more=call.is_more)
         try:
-            usage.begin(started)
+            usage.begin(record.arrived)
             ready = await self.prepare(call)
             call = ready.call
             record.prompt, record.chain = ready.prompt, ready.chain
@@ -144,7 +145,7 @@ class Flow:
             record.status, record.error = CLIENT_LEFT, str(cancelled) or "the client left"
             raise
         finally:
-            record.duration_s, record.events = time.monotonic() - started, reply.events
+            record.duration_s, record.events = time.monotonic() - record.arrived, reply.events
             usage.end(record.output_tokens or reply.events)
             self.requests.add(record)
             self.observe(record)
@@ -179,7 +180,7 @@ class Flow:
                         raise  # the client's fault: every engine would reject it
                     failed[engine.id] = error
                     _note_failure(engine, error, ready.call.route)
-                if not self._may_retry(ready.call, failed):
+                if not self._may_retry(ready.call, failed, record):
                     break
             if reply.started:
                 return await _end_broken(reply, record, failed)
@@ -301,12 +302,13 @@ class Flow:
                         found = self.candidates(ready)
         return found
 
-    def _may_retry(self, call: Call, failed: dict[str, EngineError]) -> bool:
+    def _may_retry(self, call: Call, failed: dict[str, EngineError], record: RequestRecord) -> bool:
         """Whether another engine may be tried after the last failure."""
-        last = next(reversed(failed.values()))
+        last, now = next(reversed(failed.values())), time.monotonic()
         has_refused = isinstance(last, EngineRejected) and not is_not_here(last)
-        may = may_retry(call, failed.values(), self.retries)
-        return may and (not has_refused or self.budget.take(time.monotonic()))
+        in_time = self.total_s is None or now - record.arrived < self.total_s
+        may = in_time and may_retry(call, failed.values(), self.retries)
+        return may and (not has_refused or self.budget.take(now))
 
     async def _place(
         self, ready: Ready, failed: Collection[str], record: RequestRecord
@@ -367,7 +369,12 @@ class Flow:
         record.placement, pool = placement, ready.pool
         known, engine = ready.prompt is not None and ready.prompt.whole, pool.engines[placement.engine]
         with pool.lease(
-            placement, ready.chain, streams=ready.call.streams, known=known, session=ready.session
+            placement,
+            ready.chain,
+            streams=ready.call.streams,
+            known=known,
+            session=ready.session,
+            arrived=record.arrived,
         ) as lease:
             engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
             with lease.patience():

@@ -17,6 +17,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ import uvloop
 from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.auth import is_loopback
 from proxy.api.crowd import Crowd, connection_limit
+from proxy.api.handshake import over_tls
 from proxy.api.http1 import Http1Protocol
 from proxy.api.listeners import inherited, listen_on
 from proxy.api.site import Site
@@ -121,10 +123,10 @@ class _Server(uvicorn.Server):
         self._proxy, self._load, self._drain_s = proxy, load, drain_s
         self._site = build_app(proxy)
         self._hurry = asyncio.Event()  # no waiting for requests that may still come
-        super().__init__(_config(proxy, self._site))
         tls = proxy.settings.tls
+        self._context = server_context(tls) if tls is not None else None
+        super().__init__(_config(proxy, self._site, self._context))
         self.config.load()
-        self.config.ssl = server_context(tls) if tls is not None else None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -162,8 +164,8 @@ class _Server(uvicorn.Server):
         except (SettingsError, EngineSpecError, Conflict) as error:
             log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400
             return
-        if settings.tls is not None and self.config.ssl is not None:
-            load_certificate(self.config.ssl, settings.tls)
+        if settings.tls is not None and self._context is not None:
+            load_certificate(self._context, settings.tls)
         self._site.become(build_app(proxy))
         log.info(
             "settings reloaded",
@@ -195,7 +197,7 @@ class _Server(uvicorn.Server):
         for listener in sockets or ():
             listener.close()
         for connection in list(self.server_state.connections):
-            connection.hurry()  # type: ignore[union-attr]  # all are Http1Protocol
+            connection.hurry()  # type: ignore[union-attr]  # all are Http1Protocol or Handshake
         log.info("stopping: waiting for running answers", answers=len(self.server_state.tasks))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._proxy.settings.graceful_shutdown_s):
@@ -205,7 +207,7 @@ class _Server(uvicorn.Server):
         """Waits for the last answer, and closes each connection once its client has none to wait for."""
         while self.server_state.connections and not self.force_exit:
             for connection in list(self.server_state.connections):
-                connection.close_if_idle(_IDLE_S)  # type: ignore[union-attr]  # all are Http1Protocol
+                connection.close_if_idle(_IDLE_S)  # type: ignore[union-attr]  # as above
             await asyncio.sleep(_POLL_S)
 
     async def cut_short(self) -> None:
@@ -221,11 +223,11 @@ class _Server(uvicorn.Server):
         return running
 
 
-def _config(proxy: Proxy, site: Site) -> uvicorn.Config:
+def _config(proxy: Proxy, site: Site, context: ssl.SSLContext | None) -> uvicorn.Config:
     return uvicorn.Config(
         site,
         interface="asgi3",  # uvicorn need not look: it hands the site to Http1Protocol
-        http=_protocol(proxy),
+        http=_protocol(proxy, context),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -243,8 +245,8 @@ def _drain_s(settings: Settings, listeners: list[socket.socket]) -> float:
     return 0.0 if _is_local(listeners) else _DRAIN_S
 
 
-def _protocol(proxy: Proxy) -> type[Http1Protocol]:
-    """The protocol of the port's connections."""
+def _protocol(proxy: Proxy, context: ssl.SSLContext | None) -> type[asyncio.Protocol]:
+    """The protocol of the port's connections, with TLS or without."""
 
     class Protocol(Http1Protocol):
         __slots__ = ()
@@ -254,7 +256,7 @@ def _protocol(proxy: Proxy) -> type[Http1Protocol]:
         def refused(status: int) -> None:
             proxy.metrics.refuse(status)
 
-    return Protocol
+    return Protocol if context is None else over_tls(Protocol, context)
 
 
 def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) -> Banner:

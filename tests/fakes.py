@@ -365,6 +365,7 @@ class FakeProxy:
     reuse: bool = False
     tenants: Tenants = field(default_factory=lambda: Tenants(()))
     retries: int = 2
+    total_s: float | None = None
     wait_s: float = 0.1
     max_body_bytes: int = 1 << 20
     responses: ResponseStore = field(default_factory=ResponseStore)
@@ -390,6 +391,7 @@ class FakeProxy:
             media=MediaUuids(),
             requests=self.requests,
             retries=self.retries,
+            total_s=self.total_s,
             wait_s=self.wait_s,
             observe=self.metrics.observe,
             translations=translations(self.responses) if self.translations is None else self.translations,

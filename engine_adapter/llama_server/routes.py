@@ -36,6 +36,6 @@ ROUTES = {
     "/rerank": ASK,
     "/reranking": ASK,
     "/props": READ,
-    SLOTS: READ,
+    SLOTS: NativeRoute("GET", shows_requests=True),
     "/lora-adapters": READ,
 }

@@ -7,7 +7,7 @@ models.py    /v1/models                      bodies.py    JSON bodies, and how l
 ops.py       /health/*, /metrics             asgi.py     ASGI on exchanges, for all but the data plane
 admin/       /admin/v1/*: the control plane  auth.py     keys, loopback
 errors.py    exceptions → error answers      cors.py      which web pages may use the data plane
-crowd.py     the limit on connections
+crowd.py     the limit on connections        handshake.py    TLS handshakes under it
 responses.py /v1/responses/{id}, kept here   forms.py     the model that a form names
 listeners.py sockets, own or handed on       tls.py       TLS of the port
 """

@@ -281,8 +281,6 @@ class Http1Protocol(asyncio.Protocol):
         self._head_bytes = 0
         if self._reading is not None:
             self._reading.feed(body)
-            if self._current is None:  # it was answered: a client that still sends is not idle
-                self._idle_since = self._loop.time()
 
     def on_message_complete(self) -> None:
         """The parser found the end of a request."""
@@ -290,6 +288,8 @@ class Http1Protocol(asyncio.Protocol):
         if self._reading is not None:
             self._reading.feed_end()
             self._reading = None
+            if self._current is None:  # it was answered before: only now may the next request begin
+                self._idle_since = self._loop.time()
 
     def _consider(self) -> None:
         """Parses a request with an offer to upgrade to another protocol again, without the offer. Only the

@@ -23,7 +23,7 @@ from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
 from proxy.api.forms import new_spool, read_form
 from proxy.api.models import ALLOW_READS, answer_models, is_of_models
-from proxy.api.paths import check_method, checked_path
+from proxy.api.paths import check_native, checked_path
 from proxy.api.responses import KeptResponses, may_be_kept
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.errors import (
@@ -113,7 +113,7 @@ class DataPlane:
             return await self._serve_websocket(exchange, reply, own_id, client_id)
         tenant = authenticate(headers, self.tenants)
         path = checked_path(exchange.target)
-        check_method(method, path)
+        check_native(method, path, isolated=self.tenants.isolated)
         if is_of_models(path):
             return _send(answer_models(self.flow.fleet, method, path), exchange)
         if may_be_kept(path) and (kept := await self.responses.answer(method, path, tenant)) is not None:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from urllib.parse import unquote
 
 from engine_adapter import NATIVE_ROUTES, route_of
-from proxy.errors import NotFound
+from proxy.errors import Forbidden, NotFound
 
 # kvpin does not serve these routes, because they change an engine for all clients.
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -38,8 +38,15 @@ def checked_path(target: bytes) -> str:
     return whole.removesuffix("?")
 
 
-def check_method(method: str, path: str) -> None:
-    """Raises NotFound for a method of a native route that is its engine's operator's, or nobody's."""
+def check_native(method: str, path: str, *, isolated: bool) -> None:
+    """Checks a request for a native route.
+
+    Raises:
+        NotFound: the method is its engine's operator's, or nobody's.
+        Forbidden: it shows requests of other tenants, where there are several (`isolated`).
+    """
     native = NATIVE_ROUTES.get(path.partition("?")[0])
     if native is not None and method != native.method and (method, native.method) != ("HEAD", "GET"):
         raise NotFound(f"there is no route {method} {path.partition('?')[0]}")
+    if native is not None and native.shows_requests and isolated:
+        raise Forbidden(f"{path.partition('?')[0]} shows the requests of all tenants: kvpin has several")

@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from engine_adapter import Capability
-from proxy.control.operations import Operation, Operations, Part, new_operation, run_parts
+from proxy.control.operations import Operation, Operations, OperationState, Part, new_operation, run_parts
 from proxy.control.target import PREFIXES, Target, kind_of
 from proxy.control.targets import Share, Targets, parts_of, require_able
 from proxy.core.pins import Pin, PinBook
@@ -71,8 +71,8 @@ class Pinning:
                 if held:
                     done = sum(part.done for part, _ in pairs)
                     self._note(operation, held, done, ttl_s, next(iter(blocks), None))
-            if not held and operation.note is None:
-                operation.note = "no engine holds any of it: warm it first"
+            if not held and all(part.state is OperationState.DONE for part in operation.parts):
+                raise NotFound("no engine holds any of it: warm it first")
 
         parts = [*(part for part, _ in pairs), *unable]
         operation = new_operation("pin", selection.label, parts, selection.note)

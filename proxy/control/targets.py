@@ -108,14 +108,17 @@ class Targets:
         """The engines that an operation which needs `capability` concerns, and what it means on each.
 
         Raises:
-            BadRequest, NotFound, NoEngine: see `prefix_of`.
+            BadRequest, NotFound, NoEngine: see `prefix_of`. No cache keeps so short a prefix: BadRequest.
         """
         kind = kind_of(target)
         if kind in PREFIXES:
             prefix = await self.prefix_of(target)
             engines = self._holders(prefix, target, capability)
             shares = [Share(engine, prefix.pool, (prefix.kv,)) for engine in engines]
-            return _divide(prefix.label, shares, capability, prefix, None if shares else _why_none(prefix))
+            if not shares and not prefix.chain.hashes:
+                raise _too_short(prefix, kind)
+            note = None if shares else "no engine holds any of it"
+            return _divide(prefix.label, shares, capability, prefix, note)
         label = {"engine": f"engine {target.engine}", "tenant": f"tenant {target.tenant}"}.get(kind, "all")
         shares = [
             Share(engine, pool, self._whole(target, engine))
@@ -253,13 +256,12 @@ def _prefix(pool: Pool, prompt: Prompt, kind: str) -> Prefix:
     return Prefix(pool, prompt, pool.chain(prompt) or chain, f"{kind} ({len(prompt.token_ids)} tokens)")
 
 
-def _why_none(prefix: Prefix) -> str:
-    if not prefix.chain.hashes:
-        return (
-            f"nothing to do: caches keep full blocks of {prefix.pool.tokens_per_block} tokens, "
-            f"and the prefix has only {prefix.chain.n_tokens}"
-        )
-    return "no engine holds any of it"
+def _too_short(prefix: Prefix, kind: str) -> BadRequest:
+    return BadRequest(
+        f"caches keep full blocks of {prefix.pool.tokens_per_block} tokens, "
+        f"and the prefix has only {prefix.chain.n_tokens}",
+        param=kind,
+    )
 
 
 def _what_may_be_missed(target: Target, shares: list[Share], capability: Capability) -> str | None:

@@ -32,7 +32,7 @@ class Timeouts(msgspec.Struct, frozen=True):
     Attributes:
         first_byte_s: to the first byte of an answer. An answer that is no stream begins when it is complete.
         idle_s: from one piece of an answer to the next, the client's reading included.
-        total_s: to the end of an answer; None for no limit.
+        total_s: from a request to the end of its answer, all attempts together; None for no limit.
     """
 
     first_byte_s: float = 1800.0
@@ -98,7 +98,8 @@ class Lease:
     """A request's hold on an engine, as a context.
 
     Attributes:
-        started: when it was placed, in monotonic seconds.
+        arrived: when the request came, in monotonic seconds. It may have been on other engines since.
+        started: when it was placed here.
         removals: blocks the engine had removed by then.
         ended: called once it is over.
         first_byte_s: seconds from placement to the first byte; None before that.
@@ -113,6 +114,7 @@ class Lease:
     placement: Placement
     placer: Placer
     placed: PlacedRequest
+    arrived: float
     started: float
     removals: int
     ended: Callable[[Lease], None]
@@ -234,13 +236,16 @@ class Lease:
 
     def end_if_late(self, now: float, limits: Timeouts) -> None:
         """Ends the request if its engine takes too long. Called every now and then."""
-        answer, age_s, total_s = self._answer, now - self.started, limits.total_s
-        if answer is None:
-            limit_s = limits.first_byte_s if total_s is None else min(limits.first_byte_s, total_s)
-            if age_s > limit_s:
-                self._end_soon(f"the engine did not answer within {limit_s:g} s")
-        elif total_s is not None and age_s > total_s:
-            answer.hang_up(f"the answer took longer than {total_s:g} s")
+        answer, total_s = self._answer, limits.total_s
+        if total_s is not None and now - self.arrived > total_s:
+            reason = f"the request took longer than {total_s:g} s"
+            if answer is None:
+                self._end_soon(reason)
+            else:
+                answer.hang_up(reason)
+        elif answer is None:
+            if now - self.started > limits.first_byte_s:
+                self._end_soon(f"the engine did not answer within {limits.first_byte_s:g} s")
         elif answer.status == HTTPStatus.SWITCHING_PROTOCOLS:
             return  # a WebSocket may be silent for as long as its two ends like
         elif answer.received != self._seen:

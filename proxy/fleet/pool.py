@@ -226,15 +226,19 @@ class Pool:
         streams: bool = False,
         known: bool = True,
         session: Session | None = None,
+        arrived: float | None = None,
     ) -> Lease:
         """A request's hold on its engine, to be entered at once: counts its load, marks its blocks pending.
 
         Nothing is learned from a request whose tokens are not all `known`.
+
+        `arrived`: when the request came, in monotonic seconds; None for now.
         """
         engine, now = self.engines[placement.engine], monotonic()
         placed = self.placer.begin(now, placement, chain, streams=streams, known=known, session=session)
         ended = partial(self._ended, engine)
-        return Lease(engine, placement, self.placer, placed, now, engine.removals, ended)
+        arrived = now if arrived is None else arrived
+        return Lease(engine, placement, self.placer, placed, arrived, now, engine.removals, ended)
 
     def _ended(self, engine: Engine, lease: Lease) -> None:
         placer, placed = self.placer, lease.placed

@@ -142,10 +142,7 @@ class Forwarder:
         # Nothing here keeps the request: its body may be long.
         async with await self._transport.send(_outgoing(adapter, call, hold)) as response:
             if call.socket is not None and is_no_websocket(response.status):
-                said = read_error(await response.read()).message
-                raise EngineRejected(
-                    f"the engine takes no WebSocket here: {said}", status=404, type=_CLIENTS, code="not_found"
-                )
+                raise _no_websocket(response.status, read_error(await response.read()).message)
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 as_it_is = call.native is not None and call.socket is None
                 return await _answer_error(response, reply, headers, refusals, as_it_is=as_it_is)
@@ -167,6 +164,14 @@ class Forwarder:
                 return await _answer_assembled(response, reply, kept, hold.answer, on_first_byte)
             passage = passage if is_events else None
             return await _answer_stream(response, reply, kept, cached, hold.answer, on_first_byte, passage)
+
+
+def _no_websocket(status: int, said: str) -> EngineRejected:
+    """The error of an engine that takes no WebSocket. Of a 403, only the engine knows what it means."""
+    text = f"the engine takes no WebSocket here: {said}"
+    if status == HTTPStatus.FORBIDDEN:
+        return EngineRejected(text, status=status)
+    return EngineRejected(text, status=404, type=_CLIENTS, code="not_found")
 
 
 def _outgoing(adapter: EngineAdapter, call: Call, hold: Hold) -> OutgoingRequest:

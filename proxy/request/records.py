@@ -68,6 +68,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     """One request, filled in as it goes on.
 
     Attributes:
+        arrived: when it came, in monotonic seconds.
         session: the conversation its client says it belongs to.
         served_as: the model of the pool it was sent to.
         lora: the LoRA adapter it ran with.
@@ -79,6 +80,7 @@ class RequestRecord(RequestFacts, kw_only=True):
         events: events of the answer's stream that the client was sent.
     """
 
+    arrived: float = msgspec.field(default_factory=time.monotonic)
     session: Session | None = None
     served_as: str | None = None
     lora: str | None = None

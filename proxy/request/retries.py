@@ -13,7 +13,7 @@ from proxy.request.calls import PROMPT_ROUTES, Call
 REFUSALS = frozenset({429, 500, 502, 503, 504})
 # Statuses of an engine that has not got the route, or the file or batch that the route names.
 NOT_HERE = frozenset({404, 405, 501})
-# Statuses of an engine that takes no WebSocket: uvicorn has 403 for an unknown route, others have 426.
+# Statuses of an engine that takes no WebSocket: uvicorn has 403, also for an unknown route; others have 426.
 _NO_WEBSOCKET = NOT_HERE | {403, 426}
 # Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.
 RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
@@ -33,14 +33,14 @@ _MAX_DROPPED = 2
 def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
     """Statuses with which an engine leaves the request to another one."""
     if call.socket is not None:
-        return REFUSALS | NOT_HERE
+        return REFUSALS | _NO_WEBSOCKET
     # With a prompt, `NOT_HERE` is about the request.
     return REFUSALS if n_candidates == 1 or call.route in PROMPT_ROUTES else REFUSALS | NOT_HERE
 
 
 def is_not_here(error: EngineError) -> bool:
     """Whether an engine has not got what the request asks for."""
-    return isinstance(error, EngineRejected) and error.status in NOT_HERE
+    return isinstance(error, EngineRejected) and error.status in _NO_WEBSOCKET
 
 
 def is_no_websocket(status: int) -> bool:

@@ -331,7 +331,7 @@ class TimeoutSettings(_Part):
         connect_s: to accept a connection.
         first_byte_s: to the first byte of an answer. An answer that is no stream begins when it is complete.
         idle_s: from one piece of an answer to the next, the client's reading included.
-        total_s: to the end of an answer; None for no limit.
+        total_s: from a request to the end of its answer, all attempts together; None for no limit.
     """
 
     connect_s: Seconds = 5.0

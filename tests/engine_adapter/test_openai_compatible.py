@@ -11,6 +11,7 @@ from starlette.routing import Route
 from engine_adapter import EngineRejected, EngineSpec, EngineUnavailable
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from tests.engines import served
+from tests.fakes import FakeEngine
 
 
 async def models(request: Request) -> JSONResponse:
@@ -61,6 +62,18 @@ async def test_responses_are_chats_where_the_engine_has_none(connect, status, is
     with served(Starlette(routes=routes)) as url:
         info = await connect(url, api_key="k").connect()
     assert ("/v1/responses" in info.served_as_chats) == is_chat
+
+
+async def test_an_engine_that_breaks_the_probe_off_has_no_responses(connect):
+    async def serve(exchange):
+        if exchange.target == "/v1/responses":
+            exchange.die(abort=True)
+        else:
+            await exchange.send({"data": [{"id": "m"}]})
+
+    async with FakeEngine("e", serve) as engine:
+        info = await connect(engine.url).connect()
+    assert "/v1/responses" in info.served_as_chats
 
 
 async def test_a_wrong_key_is_told(connect):

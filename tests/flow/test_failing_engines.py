@@ -95,19 +95,37 @@ async def hanging(exchange, chunks=()):
     await exchange.left.wait()
 
 
-@pytest.mark.parametrize("limit", ["first_byte_s", "total_s"])
-async def test_an_engine_that_does_not_answer_in_time_is_replaced(limit):
+async def test_an_engine_that_does_not_answer_in_time_is_replaced():
     async with two() as (bad, _, proxy, client):
         bad.script = hanging
-        async with watched(proxy, Timeouts(**{limit: 0.1})):
+        async with watched(proxy, Timeouts(first_byte_s=0.1)):
             response = await client.post(CHAT, json=ASK)
             assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
         assert proxy.fleet.engines["a"].last_error == "the engine did not answer within 0.1 s"
 
 
+async def test_no_request_is_retried_after_its_total_time():
+    async def slowly_failing(exchange):
+        await asyncio.sleep(0.1)
+        await failing(exchange)
+
+    async with two(total_s=0.1) as (bad, good, _, client):
+        bad.script = slowly_failing
+        assert (await client.post(CHAT, json=ASK)).status_code == 500
+        assert (len(bad.seen), len(good.seen)) == (1, 0)
+
+
+async def test_the_total_time_is_that_of_all_attempts():
+    async with two() as (bad, good, proxy, client):
+        bad.script = good.script = hanging
+        async with watched(proxy, Timeouts(first_byte_s=1.0, total_s=1.5)):
+            response = await client.post(CHAT, json=ASK)
+        assert response.json()["error"]["message"].endswith("the request took longer than 1.5 s")
+
+
 @pytest.mark.parametrize(
     ("limit", "said"),
-    [("idle_s", "nothing of the answer came for 0.1 s"), ("total_s", "the answer took longer than 0.1 s")],
+    [("idle_s", "nothing of the answer came for 0.1 s"), ("total_s", "the request took longer than 0.1 s")],
 )
 async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said):
     async with two() as (bad, _, proxy, client):

@@ -292,7 +292,7 @@ class TestRefusals:
             status, body = await refusal(proxy)
         assert (status, "has the route WebSocket /v1/realtime" in body, engine.requests) == (404, True, [])
 
-    @pytest.mark.parametrize(("says", "status"), [(403, 404), (404, 404), (426, 404), (200, 404), (401, 401)])
+    @pytest.mark.parametrize(("says", "status"), [(403, 403), (404, 404), (426, 404), (200, 404), (401, 401)])
     async def test_an_engine_that_takes_none(self, says, status):
         async def refuse(exchange):
             await exchange.send({"error": {"message": "no"}} if says != 200 else {}, status=says)

@@ -141,10 +141,13 @@ def test_why_a_request_missed(ask, show, live_proxy, story):
     assert last["request_id"] in show("requests")
 
 
-def test_token_ids_and_text(ask):
-    assert ask("flush", "--token-ids", "1,2,3")["note"].startswith(
-        "nothing to do: caches keep full blocks of 16 tokens"
-    )
+def test_token_ids_and_text(ask, kvpin, live_proxy):
+    for verb in ("flush", "pin"):
+        result = kvpin(verb, "--token-ids", "1,2,3", "--url", live_proxy, *KEY)
+        assert result.exit_code == 1
+        assert "caches keep full blocks of 16 tokens, and the prefix has only 3" in result.stderr
+    result = kvpin("pin", "--prompt", "never pinned " * 40, "--url", live_proxy, *KEY)
+    assert (result.exit_code, "warm it first" in result.stderr) == (1, True)
     assert ask("flush", "--prompt", "never seen " * 40)["note"] == "no engine holds any of it"
 
 

@@ -82,8 +82,8 @@ async def test_one_engine_fails_and_the_other_holds(world, pair):
 async def test_nothing_held_is_nothing_pinned(world, pair):
     a, _ = pair
     operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
-    assert (operation.state, operation.result) == (OperationState.DONE, {})
-    assert "warm it first" in operation.note
+    assert (operation.state, operation.result) == (OperationState.FAILED, {})
+    assert "warm it first" in operation.error
     assert not a.pins
     assert world.pinning.active() == []
 

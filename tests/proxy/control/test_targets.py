@@ -127,10 +127,8 @@ async def test_nobody_holds_it_and_the_note_says_so(world, pair):
         engine.audit.synced()
     selection = await world.targets.select(Target(token_ids=tokens(40)), Capability.FLUSH)
     assert (selection.shares, selection.note) == ((), "no engine holds any of it")
-    selection = await world.targets.select(Target(token_ids=tokens(15)), Capability.FLUSH)
-    assert selection.note == (
-        "nothing to do: caches keep full blocks of 16 tokens, and the prefix has only 15"
-    )
+    with pytest.raises(BadRequest, match="caches keep full blocks of 16 tokens, and the prefix has only 15"):
+        await world.targets.select(Target(token_ids=tokens(15)), Capability.FLUSH)
 
 
 async def test_tiers_that_no_event_tells_of_may_hold_it(world, pair):
