@@ -33,12 +33,15 @@ class NativeRoute:
         same_as: the `/v1` route that does the same; a request is sent to that one.
         prompt: where the prompt stands; None if the route runs none, or kvpin does not follow it.
         runs: whether it goes on from a prompt, which has a KV cache.
+        lists: to a list of prompts, or for several choices (`n`, `n_cmpl`), it answers with a list: an object
+            for each, which names its `index`. The events of a stream name it, too.
     """
 
     method: str = "POST"
     same_as: str | None = None
     prompt: PromptFields | None = None
     runs: bool = False
+    lists: bool = False
 
 
 def websocket(path: str) -> str:
