@@ -84,8 +84,9 @@ class EngineAdapter(Protocol):
         cannot tokenise raises EngineRejected."""
 
     async def render(self, path: str, body: JsonBody) -> RenderedPrompt:
-        """Token ids of a request with images, and where each image lies [Capability.RENDER]. Raises
-        EngineRejected for a request that the engine would refuse."""
+        """Token ids of a request with images, and where each image lies [Capability.RENDER]; or of one with
+        prompt embeddings, and what identifies them [`EngineInfo.renders_embeds`]. Raises EngineRejected for a
+        request that the engine would refuse, or whose prompt is not known."""
 
     def events(self) -> AsyncGenerator[KvEvent, None]:
         """Yields what the engine stores and removes, while the caller iterates [Capability.KV_EVENTS].

@@ -34,6 +34,8 @@ class NativeRoute:
         prompt: where the prompt stands; None if the route runs none, or kvpin does not follow it.
         runs: whether it goes on from a prompt, which has a KV cache.
         shows_requests: whether it shows what the engine does for others, too. Not for one of several tenants.
+        lists: to a list of prompts, or for several choices (`n`, `n_cmpl`), it answers with a list: an object
+            for each, which names its `index`. The events of a stream name it, too.
     """
 
     method: str = "POST"
@@ -41,6 +43,7 @@ class NativeRoute:
     prompt: PromptFields | None = None
     runs: bool = False
     shows_requests: bool = False
+    lists: bool = False
 
 
 def websocket(path: str) -> str:

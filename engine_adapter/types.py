@@ -135,6 +135,7 @@ class EngineInfo:
             kvpin sends each choice by itself.
         served_as_chats: routes of other APIs that kvpin serves as chats, because the engine lacks them or
             would not serve them on the slot or with the salt that kvpin chooses.
+        renders_embeds: its `render` takes requests with prompt embeddings, also without Capability.RENDER.
         any_model: it serves its model whatever name a request gives.
         routes: its routes beside `/v1` that clients may use.
         card: its own fields of the model in `/v1/models`, e.g. `max_model_len` or `meta`.
@@ -162,6 +163,7 @@ class EngineInfo:
     runs_several: bool = True
     splits_choices: bool = False
     served_as_chats: frozenset[str] = frozenset()
+    renders_embeds: bool = False
     any_model: bool = False
     routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
     card: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
@@ -286,11 +288,18 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as the engine will see it: token ids with expanded placeholders, and the items they stand
-    for."""
+    """A prompt as the engine will see it.
+
+    Attributes:
+        token_ids: its token ids, with expanded placeholders.
+        media: the images, audio and video they stand for.
+        embeds: of a prompt with embeddings, the first token of each block of the engine's cache, and the
+            digest by which the engine identifies the block's embeddings.
+    """
 
     token_ids: TokenIds[int]
     media: tuple[MediaSpan, ...] = ()
+    embeds: tuple[tuple[int, bytes], ...] = ()
 
 
 # --- KV operations -------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine_adapter.events.fields import MalformedEvents, StoredFields
-from engine_adapter.prompt.extra_ids import UINT64_MAX, extra_id
-from engine_adapter.prompt.media import mark_media
+from engine_adapter.prompt.extra_ids import extra_id
+from engine_adapter.prompt.media import mark_embeds, mark_media
 from engine_adapter.types import ExtraIds, MediaSpan, TokenIds, token_array
 
 _EXTRA_IDS, _CACHE_SALT = "extra_ids", "cache_salt"
@@ -113,18 +113,11 @@ class _Found:
     """The keys found so far in the blocks of a run; positions count tokens of the run."""
 
     media: list[MediaSpan] = field(default_factory=list)
-    embeds: list[tuple[int, int]] = field(default_factory=list)
+    embeds: list[tuple[int, bytes]] = field(default_factory=list)
     salt: str | None = None
 
     def extra_ids(self, n_tokens: int) -> ExtraIds[int] | None:
-        ids = mark_media(n_tokens, self.media)
-        if not self.embeds:
-            return ids
-        if ids is None:
-            ids = array("Q", bytes(8 * n_tokens))
-        for at, value in self.embeds:
-            ids[at] = (ids[at] + value) & UINT64_MAX or 1
-        return ids
+        return mark_embeds(mark_media(n_tokens, self.media), n_tokens, self.embeds)
 
 
 def read_vllm_keys(fields: StoredFields) -> BlockKeys:
@@ -176,7 +169,7 @@ def _read_block(
                 if offset >= 0:
                     found.media.append(MediaSpan(identity, start + offset, 1))
             case bytes() if at == len(keys) - 1:
-                found.embeds.append((start, extra_id("prompt_embeds_rows", key)))
+                found.embeds.append((start, key))
             case _:
                 raise MalformedEvents("an extra key that is in no place it could be in")
 

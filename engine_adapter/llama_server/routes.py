@@ -15,7 +15,7 @@ NATIVE_COMPLETIONS = frozenset({"/completion", "/completions"})
 PINNED_ROUTES = NATIVE_COMPLETIONS | {"/v1/chat/completions", "/v1/completions", INFILL}
 """The server honours `id_slot` on these routes."""
 
-_COMPLETION = NativeRoute(prompt=PromptFields(text="prompt", ids="prompt"), runs=True)
+_COMPLETION = NativeRoute(prompt=PromptFields(text="prompt", ids="prompt"), runs=True, lists=True)
 _SAME = {
     "/chat/completions": "/v1/chat/completions",
     "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",

@@ -1,7 +1,8 @@
-"""Identity of images, audio and video in a prompt: one marker per item, at its first placeholder token.
+"""Identity of what is not text in a prompt. Requests and KV events both get it here, so they always agree.
 
-One marker is enough, as a block's hash covers all tokens before it, and it is the same for every block size.
-Requests and KV events both get it here, so that they always agree.
+Images, audio and video have one marker per item, at its first placeholder token. One is enough, as a block's
+hash covers all tokens before it, and it is the same for every block size. Prompt embeddings have a marker at
+the first token of each block of their engine's cache.
 """
 
 from __future__ import annotations
@@ -32,4 +33,21 @@ def mark_media(n_tokens: int, media: Iterable[MediaSpan]) -> ExtraIds[int] | Non
             ids = array("Q", bytes(8 * n_tokens))
         # Items that begin at the same token are added: their order does not matter.
         ids[span.offset] = (ids[span.offset] + media_extra_id(span.identity)) & UINT64_MAX or 1
+    return ids
+
+
+def mark_embeds(
+    ids: ExtraIds[int] | None, n_tokens: int, embeds: Iterable[tuple[int, bytes]]
+) -> ExtraIds[int] | None:
+    """The extra ids of a prompt, which become those with these embeddings too; `ids` itself without any.
+
+    Args:
+        ids: those of its images.
+        n_tokens: tokens of the prompt.
+        embeds: first token of each block, and the engine's digest of its embeddings.
+    """
+    for at, digest in embeds:
+        if ids is None:
+            ids = array("Q", bytes(8 * n_tokens))
+        ids[at] = (ids[at] + extra_id("prompt_embeds_rows", digest)) & UINT64_MAX or 1
     return ids

@@ -7,4 +7,5 @@ prompts.py     tokenises a request on the server      requests.py  changes to re
 event_watch.py what the adapter learns from events    copies.py    counts blocks stored more than once
 tiered.py      vLLM with LMCache below it             flush.py     drops the whole cache
 ranks.py       data-parallel ranks                    routes.py    routes beside `/v1`
+embeddings.py  prompts with embeddings
 """

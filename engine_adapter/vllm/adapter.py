@@ -6,10 +6,11 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import asdict
+from http import HTTPStatus
 from typing import Any
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineUnavailable, NotSupported
+from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
 from engine_adapter.events.keys import read_vllm_keys
 from engine_adapter.events.subscriber import KvEventSubscriber
 from engine_adapter.hold import Hold, RequestBody, SelfPlaced
@@ -30,7 +31,7 @@ from engine_adapter.types import (
     TokenIds,
 )
 from engine_adapter.undeclared import Undeclared
-from engine_adapter.vllm import prompts
+from engine_adapter.vllm import embeddings, prompts
 from engine_adapter.vllm.copies import Copies
 from engine_adapter.vllm.discovery import Facts, discover, event_endpoints
 from engine_adapter.vllm.event_watch import EventWatch
@@ -95,6 +96,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             version=f"vLLM {facts.version}".rstrip(),
             loras=facts.loras,
             shares_prefill=True,
+            renders_embeds=metrics.block_size is not None and (facts.tokenizes or facts.renders),
             served_as_chats=MESSAGES_ROUTES if facts.renders else MESSAGES_ROUTES | RESPONSES_ROUTES,
             routes=ROUTES,
             card=facts.card,
@@ -157,6 +159,11 @@ class VllmAdapter(SelfPlaced, Undeclared):
 
     async def render(self, path: str, body: JsonBody) -> RenderedPrompt:
         """See `EngineAdapter.render`."""
+        if embeddings.has_embeddings(path, body):
+            block = (await self._able(Capability.TOKENIZE)).metrics.block_size
+            if block is None:
+                raise EngineRejected("its block size is unknown", status=HTTPStatus.BAD_REQUEST)
+            return await embeddings.render(path, body, block=block, tokenize=self.tokenize)
         facts = await self._able(Capability.RENDER)
         return await prompts.render(self._control, path, body, _served_name(facts, body))
 

@@ -47,6 +47,8 @@ class RequestShaper:
         hold = hold_openai(path, body, changes=changes, ask_usage=self._asks_usage, ask_tokens=ask_tokens)
         if _computes_all(path, body):
             hold.cached_tokens = 0
+        if body.hint("n") not in (None, 1) and body.get("stream") is not True:
+            hold.firm = False  # what vLLM reports is the reuse of the choice that ended last
         return hold
 
     def _is_sampled(self) -> bool:

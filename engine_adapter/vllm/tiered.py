@@ -74,6 +74,7 @@ class TieredVllmAdapter(VllmAdapter):
             capabilities=info.capabilities | self._lower.capabilities,
             tokens_per_chunk=self._lower.tokens_per_chunk,
             shared_tiers=self.spec.options.lmcache,
+            renders_embeds=False,  # their salts here are not the client's, see `prepare`
         )
 
     async def load(self) -> EngineLoad:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
+
 import msgspec
+from msgspec import Raw
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
 
-# The most entries of each list that makes a prompt. Even an empty entry takes time on the event loop.
+# The most entries of each list that makes a prompt, and of each list in such an entry. Even an empty entry
+# takes time on the event loop.
 MAX_ENTRIES = 16_384
+_SHORT = 2 * MAX_ENTRIES  # bytes in which no more entries can be
 _LISTS = ("messages", "input", "tools")
+_LIST = ord("[")
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_items = msgspec.json.Decoder(list[Raw]).decode
 
 
 def parse(raw: bytes) -> JsonBody:
@@ -24,17 +33,34 @@ def parse(raw: bytes) -> JsonBody:
         body = JsonBody(raw)
     except msgspec.ValidationError as error:
         raise BadRequest("the body must be a JSON object", code="invalid_json") from error
-    if len(raw) > 2 * MAX_ENTRIES and raw.count(b"{") > MAX_ENTRIES:
+    if len(raw) > _SHORT and raw.count(b"{") > MAX_ENTRIES:
         _check_lists(body)
     return body
 
 
 def _check_lists(body: JsonBody) -> None:
     for name in _LISTS:
-        entries = body.items(name)
-        if entries is not None and len(entries) > MAX_ENTRIES:
-            raise BadRequest(
-                f"{name} has {len(entries)} entries; the limit is {MAX_ENTRIES}",
-                param=name,
-                code="array_above_max_length",
-            )
+        entries = body.items(name) or []
+        _check_length(name, entries)
+        for index, entry in enumerate(entries):
+            if len(memoryview(entry)) <= _SHORT:
+                continue
+            for field, items in _lists_in(entry):
+                _check_length(f"{name}[{index}].{field}", items)
+
+
+def _lists_in(entry: Raw) -> Iterable[tuple[str, list[Raw]]]:
+    """The lists among the fields of an entry, e.g. the parts of a message."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # told by who reads them
+        for field, value in _decode_fields(entry).items():
+            if memoryview(value)[0] == _LIST:
+                yield field, _decode_items(value)
+
+
+def _check_length(param: str, entries: list[Raw]) -> None:
+    if len(entries) > MAX_ENTRIES:
+        raise BadRequest(
+            f"{param} has {len(entries)} entries; the limit is {MAX_ENTRIES}",
+            param=param,
+            code="array_above_max_length",
+        )

@@ -203,6 +203,8 @@ class Lease:
         """The placement, corrected by what the engine's hold knows."""
         if hold.cached_tokens is not None:
             self.placement = replace(self.placement, predicted_tokens=hold.cached_tokens, firm=hold.firm)
+        elif not hold.firm:
+            self.placement = replace(self.placement, firm=False)
         return self.placement
 
     def refine_work(self, work: Work) -> None:

@@ -31,6 +31,7 @@ from proxy.prompt.render import (
     COMPLETIONS_PATH,
     ChatInput,
     CompletionInput,
+    EmbeddedInput,
     MixedInput,
     PromptInput,
     ResponseInput,
@@ -279,6 +280,8 @@ class PromptBuilder:
         match source:
             case CompletionInput():
                 return await self._completion(source, path, body)
+            case EmbeddedInput():
+                return await self._with_embeddings(path, body)
             case MixedInput():
                 return self._made(await self._engines.ask(path, body), self._engines)
             case ChatInput() if source.is_text or self._strict:
@@ -294,7 +297,9 @@ class PromptBuilder:
         """A prompt with media: all of it where an engine renders it, else the text before the first item."""
         prompt, parts = None, find_media(media_fields(body))
         if any(part.kind == "embeddings" for part in parts):
-            return None  # they are part of the identity of all blocks, also of those of the text before them
+            # They are part of the identity of all blocks, also of those of the text before them.
+            is_alone = all(part.kind == "embeddings" for part in parts)
+            return await self._with_embeddings(path, body) if is_alone else None
         if all(part.is_lasting for part in parts):
             prompt = await self._engines.render(path, body)
         if prompt is not None and prompt.extra_ids is None:
@@ -303,6 +308,13 @@ class PromptBuilder:
             # Never exact: its ids must not be sent in place of the images.
             return _Tokens(prompt, "engine", exact=False, media=True)
         return await self._before_media(source, body, owner) if isinstance(source, ChatInput) else None
+
+    async def _with_embeddings(self, path: str, body: JsonBody) -> _Tokens | None:
+        """A prompt with embeddings. Never whole: an engine may convert them, and identify others then."""
+        if not self.info.renders_embeds:
+            return None
+        prompt = await self._engines.render(path, body, embeds=True)
+        return None if prompt is None else _Tokens(prompt, "engine", exact=False, media=True, whole=False)
 
     async def _before_media(self, source: ChatInput, body: JsonBody, owner: Owner) -> _Tokens | None:
         """The tokens before the first message with media: two different texts in its place share them."""

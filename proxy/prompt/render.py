@@ -32,6 +32,7 @@ _OF_THE_ENGINE = frozenset(
         "extra_key",
     }
 )
+_OF_THE_ENGINE_IN_COMPLETIONS = _OF_THE_ENGINE - {"prompt_embeds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,14 @@ class MixedInput:
     param: ClassVar[str] = "prompt"
 
 
-PromptInput = ChatInput | CompletionInput | ResponseInput | MixedInput
+@dataclass(frozen=True, slots=True)
+class EmbeddedInput:
+    """A completion's prompt of embeddings, which only the engine identifies."""
+
+    param: ClassVar[str] = "prompt_embeds"
+
+
+PromptInput = ChatInput | CompletionInput | ResponseInput | MixedInput | EmbeddedInput
 """The fields that make a prompt. `param` is the field that an error about its length names."""
 
 
@@ -113,6 +121,8 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     Raises:
         BadRequest: naming a field that no engine accepts.
     """
+    if path == COMPLETIONS_PATH:
+        return _completion(body)
     if gives(body, _OF_THE_ENGINE) or _brings_token_ids(body):
         return None
     if path == CHAT_PATH:
@@ -130,8 +140,15 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
         )
     if path == RESPONSES_PATH:
         return ResponseInput(is_text=not find_media(media_fields(body)))
-    if path != COMPLETIONS_PATH:
+    return None
+
+
+def _completion(body: JsonBody) -> CompletionInput | EmbeddedInput | None:
+    """See `read_prompt`."""
+    if gives(body, _OF_THE_ENGINE_IN_COMPLETIONS) or _brings_token_ids(body):
         return None
+    if body.get("prompt_embeds") is not None:
+        return EmbeddedInput()
     prompt = _single_prompt(body.get("prompt"))
     if prompt is None:
         return None

@@ -11,7 +11,7 @@ from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, Jso
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
-from engine_adapter.prompt.media import mark_media
+from engine_adapter.prompt.media import mark_embeds, mark_media
 from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
 from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
@@ -137,16 +137,20 @@ class EngineTokenizer:
                         return ChatPrompt(await adapter.tokenize(path, body))
         return None
 
-    async def render(self, path: str, body: JsonBody) -> ChatPrompt | None:
+    async def render(self, path: str, body: JsonBody, *, embeds: bool = False) -> ChatPrompt | None:
         """Tokens of a request that holds images, audio or video, each marked where it begins; None where no
-        engine answers in time. One that refuses may lack an item that was sent to another: all are asked."""
+        engine answers in time. One that refuses may lack an item that was sent to another: all are asked.
+
+        With `embeds` the request holds prompt embeddings, which mark each block of the engine's cache.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                for adapter in self._in_turn(self._renderers):
+                for adapter in self._in_turn(self._engines if embeds else self._renderers):
                     with suppress(EngineUnavailable, EngineRejected):
                         rendered = await adapter.render(path, body)
-                        marks = mark_media(len(rendered.token_ids), rendered.media)
-                        return ChatPrompt(rendered.token_ids, marks)
+                        n_tokens = len(rendered.token_ids)
+                        marks = mark_media(n_tokens, rendered.media)
+                        return ChatPrompt(rendered.token_ids, mark_embeds(marks, n_tokens, rendered.embeds))
         return None
 
     def _in_turn(self, engines: Callable[[], Iterable[EngineAdapter]]) -> list[EngineAdapter]:

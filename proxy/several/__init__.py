@@ -2,6 +2,7 @@
 
 split.py    which requests are several for the engines of a pool, and the single requests they consist of
 join.py     the answers of those, as the one answer that the client asked for
+listed.py   the same on routes beside `/v1` that answer with a list
 serve.py    serves them side by side
 prefill.py  computes a prompt once for all its choices, where an engine would not
 

@@ -101,11 +101,13 @@ class JoinedStream:
         self._usages: dict[int, tuple[Part, _Fields, dict[str, Any]]] = {}
 
     def event(self, part: Part, data: bytes) -> bytes:
-        """The event for the client, from one of a part; b"" for its usage, which is held back.
+        """The event for the client, from one of a part; b"" for its usage, which is held back, and its end.
 
         Raises:
             EngineFailed: it is no event of a chat or completion.
         """
+        if data == DONE:
+            return b""
         try:
             fields = _decode(data)
             choices = _decode_choices(fields.get("choices", b"[]"))
@@ -123,6 +125,11 @@ class JoinedStream:
                 choice["index"] = _raw(part.index + _index(choice))
             fields["choices"] = _raw(choices)
         return b"data: " + _encode(fields) + b"\n\n"
+
+    @staticmethod
+    def ends(data: bytes) -> bool:
+        """Whether an event is the last of a part."""
+        return data == DONE
 
     def end(self, cached: int | None = None) -> bytes:
         """The last events, when all streams have ended: usage, if the engines sent it, and the end. `cached`:

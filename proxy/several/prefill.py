@@ -28,7 +28,8 @@ async def compute_once(flow: Flow, call: Call, body: JsonBody) -> int | None:
     Returns the tokens that were cached before; None if nothing was computed, or if that failed. The choices
     then find out why.
     """
-    own = replace(call, request_id=f"{call.request_id}-prompt", body=body.replace(**_ONE_TOKEN))
+    limits = _ONE_TOKEN if call.native is None else {**_ONE_TOKEN, "n_predict": 1}
+    own = replace(call, request_id=f"{call.request_id}-prompt", body=body.replace(**limits))
     record = RequestRecord.of(own)
     with suppress(*ANSWERED):
         ready = await flow.prepare(own)

@@ -7,21 +7,22 @@ event of the stream, which then breaks off. The other parts are cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from engine_adapter import HeaderPairs, JsonBody
+from engine_adapter import NATIVE_ROUTES, HeaderPairs, JsonBody
 from engine_adapter.off_loop import off_loop
 from proxy.errors import EngineFailed, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED, error_body
 from proxy.several.join import Answer, JoinedStream, is_error, joined
+from proxy.several.listed import ListedStream, joined_list, read_listed
 from proxy.several.prefill import compute_once
 from proxy.several.split import CHAT, COMPLETIONS, Part, Several, several_of
-from proxy.translate.sse import DONE, Events
+from proxy.translate.sse import Events
 
 # Parts of one request that are served at the same time, and the most that their bodies take. Others wait.
 AT_ONCE = 128
@@ -35,6 +36,18 @@ _BROKEN_OFF = "an engine's answer broke off"
 _LEFT, _OTHER_FAILED = "the client left", "another part of the request failed"
 
 
+class _Shape(NamedTuple):
+    """How the answers of parts are read, joined, and joined as streams."""
+
+    read: Callable[[bytes], Any]
+    join: Callable[[Several, list[tuple[Part, Any]], int | None], bytes]
+    stream: Callable[[], JoinedStream | ListedStream]
+
+
+_CHOICES = _Shape(Answer.of, joined, JoinedStream)
+_LISTED = _Shape(read_listed, joined_list, ListedStream)
+
+
 def serve(flow: Flow, call: Call, reply: Reply) -> Coroutine[Any, Any, None]:
     """Answers a request, which may be several.
 
@@ -46,18 +59,29 @@ def serve(flow: Flow, call: Call, reply: Reply) -> Coroutine[Any, Any, None]:
 
 
 def _several(flow: Flow, call: Call) -> Several | None:
-    if call.route not in _ROUTES or not isinstance(call.body, JsonBody):
+    listed = call.route not in _ROUTES and _is_listed(call)
+    if not (listed or call.route in _ROUTES) or not isinstance(call.body, JsonBody):
         return None
     try:
         return several_of(
-            call.route, call.body, lambda: flow.fleet.pool(call.model), reuse=flow.ingest is not None
+            call.route,
+            call.body,
+            lambda: flow.fleet.pool(call.model),
+            reuse=flow.ingest is not None,
+            listed=listed,
         )
     except (NoEngine, NotFound):
         return None  # the flow finds that, too, and keeps a record
 
 
+def _is_listed(call: Call) -> bool:
+    """Whether its route answers several prompts with a list."""
+    native = NATIVE_ROUTES.get(call.native or "")
+    return native is not None and native.lists
+
+
 async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None:
-    answer = _Answer(reply, streams=call.streams)
+    answer = _Answer(reply, several, streams=call.streams)
 
     def parts() -> Iterator[Coroutine[Any, Any, None]]:
         for number, part in enumerate(several.parts()):
@@ -80,7 +104,7 @@ async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None
             raise
         await answer.fail(error_body(str(error), kind="server_error"))
     else:
-        await answer.finish(several)
+        await answer.finish()
 
 
 async def _run(works: Iterable[Coroutine[Any, Any, None]], at_once: int) -> None:
@@ -152,15 +176,18 @@ class _Answer:
     Attributes:
         streams: the client asked for a stream.
         cached: prompt tokens that were cached before the prompt was computed for all choices, if it was.
+        shape: of the answers.
         stream: joins the events of the parts.
         whole: the parts' answers that are no streams, and their headers; by the index of their first choice.
     """
 
-    def __init__(self, reply: Reply, *, streams: bool) -> None:
+    def __init__(self, reply: Reply, several: Several, *, streams: bool) -> None:
         self.streams = streams
         self.cached: int | None = None
-        self.stream = JoinedStream()
-        self.whole: dict[int, tuple[Part, Answer, HeaderPairs]] = {}
+        self.shape = _LISTED if several.listed else _CHOICES
+        self.stream = self.shape.stream()
+        self.whole: dict[int, tuple[Part, Any, HeaderPairs]] = {}
+        self._several = several
         self._reply = reply
         self._turn = asyncio.Lock()
 
@@ -175,14 +202,16 @@ class _Answer:
         """Breaks the stream off. No `finish`, on purpose: clients take a clean end for a complete answer."""
         await self.send(b"data: " + error + b"\n\n", headers)
 
-    async def finish(self, several: Several) -> None:
+    async def finish(self) -> None:
         """Sends the end of a stream, or the joined answer with the headers of the first part."""
         if self.streams:
             await self._reply.finish(self.stream.end(self.cached))
             return
         parts = [self.whole[index] for index in sorted(self.whole)]
         pairs = [(part, answer) for part, answer, _ in parts]
-        content = await off_loop(lambda: joined(several, pairs, self.cached), ms=len(pairs) / _JOINED_PER_MS)
+        content = await off_loop(
+            lambda: self.shape.join(self._several, pairs, self.cached), ms=len(pairs) / _JOINED_PER_MS
+        )
         await self._reply.start(_OK, parts[0][2])
         await self._reply.finish(content)
 
@@ -219,9 +248,9 @@ class _PartClient:
             self._content.append(chunk)
             return
         for data in self._events.feed(chunk):
-            if data == DONE:
+            if self._answer.stream.ends(data):
                 self._is_complete = True
-            elif self._error is None and is_error(data):
+            if self._error is None and is_error(data):
                 self._error = data
             elif self._error is None:
                 self._to_send += self._answer.stream.event(self._part, data)
@@ -242,4 +271,4 @@ class _PartClient:
             error = self._error or error_body(_BROKEN_OFF, kind="server_error")
             raise _Failed(error, self._headers)
         if self._events is None:
-            self._answer.whole[self._part.index] = self._part, Answer.of(content), self._headers
+            self._answer.whole[self._part.index] = self._part, self._answer.shape.read(content), self._headers

@@ -22,6 +22,8 @@ MAX_PARTS = 65_536
 # Fields for several choices; `n_cmpl` is another name for `n`.
 _CHOICES = frozenset({"n", "n_cmpl", "best_of"})
 
+_NUMBER = b"-0123456789"
+
 
 class Part(Struct, frozen=True):
     """One of the single requests.
@@ -47,6 +49,7 @@ class Several(Struct, frozen=True):
         parts_per_prompt: single requests for each prompt; 1 where the engine makes the choices.
         shares_prompt: its choices share a prompt that an engine would compute for each of them.
         hides_logprobs: the client did not ask for the logprobs by which the best choices are found.
+        listed: its answer is a list of those of the single requests, not a list of choices.
     """
 
     body: JsonBody
@@ -55,6 +58,7 @@ class Several(Struct, frozen=True):
     parts_per_prompt: int
     shares_prompt: bool = False
     hides_logprobs: bool = False
+    listed: bool = False
 
     @property
     def picks(self) -> bool:
@@ -92,16 +96,27 @@ class Several(Struct, frozen=True):
                 yield Part(self.body.replace(**changes), number, number * self.choices + choice)
 
 
-def several_of(route: str, body: JsonBody, find_pool: Callable[[], Pool], *, reuse: bool) -> Several | None:
+def several_of(
+    route: str, body: JsonBody, find_pool: Callable[[], Pool], *, reuse: bool, listed: bool = False
+) -> Several | None:
     """The request as several; None for one that the engines of the pool get as it is.
 
-    `find_pool` is not called for a plain request.
+    Args:
+        route: the request's route.
+        body: its body.
+        find_pool: finds the pool of its model; not called for a plain request.
+        reuse: kvpin places requests by what engines hold.
+        listed: the route is one beside `/v1` that answers with a list.
 
     Raises:
         BadRequest: a number of choices that nobody serves.
         UnreadableField: a field that cannot be decoded.
     """
-    prompts, has_choices = _prompts(body) if route == COMPLETIONS else None, body.has_any(_CHOICES)
+    prompts, has_choices = None, body.has_any(_CHOICES)
+    if listed:
+        prompts = _listed_prompts(body)
+    elif route == COMPLETIONS:
+        prompts = _prompts(body)
     if prompts is None and not has_choices:
         return None
     pool = find_pool()
@@ -127,6 +142,7 @@ def several_of(route: str, body: JsonBody, find_pool: Callable[[], Pool], *, reu
         runs,
         shares_prompt=prompts is None and reuse and pool.splits_choices,
         hides_logprobs=runs > choices and body.hint("logprobs") is None,
+        listed=listed,
     )
 
 
@@ -138,6 +154,14 @@ def _prompts(body: JsonBody) -> list[Raw] | None:
     # More than anybody gets is refused, whatever they are.
     is_mixed = len(items) <= MAX_PARTS and len({memoryview(item)[0] for item in items}) > 1
     return None if is_mixed else items
+
+
+def _listed_prompts(body: JsonBody) -> list[Raw] | None:
+    """The prompts of a route that answers with a list; None for a single one. A list with a number in it is
+    one prompt."""
+    items = body.items("prompt")
+    is_one = items is None or len(items) == 1 or any(memoryview(item)[0] in _NUMBER for item in items)
+    return None if is_one else items
 
 
 def _number(body: JsonBody, name: str, default: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from tests.live.llama_world import MODEL, WAIT_S, llama_world
+from tests.llama import running_llama_server
 
 pytestmark = pytest.mark.live
 
@@ -130,9 +132,74 @@ def test_an_answer_is_the_servers_own(call, fields):
         assert without(ours.json()) == without(own.json())
 
 
-def test_several_prompts_are_answered_with_a_list(call):
-    answers = call("POST", "/completion", ask(["One ship.", "Two ships."])).raise_for_status().json()
-    assert [answer["index"] for answer in answers] == [0, 1]
+SEVERAL = {
+    "prompts": {"prompt": ["One ship. " + STORY, "Two ships. " + STORY]},
+    "choices": {"prompt": "Three ships. " + STORY, "n_cmpl": 3},
+    "both": {"prompt": ["Four ships. " + STORY, [*range(5, 305)]], "n": 2},
+    "some fields": {
+        "prompt": ["Five ships. " + STORY, "Six ships. " + STORY],
+        "response_fields": ["content", "timings"],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A server without kvpin. Requests for several that are sent past kvpin would take its slots."""
+    with running_llama_server(tmp_path_factory.mktemp("alone") / "log") as server:
+        yield lambda path, body: httpx.post(server.url + path, json=body, timeout=WAIT_S, trust_env=False)
+
+
+@pytest.mark.parametrize("path", ["/completion", "/completions"])
+@pytest.mark.parametrize("form", SEVERAL)
+def test_several_are_served_one_by_one_and_answered_as_the_server_does(world, call, alone, path, form):
+    asked = ask(**SEVERAL[form])
+    own = alone(path, asked).raise_for_status().json()
+    for _ in range(2):
+        answer = call("POST", path, asked).raise_for_status()
+        assert [without(each) for each in answer.json()] == [without(each) for each in own]
+        assert "x-kvpin-note" not in answer.headers
+        parts = [part_of(world, answer, number) for number in range(len(own))]
+        assert [part["predicted_tokens"] for part in parts] == [part["reported_tokens"] for part in parts]
+    assert all(part["reported_tokens"] == part["n_tokens"] - 1 for part in parts)
+
+
+def part_of(world, answer, number):
+    """kvpin's record of one of several."""
+    name = f"{answer.headers['x-request-id']}-{number}"
+    return world.until(lambda: record_of(world, name), f"the record of {name}")
+
+
+def record_of(world, name):
+    answer = world.kvpin.admin("GET", f"requests/{name}")
+    return answer.json() if answer.is_success else None
+
+
+def test_several_as_a_stream(call, alone):
+    asked = ask(**SEVERAL["both"], stream=True)
+    ours, own = call("POST", "/completion", asked), alone("/completion", asked)
+    assert ours.headers["content-type"] == own.headers["content-type"]
+    for number in range(4):
+        told = [[without(e) for e in events(each) if e and e["index"] == number] for each in (ours, own)]
+        assert told[0] == told[1] != []
+
+
+def test_others_are_served_meanwhile(world, call):
+    """A request for several takes no slot that another request needs."""
+    with ThreadPoolExecutor(1) as threads:
+        long = {"prompt": ["Long. " + STORY, "Longer. " + STORY], "n_predict": 400, "ignore_eos": True}
+        several = threads.submit(call, "POST", "/completion", ask(**long))
+        world.until(lambda: any(slot["operation"] for slot in world.slots()), "a part that runs")
+        answer = call("POST", "/completion", ask("A word?"))
+        assert answer.is_success
+        assert not several.done()
+        assert len(several.result().json()) == 2
+
+
+def test_an_error_of_one_of_several_is_the_servers(call, alone):
+    asked = ask(["A ship.", [1] * 5000])
+    ours, own = call("POST", "/completion", asked), alone("/completion", asked)
+    assert (ours.status_code, ours.json()) == (own.status_code, own.json())
 
 
 def test_a_client_can_refuse_reuse(call):

@@ -264,7 +264,7 @@ def test_the_node_is_killed_and_comes_back(world: LmCacheWorld, ask, prompt, tel
     assert world.url in refused.text
     new = said()[len(before) :]
     assert len(new) == len(world.vllms.servers)
-    assert all(f"the LMCache server {world.url} is not there" in line for line in new)
+    assert all(f"the LMCache server {world.url} is not reachable" in line for line in new)
     tell(*new)
     world.start("node")
     until(lambda: has_moves(MOVES), "its operations are not offered again")

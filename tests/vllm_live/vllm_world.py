@@ -211,7 +211,9 @@ class VllmWorld:
         """Sends a data-plane request, e.g. to `chat/completions`, and expects 200."""
         url = f"{self.kvpin.base_url}/{path}"
         body = {"model": MODEL, "max_tokens": 8, "temperature": 0, **body}
-        return httpx.post(url, json=body, timeout=WAIT_S, trust_env=False, **options).raise_for_status()
+        answer = httpx.post(url, json=body, timeout=WAIT_S, trust_env=False, **options)
+        assert answer.is_success, answer.text
+        return answer
 
     def admin(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
         """Runs an admin operation to its end, e.g. `admin("flush", {"all": True})`."""

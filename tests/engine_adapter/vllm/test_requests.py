@@ -120,3 +120,11 @@ def test_other_routes_are_left_alone(shaper):
     request, hold = sent(shaper, "/v1/embeddings", tell_reuse=True)
     assert request == {"prompt": "some text"}
     assert (hold.answer, hold.cached_tokens) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "firm"), [({}, True), ({"n": 1}, True), ({"n": 2, "stream": True}, True), ({"n": 2}, False)]
+)
+def test_what_is_reported_of_several_choices_is_not_that_of_the_first(shaper, fields, firm):
+    for path in (TEXT, CHAT):
+        assert sent(shaper, path, **fields)[1].firm is firm

@@ -185,7 +185,7 @@ class TestRequests:
         assert json.loads(adapter.prepare("POST", path, {}, body).body)["cache_salt"] == salt_for(None, "ada")
 
     async def test_embeddings_are_kept_apart(self, adapter):
-        await adapter.connect()
+        assert not (await adapter.connect()).renders_embeds
         salts = []
         for data in ("QQ==", "Qg==", "QQ=="):
             body = JsonBody(json.dumps({"model": "tiny", "prompt_embeds": data}).encode())

@@ -74,6 +74,7 @@ class TestLease:
         with leasing as lease:
             placed = lease.placement
             assert lease.refine(Hold(None)) is placed
+            assert lease.refine(Hold(None, firm=False)) == replace(placed, firm=False) != placed
             refined = lease.refine(Hold(None, cached_tokens=5, firm=False))
             assert (refined.predicted_tokens, refined.firm) == (5, False)
             assert replace(refined, predicted_tokens=placed.predicted_tokens, firm=True) == placed

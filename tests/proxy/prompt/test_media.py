@@ -1,19 +1,20 @@
 import base64
 import json
 from array import array
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
-from engine_adapter.prompt.media import mark_media
+from engine_adapter.prompt.media import mark_embeds, mark_media
 from engine_adapter.types import MediaSpan, RenderedPrompt, token_array
 from proxy.errors import BadRequest
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.prompt.media import MOST_MEDIA, find_media, media_fields
 from tests.fakes import prompts_of
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CAT, DOG = b"\x89PNG cat", b"\x89PNG dog"
 
 
@@ -354,6 +355,45 @@ class TestRendering:
         builder = builder_of(RenderingEngine(), info=info_of(Capability.RENDER, max_model_len=10))
         with pytest.raises(BadRequest, match="context"):
             await build(builder, chat(image(), image(DOG)))
+
+
+class EmbeddingEngine:
+    """The part of an adapter that builders use for prompts with embeddings."""
+
+    async def render(self, path, body):
+        if body.get("prompt_embeds") == "no":
+            raise EngineRejected("no", status=400)
+        return RenderedPrompt(token_array([0, 0, 0, 0, 0]), embeds=((0, b"one"), (4, b"two")))
+
+
+class TestEmbeddings:
+    ASKED = chat({"type": "prompt_embeds", "data": "AAAA"}, text("What is it?"))
+
+    @pytest.fixture
+    def builder(self, info_of):
+        info = replace(info_of(Capability.TOKENIZE), renders_embeds=True)
+        return prompts_of(info, tables=PromptTables(), engines=lambda: [EmbeddingEngine()])
+
+    @pytest.mark.parametrize(
+        ("path", "body"), [(CHAT, ASKED), (COMPLETIONS, body_of(prompt_embeds="AAAA"))], ids=["chat", "text"]
+    )
+    async def test_they_mark_the_blocks_of_the_engine(self, builder, path, body):
+        prompt = await build(builder, body, path)
+        assert prompt.extra_ids == mark_embeds(None, 5, [(0, b"one"), (4, b"two")])
+        # An engine may convert them, so that it holds other blocks than these.
+        assert (prompt.media, prompt.whole, prompt.exact, prompt.source) == (True, False, False, "engine")
+
+    async def test_what_the_engine_does_not_know_is_unknown(self, builder):
+        assert await build(builder, body_of(prompt_embeds="no"), COMPLETIONS) is None
+
+    async def test_images_beside_them_are_unknown(self, builder):
+        assert await build(builder, chat(image(), {"type": "prompt_embeds", "data": "AAAA"})) is None
+
+    async def test_other_engines_are_not_asked(self, builder_of):
+        renderer = RenderingEngine()
+        assert await build(builder_of(renderer), self.ASKED) is None
+        assert await build(builder_of(renderer), body_of(prompt_embeds="AAAA"), COMPLETIONS) is None
+        assert renderer.asked == []
 
 
 class TestTheTextBefore:

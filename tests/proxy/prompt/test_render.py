@@ -9,6 +9,7 @@ from proxy.errors import BadRequest
 from proxy.prompt.render import (
     ChatInput,
     CompletionInput,
+    EmbeddedInput,
     MixedInput,
     ResponseInput,
     read_native,
@@ -94,11 +95,18 @@ def test_prompts_that_are_not_followed(prompt):
     assert read(COMPLETIONS, prompt=prompt) is None
 
 
-@pytest.mark.parametrize("field", ["prompt_embeds", "truncate_prompt_tokens", "lora_path", "extra_key"])
+@pytest.mark.parametrize("field", ["input_embeds", "truncate_prompt_tokens", "lora_path", "extra_key"])
 def test_prompts_and_adapters_told_in_an_engines_own_way_are_not_followed(field):
     for path, fields in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": []})):
         assert read(path, **fields, **{field: "x"}) is None
         assert read(path, **fields, **{field: None}) is not None
+
+
+def test_a_completion_of_embeddings():
+    assert read(COMPLETIONS, prompt_embeds="x") == EmbeddedInput()
+    assert read(COMPLETIONS, prompt="x", prompt_embeds=None).prompt == "x"
+    assert read(COMPLETIONS, prompt_embeds="x", lora_path="y") is None
+    assert read(CHAT, messages=[], prompt_embeds="x") is None
 
 
 def test_ids_from_the_server_that_computed_the_prompt_are_not_read():

@@ -51,6 +51,29 @@ def test_a_single_request_stays_as_it_is(route, fields):
     assert split(route, fields) is None
 
 
+SLOTS = {"splits_choices": True}
+
+
+def listed(fields, **options):
+    fleet = Fleet()
+    add_ready(fleet, "e", **SLOTS)
+    body = JsonBody(json.dumps(fields).encode())
+    return several_of(
+        "/completion", body, lambda: fleet.pools["m"], listed=True, **{"reuse": True, **options}
+    )
+
+
+def test_a_route_that_answers_with_a_list():
+    several = listed({"prompt": ["a", [1, 2], {"prompt_string": "c"}], "n_cmpl": 2, "seed": 5})
+    assert several.listed
+    assert indices(several) == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
+    assert bodies(several)[3] == {"prompt": [1, 2], "seed": 6}
+    assert listed({"prompt": "a", "n": 2}).shares_prompt
+    for prompt in ("a", ["a"], [1, 2], ["a", 5], [-1, "a"], []):
+        assert listed({"prompt": prompt}) is None
+    assert listed({"prompt": ["a", "b"]}, reuse=False) is None
+
+
 def test_of_a_plain_request_not_even_the_pool_is_looked_up():
     body = JsonBody(b'{"model":"m","messages":[],"prompt":"a"}')
     assert several_of(CHAT, body, None, reuse=True) is several_of(COMPLETIONS, body, None, reuse=True) is None
