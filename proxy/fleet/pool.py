@@ -131,6 +131,11 @@ class Pool:
         """Ready engines that return the tokens of a request with images, and the images' positions."""
         return [engine.adapter for engine in self.ready() if engine.can(Capability.RENDER)]
 
+    def embedders(self) -> list[EngineAdapter]:
+        """Ready engines that return the tokens of a request with prompt embeddings, and identify these."""
+        ready = self.ready()
+        return [engine.adapter for engine in ready if engine.info is not None and engine.info.renders_embeds]
+
     def candidates(
         self,
         chain: Chain | None,

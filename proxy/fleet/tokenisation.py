@@ -48,7 +48,11 @@ class Tokenisation:
         """An engine joined the pool: prompts can be built from now on. Does not wait for the tokenizer."""
         is_new = pool.prompts is None
         builder = pool.prompts = pool.prompts or PromptBuilder(
-            info, tables=self._tables, engines=pool.tokenisers, renderers=pool.renderers
+            info,
+            tables=self._tables,
+            engines=pool.tokenisers,
+            renderers=pool.renderers,
+            embedders=pool.embedders,
         )
         source = engine.adapter.spec.tokenizer or info.tokenizer
         if is_new:  # also a pool whose model was served before: its tokenizer went with the old pool

@@ -139,6 +139,7 @@ class PromptBuilder:
         tokenizer: ChatTokenizer | None = None,
         engines: Callable[[], Iterable[EngineAdapter]] = tuple,
         renderers: Callable[[], Iterable[EngineAdapter]] = tuple,
+        embedders: Callable[[], Iterable[EngineAdapter]] = tuple,
     ) -> None:
         """Until there is a tokenizer here, the engines tokenise.
 
@@ -148,6 +149,7 @@ class PromptBuilder:
             tokenizer: the engine's, loaded here; used at once, see `adopt` for one that is yet to be checked.
             engines: gives those that can tokenise now.
             renderers: gives those that can tokenise prompts with images now.
+            embedders: gives those that can tokenise prompts with embeddings now.
         """
         self.info = info
         self.local: LocalTokenizer | None = None
@@ -158,7 +160,7 @@ class PromptBuilder:
         # Served prompts for which the engine had other ids, by who made ours and whether they were special.
         self._refuted = Counter[tuple[Source, bool]]()
         self._tables = tables
-        self._engines = EngineTokenizer(engines, renderers)
+        self._engines = EngineTokenizer(engines, renderers, embedders)
         self._tokenizer: PromptTokenizer = self._engines
         # An engine that renders with the same code refuses what cannot be rendered here: the client's fault.
         # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
@@ -311,8 +313,6 @@ class PromptBuilder:
 
     async def _with_embeddings(self, path: str, body: JsonBody) -> _Tokens | None:
         """A prompt with embeddings. Never whole: an engine may convert them, and identify others then."""
-        if not self.info.renders_embeds:
-            return None
         prompt = await self._engines.render(path, body, embeds=True)
         return None if prompt is None else _Tokens(prompt, "engine", exact=False, media=True, whole=False)
 

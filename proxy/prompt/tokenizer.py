@@ -114,10 +114,13 @@ class EngineTokenizer:
         self,
         engines: Callable[[], Iterable[EngineAdapter]],
         renderers: Callable[[], Iterable[EngineAdapter]] = tuple,
+        embedders: Callable[[], Iterable[EngineAdapter]] = tuple,
     ) -> None:
-        """`engines` gives those that can be asked now, `renderers` those that also say where images lie."""
+        """`engines` gives those that can be asked now, `renderers` those that also say where images lie, and
+        `embedders` those that identify prompt embeddings."""
         self._engines = engines
         self._renderers = renderers
+        self._embedders = embedders
         self._turn = -1
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
@@ -145,7 +148,7 @@ class EngineTokenizer:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                for adapter in self._in_turn(self._engines if embeds else self._renderers):
+                for adapter in self._in_turn(self._embedders if embeds else self._renderers):
                     with suppress(EngineUnavailable, EngineRejected):
                         rendered = await adapter.render(path, body)
                         n_tokens = len(rendered.token_ids)

@@ -29,6 +29,9 @@ class TestTokenisers:
         assert fleet.pools["m"].tokenisers() == [able.adapter]
         able.info = replace(able.info, capabilities=frozenset({Capability.RENDER}))
         assert (fleet.pools["m"].tokenisers(), fleet.pools["m"].renderers()) == ([], [able.adapter])
+        assert fleet.pools["m"].embedders() == []
+        able.info = replace(able.info, renders_embeds=True)
+        assert fleet.pools["m"].embedders() == [able.adapter]
 
 
 class TestCandidates:

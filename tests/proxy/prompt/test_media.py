@@ -1,7 +1,6 @@
 import base64
 import json
 from array import array
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -371,8 +370,8 @@ class TestEmbeddings:
 
     @pytest.fixture
     def builder(self, info_of):
-        info = replace(info_of(Capability.TOKENIZE), renders_embeds=True)
-        return prompts_of(info, tables=PromptTables(), engines=lambda: [EmbeddingEngine()])
+        info = info_of(Capability.TOKENIZE)
+        return prompts_of(info, tables=PromptTables(), embedders=lambda: [EmbeddingEngine()])
 
     @pytest.mark.parametrize(
         ("path", "body"), [(CHAT, ASKED), (COMPLETIONS, body_of(prompt_embeds="AAAA"))], ids=["chat", "text"]
