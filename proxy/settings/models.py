@@ -356,6 +356,7 @@ class Settings(BaseSettings):
         cors_origins: origins of web pages that may use the data plane; `*` stands for all.
         limits: limits on memory.
         logs: log lines.
+        state_dir: the directory of what outlives a restart: caches of engines, pins, prompt tables.
         record_traffic: the file that requests are recorded in, as hashes, for `kvpin replay`.
         record_traffic_bytes: the most bytes of that file; then the recording ends.
         trust_media_uuids: believe clients' uuids of images, audio and video. By default a uuid that returns
@@ -386,6 +387,7 @@ class Settings(BaseSettings):
     cors_origins: tuple[Origin, ...] = ()
     limits: LimitSettings = LimitSettings()
     logs: LogSettings = LogSettings()
+    state_dir: Path | None = None
     record_traffic: Path | None = None
     record_traffic_bytes: Size = ByteSize(2**30)
     trust_media_uuids: bool = False
