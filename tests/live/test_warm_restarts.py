@@ -1,4 +1,4 @@
-"""kvpin is stopped or killed, and the next one knows what the engines hold: no more and no less than they do."""
+"""kvpin is stopped or killed, and the next one knows what the engines hold: no more and no less."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.live.conftest import running_kvpin
 pytestmark = pytest.mark.live
 
 WAIT_S = 60.0
+RAW = {"content-type": "application/octet-stream"}
 
 
 def body_of(number, model):
@@ -52,6 +53,8 @@ class World:
         self.told = stack.enter_context(running_vllm())
         self.silent = stack.enter_context(running_vllm(model="silent", kv_events=False))
         self.embedded = start_engine("--kv-blocks", "256")
+        info = httpx.get(f"{self.embedded.url}/kv/info", trust_env=False).json()
+        self.model, self.hidden = info["model"], info["hidden_size"]
         self.state = tmp_path / "state"
 
     @contextmanager
@@ -74,7 +77,7 @@ class World:
 def test_what_was_known_counts_where_it_still_holds(tmp_path, start_engine):
     with ExitStack() as stack:
         world = World(stack, tmp_path, start_engine)
-        embedded = httpx.get(f"{world.embedded.url}/v1/models", trust_env=False).json()["data"][0]["id"]
+        embedded, messages = world.model, body_of(1, "")["messages"]
         with world.kvpin() as kvpin:
             for model in ("tiny", "silent", embedded):
                 assert ask(kvpin, 1, model)[0] == 0
@@ -89,24 +92,22 @@ def test_what_was_known_counts_where_it_still_holds(tmp_path, start_engine):
             assert ask(kvpin, 1, "silent")[0] > 0
             predicted, reported = ask(kvpin, 1, embedded)
             assert predicted == reported > 0
-            pin = {"text": "1 " * 60, "model": embedded, "ttl_s": 600}
-            body = {"messages": body_of(1, embedded)["messages"], "model": embedded, "ttl_s": 600}
-            started = kvpin.admin("POST", "kv/pin", json=body)
-            assert started.status_code < 300, (started.text, pin)
-            until(lambda: kvpin.admin("GET", "kv/pins").json()["pins"])
-            pins = kvpin.admin("GET", "kv/pins").json()["pins"]
-            put = kvpin.admin("POST", "prompt_tables?id=t", content=safetensors_of(), headers=RAW)
-            assert put.status_code < 300, put.text
-            until(lambda: pins[0]["pin_id"].encode() in (world.state / "state").read_bytes())
+            pinned = kvpin.admin("POST", "pin", json={"messages": messages, "model": embedded, "ttl_s": 600})
+            assert pinned.json()["state"] == "done", pinned.text
+            (before,) = kvpin.admin("GET", "stats").json()["pins"]
+            table = safetensors_of(hidden=world.hidden)
+            kvpin.admin("POST", "prompt_tables?id=t", content=table, headers=RAW).raise_for_status()
+            until(lambda: before["pin_id"].encode() in (world.state / "state").read_bytes())
             kvpin.kill()
         assert {stat.S_IMODE(path.stat().st_mode) for path in world.files} == {0o600}
         with world.kvpin() as kvpin:
-            (pin,) = kvpin.admin("GET", "kv/pins").json()["pins"]
-            assert {**pin, "expires_in_s": 0} == {**pins[0], "expires_in_s": 0}
-            assert pin["expires_in_s"] <= pins[0]["expires_in_s"]
-            assert [t["table_id"] for t in kvpin.admin("GET", "prompt_tables").json()["prompt_tables"]] == [
-                "t"
-            ]
+            (pin,) = kvpin.admin("GET", "stats").json()["pins"]
+            assert 500 < pin.pop("expires_in_s") < before.pop("expires_in_s")
+            assert pin == before
+            (listed,) = kvpin.admin("GET", "prompt_tables").json()["prompt_tables"]
+            assert listed["table_id"] == "t"
+            unpinned = kvpin.admin("POST", "unpin", json={"pin_id": pin["pin_id"]})
+            assert unpinned.json()["result"]["unpinned"]
             predicted, reported = ask(kvpin, 2, "tiny")
             assert predicted == reported > 0
         # The engines are restarted meanwhile: nothing of what was known holds.
@@ -115,6 +116,3 @@ def test_what_was_known_counts_where_it_still_holds(tmp_path, start_engine):
         with world.kvpin() as kvpin:
             assert ask(kvpin, 1, "tiny") == (0, 0)
             assert ask(kvpin, 1, "silent") == (0, 0)
-
-
-RAW = {"content-type": "application/octet-stream"}
