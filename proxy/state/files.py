@@ -24,10 +24,11 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write(directory / "writable", b"")
-        (directory / "writable").unlink()
+        (directory / "writable").unlink(missing_ok=True)  # another kvpin may do the same now
         for part in directory.glob(f"*{_PART}"):
-            if time.time() - part.stat().st_mtime > _LEFT_S:
-                part.unlink()
+            with suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > _LEFT_S:
+                    part.unlink()
     except OSError as error:
         raise SettingsError(f"state_dir: {str(directory)!r} cannot be written: {error.strerror}") from error
 

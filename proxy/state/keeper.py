@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import structlog
+import xxhash
 
 from proxy.core.pins import PinBook
 from proxy.fleet.fleet import Fleet
@@ -45,7 +46,7 @@ class StateKeeper:
         self._path = directory / FILE
         self._tenants = tenants
         self._before = self._read()
-        self._saved = b""
+        self._saved = b""  # digest of the file
         self._saving = asyncio.Lock()
         self._wanted = asyncio.Event()
         self.memories = Memories(self._before.engines)
@@ -75,7 +76,7 @@ class StateKeeper:
             kept = [KeptPin.of(pin, ahead_s) for pin in pins.active(time.monotonic())]
             engines = [memory for each in list(fleet.engines) if (memory := await self._memory(fleet, each))]
             data = encode(Snapshot(self._tenants.isolated, kept, engines))
-            if data == self._saved:
+            if (digest := xxhash.xxh3_128_digest(data)) == self._saved:
                 return
             try:
                 await asyncio.to_thread(write, self._path, data)
@@ -86,7 +87,7 @@ class StateKeeper:
                     error=error.strerror,
                 )
             else:
-                self._saved = data
+                self._saved = digest
 
     async def _memory(self, fleet: Fleet, engine_id: str) -> EngineMemory | None:
         """What is known of an engine; what was known before, while it has not connected."""

@@ -167,8 +167,11 @@ class Run:
 
     def stretches(self, bit: int) -> list[tuple[int, int]]:
         """Where blocks in a row begin and end that the tier of `bit` holds."""
-        found = list[tuple[int, int]]()
-        for at in range(len(self.names)):
+        blocks, found = len(self.names), list[tuple[int, int]]()
+        held, every = self.held & bit * _ONES[blocks], bit * _ONES[blocks]
+        if held in (0, every):
+            return [(0, blocks)] if held else []
+        for at in range(blocks):
             if self.held_at(at) & bit:
                 first = found.pop()[0] if found and found[-1][1] == at else at
                 found.append((first, at + 1))

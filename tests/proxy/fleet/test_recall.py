@@ -78,12 +78,14 @@ async def memory():
 
 async def test_a_view_goes_on_where_it_was(memory):
     world = World([memory])
+    world.pool.learn(world.engine, (1, 2))  # before the view is current
     await world.says(ViewResumed(), BlocksRemoved(Tier.GPU, (1,)), stored(PROMPTS))
     assert world.adapter.since == POSITION
     assert [number for number in range(PROMPTS + 1) if not world.holds(number)] == [1]
     assert world.engine.salts.of("red") == {f"red-{number}" for number in range(PROMPTS + 1)}
     assert world.engine.view.counts.stored == PROMPTS + 1
-    assert world.memories.of("a") is None
+    assert (world.memories.of("a"), len(world.engine.learned)) == (None, 0)
+    assert world.pool.index.held("a", Tier.GPU) == PROMPTS
     await world.tasks.stop()
 
 
