@@ -253,8 +253,8 @@ class ViewLost:
 
 @dataclass(frozen=True, slots=True)
 class ViewResumed:
-    """The process is the one whose position the reader gave: what was known there held then, and the events
-    since then follow. The reader may know some of them."""
+    """The engine is still the process whose position the reader gave. The reader's view was right there, and
+    the events since then follow. The reader may have applied some of them."""
 
 
 @dataclass(frozen=True, slots=True)

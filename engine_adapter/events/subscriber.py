@@ -88,7 +88,7 @@ class _Cursor:
 
     @classmethod
     def at(cls, reader: EventReader, since: EventPosition) -> _Cursor:
-        """Goes on from a position."""
+        """A cursor that goes on from a position."""
         reader.groups.followed, reader.groups.several = since.group, since.several
         return cls(
             reader,

@@ -79,7 +79,7 @@ class SlotVerbs:
         return Pinned(pin_id, most // TOKENS_PER_BLOCK, ttl_s)
 
     def recall(self) -> None:
-        """Pins again what was pinned when kvpin ended, as far as it is known to be held."""
+        """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
         ahead_s = time.time() - self._keeper.now()
         for pin in self._record.read():
             self._hold(pin.pin_id, pin.token_ids, pin.salt, pin.until - ahead_s)

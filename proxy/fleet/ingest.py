@@ -42,8 +42,8 @@ class Ingest:
         owner_of: Callable[[str], str | None] = lambda _salt: None,
         memories: Memories | None = None,
     ) -> None:
-        """`owner_of` names the tenant of a cache salt, None for a salt of no tenant; `memories` is what was
-        known before kvpin was restarted."""
+        """`owner_of` names the tenant of a cache salt, None for a salt of no tenant. `memories` come from the
+        kvpin before this one."""
         self._fleet = fleet
         self._tasks = tasks
         self._owner_of = owner_of

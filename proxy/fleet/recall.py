@@ -1,10 +1,11 @@
-"""What kvpin knew of the engines' caches before it was restarted.
+"""kvpin's knowledge of the engines' caches, over a restart of kvpin.
 
     keep     an engine → its memory: plain data, to be written to disk
-    recall   an engine that proved that it is still the same → what it holds
+    recall   a memory, and an engine that proved to be the same process → view, or model, of its cache
 
-With events, the proof is the last batch that was read: the engine still has it, and replays what came after.
-Without events, it is the identity of the engine's process. A memory is used once, and dropped without proof.
+An engine with events proves it by the last batch that was read: it still has that batch, and replays the
+later ones. An engine without events proves it by the identity of its process. A memory without proof is
+dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _unpack = msgspec.msgpack.Decoder(list[KeptRun]).decode
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
-    """What was known of one engine.
+    """The knowledge of one engine's cache.
 
     Attributes:
         engine: its id.
@@ -43,9 +44,9 @@ class EngineMemory(msgspec.Struct, frozen=True):
         tokens_per_block: the pool's block size.
         instance: the engine's process.
         salts: the cache salts of each tenant with KV there.
-        position: the place in its events that `runs` are known up to; None without such events.
+        position: the place in its events up to which `runs` are right; None without such events.
         runs: its view, in parts: packed lists of KeptRun.
-        learned: what it probably holds, the next to be evicted first: hashes as uint64.
+        learned: the prompts it probably holds, the next to be evicted first: hashes as uint64.
     """
 
     engine: str
@@ -59,7 +60,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
 
 async def keep(engine: Engine, pool: Pool) -> EngineMemory | None:
-    """What is known of an engine now; None if that is nothing that could be proved later."""
+    """The memory of an engine; None if kvpin knows nothing that the engine could prove later."""
     view, info = engine.view, engine.info
     position = engine.adapter.event_position() if engine.audit.trust is Trust.PRECISE else None
     if info is None or (position is None and not engine.learned):
@@ -67,7 +68,7 @@ async def keep(engine: Engine, pool: Pool) -> EngineMemory | None:
     runs, learned = list[msgspec.Raw](), list[bytes]()
     salts = engine.salts.kept()
     if view is not None and position is not None:
-        # What is applied meanwhile is replayed later: applying it twice changes nothing.
+        # Events that are applied meanwhile are replayed later: applying them twice changes nothing.
         rest = view.runs()
         while part := [run.kept() for run in islice(rest, SLICE_RUNS)]:
             runs.append(msgspec.Raw(_pack(part)))
@@ -97,7 +98,7 @@ class Memories:
         then, now = (memory.model, memory.tokens_per_block), (pool.model, pool.tokens_per_block)
         if then != now:
             log.warning(
-                "what was known before the restart is dropped: the engine has another model or block size",
+                "state from before the restart is dropped: the engine has another model or block size",
                 engine=engine.id,
                 before=list(then),
                 now=list(now),
@@ -127,7 +128,7 @@ def recall_learned(engine: Engine, pool: Pool, memory: EngineMemory) -> None:
         if engine.learned.restore(stretch):
             pool.index.store(engine.id, Tier.GPU, stretch)
     log.info(
-        "what the engine probably holds is known from before the restart",
+        "learned cache content restored from before the restart",
         engine=engine.id,
         blocks=len(engine.learned),
     )

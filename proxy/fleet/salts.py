@@ -59,7 +59,7 @@ class TenantSalts:
         )
 
     def restore(self, kept: KeptSalts) -> None:
-        """The engine still holds what it held when this was kept."""
+        """Adds salts that an earlier kvpin kept: the engine still holds KV under them."""
         for tenant, salts in kept.of.items():
             for salt in salts:
                 self.note(tenant, salt)

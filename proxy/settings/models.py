@@ -356,7 +356,8 @@ class Settings(BaseSettings):
         cors_origins: origins of web pages that may use the data plane; `*` stands for all.
         limits: limits on memory.
         logs: log lines.
-        state_dir: the directory of what outlives a restart: caches of engines, pins, prompt tables.
+        state_dir: directory for state that outlives a restart: knowledge of caches, pins, prompt tables. None
+            keeps none.
         record_traffic: the file that requests are recorded in, as hashes, for `kvpin replay`.
         record_traffic_bytes: the most bytes of that file; then the recording ends.
         trust_media_uuids: believe clients' uuids of images, audio and video. By default a uuid that returns

@@ -1,4 +1,4 @@
-"""What outlives a restart of kvpin, in the directory `state_dir`.
+"""State that outlives a restart of kvpin, in the directory `state_dir`.
 
 keeper.py     saves it now and then, and when kvpin stops; reads it when kvpin starts
 snapshot.py   caches of engines and pins, as one file

@@ -16,7 +16,7 @@ _LEFT_S = 600.0
 
 
 def make_directory(directory: Path) -> None:
-    """Makes the directory, which may exist, and removes what killed processes left there.
+    """Makes the directory, which may exist, and removes parts of files that killed processes left there.
 
     Raises:
         SettingsError: it cannot be written.

@@ -1,6 +1,6 @@
-"""Saves what kvpin knows once a minute, when pins change, and when kvpin stops; reads it when kvpin starts.
+"""Saves kvpin's state once a minute, when pins change, and when kvpin stops. Reads it when kvpin starts.
 
-Nothing that was read counts before an engine has proved that it still holds: see `proxy/fleet/recall.py`.
+Knowledge of an engine counts once the engine has proved it: see `proxy/fleet/recall.py`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ FILE = "state"
 
 
 class StateKeeper:
-    """What outlives a restart.
+    """Keeps the state.
 
     Attributes:
-        memories: what was known of engines before.
+        memories: the memories of engines that have not connected since the start.
         tables: the files of prompt tables.
     """
 
     def __init__(self, directory: Path, tenants: Tenants) -> None:
-        """Reads the snapshot. One that cannot be used is left out, with a warning.
+        """Reads the snapshot. If it cannot be used, logs a warning and begins without one.
 
         Raises:
             SettingsError: the directory cannot be written.
@@ -70,7 +70,7 @@ class StateKeeper:
             await self.save(fleet, pins)
 
     async def save(self, fleet: Fleet, pins: PinBook) -> None:
-        """Writes what is known now, if that has changed. Logs a failure."""
+        """Writes the state, if it has changed. Logs a failure."""
         async with self._saving:
             ahead_s = time.time() - time.monotonic()
             kept = [KeptPin.of(pin, ahead_s) for pin in pins.active(time.monotonic())]
@@ -82,7 +82,7 @@ class StateKeeper:
                 await asyncio.to_thread(write, self._path, data)
             except OSError as error:
                 log.warning(
-                    "state is not saved: the next start knows less",
+                    "state is not saved: the next kvpin will know less; check the room in state_dir",
                     file=str(self._path),
                     error=error.strerror,
                 )
@@ -90,7 +90,7 @@ class StateKeeper:
                 self._saved = digest
 
     async def _memory(self, fleet: Fleet, engine_id: str) -> EngineMemory | None:
-        """What is known of an engine; what was known before, while it has not connected."""
+        """The memory of an engine: a new one, or until the engine has connected the one that was read."""
         engine = fleet.engines.get(engine_id)
         pool = fleet.pool_of(engine) if engine is not None else None
         if engine is None or pool is None:
@@ -109,7 +109,7 @@ class StateKeeper:
         except UnusableSnapshotError as error:
             why = str(error)
         log.warning(
-            "nothing is known from before the restart: the saved state cannot be used",
+            "the saved state cannot be used: kvpin begins without it",
             file=str(self._path),
             why=why,
         )

@@ -1,4 +1,4 @@
-"""The file of what kvpin knows: caches of engines, and pins.
+"""The file of kvpin's state: its knowledge of caches, and pins.
 
 first line   names the format; every change of it, or of how blocks are hashed, gets a new number
 16 bytes     xxh3_128 of the rest
@@ -20,7 +20,7 @@ _DIGEST_BYTES = 16
 
 
 class UnusableSnapshotError(Exception):
-    """The file cannot be used. The text says why."""
+    """A snapshot cannot be used. The text says why."""
 
 
 class KeptPin(msgspec.Struct, frozen=True):
@@ -61,12 +61,12 @@ class KeptPin(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What kvpin knows.
+    """The state of one kvpin.
 
     Attributes:
         isolated: there are several tenants, each with a salt of its own.
         pins: the active pins.
-        engines: what is known of each engine's cache.
+        engines: the memory of each engine.
     """
 
     isolated: bool

@@ -82,7 +82,7 @@ class LearnedBlocks:
             self._stretches.pop(number, None)
 
     def stretches(self) -> list[Blocks]:
-        """What is held, in parts, the next to be evicted first."""
+        """The stretches, the next to be evicted first."""
         return list(self._stretches.values())
 
     def restore(self, stretch: Blocks) -> bool:
