@@ -70,6 +70,7 @@ from engine_adapter.types import (
     EngineInfo,
     EngineLoad,
     EngineSpec,
+    EventPosition,
     Finding,
     KvEvent,
     KvProgress,
@@ -81,6 +82,7 @@ from engine_adapter.types import (
     Tier,
     ViewCurrent,
     ViewLost,
+    ViewResumed,
 )
 from engine_adapter.upload import Named, Upload
 
@@ -107,6 +109,7 @@ __all__ = [
     "EngineSpec",
     "EngineSpecError",
     "EngineUnavailable",
+    "EventPosition",
     "Finding",
     "Forecast",
     "HeaderPairs",
@@ -136,6 +139,7 @@ __all__ = [
     "Upload",
     "ViewCurrent",
     "ViewLost",
+    "ViewResumed",
     "base_url",
     "check_command",
     "check_kind",

@@ -16,6 +16,7 @@ from engine_adapter.types import (
     EngineInfo,
     EngineLoad,
     EngineSpec,
+    EventPosition,
     Finding,
     KvEvent,
     KvProgress,
@@ -88,13 +89,20 @@ class EngineAdapter(Protocol):
         prompt embeddings, and what identifies them [`EngineInfo.renders_embeds`]. Raises EngineRejected for a
         request that the engine would refuse, or whose prompt is not known."""
 
-    def events(self) -> AsyncGenerator[KvEvent, None]:
+    def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
         """Yields what the engine stores and removes, while the caller iterates [Capability.KV_EVENTS].
 
         First comes ViewLost, then what the engine already holds (as far as known), then ViewCurrent, then
         changes. After a gap that cannot be filled, it starts again with ViewLost. Raises EngineUnavailable if
         the engine goes away.
+
+        `since` is where an earlier reader stopped. If the engine proves that nothing is missing since then,
+        ViewResumed replaces the first ViewLost, and only what came later follows.
         """
+
+    def event_position(self) -> EventPosition | None:
+        """The place after all events that `events` yielded and its caller took; None if nobody could go on
+        there."""
 
     async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
         """The part of a prompt that the tiers below the GPU hold now, for engines with

@@ -254,6 +254,12 @@ class ViewLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ViewResumed:
+    """The engine is still the process whose position the reader gave. The reader's view was right there, and
+    the events since then follow. The reader may have applied some of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class ViewCurrent:
     """The events so far describe what the engine holds; the view is exact from here on.
 
@@ -265,7 +271,25 @@ class ViewCurrent:
     complete: bool = True
 
 
-KvEvent = BlocksStored | BlocksRemoved | CacheCleared | ViewLost | ViewCurrent
+KvEvent = BlocksStored | BlocksRemoved | CacheCleared | ViewLost | ViewResumed | ViewCurrent
+
+
+class EventPosition(msgspec.Struct, frozen=True):
+    """A place in an engine's events, at which a later process can go on.
+
+    Attributes:
+        sequence: number of the last batch that was read.
+        digest: hash of its bytes. No other process of the engine sends the same.
+        complete: the engine holds nothing that no event reported.
+        group: the KV cache group that is followed, None without groups.
+        several: there are other groups beside it.
+    """
+
+    sequence: int
+    digest: int
+    complete: bool
+    group: int | None = None
+    several: bool = False
 
 
 # --- prompts with more than text -----------------------------------------------------------------

@@ -15,6 +15,7 @@ from engine_adapter.types import (
     BelowGpu,
     Capability,
     EngineSpec,
+    EventPosition,
     Finding,
     KvEvent,
     KvProgress,
@@ -77,11 +78,15 @@ class Undeclared:
         """Not supported."""
         raise self.not_supported(Capability.RENDER)
 
-    async def events(self) -> AsyncGenerator[KvEvent, None]:
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
         """Not supported."""
         for event in _NO_EVENTS:  # makes this an async generator, as the contract says
             yield event
         raise self.not_supported(Capability.KV_EVENTS)
+
+    def event_position(self) -> EventPosition | None:
+        """None: its events begin with all that it holds, or cannot be had twice."""
+        return None
 
     async def lookup(self, prompt: KvTarget) -> BelowGpu | None:  # noqa: ARG002 - likewise
         """None: its events cover all its tiers."""

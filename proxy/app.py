@@ -12,6 +12,7 @@ import os
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -60,6 +61,7 @@ from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineChanges, EngineEntry, ManagedSettings, Settings, SettingsError
+from proxy.state.keeper import StateKeeper
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, translations
 
@@ -78,7 +80,9 @@ class Proxy:
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
         self.responses = ResponseStore(len(self.tenants.names))
-        self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner) if settings.reuse else None
+        self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
+        memories = self.state.memories if self.state is not None else None
+        self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
         self.monitor = Monitor(
             self.fleet,
             self.tasks,
@@ -113,6 +117,8 @@ class Proxy:
             translations=translations(self.responses),
         )
         self.operations, self.pins = Operations(self.tasks), PinBook()
+        if self.state is not None:
+            self.state.restore(self.pins, self.tables)
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
         self.draining = asyncio.Event()
@@ -133,6 +139,8 @@ class Proxy:
             self.tasks.start("recorder", self.recorder.run())
         if self.ahead is not None:
             self.tasks.keep("restore ahead", self.ahead.run)
+        if self.state is not None:
+            self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
         self.configured.start(all_engines(self.settings))
 
     def reload(self, settings: Settings) -> EngineChanges:
@@ -160,10 +168,12 @@ class Proxy:
         return changes
 
     async def stop(self) -> None:
-        """Closes adapters, then background work, then the engines kvpin started, then connections.
+        """Saves the state, then closes adapters, background work, the engines kvpin started, and connections.
 
         A failure of one is logged and does not keep the others from being closed.
         """
+        if self.state is not None:
+            await self.state.save(self.fleet, self.pins)
         for engine in self.fleet.engines.values():
             self.monitor.forget(engine)
         # Managed engines still run here: an adapter may have KV to save.
@@ -250,6 +260,7 @@ def admin_api(proxy: Proxy) -> Mount:
     """The admin API over a proxy's collaborators."""
     fleet, flow, reuse = proxy.fleet, proxy.flow, proxy.ingest is not None
     operations, pins = proxy.operations, proxy.pins
+    files = proxy.state.tables if proxy.state is not None else None
     targets = Targets(fleet, proxy.tenants, flow.requests, has_views=reuse)
     warming = Warming(flow, targets, operations)
     pinning = Pinning(fleet, targets, pins, operations)
@@ -258,7 +269,7 @@ def admin_api(proxy: Proxy) -> Mount:
         *EngineRoutes(fleet, proxy.engines, pinning, reuse=reuse).endpoints(),
         *KvRoutes(kv, warming, pinning, operations).endpoints(),
         *RequestRoutes(flow).endpoints(),
-        *TableRoutes(SharedTables(fleet, proxy.tables)).endpoints(),
+        *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),
     )
     key = proxy.settings.admin_key
     return admin_mount(endpoints, AdminGuard(key.get_secret_value() if key else None))

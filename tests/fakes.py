@@ -262,6 +262,10 @@ class FakeAdapter(OpenAICompatibleAdapter):
         self.subscriptions = self.checks = 0
         self.checked = asyncio.Event()
         self.tables = []
+        self.since = self.position = None
+
+    def event_position(self):
+        return self.position
 
     def cached_tokens(self, headers):
         value = headers.get("x-kv-cached-tokens")
@@ -275,8 +279,9 @@ class FakeAdapter(OpenAICompatibleAdapter):
         self._note()
         return EngineLoad(running=0, waiting=0)
 
-    async def events(self):
+    async def events(self, since=None):
         self.subscriptions += 1
+        self.since = since
         while True:
             item = await self.feed.get()
             if isinstance(item, Exception):

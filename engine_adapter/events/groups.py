@@ -16,11 +16,12 @@ class KvGroups:
     """The KV cache groups that one engine's events have shown.
 
     Attributes:
+        followed: number of the followed group; None while none is.
         several: there are other groups beside the followed one.
     """
 
     def __init__(self) -> None:
-        self._followed: object = None
+        self.followed: int | None = None
         self.several = False
 
     def follows(self, fields: StoredFields | RemovedFields) -> bool:
@@ -29,16 +30,16 @@ class KvGroups:
         A store says what kind its group is; a removal has only the group's number.
         """
         group = fields.group_idx
-        if group is None or group == self._followed:
+        if group is None or group == self.followed:
             return True
         kind = None
         if isinstance(fields, StoredFields):
             kind = fields.kv_cache_spec_kind
-            if self._followed is None and _is_full(fields):
-                self._followed = group
+            if self.followed is None and _is_full(fields):
+                self.followed = group
                 return True
         # A removal before the first store says nothing about the group.
-        self.several = self.several or self._followed is not None or kind is not None
+        self.several = self.several or self.followed is not None or kind is not None
         return False
 
 

@@ -1,6 +1,7 @@
 """Follows an engine's KV events over ZMQ. It misses none, or reports that the view is lost.
 
     start    subscribe → snapshot, if the engine has one → replay what came after it → ViewCurrent
+    resume   subscribe → replay what came after a given position → ViewCurrent
     follow   next number: yield · gap: replay from the last known batch · number falls: start over
     idle     ask the replay socket for newer batches, to notice if the last ones were lost;
              if it answered before and no longer does, losses would go unnoticed: start over
@@ -22,7 +23,7 @@ from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.events.keys import KeyReader
 from engine_adapter.events.wire import EventReader, Snapshot
 from engine_adapter.events.zmq_inbox import Inbox, ReplayClient, replay_client, subscription
-from engine_adapter.types import CacheCleared, KvEvent, ViewCurrent, ViewLost
+from engine_adapter.types import CacheCleared, EventPosition, KvEvent, ViewCurrent, ViewLost, ViewResumed
 
 _END_OF_REPLAY = 2**64 - 1
 _SEQUENCE_BYTES = 8
@@ -70,6 +71,8 @@ class _Cursor:
         silent: the replay socket did not answer.
         idle_checks: idle checks while the replay socket was silent.
         reported: the completeness last reported; None until the view has started.
+        taken: number and digest of the last batch whose events were all taken.
+        is_unproven: the position it goes on from may be another process's.
     """
 
     reader: EventReader
@@ -80,6 +83,29 @@ class _Cursor:
     silent: bool = False
     idle_checks: int = 0
     reported: bool | None = None
+    taken: tuple[int, int] | None = None
+    is_unproven: bool = False
+
+    @classmethod
+    def at(cls, reader: EventReader, since: EventPosition) -> _Cursor:
+        """A cursor that goes on from a position."""
+        reader.groups.followed, reader.groups.several = since.group, since.several
+        return cls(
+            reader,
+            since.sequence,
+            since.digest,
+            complete=since.complete,
+            taken=(since.sequence, since.digest),
+            is_unproven=True,
+        )
+
+    @property
+    def position(self) -> EventPosition | None:
+        """Where another reader can go on; None while the view is not current."""
+        if self.taken is None or self.reported is None:
+            return None
+        groups = self.reader.groups
+        return EventPosition(*self.taken, self.complete, groups.followed, groups.several)
 
     @property
     def is_complete(self) -> bool:
@@ -113,6 +139,7 @@ class KvEventSubscriber:
         idle_check_s: float = 0.5,
         replay_timeout_s: float = 5.0,
         idle_timeout_s: float = 3.0,
+        since: EventPosition | None = None,
     ) -> None:
         """Connects when `events` is iterated.
 
@@ -123,6 +150,7 @@ class KvEventSubscriber:
             idle_check_s: after this time without a message, ask the replay socket for missed batches.
             replay_timeout_s: a replay answer is over after a pause this long.
             idle_timeout_s: the same for replays of idle checks.
+            since: where to go on, if the engine has the batches since then; else the view begins anew.
         """
         self._endpoints = endpoints
         self._snapshot = snapshot
@@ -130,15 +158,23 @@ class KvEventSubscriber:
         self._idle_check_s = idle_check_s
         self._replay_timeout_s = replay_timeout_s
         self._idle_timeout_s = idle_timeout_s
+        self._since = since
+        self._cursor: _Cursor | None = None
         self.counts = SubscriberCounts()
         self.replay_is_silent = False
+
+    @property
+    def position(self) -> EventPosition | None:
+        """See `EngineAdapter.event_position`."""
+        return self._cursor.position if self._cursor is not None else None
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`. Raises EngineUnavailable when the engine goes away."""
         reason = "connected"
         with subscription(self._endpoints.events, self._endpoints.topic) as inbox:
             while True:
-                yield ViewLost(reason)
+                if self._since is None:
+                    yield ViewLost(reason)
                 try:
                     async with aclosing(self._follow(inbox)) as events:
                         async for event in events:
@@ -149,7 +185,9 @@ class KvEventSubscriber:
 
     async def _follow(self, inbox: Inbox) -> AsyncGenerator[KvEvent, None]:
         """One view, from its start until it is lost."""
-        cursor = _Cursor(EventReader(self._read_keys))
+        since, self._since = self._since, None
+        reader = EventReader(self._read_keys)
+        cursor = self._cursor = _Cursor(reader) if since is None else _Cursor.at(reader, since)
         with replay_client(self._endpoints.replay) as replay:
             async with aclosing(self._start(replay, cursor)) as events:
                 async for event in events:
@@ -172,7 +210,7 @@ class KvEventSubscriber:
 
     async def _start(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
         """Yields what the engine holds, as far as it can tell, up to the last batch that it replays."""
-        if self._snapshot is not None:
+        if self._snapshot is not None and not cursor.is_unproven:
             held = await self._snapshot()
             cursor.last, cursor.complete = held.sequence, True
             for event in held.events:
@@ -180,6 +218,8 @@ class KvEventSubscriber:
         async with aclosing(self._catch_up(replay, cursor)) as events:
             async for event in events:
                 yield event
+        if cursor.is_unproven:
+            raise _StartOverError("nothing shows that the process is still the same")
         yield cursor.report()
 
     def _live(self, cursor: _Cursor, frames: list[bytes]) -> tuple[int, bytes] | None:
@@ -276,10 +316,13 @@ class KvEventSubscriber:
             answer.until = max(answer.until, sequence)
             answer.batches += 1
             if known is not None and answer.batches == 1:
-                _check_same(cursor, sequence, payload)
+                events = _check_same(cursor, sequence, payload)
             elif cursor.last is None or sequence == cursor.last + 1:
-                for event in self._take(cursor, sequence, payload):
-                    yield event
+                events = self._take(cursor, sequence, payload)
+            else:
+                continue
+            for event in events:
+                yield event
         self.replay_is_silent = False
         if known is not None and not answer.batches:
             raise _StartOverError(f"the engine no longer has batch {known}")
@@ -309,6 +352,7 @@ class KvEventSubscriber:
         except MalformedEvents:
             counts.malformed += 1
         counts.malformed += reader.skipped - skipped
+        cursor.taken = sequence, cursor.digest
         if cursor.reported not in (None, cursor.is_complete):
             yield cursor.report()
 
@@ -334,7 +378,7 @@ class _Answer:
     batches: int = 0
 
 
-def _check_same(cursor: _Cursor, sequence: int, payload: bytes) -> None:
+def _check_same(cursor: _Cursor, sequence: int, payload: bytes) -> Iterator[KvEvent]:
     """Raises if the first replayed batch is not the last known one: then the process is another."""
     if sequence != cursor.last:
         raise _StartOverError(f"batch {cursor.last} left the replay buffer")
@@ -342,6 +386,9 @@ def _check_same(cursor: _Cursor, sequence: int, payload: bytes) -> None:
     if cursor.digest not in (None, digest):
         raise _StartOverError(f"batch {sequence} has changed: the engine restarted")
     cursor.digest = digest
+    if cursor.is_unproven:
+        cursor.is_unproven = False
+        yield ViewResumed()
 
 
 def _digest(payload: bytes) -> int:

@@ -5,7 +5,8 @@ keeper.py      slot leases, and what requests leave     turns.py      whose turn
 slots.py       what each slot holds and runs            plan.py       which slot, restore what, save first?
 contents.py    moves KV between slots and files         slot_io.py    save, restore, erase over HTTP
 write_back.py  saves slots in idle time                 verbs.py      flush, offload, restore, pin
-slot_owners.py whose KV each slot holds, on disk        rates.py      how fast this server is
+slot_owners.py whose KV each slot holds, on disk        pin_record.py its pins, on disk
+rates.py       how fast this server is
 answer.py      which tokens an answer left in its slot  answer_reader.py  watches an answer pass
 assemble.py    a stream as one JSON answer              mirror_events.py  what is held, as KV events
 saved.py       the registry of saved prefixes           saved_entry.py    one of them, and eviction order

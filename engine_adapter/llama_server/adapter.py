@@ -47,6 +47,7 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
+    EventPosition,
     Finding,
     KvEvent,
     KvProgress,
@@ -210,7 +211,7 @@ class LlamaServerAdapter(Undeclared):
 
     # --- KV -------------------------------------------------------------------------------------------
 
-    async def events(self) -> AsyncGenerator[KvEvent, None]:
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
         """See `EngineAdapter.events`."""
         await self._able(Capability.KV_EVENTS)
         async with aclosing(self._mirror.follow()) as events:

@@ -21,6 +21,7 @@ from engine_adapter.llama_server.discovery import (
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.llama_server.pin_record import PinRecord
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.slot_owners import SlotOwners
@@ -155,18 +156,20 @@ class Session:
         owners = SlotOwners(directory, self._spec.url, self.facts.instance, self.facts.slots)
         contents = Contents(self._spec.id, self.facts, io, saved, mirror, clock, owners)
         keeper = self.keeper = SlotKeeper(self._spec.id, self._control, contents, clock=clock)
-        self.verbs = SlotVerbs(keeper)
+        verbs = self.verbs = SlotVerbs(keeper, PinRecord(directory, self._spec.url, self.facts.instance))
         for state in await read_slots(self._control):
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
                 await io.erase(state.id)
         keeper.adopt(await read_slots(self._control))
-        self._write_back = asyncio.get_running_loop().create_task(self._keep_writing_back(keeper))
+        verbs.recall()
+        self._write_back = asyncio.get_running_loop().create_task(self._keep_writing_back(keeper, verbs))
 
-    async def _keep_writing_back(self, keeper: SlotKeeper) -> None:
+    async def _keep_writing_back(self, keeper: SlotKeeper, verbs: SlotVerbs) -> None:
         while True:
             try:
                 await save_idle(keeper)  # after a crash of kvpin: a file's header tells what a slot holds
+                verbs.recall()
                 await write_back(keeper)
             except Exception:
                 # Log a bug in it, and let nothing else fail.

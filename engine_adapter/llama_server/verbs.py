@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
+from engine_adapter.llama_server.pin_record import PinRecord, RecordedPin
 from engine_adapter.llama_server.saved import Saved, salt_digest
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.prompt.prefixes import common_prefix
@@ -51,8 +52,10 @@ class _Tally:
 class SlotVerbs:
     """KV operations on the slots and files of one server."""
 
-    def __init__(self, keeper: SlotKeeper) -> None:
+    def __init__(self, keeper: SlotKeeper, record: PinRecord) -> None:
+        """`record`: where pins are written to."""
         self._keeper = keeper
+        self._record = record
         self._contents = keeper.contents
         self._pins: dict[str, _Pin] = {}
 
@@ -68,32 +71,50 @@ class SlotVerbs:
 
     def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
         """See `EngineAdapter.pin`: the slot and the file that hold most of the prefix."""
-        table = self._contents.table
-        slots = _fullest(list(table), lambda slot: _shared(slot.tokens, slot.salt, target))[:1]
-        entries = _fullest(
-            list(self._contents.entries()), lambda entry: _shared(entry.tokens, entry.salt, target)
-        )[:1]
-        held = [(slot.tokens, slot.salt) for slot in slots] + [
-            (entry.tokens, entry.salt) for entry in entries
-        ]
-        most = max((_shared(tokens, salt, target) for tokens, salt in held), default=0)
-        pin_id = f"pin-{uuid4().hex}"
-        if target.token_ids is not None and most:
-            self._pins[pin_id] = _Pin(
-                target.token_ids[:most],
-                salt_digest(target.cache_salt),
-                self._keeper.now() + ttl_s,
-                tuple(slot.id for slot in slots),
-                tuple(entries),
-            )
-        self._protect(slots, entries)
+        pin_id, most = f"pin-{uuid4().hex}", 0
+        if target.token_ids is not None:
+            until = self._keeper.now() + ttl_s
+            most = self._hold(pin_id, target.token_ids, salt_digest(target.cache_salt), until)
+            self._note()
         return Pinned(pin_id, most // TOKENS_PER_BLOCK, ttl_s)
+
+    def recall(self) -> None:
+        """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
+        ahead_s = time.time() - self._keeper.now()
+        for pin in self._record.read():
+            self._hold(pin.pin_id, pin.token_ids, pin.salt, pin.until - ahead_s)
+
+    def _hold(self, pin_id: str, token_ids: TokenIds[int], salt: str | None, until: float) -> int:
+        """Protects the slot and the file that hold most of a prefix. Returns how many tokens."""
+
+        def shared(held: Slot | Saved) -> int:
+            return common_prefix(held.tokens, token_ids) if held.salt == salt else 0
+
+        slots = _fullest(list(self._contents.table), shared)[:1]
+        entries = _fullest(list(self._contents.entries()), shared)[:1]
+        most = max([*map(shared, slots), *map(shared, entries)], default=0)
+        if most:
+            ids = tuple(slot.id for slot in slots)
+            self._pins[pin_id] = _Pin(token_ids[:most], salt, until, ids, tuple(entries))
+        self._protect(slots, entries)
+        return most
+
+    def _note(self) -> None:
+        """Writes the pins to disk."""
+        ahead_s = time.time() - self._keeper.now()
+        self._record.write(
+            [
+                RecordedPin(pin_id, pin.tokens.tobytes(), pin.salt, pin.until + ahead_s)
+                for pin_id, pin in self._pins.items()
+            ]
+        )
 
     def unpin(self, pin_id: str) -> bool:
         """See `EngineAdapter.unpin`."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return False
+        self._note()
         self._protect([self._contents.table[slot_id] for slot_id in pin.slots], pin.entries)
         return True
 

@@ -33,6 +33,7 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
+    EventPosition,
     Finding,
     KvEvent,
     KvProgress,
@@ -65,6 +66,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
         self._control = ControlClient(spec)
         self._loads = Loads(self._control, spec.options.dp_rank)
         self._info: ServerInfo | None = None
+        self._subscriber: KvEventSubscriber | None = None
         self._findings: tuple[Finding, ...] = ()
         self._tells_ready = True
         self._tokenizes = self._jinja = False
@@ -112,15 +114,19 @@ class SglangAdapter(SelfPlaced, Undeclared):
         """See `EngineAdapter.tokenize`."""
         return await tokenize(self._control, path, body)
 
-    async def events(self) -> AsyncGenerator[KvEvent, None]:
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""
         info = self._info or await self._look()
         if why_events_do_not_fit(info, self.spec) is not None:
             raise self.not_supported(Capability.KV_EVENTS)
-        subscriber = KvEventSubscriber(self._endpoints(info), read_keys=read_sglang_keys)
-        async with aclosing(subscriber.events()) as events:
+        self._subscriber = KvEventSubscriber(self._endpoints(info), read_keys=read_sglang_keys, since=since)
+        async with aclosing(self._subscriber.events()) as events:
             async for event in events:
                 yield event
+
+    def event_position(self) -> EventPosition | None:
+        """See `EngineAdapter.event_position`."""
+        return self._subscriber.position if self._subscriber is not None else None
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`. Flushes everything, on all data-parallel ranks. What a HiCache storage

@@ -41,6 +41,7 @@ from engine_adapter.types import (
     EngineInfo,
     EngineLoad,
     EngineSpec,
+    EventPosition,
     Finding,
     KvEvent,
     KvProgress,
@@ -199,7 +200,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
 
     # --- KV -------------------------------------------------------------------------------------------
 
-    async def events(self) -> AsyncGenerator[KvEvent, None]:
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
         """See `EngineAdapter.events`. They cannot be had twice: see poller.py."""
         await self._able(Capability.KV_EVENTS)
         async with aclosing(self._poller.events()) as events:

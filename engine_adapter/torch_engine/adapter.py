@@ -28,6 +28,7 @@ from engine_adapter.types import (
     EngineInfo,
     EngineLoad,
     EngineSpec,
+    EventPosition,
     KvEvent,
     KvProgress,
     KvTarget,
@@ -187,7 +188,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         answer = await self._control.call("POST", "/tokenize", content=body.raw)
         return array("i", _read(answer, _Tokens).tokens)
 
-    async def events(self) -> AsyncGenerator[KvEvent, None]:
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
         """See `EngineAdapter.events`."""
         sources = _read(await self._control.get("/kv_event_sources"), dict[str, _Source])
         source = next(iter(sources.values()), None)

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
+from msgspec import structs
+
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
 from engine_adapter.events.keys import read_vllm_keys
@@ -22,6 +24,7 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
+    EventPosition,
     Finding,
     KvEvent,
     KvProgress,
@@ -169,19 +172,26 @@ class VllmAdapter(SelfPlaced, Undeclared):
 
     # --- KV -------------------------------------------------------------------------------------------
 
-    async def events(self) -> AsyncGenerator[KvEvent, None]:
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""
         endpoints = event_endpoints(await self._able(Capability.KV_EVENTS), self.spec)
         if endpoints is None:
             raise self.not_supported(Capability.KV_EVENTS)
         watch, copies = self._watch, Copies()
-        self._subscriber = KvEventSubscriber(endpoints, read_keys=read_vllm_keys)
+        if since is not None:
+            # Copies of blocks were counted before, and are not known here: too little may be held now.
+            since = structs.replace(since, complete=False)
+        self._subscriber = KvEventSubscriber(endpoints, read_keys=read_vllm_keys, since=since)
         with watch.follower():
             async with aclosing(self._subscriber.events()) as events:
                 async for sent in events:
                     for event in copies.count(sent):
                         yield event
                         watch.note(event)
+
+    def event_position(self) -> EventPosition | None:
+        """See `EngineAdapter.event_position`."""
+        return self._subscriber.position if self._subscriber is not None else None
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`. It can only flush everything, on all ranks."""

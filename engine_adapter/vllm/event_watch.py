@@ -14,6 +14,7 @@ from engine_adapter.types import (
     Tier,
     ViewCurrent,
     ViewLost,
+    ViewResumed,
 )
 
 
@@ -72,7 +73,7 @@ class EventWatch:
                 self._known.difference_update(hashes)
             case ViewCurrent(complete=complete):
                 self._learned = None if complete else 0
-            case ViewLost():
+            case ViewLost() | ViewResumed():
                 self._forget()
             case CacheCleared():
                 self._forget()

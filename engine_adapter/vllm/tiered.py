@@ -24,6 +24,7 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
+    EventPosition,
     Finding,
     KvEvent,
     KvProgress,
@@ -122,10 +123,10 @@ class TieredVllmAdapter(VllmAdapter):
 
     # --- KV -------------------------------------------------------------------------------------------
 
-    async def events(self) -> AsyncGenerator[KvEvent, None]:
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`. LMCache's events of lower tiers, which come through vLLM, have neither
         salt nor LoRA adapter. They could be anybody's, so they are left out."""
-        async with aclosing(super().events()) as events:
+        async with aclosing(super().events(since)) as events:
             async for event in events:
                 kept = _of_gpu(event)
                 if kept is not None:

@@ -76,6 +76,10 @@ def serve(
             help="Web pages from here may use /v1, e.g. https://chat.example; * for all. Repeatable.",
         ),
     ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep what is known of the engines' caches there over a restart."),
+    ] = None,
     record_traffic: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record requests for `kvpin replay`, as hashes without text."),
@@ -94,6 +98,7 @@ def serve(
             "reuse": reuse,
             "default_model": default_model,
             "cors_origins": tuple(cors_origin or ()) or None,
+            "state_dir": state_dir,
             "record_traffic": record_traffic,
             "api_keys": tuple({"key": key} for key in api_key or ()) or None,
             "logs": _given(format=log_format, level=log_level),

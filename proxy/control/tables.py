@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from engine_adapter import Capability, EngineError, EngineRejected, EngineUnavailable, PromptTable
@@ -9,6 +11,7 @@ from proxy.errors import BadRequest, Conflict
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.prompt import PromptTables
+from proxy.state.tables import TableFiles
 
 
 class TableAnswer(msgspec.Struct, kw_only=True):
@@ -24,9 +27,11 @@ class TableAnswer(msgspec.Struct, kw_only=True):
 class SharedTables:
     """The registry's tables, kept the same on all engines."""
 
-    def __init__(self, fleet: Fleet, tables: PromptTables) -> None:
+    def __init__(self, fleet: Fleet, tables: PromptTables, files: TableFiles | None = None) -> None:
+        """`files`: where tables are kept over a restart, if anywhere."""
         self._fleet = fleet
         self._tables = tables
+        self._files = files
 
     def described(self) -> list[TableAnswer]:
         """All tables."""
@@ -51,11 +56,16 @@ class SharedTables:
             if table.table_id not in before:
                 await self.delete(table.table_id)
             raise
+        if self._files is not None:
+            await asyncio.to_thread(self._files.put, table)
         return describe_table(table)
 
     async def delete(self, table_id: str) -> None:
         """Forgets a table here and on the engines; raises NotFound."""
+        table = self._tables.get(table_id)
         self._tables.delete(table_id)
+        if self._files is not None:
+            await asyncio.to_thread(self._files.delete, table)
         for engine in self._holders():
             try:
                 await engine.adapter.delete_prompt_table(table_id)

@@ -32,17 +32,22 @@ class Pin:
 class PinBook:
     """The active pins. When a pin expires, the book drops it, and each engine does so by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        """`changed` is called when pins come, or go before they expire."""
         self._pins: dict[str, Pin] = {}
+        self.changed = changed
 
     def add(self, pin: Pin) -> None:
         """Notes a pin."""
         self._pins[pin.pin_id] = pin
+        self.changed()
 
     def take(self, pin_id: str, now: float) -> Pin | None:
         """Removes and returns a pin; None if there is none or it has expired."""
         self._expire(now)
-        return self._pins.pop(pin_id, None)
+        pin = self._pins.pop(pin_id, None)
+        self.changed()
+        return pin
 
     def active(self, now: float) -> tuple[Pin, ...]:
         """The pins that are active now."""
@@ -58,6 +63,7 @@ class PinBook:
                     self._pins[pin.pin_id] = replace(pin, engine_pins=rest)
                 else:
                     del self._pins[pin.pin_id]
+                self.changed()
 
     def _expire(self, now: float) -> None:
         for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.expires <= now]:

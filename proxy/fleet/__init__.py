@@ -6,6 +6,7 @@ line.py           the requests of a pool that wait for an engine
 destinations.py   which pool, or which engine, a request may go to
 monitor.py        connects, checks health, drops and reconnects engines
 ingest.py         the write path: KV events and audits into the index
+recall.py         knowledge of caches, over a restart of kvpin
 lower_tiers.py    asks host and disk tiers that send no events
 restore_ahead.py  restores KV before the turn that needs it
 tokenisation.py   loads and checks the tokenizer of each pool

@@ -13,13 +13,14 @@ from contextlib import aclosing
 
 import structlog
 
-from engine_adapter import CacheCleared, Capability, EngineError, ViewCurrent, ViewLost
+from engine_adapter import CacheCleared, Capability, EngineError, ViewCurrent, ViewLost, ViewResumed
 from proxy.core.index.blocks import BlockHash
 from proxy.core.index.slices import slices
 from proxy.core.index.view import EngineView
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
+from proxy.fleet.recall import Memories, recall_learned, recall_view
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -35,12 +36,18 @@ class Ingest:
     """Keeps the index equal to what the engines report."""
 
     def __init__(
-        self, fleet: Fleet, tasks: Supervisor, owner_of: Callable[[str], str | None] = lambda _salt: None
+        self,
+        fleet: Fleet,
+        tasks: Supervisor,
+        owner_of: Callable[[str], str | None] = lambda _salt: None,
+        memories: Memories | None = None,
     ) -> None:
-        """`owner_of` names the tenant of a cache salt, None for a salt of no tenant."""
+        """`owner_of` names the tenant of a cache salt, None for a salt of no tenant. `memories` come from the
+        kvpin before this one."""
         self._fleet = fleet
         self._tasks = tasks
         self._owner_of = owner_of
+        self._memories = memories or Memories()
         self._followed = 0  # engines
 
     def follow(self, engine: Engine, pool: Pool) -> None:
@@ -49,6 +56,8 @@ class Ingest:
             self._tasks.keep(_task(engine), lambda: self._follow(engine, pool))
         else:
             engine.audit.lost("no usable KV events: learning from responses")
+            if (memory := self._memories.take(engine, pool)) is not None:
+                recall_learned(engine, pool, memory)
 
     def leave(self, engine: Engine) -> None:
         """Stops following an engine that is gone."""
@@ -94,8 +103,9 @@ class Ingest:
             return pool.root_of(salt, lora)
 
         view = engine.view = EngineView(engine.id, pool.index, root_of, pool.tokens_per_block)
+        memory = self._memories.take(engine, pool)
         turn_ends = 0.0
-        async with aclosing(engine.adapter.events()) as events:
+        async with aclosing(engine.adapter.events(memory.position if memory else None)) as events:
             async for event in events:
                 if isinstance(event, ViewLost):
                     engine.audit.lost(event.reason)
@@ -108,6 +118,8 @@ class Ingest:
                     if time.monotonic() > turn_ends:
                         await asyncio.sleep(0)
                         turn_ends = time.monotonic() + self._turn_s()
+                if isinstance(event, ViewResumed) and memory is not None:
+                    await recall_view(engine, view, memory)
                 if isinstance(event, ViewCurrent):
                     engine.audit.synced()
                     _log_current(engine, view)

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import msgspec
+
 # Salts remembered for each tenant on each engine. Tenants are few, but a tenant may send a salt per user.
 MAX_SALTS = 4096
 # kvpin's own salts have at most 71 characters. An engine's events may carry longer ones.
 MAX_LENGTH = 256
+
+
+class KeptSalts(msgspec.Struct, frozen=True):
+    """The salts of each tenant as plain data, and the tenants of whom some were forgotten."""
+
+    of: dict[str, list[str]]
+    incomplete: list[str]
 
 
 class TenantSalts:
@@ -42,6 +51,19 @@ class TenantSalts:
     def is_complete(self, tenant: str) -> bool:
         """Whether no salt of the tenant was forgotten."""
         return tenant not in self._incomplete
+
+    def kept(self) -> KeptSalts:
+        """All of it as plain data."""
+        return KeptSalts(
+            {tenant: list(salts) for tenant, salts in self._salts.items()}, sorted(self._incomplete)
+        )
+
+    def restore(self, kept: KeptSalts) -> None:
+        """Adds salts that an earlier kvpin kept: the engine still holds KV under them."""
+        for tenant, salts in kept.of.items():
+            for salt in salts:
+                self.note(tenant, salt)
+        self._incomplete.update(kept.incomplete)
 
     def emptied(self) -> None:
         """The engine dropped all its KV: what was forgotten does not matter any more."""

@@ -356,6 +356,8 @@ class Settings(BaseSettings):
         cors_origins: origins of web pages that may use the data plane; `*` stands for all.
         limits: limits on memory.
         logs: log lines.
+        state_dir: directory for state that outlives a restart: knowledge of caches, pins, prompt tables. None
+            keeps none.
         record_traffic: the file that requests are recorded in, as hashes, for `kvpin replay`.
         record_traffic_bytes: the most bytes of that file; then the recording ends.
         trust_media_uuids: believe clients' uuids of images, audio and video. By default a uuid that returns
@@ -386,6 +388,7 @@ class Settings(BaseSettings):
     cors_origins: tuple[Origin, ...] = ()
     limits: LimitSettings = LimitSettings()
     logs: LogSettings = LogSettings()
+    state_dir: Path | None = None
     record_traffic: Path | None = None
     record_traffic_bytes: Size = ByteSize(2**30)
     trust_media_uuids: bool = False

@@ -42,3 +42,4 @@ async def test_what_is_only_asked_has_an_empty_answer():
     bare = Bare()
     assert (bare.cached_tokens({"x-kv-cached-tokens": "5"}), bare.findings()) == (None, ())
     assert await bare.stats() == {}
+    assert bare.event_position() is None

@@ -65,10 +65,11 @@ class Publisher:
                 return
             self._pub.send_multipart(self._frames(sequence.to_bytes(8, "big"), payload))
 
-    def forget(self) -> None:
-        """Empties the replay buffer."""
+    def forget(self, *, but: int = 0) -> None:
+        """Empties the replay buffer, but for the last batches."""
         with self._lock:
-            self._buffer.clear()
+            while len(self._buffer) > but:
+                self._buffer.popleft()
 
     def restart(self) -> None:
         """Acts like a new process at the same addresses: connections end, numbers start at 0."""

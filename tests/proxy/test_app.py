@@ -11,12 +11,15 @@ from structlog.testing import capture_logs
 
 from engine_adapter import EngineSpecError, HttpTransport, JsonBody, engine_command
 from proxy.app import Proxy, build_app, check_engines, managed_engines
+from proxy.control.tables import SharedTables
+from proxy.core.pins import Pin
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings, ManagedSettings, Settings
 from scripts.make_gguf import gguf_path
 from tests.fakes import FakeAdapter, serving
+from tests.kv_world import safetensors_of
 from tests.llama import llama_server
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
@@ -87,6 +90,21 @@ async def test_without_reuse_nothing_is_followed():
     assert proxy.ingest is None
     assert proxy.flow.ingest is None
     await proxy.stop()
+
+
+async def test_pins_and_tables_outlive_a_proxy_that_was_stopped(tmp_path):
+    settings = Settings(state_dir=tmp_path)
+    first = Proxy(settings, HttpTransport())
+    first.pins.add(Pin("p", {"e": "own"}, 1, time.monotonic() + 60, "prefix"))
+    await SharedTables(first.fleet, first.tables, first.state.tables).put(safetensors_of(), table_id="t")
+    await first.stop()
+    for _ in range(2):  # one that was never started loses nothing
+        then = Proxy(settings, HttpTransport())
+        assert [pin.pin_id for pin in then.pins.active(time.monotonic())] == ["p"]
+        assert then.tables.get("t").data == safetensors_of()
+        await then.stop()
+    await SharedTables(then.fleet, then.tables, then.state.tables).delete("t")
+    assert Proxy(settings, HttpTransport()).tables.list() == []
 
 
 async def test_every_request_is_counted_and_recorded(tmp_path):

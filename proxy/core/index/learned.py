@@ -81,6 +81,19 @@ class LearnedBlocks:
         else:
             self._stretches.pop(number, None)
 
+    def stretches(self) -> list[Blocks]:
+        """The stretches, the next to be evicted first."""
+        return list(self._stretches.values())
+
+    def restore(self, stretch: Blocks) -> bool:
+        """Takes back a stretch of an earlier model; they come in order, before anything is learned. Returns
+        whether it fits."""
+        fits = self._size + len(stretch) <= self.capacity
+        if fits:
+            self._put(next(self._served), stretch)
+            self._size += len(stretch)
+        return fits
+
     def clear(self) -> None:
         """The engine lost everything."""
         self._size = 0

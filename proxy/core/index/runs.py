@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from engine_adapter.types import ExtraIds, Tier, TokenIds
 from proxy.core.index.blocks import BlockHash, extend
 
@@ -32,6 +34,30 @@ class Point:
     base: BlockHash
     tokens: TokenIds[int] | None = None
     extra_ids: ExtraIds[int] | None = None
+
+
+class KeptRun(msgspec.Struct, frozen=True, array_like=True):
+    """A run as plain data, to outlive the process.
+
+    Attributes:
+        base: the pool block before it.
+        size: tokens of each block.
+        lead: tokens since `base` at its beginning.
+        names: the engine's names of its blocks.
+        held: `TIER_BITS` of each, one byte a block.
+        hashes: its pool blocks, as uint64.
+        tokens: `lead` and its tokens as int32, where blocks end inside pool blocks.
+        extra_ids: one uint64 for each of these; None when all are 0.
+    """
+
+    base: BlockHash
+    size: int
+    lead: int
+    names: list[Name]
+    held: bytes
+    hashes: bytes
+    tokens: bytes | None
+    extra_ids: bytes | None
 
 
 class Run:
@@ -71,6 +97,29 @@ class Run:
         run = cls(Point(hashes[0]), len(hashes) * pool, pool)
         run.names.append(name)
         run._hashes += hashes
+        return run
+
+    def kept(self) -> KeptRun:
+        """The run as plain data."""
+        return KeptRun(
+            self._base,
+            self.size,
+            self._lead,
+            self.names[:],
+            bytes(map(self.held_at, range(len(self.names)))),
+            array("Q", self._hashes).tobytes(),
+            None if self._tokens is None else self._tokens.tobytes(),
+            None if self._extra_ids is None else self._extra_ids.tobytes(),
+        )
+
+    @classmethod
+    def of(cls, kept: KeptRun, pool: int) -> Run:
+        """A run from plain data, over pool blocks of `pool` tokens, that no tier holds yet."""
+        lead = None if kept.tokens is None else array("i", kept.tokens)
+        extra_ids = None if kept.extra_ids is None else array("Q", kept.extra_ids)
+        run = cls(Point(kept.base, lead and lead[: kept.lead]), kept.size, pool)
+        run.names, run._hashes = kept.names, array("Q", kept.hashes).tolist()
+        run._tokens, run._extra_ids = lead, extra_ids
         return run
 
     @property
@@ -116,6 +165,28 @@ class Run:
         start = self._lead + at * self.size
         return self._hashes[start // self._pool : (start + self.size) // self._pool]
 
+    def stretches(self, bit: int) -> list[tuple[int, int]]:
+        """Where blocks in a row begin and end that the tier of `bit` holds."""
+        blocks, found = len(self.names), list[tuple[int, int]]()
+        held, every = self.held & bit * _ONES[blocks], bit * _ONES[blocks]
+        if held in (0, every):
+            return [(0, blocks)] if held else []
+        for at in range(blocks):
+            if self.held_at(at) & bit:
+                first = found.pop()[0] if found and found[-1][1] == at else at
+                found.append((first, at + 1))
+        return found
+
+    def between(self, first: int, end: int) -> Sequence[BlockHash]:
+        """The pool blocks that end in the blocks from `first` to before `end`."""
+        start, stop = self._lead + first * self.size, self._lead + end * self.size
+        return self._hashes[start // self._pool : stop // self._pool]
+
+    def before(self, at: int) -> BlockHash:
+        """The last pool block that ends before the block at `at`."""
+        whole = (self._lead + at * self.size) // self._pool
+        return self._hashes[whole - 1] if whole else self._base
+
     def inner(self, first: int, end: int | None = None) -> list[BlockHash]:
         """The pool blocks that end inside the blocks from `first` to before `end`, and not at their ends."""
         end = len(self.names) if end is None else end
@@ -137,8 +208,7 @@ class Run:
     def after(self, at: int) -> Point:
         """The place in the chain where the block at `at` ends."""
         end = self._lead + (at + 1) * self.size
-        whole, rest = divmod(end, self._pool)
-        base = self._hashes[whole - 1] if whole else self._base
+        rest, base = end % self._pool, self.before(at + 1)
         if not rest or self._tokens is None:
             return Point(base)
         extra_ids = self._extra_ids

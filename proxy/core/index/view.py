@@ -7,7 +7,7 @@ block's identity comes from the token ids and extra ids in its event.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine_adapter.types import (
@@ -19,10 +19,11 @@ from engine_adapter.types import (
     Tier,
     TokenIds,
     ViewLost,
+    ViewResumed,
 )
 from proxy.core.index.blocks import BlockHash
 from proxy.core.index.prefix_index import PrefixIndex
-from proxy.core.index.runs import RUN_BLOCKS, TIER_BITS, Name, Point, Run
+from proxy.core.index.runs import RUN_BLOCKS, TIER_BITS, KeptRun, Name, Point, Run
 from proxy.core.index.spread import KEY_SHIFT, Spread, place, spread
 
 # A count of holders has 20 bits for each tier.
@@ -86,7 +87,7 @@ class EngineView:
             case CacheCleared():
                 self._clear()
                 self.complete = True
-            case ViewLost():
+            case ViewLost() | ViewResumed():
                 self._clear()
                 self.complete = False
             case _:
@@ -97,6 +98,28 @@ class EngineView:
         self._holders = spread()
         self._recalled = None
         self._index.wipe(self._engine)
+
+    # --- over a restart of kvpin --------------------------------------------------------------------
+
+    def runs(self) -> Iterator[Run]:
+        """All runs. The view may change between two of them."""
+        seen = set[Run]()
+        for part in self._runs:
+            for run in set(part.values()) - seen:
+                seen.add(run)
+                yield run
+
+    def restore(self, kept: KeptRun) -> None:
+        """Takes back a run of an earlier view. Blocks that are known already stay as they are."""
+        run = Run.of(kept, self._tokens_per_block)
+        for at, (name, bits) in enumerate(zip(kept.names, kept.held, strict=True)):
+            if bits and self._runs[place(name)].setdefault(name, run) is run:
+                run.hold(at, bits)
+                self.counts.stored += 1
+        for tier, bit in TIER_BITS.items():
+            for first, end in run.stretches(bit):
+                self._share(run.inner(first, end), tier)
+                self._index.store(self._engine, tier, run.between(first, end), run.before(first))
 
     # --- stored ------------------------------------------------------------------------------------
 

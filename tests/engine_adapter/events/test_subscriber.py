@@ -24,6 +24,7 @@ from engine_adapter.types import (
     Tier,
     ViewCurrent,
     ViewLost,
+    ViewResumed,
     token_array,
 )
 from proxy.core.index.blocks import extend, namespace_root
@@ -115,6 +116,7 @@ class Reader:
     """Pulls a known number of events out of a subscriber."""
 
     def __init__(self, subscriber: KvEventSubscriber) -> None:
+        self.subscriber = subscriber
         self.events = subscriber.events()
 
     async def __aenter__(self):
@@ -359,6 +361,83 @@ async def test_an_engine_that_published_nothing_yet_holds_nothing(engine):
         await engine.publish(1)  # 0 was lost: it is known to have been the first
         assert await view.take(2) == [removed(0), removed(1)]
         assert subscriber.counts.gaps == 1
+
+
+async def position_after(engine, taken):
+    """The position of a reader that took so many events, ViewLost included, and waits."""
+    async with reader(engine, idle_check_s=60) as view:
+        await view.take(taken)
+        waits = asyncio.ensure_future(anext(view.events))
+        await asyncio.sleep(0)
+        position = view.subscriber.position
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+    return position
+
+
+class TestGoingOn:
+    async def test_only_what_came_since_is_read(self, engine):
+        engine.record(0, 1, 2)
+        position = await position_after(engine, 5)
+        assert (position.sequence, position.complete) == (2, True)
+        engine.record(3)
+        async with reader(engine, idle_check_s=60, since=position) as view:
+            assert await view.take(3) == [ViewResumed(), removed(3), ViewCurrent()]
+            await engine.subscribed()
+            await engine.publish(4)
+            assert await view.take(1) == [removed(4)]
+            # What the caller has not taken does not count.
+            assert view.subscriber.position.sequence == 3
+
+    async def test_there_is_no_position_before_the_view_is_current(self, engine):
+        engine.record(0, 1)
+        async with reader(engine, idle_check_s=60) as view:
+            assert view.subscriber.position is None
+            await view.take(3)
+            assert view.subscriber.position is None
+
+    async def test_of_an_engine_that_has_published_nothing_there_is_none(self, engine):
+        assert await position_after(engine, 2) is None
+
+    async def test_another_process_shows(self, engine):
+        engine.record(0, 1)
+        position = await position_after(engine, 4)
+        engine.history[1] = (1, payload(7))
+        async with reader(engine, idle_check_s=60, since=position) as view:
+            lost = ViewLost("batch 1 has changed: the engine restarted")
+            assert await view.take(4) == [lost, removed(0), removed(7), ViewCurrent()]
+
+    async def test_a_batch_that_left_the_buffer_proves_nothing(self, engine):
+        engine.record(0, 1)
+        position = await position_after(engine, 4)
+        engine.history.clear()
+        engine.record(5)
+        async with reader(engine, idle_check_s=60, since=position) as view:
+            lost = ViewLost("batch 1 left the replay buffer")
+            assert await view.take(3) == [lost, removed(5), ViewCurrent(complete=False)]
+
+    async def test_without_replay_nothing_is_proven(self, engine):
+        engine.record(0)
+        position = await position_after(engine, 3)
+        endpoints = EventEndpoints(engine.endpoints.events, None)
+        async with Reader(KvEventSubscriber(endpoints, since=position)) as view:
+            lost = ViewLost("nothing shows that the process is still the same")
+            assert await view.take(2) == [lost, ViewCurrent(complete=False)]
+
+    async def test_the_followed_group_is_still_followed(self, engine):
+        def group(number, **event):
+            event = {"block_hashes": [number], "group_idx": number, **event}
+            return msgspec.msgpack.encode([0.0, [event], 0])
+
+        stored = {"type": "BlockStored", "token_ids": [1, 2], "block_size": 2}
+        engine.history += [
+            (0, group(0, **stored, kv_cache_spec_kind="sliding_window")),
+            (1, group(1, **stored, kv_cache_spec_kind="full_attention")),
+        ]
+        position = await position_after(engine, 3)
+        engine.history += [(2, group(0, type="BlockRemoved")), (3, group(1, type="BlockRemoved"))]
+        async with reader(engine, idle_check_s=60, since=position) as view:
+            assert await view.take(3) == [ViewResumed(), removed(1), ViewCurrent(complete=False)]
 
 
 async def test_with_several_groups_no_view_is_complete(engine):

@@ -19,6 +19,7 @@ from engine_adapter import (
     Tier,
     ViewCurrent,
     ViewLost,
+    ViewResumed,
     make_adapter,
 )
 from engine_adapter.types import token_array
@@ -178,6 +179,25 @@ class TestEvents:
         await flushed(adapter)
         while not isinstance(await anext(events), CacheCleared):
             pass
+        await events.aclose()
+
+    async def test_another_reader_goes_on_where_one_stopped(self, start, adapter_of):
+        running = start(page_size=16)
+        first, then = adapter_of(running), adapter_of(running)
+        assert first.event_position() is None
+        events = first.events()
+        while not isinstance(await anext(events), ViewCurrent):
+            pass
+        body = {"model": "tiny", "prompt": list(range(100, 140)), "max_tokens": 1}
+        await complete(first, body)
+        await anext(events)
+        waits = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        position = first.event_position()
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        events = then.events(position)
+        assert [await anext(events) for _ in range(2)] == [ViewResumed(), ViewCurrent()]
         await events.aclose()
 
     async def test_lower_tiers(self, start, adapter_of):

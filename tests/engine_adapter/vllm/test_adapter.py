@@ -26,6 +26,7 @@ from engine_adapter import (
     NotSupported,
     ViewCurrent,
     ViewLost,
+    ViewResumed,
     make_adapter,
 )
 from engine_adapter.http.control import ControlClient
@@ -178,6 +179,29 @@ async def test_a_restart_makes_the_view_anew(adapter_of):
         stats = await adapter.stats()
         assert stats["events"]["batches"] == 1
         assert stats["prefix_cache"] == {"queried_tokens": 40, "hit_tokens": 0}
+
+
+async def test_another_reader_goes_on_where_one_stopped(adapter_of):
+    with running_vllm() as server:
+        first, then = adapter_of(server), adapter_of(server)
+        for adapter in (first, then):
+            await adapter.connect()
+        assert first.event_position() is None
+        async with aclosing(first.events()) as events:
+            await until(events, ViewCurrent)
+            await complete(server, range(40))
+            await until(events, BlocksStored)
+            waits = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            position = first.event_position()
+            waits.cancel()
+            await asyncio.gather(waits, return_exceptions=True)
+        await complete(server, range(80, 100))
+        async with aclosing(then.events(position)) as events:
+            seen = [await anext(events) for _ in range(3)]
+        assert list(map(type, seen)) == [ViewResumed, BlocksStored, ViewCurrent]
+        # Of a block that is held twice, nobody knows that any more.
+        assert (position.complete, seen[-1].complete) == (True, False)
 
 
 async def test_a_server_without_render_is_asked_with_tokenize(adapter_of):

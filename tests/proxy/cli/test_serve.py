@@ -44,7 +44,7 @@ def test_flags_become_settings(kvpin, served, tmp_path):
     words += ["--managed", "embedded: --kv-blocks 64", "--api-key", "k1", "--api-key", "k2"]
     words += ["--model-alias", "gpt-4o=m", "--model-alias", "gpt-5=m", "--default-model", "m"]
     words += ["--cors-origin", "https://chat.example", "--cors-origin", "http://localhost:3000"]
-    result = kvpin(*words, "--log-format", "json", "--record-traffic", "t.jsonl")
+    result = kvpin(*words, "--log-format", "json", "--record-traffic", "t.jsonl", "--state-dir", "s")
     assert result.exit_code == 0, result.output
     (settings,) = served
     assert (settings.port, settings.retries, settings.reuse) == (9, 1, True)
@@ -56,6 +56,7 @@ def test_flags_become_settings(kvpin, served, tmp_path):
     assert (settings.model_aliases, settings.default_model) == ({"gpt-4o": "m", "gpt-5": "m"}, "m")
     assert settings.cors_origins == ("https://chat.example", "http://localhost:3000")
     assert settings.record_traffic == Path("t.jsonl")
+    assert settings.state_dir == Path("s")
     assert (settings.logs.format, settings.logs.level) == ("json", "error")
 
 

@@ -25,6 +25,16 @@ def test_a_pin_is_taken_once():
     assert pins.take("p", 0.0) is None
 
 
+def test_what_comes_and_goes_before_its_time_is_told():
+    told = []
+    pins = PinBook(lambda: told.append(len(pins.active(0.0))))
+    pins.add(pin("one"))
+    pins.add(pin("two"))
+    pins.take("one", 0.0)
+    pins.forget_engine("a")
+    assert told == [1, 2, 1, 0]
+
+
 def test_one_that_has_ended_cannot_be_taken():
     assert book(pin()).take("p", 10.0) is None
 

@@ -107,7 +107,7 @@ async def test_a_stream_that_just_ends_is_no_reason_for_trust(world, monkeypatch
     assert world.engine.state == "ready"
 
 
-async def nothing():
+async def nothing(_since):
     for event in ():
         yield event
 
@@ -115,7 +115,7 @@ async def nothing():
 async def test_a_stream_that_is_followed_no_longer_is_closed_at_once(world, monkeypatch):
     closed, seen = [], []
 
-    async def events():
+    async def events(_since):
         try:
             asyncio.get_running_loop().call_soon(following.cancel)  # while the event is applied
             yield STORED

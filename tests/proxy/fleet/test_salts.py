@@ -1,4 +1,6 @@
-from proxy.fleet.salts import MAX_LENGTH, MAX_SALTS, TenantSalts
+import msgspec
+
+from proxy.fleet.salts import MAX_LENGTH, MAX_SALTS, KeptSalts, TenantSalts
 
 
 def noted(n, tenant="alice"):
@@ -21,6 +23,15 @@ def test_beyond_it_the_longest_unused_is_forgotten_and_the_tenant_says_so():
     assert {"alice-0", "one more"} <= salts.of("alice")
     assert "alice-1" not in salts.of("alice")
     assert not salts.is_complete("alice")
+
+
+def test_they_outlive_the_process():
+    salts = noted(2)
+    salts.note("bob", "x" * (MAX_LENGTH + 1))
+    later = TenantSalts()
+    later.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(salts.kept()), type=KeptSalts))
+    assert (later.of("alice"), later.is_complete("alice")) == ({"alice-0", "alice-1"}, True)
+    assert not later.is_complete("bob")
 
 
 def test_one_tenants_salts_push_out_nobody_elses():

@@ -51,6 +51,12 @@ class LearnedMachine(RuleBasedStateMachine):
         self.learned.capacity = capacity
 
     @rule()
+    def restart(self):
+        if len(self.learned) <= self.learned.capacity:
+            earlier, self.learned = self.learned, LearnedBlocks(self.learned.capacity)
+            assert all(self.learned.restore(stretch) for stretch in earlier.stretches())
+
+    @rule()
     def clear(self):
         self.learned.clear()
         self.blocks.clear()
@@ -120,6 +126,12 @@ def test_a_forgotten_beginning_leaves_the_rest_to_be_evicted_in_its_turn(learned
     learned.learn((4, 5, 6))
     learned.forget((1, 2))
     assert learned.learn((7, 8, 9, 10)) == (6, 3)
+
+
+def test_what_an_earlier_engine_held_beyond_the_capacity_is_left_out():
+    learned = LearnedBlocks(3)
+    assert [learned.restore(stretch) for stretch in ((1, 2), (3, 4), (5,))] == [True, False, True]
+    assert learned.learn((6,)) == (2,)
 
 
 def test_what_follows_a_forgotten_middle_is_evicted_next(learned):

@@ -1,14 +1,24 @@
 from array import array
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, Tier, ViewCurrent, ViewLost
+from engine_adapter.types import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+    ViewResumed,
+)
 from proxy.core.index import slices as slices_module
 from proxy.core.index import view as module
 from proxy.core.index.blocks import extend, namespace_root
 from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.index.runs import KeptRun
 from proxy.core.index.slices import slices
 from proxy.core.index.view import EngineView
 
@@ -115,7 +125,7 @@ class TestRemove:
         assert view.counts.removed == 0
 
 
-@pytest.mark.parametrize("event", [CacheCleared(), ViewLost("restart")])
+@pytest.mark.parametrize("event", [CacheCleared(), ViewLost("restart"), ViewResumed()])
 def test_a_cleared_cache_forgets_this_engine_only(view, index, event):
     other = EngineView("other", index, root_of, SIZE)
     for each in (view, other):
@@ -309,12 +319,22 @@ class Worlds:
     """A view and the naive model of its engine, told the same."""
 
     def __init__(self, size, prompts):
-        self.size, self.prompts = size, prompts
+        self.size, self.prompts, self.told = size, prompts, []
         self.index = PrefixIndex()
         self.index.add_engine("e")
         self.view, self.naive = EngineView("e", self.index, root_of, SIZE), NaiveEngine(size)
 
+    def restart(self, kept):
+        """Another kvpin takes over what the view knew. It does not know what was removed lately."""
+        self.index = PrefixIndex()
+        self.index.add_engine("e")
+        self.view = EngineView("e", self.index, root_of, SIZE)
+        for run in kept:
+            self.view.restore(run)
+        self.naive.recalled = None
+
     def apply(self, event, *, sliced):
+        self.told.append(event)
         for part in slices(event) if sliced else [event]:
             self.view.apply(part)
 
@@ -325,6 +345,8 @@ class Worlds:
         if kind == "clear":
             self.view.apply(CacheCleared())
             self.naive = NaiveEngine(self.size)
+        elif kind == "restart":
+            self.restart(kept_of(self.view))
         elif kind == "remove":
             self.apply(BlocksRemoved(tier, names), sliced=sliced)
             self.naive.remove(tier, blocks)
@@ -362,6 +384,13 @@ class Worlds:
         assert {name for here in self.view._runs for name in here} == {repr(block).encode() for block in held}
 
 
+def kept_of(view):
+    """What a view knows, as it is after it was written to a file and read."""
+    return msgspec.msgpack.decode(
+        msgspec.msgpack.encode([run.kept() for run in view.runs()]), type=list[KeptRun]
+    )
+
+
 def branching(forks):
     """Prompts, each of which goes its own way from some token on of the one before."""
     prompts = [(0,) * LENGTH]
@@ -372,7 +401,7 @@ def branching(forks):
 
 prompts = st.lists(st.integers(1, LENGTH - 1), min_size=3, max_size=3).map(branching)
 step = st.tuples(
-    st.sampled_from([*["store"] * 12, *["remove"] * 6, *["named"] * 2, "clear"]),
+    st.sampled_from([*["store"] * 12, *["remove"] * 6, *["named"] * 2, "clear", "restart"]),
     st.integers(0, 3),  # which prompt
     st.sampled_from([Tier.GPU, Tier.GPU, *Tier]),
     st.sampled_from([0, 0, 0, 1, 2, 5, 11]),  # first block, and how many, as far as there are so many
@@ -391,3 +420,30 @@ def test_events_in_any_order_give_the_index_of_a_naive_model(size, chosen, steps
         for *step, sliced in steps:
             worlds.step(*step, sliced=sliced)
             worlds.check()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([1, 3, 4, 8]),
+    prompts,
+    st.lists(step, min_size=10, max_size=30),
+    st.integers(0, 30),
+    st.integers(0, 30),
+)
+def test_after_a_restart_nothing_is_claimed_that_is_not_held(size, chosen, steps, position, later):
+    """The view is kept later than the events that are replayed begin: the reader knows some of them."""
+    worlds, kept, read = Worlds(size, chosen), [], 0
+    for at, (*step, sliced) in enumerate(step for step in steps if step[0] not in ("restart", "clear")):
+        if at == position:
+            read = len(worlds.told)
+        worlds.step(*step, sliced=sliced)
+        if at == position + later:
+            kept = kept_of(worlds.view)
+    told, exact = worlds.told[read:] if kept else worlds.told, worlds.view
+    worlds.restart(kept)
+    for event in told:
+        worlds.view.apply(event)
+    names = [{name for here in view._runs for name in here} for view in (worlds.view, exact)]
+    assert names[0] <= names[1]
+    for tier in Tier:
+        assert worlds.index.held("e", tier) <= len(worlds.naive.entries(tier))
