@@ -36,6 +36,7 @@ from proxy.api.ops import Ops
 from proxy.api.responses import KeptResponses
 from proxy.api.site import Site
 from proxy.control.configured import ConfiguredEngines
+from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
@@ -44,6 +45,7 @@ from proxy.control.tables import SharedTables
 from proxy.control.targets import Targets
 from proxy.control.warm import Warming
 from proxy.core.pins import PinBook
+from proxy.discovery import finders_of
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -96,7 +98,6 @@ class Proxy:
         self.ahead = (
             RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
         )
-        self.metrics = Metrics(self.fleet)
         self.recorder = (
             Recorder(settings.record_traffic, int(settings.record_traffic_bytes))
             if settings.record_traffic is not None
@@ -121,6 +122,8 @@ class Proxy:
             self.state.restore(self.pins, self.tables)
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
+        self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
+        self.metrics = Metrics(self.fleet, self.discovered.sources)
         self.draining = asyncio.Event()
 
     def observe(self, record: RequestRecord) -> None:
@@ -132,7 +135,11 @@ class Proxy:
             self.ahead.observe(record)
 
     def start(self) -> None:
-        """Starts the managed engines and the watch of every engine."""
+        """Starts the managed engines, the watch of every engine, and the search for others.
+
+        Raises:
+            SettingsError, EngineSpecError: the settings cannot be used.
+        """
         lag = LoopLag(self.metrics.loop_lag.observe, explain=self.settings.logs.level == "debug")
         self.tasks.keep("loop lag", lag.run)
         if self.recorder is not None:
@@ -141,7 +148,7 @@ class Proxy:
             self.tasks.keep("restore ahead", self.ahead.run)
         if self.state is not None:
             self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
-        self.configured.start(all_engines(self.settings))
+        self._follow(self.settings)
 
     def reload(self, settings: Settings) -> EngineChanges:
         """Takes over the settings that `RELOADED` names. Requests in flight go on with the old ones.
@@ -154,7 +161,7 @@ class Proxy:
                 "api_keys is empty: anyone could use the engines; restart kvpin to run without keys"
             )
         check_engines(settings)
-        changes = self.configured.follow(all_engines(settings), grace_s=settings.graceful_shutdown_s)
+        changes = self._follow(settings)
         self.settings = settings
         self.tenants.replace(_keys(settings), settings.tenant_limits)
         self.destinations.isolated = self.tenants.isolated
@@ -166,6 +173,11 @@ class Proxy:
         self.flow.requests.capacity = settings.limits.request_records
         self.flow = replace(self.flow, retries=settings.retries)
         return changes
+
+    def _follow(self, settings: Settings) -> EngineChanges:
+        return self.discovered.follow(
+            all_engines(settings), finders_of(settings), grace_s=settings.graceful_shutdown_s
+        )
 
     async def stop(self) -> None:
         """Saves the state, then closes adapters, background work, the engines kvpin started, and connections.
@@ -195,7 +207,7 @@ async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
 
 def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
     """The engines that kvpin starts. If no engine is named: two embedded ones that share the cores."""
-    if settings.engines or settings.managed:
+    if settings.engines or settings.managed or settings.finds_engines:
         return settings.managed
     threads = max((os.cpu_count() or 2) // 2, 1)
     command = ("--threads", str(threads), "--host-cache-bytes", "256MiB")
@@ -266,7 +278,7 @@ def admin_api(proxy: Proxy) -> Mount:
     pinning = Pinning(fleet, targets, pins, operations)
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
-        *EngineRoutes(fleet, proxy.engines, pinning, reuse=reuse).endpoints(),
+        *EngineRoutes(fleet, proxy.engines, pinning, proxy.discovered.sources, reuse=reuse).endpoints(),
         *KvRoutes(kv, warming, pinning, operations).endpoints(),
         *RequestRoutes(flow).endpoints(),
         *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),

@@ -108,7 +108,7 @@ async def _run(
             await server.until_tried()
         await server.serve(sockets=listeners)
         await server.cut_short()
-    except EngineSpecError as error:
+    except (EngineSpecError, SettingsError) as error:
         return _refuse(error)
     finally:
         await proxy.stop()

@@ -161,7 +161,7 @@ class KvWorld:
         self.engine_set = Engines(self.fleet, proxy.monitor, self.pins, self.operations, make_adapter)
         self.tables = SharedTables(self.fleet, proxy.tables)
         self.endpoints = (
-            *EngineRoutes(self.fleet, self.engine_set, self.pinning, reuse=self.reuse).endpoints(),
+            *EngineRoutes(self.fleet, self.engine_set, self.pinning, {}, reuse=self.reuse).endpoints(),
             *KvRoutes(self.kv, self.warming, self.pinning, self.operations).endpoints(),
             *RequestRoutes(self.flow).endpoints(),
             *TableRoutes(self.tables).endpoints(),

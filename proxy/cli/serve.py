@@ -49,6 +49,17 @@ def serve(
             help="An engine to start and watch, e.g. 'llama-server: -m model.gguf'. Repeatable.",
         ),
     ] = None,
+    engines_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=SOURCE[,name=value…]",
+            help="Where to find engines: dns://NAME:PORT, srv://NAME or kubernetes://NAMESPACE/SERVICE:PORT. "
+            "Repeatable.",
+        ),
+    ] = None,
+    engines_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Engines in a file that is watched, TOML or JSON.")
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,11 +111,13 @@ def serve(
             "cors_origins": tuple(cors_origin or ()) or None,
             "state_dir": state_dir,
             "record_traffic": record_traffic,
+            "engines_file": engines_file,
             "api_keys": tuple({"key": key} for key in api_key or ()) or None,
             "logs": _given(format=log_format, level=log_level),
         },
         engine or [],
         managed or [],
+        engines_from or [],
         model_alias or [],
     )
     raise typer.Exit(_run(load))
@@ -115,13 +128,22 @@ def _load(
     flags: Mapping[str, Any],
     engine: list[str],
     managed: list[str],
+    engines_from: list[str],
     model_alias: list[str],
 ) -> Settings:
     """The settings of flags, environment and file as they are now; raises SettingsError."""
-    from proxy.settings import load_settings, parse_alias_flags  # noqa: PLC0415 - other commands start quicker
+    from proxy.settings import (  # noqa: PLC0415 - other commands start quicker
+        load_settings,
+        parse_alias_flags,
+        parse_discovery_flag,
+    )
 
     return load_settings(
-        config, **flags, **_engines(engine, managed), model_aliases=parse_alias_flags(model_alias) or None
+        config,
+        **flags,
+        **_engines(engine, managed),
+        discovery=tuple(parse_discovery_flag(text) for text in engines_from) or None,
+        model_aliases=parse_alias_flags(model_alias) or None,
     )
 
 

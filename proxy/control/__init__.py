@@ -4,7 +4,8 @@ target.py      what an operation acts on, as named     targets.py   and resolved
 operations.py  long work, its progress and history     kv.py        flush, offload, restore
 warm.py        compute a prefix ahead of need          pinning.py   pins over engines
 engines.py     add, remove, drain                      tables.py    prompt tables, on all engines or on none
-configured.py  the engines of the settings             stats.py     what everything holds
+configured.py  the engines of the settings             discovered.py and those found elsewhere
+stats.py       what everything holds
 routing.py     where would this go?                    explain.py   why did the cache miss?
 
 Each class takes the few collaborators it uses. The structs named `…Answer` are what the admin API answers.

@@ -60,10 +60,9 @@ class ConfiguredEngines:
         self._make_adapter = make_adapter
         self._entries: dict[str, EngineEntry] = {}
 
-    def start(self, entries: Iterable[EngineEntry]) -> None:
-        """Lets the engines join. Raises EngineSpecError for one that cannot be used."""
-        for entry in entries:
-            self._join(self._make(entry))
+    def entry(self, engine_id: str) -> EngineEntry | None:
+        """The settings of an engine that was named last and does not leave; None if there is none."""
+        return self._entries.get(engine_id)
 
     def follow(self, entries: Iterable[EngineEntry], *, grace_s: float) -> EngineChanges:
         """Changes the engines to these. What takes time goes on in the background.

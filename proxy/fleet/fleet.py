@@ -43,6 +43,7 @@ class Fleet:
         self.pools: dict[str, Pool] = {}
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
+        self._has_started = False
 
     def add(self, adapter: EngineAdapter) -> Engine:
         """Adds an engine. It joins a pool when it has connected. Raises Conflict if the id is taken."""
@@ -143,9 +144,11 @@ class Fleet:
                 )
 
     def is_ready(self) -> bool:
-        """Whether an engine is ready and none is still in its first start."""
+        """Whether an engine is ready and all engines of the start were tried. One that joins later is not
+        waited for."""
         states = {engine.state for engine in self.engines.values()}
-        return EngineState.READY in states and EngineState.CONNECTING not in states
+        self._has_started |= EngineState.READY in states and EngineState.CONNECTING not in states
+        return EngineState.READY in states and self._has_started
 
     async def until_ready(self) -> None:
         """Waits until an engine becomes ready."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
+from proxy.discovery import Source
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.families import Counter, Histogram, gauge
@@ -25,8 +26,10 @@ class Metrics:
         loop_lag: how late the event loop was, see `loop_lag.py`.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, sources: Mapping[str, Source] | None = None) -> None:
+        """`sources`: where engines are found, by name."""
         self._fleet = fleet
+        self._sources = {} if sources is None else sources
         self._requests = Counter("kvpin_requests_total", "Requests answered", (*_BY_ENGINE, "status"))
         self._retries = Counter("kvpin_retries_total", "Attempts beyond a request's first", ("model",))
         self._interrupted = Counter(
@@ -119,7 +122,7 @@ class Metrics:
             self._lag,
         )
         counted = (line for family in families for line in family.lines())
-        return "".join((*counted, *_of_fleet(self._fleet))).encode()
+        return "".join((*counted, *_of_fleet(self._fleet), *_of_sources(self._sources))).encode()
 
 
 def _refusal(record: RequestRecord) -> str | None:
@@ -177,6 +180,21 @@ def _of_fleet(fleet: Fleet) -> Iterator[str]:
         (((pool.model,), len(pool.line)) for pool in pools),
     )
     yield _restores_ahead(fleet)
+
+
+def _of_sources(sources: Mapping[str, Source]) -> Iterator[str]:
+    yield gauge(
+        "kvpin_source_answers",
+        "1 when the source of engines answered last, 0 when it failed",
+        ("source",),
+        (((source.name,), source.error is None) for source in sources.values()),
+    )
+    yield gauge(
+        "kvpin_source_engines",
+        "Engines that the source named last",
+        ("source",),
+        (((source.name,), len(source.found)) for source in sources.values()),
+    )
 
 
 def _restores_ahead(fleet: Fleet) -> str:

@@ -2,8 +2,9 @@
 
 models.py   the settings, typed, with their defaults
 load.py     flags, environment and file → Settings; an unknown key is an error at start
-flags.py    the short forms of `--engine`, `--managed` and `--model-alias`
+flags.py    the short forms of `--engine`, `--managed`, `--engines-from` and `--model-alias`
 changes.py  what differs when the settings are read again
+sources.py  the addresses of `[[discovery]]`
 
 A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in models.py. A setting
 of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin API
@@ -14,13 +15,15 @@ from proxy.settings.changes import EngineChanges, EngineEntry, engine_changes, n
 from proxy.settings.flags import (
     is_command_line,
     parse_alias_flags,
+    parse_discovery_flag,
     parse_engine_flag,
     parse_managed_flag,
     split_engine_flag,
 )
-from proxy.settings.load import load_settings
+from proxy.settings.load import load_settings, read_engines
 from proxy.settings.models import (
     ApiKeySettings,
+    DiscoverySettings,
     EngineSettings,
     HealthSettings,
     LimitSettings,
@@ -31,18 +34,23 @@ from proxy.settings.models import (
     TlsSettings,
     key_digest,
 )
+from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource
 
 __all__ = [
     "ApiKeySettings",
+    "DiscoverySettings",
+    "DnsSource",
     "EngineChanges",
     "EngineEntry",
     "EngineSettings",
     "HealthSettings",
+    "KubernetesSource",
     "LimitSettings",
     "LogSettings",
     "ManagedSettings",
     "Settings",
     "SettingsError",
+    "SrvSource",
     "TlsSettings",
     "engine_changes",
     "is_command_line",
@@ -50,7 +58,9 @@ __all__ = [
     "load_settings",
     "needs_restart",
     "parse_alias_flags",
+    "parse_discovery_flag",
     "parse_engine_flag",
     "parse_managed_flag",
+    "read_engines",
     "split_engine_flag",
 ]

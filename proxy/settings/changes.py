@@ -16,6 +16,8 @@ RELOADED = frozenset(
     {
         "engines",
         "managed",
+        "engines_file",
+        "discovery",
         "api_keys",
         "admin_key",
         "model_aliases",

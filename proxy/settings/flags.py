@@ -1,4 +1,4 @@
-"""The short forms of `--engine`, `--managed` and `--model-alias`."""
+"""The short forms of `--engine`, `--managed`, `--engines-from` and `--model-alias`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from proxy.settings.models import EngineSettings, ManagedSettings, SettingsError, option_names
+from proxy.settings.models import (
+    DiscoverySettings,
+    EngineSettings,
+    ManagedSettings,
+    SettingsError,
+    option_names,
+)
 
 _COMMON = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
 
@@ -33,6 +39,17 @@ def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> Engi
     values = split_engine_flag(text, flag=flag, **more)
     try:
         return EngineSettings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(f"{_label(flag, values['kind'])}: {_first(error)}") from None
+
+
+def parse_discovery_flag(text: str) -> DiscoverySettings:
+    """Reads `KIND=SOURCE[,name=value…]`, e.g. `vllm=dns://vllm.llm.svc:8000`; raises SettingsError."""
+    flag = "--engines-from"
+    values = split_engine_flag(text, flag=flag)
+    values["source"] = values.pop("url")
+    try:
+        return DiscoverySettings.model_validate(values)
     except ValidationError as error:
         raise SettingsError(f"{_label(flag, values['kind'])}: {_first(error)}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 from pydantic_settings import SettingsError as SourceError
 
-from proxy.settings.models import Settings, SettingsError, option_names
+from proxy.settings.models import EngineSettings, EnginesFile, Settings, SettingsError, option_names
 
 PREFIX = "KVPIN_"
 DELIMITER = "__"
@@ -38,7 +39,7 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
     given = {name: value for name, value in flags.items() if value is not None}
     if config is None and os.environ.get(CONFIG_VARIABLE):
         config = Path(os.environ[CONFIG_VARIABLE])
-    from_file = _read_toml(config) if config is not None else {}
+    from_file = _read_file(config, Settings) if config is not None else {}
     _check_variables()
     switches = _read_switches()
 
@@ -66,15 +67,37 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
         raise SettingsError(f"{error}: the value must be JSON") from error
 
 
-def _read_toml(config: Path) -> dict[str, Any]:
+def read_engines(path: Path) -> tuple[EngineSettings, ...]:
+    """The engines of a file, in the shape of the settings' `engines`: TOML, or JSON if it ends in `.json`.
+
+    Raises:
+        SettingsError: it cannot be read, or an engine cannot be used.
+    """
+    values = _read_file(path, EnginesFile)
     try:
-        values = tomllib.loads(config.read_text(encoding="utf-8"))
+        return EnginesFile.model_validate(values).engines
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if first["type"] == "missing" and first["loc"] == ("engines",):
+            raise SettingsError(
+                f"{str(path)!r} has no engines: write engines = [] if there are none"
+            ) from None
+        raise SettingsError(_sentence(first, {}, values, path)) from None
+
+
+def _read_file(config: Path, model: type[BaseModel]) -> dict[str, Any]:
+    """The values of a file; all of their names are in the model."""
+    read, language = (json.loads, "JSON") if config.suffix == ".json" else (tomllib.loads, "TOML")
+    try:
+        values = read(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingsError(f"settings file {str(config)!r} cannot be read: {reason}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"settings file {str(config)!r} is not TOML: {error}") from error
-    for parents, name, known in _unknown_keys(values, Settings, ()):
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise SettingsError(f"settings file {str(config)!r} is not {language}: {error}") from error
+    if not isinstance(values, dict):
+        raise SettingsError(f"settings file {str(config)!r} must be an object")
+    for parents, name, known in _unknown_keys(values, model, ()):
         full = ".".join((*parents, name))
         raise SettingsError(f"unknown setting {full!r} in {str(config)!r}: {_hint(name, known)}")
     return values

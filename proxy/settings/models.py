@@ -37,6 +37,7 @@ from engine_adapter import (
     managed_spec,
 )
 from proxy.core.quotas import TenantLimits
+from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource, parse_source
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 # Ports that browsers leave out of an origin.
@@ -103,6 +104,11 @@ def _origin(value: str) -> str:
     return f"{scheme}://{host}" if is_usual else f"{scheme}://{host}:{port}"
 
 
+def _source(value: str) -> str:
+    parse_source(value)
+    return value
+
+
 def _words(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
@@ -117,6 +123,7 @@ Kind = Annotated[str, AfterValidator(_kind), StringConstraints(pattern=r"^[a-z][
 EngineId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_url)]
+SourceUrl = Annotated[str, AfterValidator(_source)]
 Origin = Annotated[str, AfterValidator(_origin)]
 Hosts = Annotated[str, AfterValidator(_hosts)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -196,6 +203,32 @@ class EngineSettings(_EngineSettings):
     def spec(self) -> EngineSpec:
         """The description adapters are made from."""
         return self._spec(self.url)
+
+
+class DiscoverySettings(_EngineSettings):
+    """Engines that are found, with the settings that all of them have. They are reached by http.
+
+    Attributes:
+        id: put before the names of its engines, if there is one.
+        source: where they are found, see `sources.py`.
+    """
+
+    source: SourceUrl
+
+    @property
+    def place(self) -> DnsSource | SrvSource | KubernetesSource:
+        """The source, read."""
+        return parse_source(self.source)
+
+    def engine(self, name: str, host: str, port: int) -> EngineSettings:
+        """One of the engines. Raises SettingsError for a host that no address may have."""
+        given = {field: getattr(self, field) for field in _EngineSettings.model_fields}
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        named = {"id": _engine_id(self.id, name), "url": f"http://{place}"}
+        try:
+            return EngineSettings.model_validate(given | (self.model_extra or {}) | named)
+        except ValueError as error:
+            raise SettingsError(f"{self.source} names {place!r}, which is no address of an engine") from error
 
 
 class ManagedSettings(_EngineSettings):
@@ -349,6 +382,8 @@ class Settings(BaseSettings):
         reuse: route by KV cache; without it kvpin is a least-loaded balancer.
         engines: engines that run already.
         managed: engines that kvpin starts.
+        engines_file: a file of further `engines`, TOML or JSON. It is read again when it changes.
+        discovery: where further engines are found.
         api_keys: keys of clients; without any, everybody may use the data plane.
         admin_key: key of the admin API, as itself or hashed; without one, only this machine may use it.
         model_aliases: further names of models and LoRA adapters → the names these are served under.
@@ -381,6 +416,8 @@ class Settings(BaseSettings):
     reuse: bool = False
     engines: tuple[EngineSettings, ...] = ()
     managed: tuple[ManagedSettings, ...] = ()
+    engines_file: Path | None = None
+    discovery: tuple[DiscoverySettings, ...] = ()
     api_keys: tuple[ApiKeySettings, ...] = ()
     admin_key: Key | None = None
     model_aliases: dict[ModelName, ModelName] = Field(default_factory=dict)
@@ -401,6 +438,11 @@ class Settings(BaseSettings):
     tls: TlsSettings | None = None
 
     @property
+    def finds_engines(self) -> bool:
+        """Whether engines come from elsewhere than from these settings."""
+        return self.engines_file is not None or bool(self.discovery)
+
+    @property
     def tenant_limits(self) -> dict[str, TenantLimits]:
         """The limits of each tenant that has some."""
         return {entry.tenant_id: entry.limits for entry in self.api_keys if entry.limits != TenantLimits()}
@@ -417,6 +459,13 @@ class Settings(BaseSettings):
         # The model is frozen, but this is still its construction.
         object.__setattr__(self, "engines", tuple(_named(engine, taken) for engine in self.engines))
         object.__setattr__(self, "managed", tuple(_named(engine, taken) for engine in self.managed))
+        return self
+
+    @model_validator(mode="after")
+    def _check_discovery(self) -> Self:
+        sources = [entry.source for entry in self.discovery]
+        if len(set(sources)) != len(sources):
+            raise ValueError("discovery names the same source twice")
         return self
 
     @model_validator(mode="after")
@@ -477,3 +526,39 @@ def _named(engine: _Engine, taken: set[str]) -> _Engine:
     name = next(name for n in count() if (name := f"{engine.kind}-{n}") not in taken)
     taken.add(name)
     return engine.model_copy(update={"id": name})
+
+
+_ID_LENGTH = 64
+
+
+def _engine_id(prefix: str, name: str) -> str:
+    """An engine's id, made from what its source calls it."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]", ".", f"{prefix}-{name}" if prefix else name).lstrip("_.-")
+    if len(plain) <= _ID_LENGTH:
+        return plain
+    digest = hashlib.blake2b(plain.encode(), digest_size=4).hexdigest()
+    return f"{plain[: _ID_LENGTH - 1 - len(digest)]}-{digest}"
+
+
+class EnginesFile(BaseModel):
+    """A file of engines, named after their addresses by default.
+
+    `engines` must be there: a file that is cut off must not remove all.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engines: tuple[EngineSettings, ...]
+
+    @model_validator(mode="after")
+    def _name_engines(self) -> Self:
+        named = [_named_by_address(engine) for engine in self.engines]
+        _distinct(engine.id for engine in named)
+        object.__setattr__(self, "engines", tuple(named))
+        return self
+
+
+def _named_by_address(engine: EngineSettings) -> EngineSettings:
+    if engine.id:
+        return engine
+    return engine.model_copy(update={"id": _engine_id("", engine.url.partition("://")[2])})

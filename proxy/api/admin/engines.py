@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,25 +17,45 @@ from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.control.engines import EngineAnswer, Engines, describe_engine
 from proxy.control.pinning import Pinning
 from proxy.control.stats import Stats, stats
+from proxy.discovery import Source
 from proxy.errors import BadRequest
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.settings import EngineSettings
 
 
+class SourceAnswer(msgspec.Struct):
+    """A source that kvpin finds engines in. `engines` are the ids that it named last. They may be
+    old if there is an `error`."""
+
+    source: str
+    engines: list[str]
+    error: str | None
+
+
 class EngineList(msgspec.Struct):
-    """All engines."""
+    """All engines, and the sources that some of them were found in."""
 
     engines: list[EngineAnswer]
+    sources: list[SourceAnswer]
 
 
 class EngineRoutes:
     """Lists, adds, removes and drains engines, and tells what they hold."""
 
-    def __init__(self, fleet: Fleet, engines: Engines, pinning: Pinning, *, reuse: bool) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        engines: Engines,
+        pinning: Pinning,
+        sources: Mapping[str, Source],
+        *,
+        reuse: bool,
+    ) -> None:
         self._fleet = fleet
         self._engines = engines
         self._pinning = pinning
+        self._sources = sources
         self._reuse = reuse
 
     async def get_stats(self, _request: Request) -> Response:
@@ -43,7 +64,12 @@ class EngineRoutes:
 
     async def list_engines(self, _request: Request) -> Response:
         """All engines."""
-        return answer(EngineList([self._described(engine) for engine in self._fleet.engines.values()]))
+        engines = [self._described(engine) for engine in self._fleet.engines.values()]
+        sources = [
+            SourceAnswer(source.name, [each.entry.id for each in source.found], source.error)
+            for source in self._sources.values()
+        ]
+        return answer(EngineList(engines, sources))
 
     async def post_engine(self, request: Request) -> Response:
         """Adds an engine."""
@@ -68,7 +94,9 @@ class EngineRoutes:
             Endpoint(
                 "GET", "/stats", self.get_stats, "What every pool and engine holds and has predicted.", Stats
             ),
-            Endpoint("GET", "/engines", self.list_engines, "All engines.", EngineList),
+            Endpoint(
+                "GET", "/engines", self.list_engines, "All engines, and where they were found.", EngineList
+            ),
             Endpoint(
                 "POST",
                 "/engines",

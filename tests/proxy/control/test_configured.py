@@ -23,7 +23,7 @@ def named(engine_id, url, **more):
 async def running(*engines):
     """A proxy with these engines, all ready."""
     proxy = Proxy(Settings(engines=engines), HttpTransport())
-    proxy.configured.start(engines)
+    proxy.configured.follow(engines, grace_s=60)
     await until(lambda: all(e.state is EngineState.READY for e in proxy.fleet.engines.values()))
     try:
         yield proxy
@@ -75,7 +75,7 @@ async def test_a_process_ends_with_its_engine():
     proxy = Proxy(Settings(engines=(named("a", NOWHERE),)), HttpTransport())
     started = ManagedSettings(kind="openai_compatible", id="p", command="sh -c 'sleep 100 # {port}'")
     try:
-        proxy.configured.start([started])
+        proxy.configured.follow([started], grace_s=60)
         process = proxy.configured.processes["p"]
         await until(lambda: process.status.pid is not None)
         proxy.configured.follow([], grace_s=0.1)

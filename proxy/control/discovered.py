@@ -1,0 +1,165 @@
+"""The engines that are found elsewhere, beside those of the settings: both join and leave by one way.
+
+found          joins, as an engine of the settings does
+not ready      gets no new requests until its source says that it is ready
+gone           leaves after its requests
+source fails   its last engines stay; it is asked again after 1 to 30 s
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+
+import structlog
+
+from engine_adapter import EngineSpecError
+from proxy.control.configured import ConfiguredEngines
+from proxy.control.engines import Engines
+from proxy.discovery import Finder, Found, FoundEngine, Source, SourceError
+from proxy.errors import Conflict
+from proxy.fleet.fleet import Fleet
+from proxy.settings import EngineChanges, EngineEntry, SettingsError
+from proxy.tasks import Supervisor
+
+log = structlog.get_logger(__name__)
+
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+
+
+class DiscoveredEngines:
+    """Follows the settings and the sources that they name.
+
+    Attributes:
+        sources: by name.
+    """
+
+    def __init__(
+        self, fleet: Fleet, configured: ConfiguredEngines, engines: Engines, tasks: Supervisor
+    ) -> None:
+        self.sources: dict[str, Source] = {}
+        self._fleet = fleet
+        self._configured = configured
+        self._engines = engines
+        self._tasks = tasks
+        self._entries: tuple[EngineEntry, ...] = ()
+        self._grace_s = 0.0
+        self._drained: frozenset[str] = frozenset()
+        self._waits = False  # an engine whose id is taken, by one that still leaves
+
+    def follow(
+        self,
+        entries: Iterable[EngineEntry],
+        finders: Iterable[tuple[str, Finder]],
+        *,
+        grace_s: float,
+    ) -> EngineChanges:
+        """Takes over what the settings name, at start or when they are read again.
+
+        Args:
+            entries: the engines of the settings.
+            finders: the sources, by name.
+            grace_s: time that requests of an engine that leaves get to end.
+
+        Raises:
+            Conflict: the id of an engine of the settings is taken. Nothing changed.
+            EngineSpecError: an engine cannot be used. Nothing changed.
+        """
+        before = self._entries, self._grace_s, dict(self.sources)
+        self._entries, self._grace_s = tuple(entries), grace_s
+        wanted = dict(finders)
+        for name in [name for name, source in self.sources.items() if wanted.get(name) != source.finder]:
+            del self.sources[name]
+        try:
+            changes = self._settle()
+        except (Conflict, EngineSpecError):
+            self._entries, self._grace_s, sources = before
+            self.sources.update(sources)
+            raise
+        for name in before[2].keys() - self.sources.keys():
+            self._tasks.cancel(f"find {name}")
+        for name in wanted.keys() - self.sources.keys():
+            source = self.sources[name] = Source(name, wanted[name])
+            self._tasks.keep(f"find {name}", partial(self._ask, source))
+        if self.sources:
+            self._tasks.keep("find engines that wait", self._retry)
+        return changes
+
+    async def _ask(self, source: Source) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            try:
+                async for found in source.finder.found():
+                    self._take(source, found)
+                    backoff_s = FIRST_BACKOFF_S
+            except (SourceError, SettingsError, Conflict, EngineSpecError) as error:
+                if source.error != str(error):
+                    log.warning(
+                        "source of engines failed: the engines it named last stay",
+                        source=source.name,
+                        engines=len(source.found),
+                        error=str(error),
+                    )
+                source.error = str(error)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _take(self, source: Source, found: Found) -> None:
+        """A source has answered. Raises Conflict or EngineSpecError if its engines cannot be used."""
+        before, source.found = source.found, found
+        if found != before:
+            try:
+                changes = self._settle()
+            except (Conflict, EngineSpecError):
+                source.found = before
+                raise
+            log.info(
+                "source of engines answered",
+                source=source.name,
+                engines=len(found),
+                added=[entry.id for entry in changes.added],
+                removed=list(changes.removed),
+                changed=[entry.id for entry in changes.changed],
+            )
+        elif source.error is not None:
+            log.info("source of engines answers", source=source.name, engines=len(found))
+        source.error = None
+
+    async def _retry(self) -> None:
+        while True:
+            await asyncio.sleep(FIRST_BACKOFF_S)
+            if self._waits:
+                with suppress(Conflict, EngineSpecError):  # the source that changes next says so
+                    self._settle()
+
+    def _settle(self) -> EngineChanges:
+        """Lets engines join, leave and drain as the settings and all sources say."""
+        wanted = {entry.id: entry for entry in self._entries}
+        drained, waits = set[str](), False
+        for engine_id, each in self._found():
+            known = self._configured.entry(engine_id)
+            if engine_id in wanted:
+                continue  # the settings come first, then the sources in their order
+            if known is None and engine_id in self._fleet.engines:
+                waits = True
+            elif each.is_ready:
+                wanted[engine_id] = each.entry
+            elif known is not None:
+                wanted[engine_id] = known
+                drained.add(engine_id)
+        changes = self._configured.follow(wanted.values(), grace_s=self._grace_s)
+        for engine_id in drained - self._drained:
+            self._engines.drain(engine_id, undo=False)
+        for engine_id in self._drained - drained:
+            if engine_id in wanted:
+                self._engines.drain(engine_id, undo=True)
+        self._drained, self._waits = frozenset(drained), waits
+        return changes
+
+    def _found(self) -> Iterator[tuple[str, FoundEngine]]:
+        for source in self.sources.values():
+            for each in source.found:
+                yield each.entry.id, each
