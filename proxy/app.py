@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from starlette.applications import Starlette
@@ -54,12 +57,22 @@ from proxy.flow import Flow
 from proxy.observe.loop_lag import LoopLag
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
+from proxy.peers.exchange import Exchange
+from proxy.peers.peers import Peers
+from proxy.peers.unix_sockets import UnixExchange, prepare
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.request.error_table import ANSWERED
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
-from proxy.settings import EngineChanges, EngineEntry, ManagedSettings, Settings, SettingsError
+from proxy.settings import (
+    EngineChanges,
+    EngineEntry,
+    ExchangeSettings,
+    ManagedSettings,
+    Settings,
+    SettingsError,
+)
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, translations
 
@@ -77,6 +90,7 @@ class Proxy:
         self.fleet = Fleet(settings.model_aliases, settings.default_model, _queue_limits(settings))
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
+        self.peers = _peers(settings, self.fleet, self.tenants)
         self.responses = ResponseStore(len(self.tenants.names))
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner) if settings.reuse else None
         self.monitor = Monitor(
@@ -92,7 +106,7 @@ class Proxy:
         self.ahead = (
             RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
         )
-        self.metrics = Metrics(self.fleet)
+        self.metrics = Metrics(self.fleet, self.peers)
         self.recorder = (
             Recorder(settings.record_traffic, int(settings.record_traffic_bytes))
             if settings.record_traffic is not None
@@ -133,6 +147,8 @@ class Proxy:
         if self.ahead is not None:
             self.tasks.keep("restore ahead", self.ahead.run)
         self.configured.start(all_engines(self.settings))
+        if self.peers is not None:
+            self.peers.start(self.tasks)
 
     def reload(self, settings: Settings) -> EngineChanges:
         """Takes over the settings that `RELOADED` names. Requests in flight go on with the old ones.
@@ -167,6 +183,8 @@ class Proxy:
             self.monitor.forget(engine)
         # Managed engines still run here: an adapter may have KV to save.
         await _close_all({engine.id: engine.adapter.aclose() for engine in self.fleet.engines.values()})
+        if self.peers is not None:
+            await self.peers.aclose()
         await self.tasks.stop()
         if self.recorder is not None:
             await self.recorder.aclose()
@@ -198,6 +216,32 @@ def all_engines(settings: Settings) -> tuple[EngineEntry, ...]:
 
 def _keys(settings: Settings) -> list[ApiKey]:
     return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
+
+
+def _peers(settings: Settings, fleet: Fleet, tenants: Tenants) -> Peers | None:
+    """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
+    if settings.exchange is None:
+        return None
+    if not settings.reuse:
+        raise SettingsError("exchange needs reuse: without reuse kvpin does not read prompts")
+    owner = secrets.randbits(63)
+    return Peers(_exchange(settings.exchange, owner), owner, fleet, tenants)
+
+
+def _exchange(settings: ExchangeSettings, owner: int) -> Exchange:
+    url = settings.url.get_secret_value()
+    try:
+        if urlsplit(url).scheme == "unix":
+            directory = Path(urlsplit(url).path)
+            prepare(directory)
+            return UnixExchange(directory, owner)
+        from proxy.peers.redis_channel import RedisExchange  # noqa: PLC0415 - it needs an extra
+
+        return RedisExchange(url, settings.namespace)
+    except ModuleNotFoundError as error:
+        raise SettingsError("exchange by Redis needs a package: pip install 'kvpin[redis]'") from error
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"exchange cannot be used: {error}") from error
 
 
 def _queue_limits(settings: Settings) -> QueueLimits:
@@ -233,7 +277,7 @@ def build_app(proxy: Proxy) -> Site:
     data_plane = DataPlane(
         proxy.flow, proxy.tenants, limit, KeptResponses(proxy.responses), cors, proxy.metrics.refuse
     )
-    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining)
+    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers)
     rest = Starlette(
         routes=[admin_api(proxy), *ops.routes()],
         exception_handlers={
@@ -254,7 +298,7 @@ def admin_api(proxy: Proxy) -> Mount:
     pinning = Pinning(fleet, targets, pins, operations)
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
-        *EngineRoutes(fleet, proxy.engines, pinning, reuse=reuse).endpoints(),
+        *EngineRoutes(fleet, proxy.engines, pinning, proxy.peers, reuse=reuse).endpoints(),
         *KvRoutes(kv, warming, pinning, operations).endpoints(),
         *RequestRoutes(flow).endpoints(),
         *TableRoutes(SharedTables(fleet, proxy.tables)).endpoints(),

@@ -76,6 +76,13 @@ def serve(
             help="Web pages from here may use /v1, e.g. https://chat.example; * for all. Repeatable.",
         ),
     ] = None,
+    exchange: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Act as one with other kvpins in front of the same engines: unix:/directory or redis://host.",
+        ),
+    ] = None,
     record_traffic: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record requests for `kvpin replay`, as hashes without text."),
@@ -94,6 +101,7 @@ def serve(
             "reuse": reuse,
             "default_model": default_model,
             "cors_origins": tuple(cors_origin or ()) or None,
+            "exchange": _given(url=exchange),
             "record_traffic": record_traffic,
             "api_keys": tuple({"key": key} for key in api_key or ()) or None,
             "logs": _given(format=log_format, level=log_level),

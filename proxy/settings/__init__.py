@@ -22,6 +22,7 @@ from proxy.settings.load import load_settings
 from proxy.settings.models import (
     ApiKeySettings,
     EngineSettings,
+    ExchangeSettings,
     HealthSettings,
     LimitSettings,
     LogSettings,
@@ -37,6 +38,7 @@ __all__ = [
     "EngineChanges",
     "EngineEntry",
     "EngineSettings",
+    "ExchangeSettings",
     "HealthSettings",
     "LimitSettings",
     "LogSettings",

@@ -19,6 +19,7 @@ from proxy.control.stats import Stats, stats
 from proxy.errors import BadRequest
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
+from proxy.peers.peers import Peers
 from proxy.settings import EngineSettings
 
 
@@ -31,15 +32,18 @@ class EngineList(msgspec.Struct):
 class EngineRoutes:
     """Lists, adds, removes and drains engines, and tells what they hold."""
 
-    def __init__(self, fleet: Fleet, engines: Engines, pinning: Pinning, *, reuse: bool) -> None:
+    def __init__(
+        self, fleet: Fleet, engines: Engines, pinning: Pinning, peers: Peers | None = None, *, reuse: bool
+    ) -> None:
         self._fleet = fleet
         self._engines = engines
         self._pinning = pinning
+        self._peers = peers
         self._reuse = reuse
 
     async def get_stats(self, _request: Request) -> Response:
         """What everything holds."""
-        return answer(await stats(self._fleet, self._pinning.active(), reuse=self._reuse))
+        return answer(await stats(self._fleet, self._pinning.active(), self._peers, reuse=self._reuse))
 
     async def list_engines(self, _request: Request) -> Response:
         """All engines."""
