@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from starlette.applications import Starlette
@@ -57,12 +60,22 @@ from proxy.flow import Flow
 from proxy.observe.loop_lag import LoopLag
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
+from proxy.peers.exchange import Exchange
+from proxy.peers.peers import Peers
+from proxy.peers.unix_sockets import UnixExchange, prepare
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.request.error_table import ANSWERED
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
-from proxy.settings import EngineChanges, EngineEntry, ManagedSettings, Settings, SettingsError
+from proxy.settings import (
+    EngineChanges,
+    EngineEntry,
+    ExchangeSettings,
+    ManagedSettings,
+    Settings,
+    SettingsError,
+)
 from proxy.state.keeper import StateKeeper
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, translations
@@ -81,6 +94,7 @@ class Proxy:
         self.fleet = Fleet(settings.model_aliases, settings.default_model, _queue_limits(settings))
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
+        self.peers = _peers(settings, self.fleet, self.tenants)
         self.responses = ResponseStore(len(self.tenants.names))
         self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
         memories = self.state.memories if self.state is not None else None
@@ -123,7 +137,7 @@ class Proxy:
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
-        self.metrics = Metrics(self.fleet, self.discovered.sources)
+        self.metrics = Metrics(self.fleet, self.discovered.sources, self.peers)
         self.draining = asyncio.Event()
 
     def observe(self, record: RequestRecord) -> None:
@@ -149,6 +163,8 @@ class Proxy:
         if self.state is not None:
             self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
         self._follow(self.settings)
+        if self.peers is not None:
+            self.peers.start(self.tasks)
 
     def reload(self, settings: Settings) -> EngineChanges:
         """Takes over the settings that `RELOADED` names. Requests in flight go on with the old ones.
@@ -190,6 +206,8 @@ class Proxy:
             self.monitor.forget(engine)
         # Managed engines still run here: an adapter may have KV to save.
         await _close_all({engine.id: engine.adapter.aclose() for engine in self.fleet.engines.values()})
+        if self.peers is not None:
+            await self.peers.aclose()
         await self.tasks.stop()
         if self.recorder is not None:
             await self.recorder.aclose()
@@ -221,6 +239,32 @@ def all_engines(settings: Settings) -> tuple[EngineEntry, ...]:
 
 def _keys(settings: Settings) -> list[ApiKey]:
     return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
+
+
+def _peers(settings: Settings, fleet: Fleet, tenants: Tenants) -> Peers | None:
+    """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
+    if settings.exchange is None:
+        return None
+    if not settings.reuse:
+        raise SettingsError("exchange needs reuse: without reuse kvpin does not read prompts")
+    owner = secrets.randbits(63)
+    return Peers(_exchange(settings.exchange, owner), owner, fleet, tenants)
+
+
+def _exchange(settings: ExchangeSettings, owner: int) -> Exchange:
+    url = settings.url.get_secret_value()
+    try:
+        if urlsplit(url).scheme == "unix":
+            directory = Path(urlsplit(url).path)
+            prepare(directory)
+            return UnixExchange(directory, owner)
+        from proxy.peers.redis_channel import RedisExchange  # noqa: PLC0415 - it needs an extra
+
+        return RedisExchange(url, settings.namespace)
+    except ModuleNotFoundError as error:
+        raise SettingsError("exchange by Redis needs a package: pip install 'kvpin[redis]'") from error
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"exchange cannot be used: {error}") from error
 
 
 def _queue_limits(settings: Settings) -> QueueLimits:
@@ -256,7 +300,7 @@ def build_app(proxy: Proxy) -> Site:
     data_plane = DataPlane(
         proxy.flow, proxy.tenants, limit, KeptResponses(proxy.responses), cors, proxy.metrics.refuse
     )
-    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining)
+    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers)
     rest = Starlette(
         routes=[admin_api(proxy), *ops.routes()],
         exception_handlers={
@@ -278,7 +322,9 @@ def admin_api(proxy: Proxy) -> Mount:
     pinning = Pinning(fleet, targets, pins, operations)
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
-        *EngineRoutes(fleet, proxy.engines, pinning, proxy.discovered.sources, reuse=reuse).endpoints(),
+        *EngineRoutes(
+            fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse
+        ).endpoints(),
         *KvRoutes(kv, warming, pinning, operations).endpoints(),
         *RequestRoutes(flow).endpoints(),
         *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),

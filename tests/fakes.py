@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import json
+import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.line import QueueLimits
 from proxy.flow import Flow
 from proxy.observe.metrics import Metrics
+from proxy.peers.exchange import Exchange as PeerExchange
+from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog
@@ -379,12 +382,18 @@ class FakeProxy:
     default_model: str | None = None
     cors_origins: tuple[str, ...] = ()
     queue: QueueLimits | None = None
+    exchange: Callable[[int], PeerExchange] | None = None  # owner → what it tells other proxies through
     url: str = ""
 
     def __post_init__(self):
         self.fleet = Fleet(self.aliases, self.default_model, self.queue)
         self.tasks = Supervisor()
-        self.metrics = Metrics(self.fleet)
+        self.peers = None
+        if self.exchange is not None:
+            owner = secrets.randbits(63)
+            self.peers = Peers(self.exchange(owner), owner, self.fleet, self.tenants)
+            self.peers.start(self.tasks)
+        self.metrics = Metrics(self.fleet, self.peers)
         self.requests = RequestLog(100)
         self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
         self.flow = Flow(
@@ -404,7 +413,7 @@ class FakeProxy:
         cors = Cors(self.cors_origins) if self.cors_origins else None
         kept = KeptResponses(self.responses)
         data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes, kept, cors, self.metrics.refuse)
-        ops = Ops(self.fleet, self.metrics)
+        ops = Ops(self.fleet, self.metrics, peers=self.peers)
         self.site = Site(data_plane, Starlette(routes=ops.routes()))
 
     def add(self, fake: FakeEngine | FakeAdapter, **info) -> Engine:

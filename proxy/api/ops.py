@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
+from proxy.peers.peers import Peers
 
 _ROOT = """\
 kvpin: an OpenAI-compatible proxy that routes requests by KV cache
@@ -31,10 +32,12 @@ class Ops:
     fleet: Fleet
     metrics: Metrics
     draining: asyncio.Event = field(default_factory=asyncio.Event)
+    peers: Peers | None = None
 
     @property
     def _takes_requests(self) -> bool:
-        return self.fleet.is_ready() and not self.draining.is_set()
+        has_joined = self.peers is None or self.peers.is_ready
+        return self.fleet.is_ready() and has_joined and not self.draining.is_set()
 
     def routes(self) -> list[Route]:
         """The routes to mount at the root."""
@@ -64,11 +67,19 @@ class Ops:
         It is also 503 when kvpin is about to stop: a load balancer then sends requests elsewhere.
         """
         states = {engine.id: engine.state for engine in self.fleet.engines.values()}
-        return _health(ok=self._takes_requests, engines=states)
+        exchange = {} if self.peers is None else {"exchange": _exchange(self.peers)}
+        return _health(ok=self._takes_requests, engines=states, **exchange)
 
     async def page(self, _request: Request) -> Response:
         """Prometheus text."""
         return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _exchange(peers: Peers) -> str:
+    """What people see of the exchange. A kvpin that is alone still serves."""
+    if not peers.is_connected:
+        return "gone: this kvpin goes on alone"
+    return "ok" if peers.is_ready else "joining"
 
 
 def _health(*, ok: bool, **more: object) -> Response:

@@ -91,6 +91,13 @@ def serve(
         Path | None,
         typer.Option(metavar="DIR", help="Keep what is known of the engines' caches there over a restart."),
     ] = None,
+    exchange: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Act as one with other kvpins in front of the same engines: unix:/directory or redis://host.",
+        ),
+    ] = None,
     record_traffic: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record requests for `kvpin replay`, as hashes without text."),
@@ -110,6 +117,7 @@ def serve(
             "default_model": default_model,
             "cors_origins": tuple(cors_origin or ()) or None,
             "state_dir": state_dir,
+            "exchange": _given(url=exchange),
             "record_traffic": record_traffic,
             "engines_file": engines_file,
             "api_keys": tuple({"key": key} for key in api_key or ()) or None,

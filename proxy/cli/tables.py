@@ -79,11 +79,33 @@ def show_stats(stats: dict[str, Any]) -> None:
                 f"{pin['expires_in_s']:.0f} s",
             )
         table.print(out)
+    if (exchange := stats["exchange"]) is not None:
+        _show_exchange(exchange)
     totals = stats["totals"]
     out.print(
         f"{totals['ready']} of {totals['engines']} engines ready, {totals['in_flight']} requests in flight, "
         f"{totals['served']} served; reuse is {'on' if stats['reuse'] else 'off'}"
     )
+
+
+def _show_exchange(exchange: dict[str, Any]) -> None:
+    """The other kvpins."""
+    out = console()
+    if not exchange["connected"]:
+        out.print("the exchange is gone: this kvpin goes on alone")
+    table = Grid(("peer", "engines shared", "in flight", "in step", "heard", "gaps", "divergences"))
+    for peer in exchange["peers"]:
+        table.add(
+            peer["name"],
+            str(peer["engines"]),
+            str(peer["in_flight"]),
+            "yes" if peer["in_step"] else "no",
+            f"{peer['silent_s']:.1f} s ago",
+            str(peer["gaps"]),
+            str(peer["divergences"]),
+        )
+    if exchange["peers"]:
+        table.print(out)
 
 
 def _show_slots(out: Console, engine: dict[str, Any]) -> None:

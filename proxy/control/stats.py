@@ -16,6 +16,7 @@ from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
+from proxy.peers.peers import ExchangeStats, Peers
 from proxy.prompt import Exactness, PromptBuilder
 
 ASK_TIMEOUT_S = 2.0
@@ -72,16 +73,18 @@ class Totals(msgspec.Struct, kw_only=True):
 
 
 class Stats(msgspec.Struct, kw_only=True):
-    """Everything kvpin knows now. `reuse` is false when it only balances load."""
+    """Everything kvpin knows now. `reuse` is false when it only balances load, `exchange` is null for one
+    kvpin."""
 
     reuse: bool
     pools: list[PoolStats]
     unconnected: list[EngineAnswer]
     pins: list[PinAnswer]
     totals: Totals
+    exchange: ExchangeStats | None
 
 
-async def stats(fleet: Fleet, pins: list[PinAnswer], *, reuse: bool) -> Stats:
+async def stats(fleet: Fleet, pins: list[PinAnswer], peers: Peers | None = None, *, reuse: bool) -> Stats:
     """The statistics. Each engine is asked for its own; without an answer in time it is shown without."""
     own: dict[str, dict[str, Any]] = {}
     async with anyio.create_task_group() as group:
@@ -96,6 +99,7 @@ async def stats(fleet: Fleet, pins: list[PinAnswer], *, reuse: bool) -> Stats:
         unconnected=[describe_engine(engine, None) for engine in unconnected],
         pins=pins,
         totals=_totals(fleet),
+        exchange=peers.stats() if peers is not None else None,
     )
 
 

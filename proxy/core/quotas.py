@@ -7,6 +7,7 @@ for ever.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from math import ceil
 
 import msgspec
@@ -38,6 +39,14 @@ class Denied(msgspec.Struct, frozen=True):
     retry_after_s: int
 
 
+class Use(msgspec.Struct, frozen=True):
+    """Requests and tokens of a tenant since the last time, and its requests that run now."""
+
+    requests: int
+    tokens: int
+    running: int
+
+
 class _Bucket:
     """An amount that is refilled at a constant rate, up to one minute's worth."""
 
@@ -59,14 +68,34 @@ class _Bucket:
 
 
 class Quota:
-    """A tenant's use of its `limits`."""
+    """A tenant's use of its `limits`, here and at peers.
 
-    __slots__ = ("_concurrent", "_requests", "_running", "_tokens", "limits")
+    Attributes:
+        tenant: its name.
+    """
 
-    def __init__(self, limits: TenantLimits) -> None:
+    __slots__ = (
+        "_changed",
+        "_concurrent",
+        "_elsewhere",
+        "_new_requests",
+        "_new_tokens",
+        "_requests",
+        "_running",
+        "_tokens",
+        "limits",
+        "tenant",
+    )
+
+    def __init__(self, limits: TenantLimits, tenant: str = "", changed: set[Quota] | None = None) -> None:
+        """The quota puts itself into `changed` whenever there is something new to `take`."""
+        self.tenant = tenant
         self._requests: _Bucket | None = None
         self._tokens: _Bucket | None = None
         self._running = 0
+        self._elsewhere: dict[Hashable, int] = {}  # peer → its requests that run
+        self._new_requests = self._new_tokens = 0
+        self._changed = set[Quota]() if changed is None else changed
         self.change(limits)
 
     def change(self, limits: TenantLimits) -> None:
@@ -78,8 +107,10 @@ class Quota:
 
     def enter(self, now: float) -> Denied | None:
         """A request comes. It counts, and must `leave`, unless it is denied."""
-        if self._concurrent is not None and self._running >= self._concurrent:
-            return Denied("concurrent_requests", self._concurrent, SOON_S)
+        if self._concurrent is not None:
+            elsewhere = sum(self._elsewhere.values()) if self._elsewhere else 0
+            if self._running + elsewhere >= self._concurrent:
+                return Denied("concurrent_requests", self._concurrent, SOON_S)
         if self._tokens is not None and (short_s := self._tokens.short_s(now, 1)) > 0:
             return Denied("tokens_per_minute", self._tokens.limit, ceil(short_s))
         if self._requests is not None:
@@ -87,16 +118,41 @@ class Quota:
                 return Denied("requests_per_minute", self._requests.limit, ceil(short_s))
             self._requests.spend(1)
         self._running += 1
+        self._new_requests += 1
+        self._changed.add(self)
         return None
 
     def spend(self, tokens: int) -> None:
         """A request used so many tokens."""
         if self._tokens is not None:
             self._tokens.spend(tokens)
+        self._new_tokens += tokens
+        self._changed.add(self)
 
     def leave(self) -> None:
         """A request that came is over."""
         self._running -= 1
+        self._changed.add(self)
+
+    def take(self) -> Use:
+        """What was used here since the last call."""
+        use = Use(self._new_requests, self._new_tokens, self._running)
+        self._new_requests = self._new_tokens = 0
+        return use
+
+    def used_elsewhere(self, now: float, peer: Hashable, use: Use) -> None:
+        """A peer tells what the tenant used there."""
+        for bucket, amount in ((self._requests, use.requests), (self._tokens, use.tokens)):
+            if bucket is not None:
+                bucket.short_s(now, amount)  # refills it first
+                bucket.spend(amount)
+        self.leave_elsewhere(peer)
+        if use.running:
+            self._elsewhere[peer] = use.running
+
+    def leave_elsewhere(self, peer: Hashable) -> None:
+        """No request runs at that peer any more."""
+        self._elsewhere.pop(peer, None)
 
 
 def _changed(bucket: _Bucket | None, limit: int | None) -> _Bucket | None:

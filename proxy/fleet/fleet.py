@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo
+from proxy.core.peers.telling import OwnRequests
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
 from proxy.fleet.line import QueueLimits
@@ -26,7 +27,11 @@ MAX_NAME = 200
 
 
 class Fleet:
-    """All engines and their pools."""
+    """All engines and their pools.
+
+    Attributes:
+        told: tells other kvpins of the requests of pools that are made from now on; None if there are none.
+    """
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Fleet:
         self.default_model = default_model
         self.engines: dict[str, Engine] = {}
         self.pools: dict[str, Pool] = {}
+        self.told: OwnRequests | None = None
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
         self._has_started = False
@@ -96,7 +102,7 @@ class Fleet:
         if tokens_per_block < PAGES_BELOW:
             tokens_per_block = TOKENS_PER_BLOCK
         if pool is None or (not pool.engines and pool.tokens_per_block != tokens_per_block):
-            pool = self.pools[model] = Pool(model, tokens_per_block, self._queue)
+            pool = self.pools[model] = Pool(model, tokens_per_block, self._queue, self.told)
         engine.info = info
         engine.lacks.clear()
         if info.gpu_blocks is not None and info.tokens_per_block is not None:

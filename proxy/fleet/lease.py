@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from engine_adapter import EngineInfo, EngineUnavailable, Hold, IncomingResponse
 from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.peers.telling import Telling
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import NOTHING, Placement, predict
 from proxy.core.placement.gather import leader, patience_s
@@ -102,6 +103,7 @@ class Lease:
         started: when it was placed here.
         removals: blocks the engine had removed by then.
         ended: called once it is over.
+        telling: tells other kvpins of it; None if there are none.
         first_byte_s: seconds from placement to the first byte; None before that.
         succeeded: the answer is complete, and its tokens are as predicted: the engine now holds the prompt.
         found: leading blocks that the engine is expected to hold; the request computes the others.
@@ -118,6 +120,7 @@ class Lease:
     started: float
     removals: int
     ended: Callable[[Lease], None]
+    telling: Telling | None = None
     first_byte_s: float | None = None
     succeeded: bool = False
     found: int = 0
@@ -210,6 +213,8 @@ class Lease:
     def refine_work(self, work: Work) -> None:
         """Replaces the estimate of its work on the engine."""
         self.placer.refine(self.placed, work)
+        if self.telling is not None:
+            self.telling.refined(work)
 
     @property
     def evicted_since(self) -> bool:
@@ -235,6 +240,8 @@ class Lease:
             self.placer.first_token(time.monotonic(), self.placed)
         else:
             self.placer.answered(time.monotonic(), self.placed)
+        if self.telling is not None:
+            (self.telling.first_token if streamed else self.telling.answered)()
 
     def end_if_late(self, now: float, limits: Timeouts) -> None:
         """Ends the request if its engine takes too long. Called every now and then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
@@ -13,8 +13,10 @@ from proxy.core.admission import HOLD_S, KEPT_BUSY
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.peers.telling import OwnRequests
+from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Cost, Placement
-from proxy.core.placement.placer import Placer
+from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.lease import Lease
@@ -39,7 +41,14 @@ class Pool:
         line: requests that wait because its engines are busy.
     """
 
-    def __init__(self, model: str, tokens_per_block: int, queue: QueueLimits | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokens_per_block: int,
+        queue: QueueLimits | None = None,
+        told: OwnRequests | None = None,
+    ) -> None:
+        """`told` tells other kvpins of its requests; None if there are none."""
         self.model = model
         self.tokens_per_block = tokens_per_block
         self.engines: dict[str, Engine] = {}
@@ -47,6 +56,7 @@ class Pool:
         self.prompts: PromptBuilder | None = None
         self.away: dict[str, EngineInfo] = {}
         self.line = Line(queue)
+        self._told = told
 
     @property
     def index(self) -> PrefixIndex:
@@ -152,7 +162,7 @@ class Pool:
         With `lora`, or a prompt that uses one, only engines that serve it; with `native`, only engines that
         have this route. Engines that have no such `route` only if no other is left.
         """
-        last = self.placer.last_engine(session)
+        last = self.placer.last_engine(self._key_of(session))
         lora = prompt.lora if prompt is not None else lora
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
@@ -240,18 +250,37 @@ class Pool:
         `arrived`: when the request came, in monotonic seconds; None for now.
         """
         engine, now = self.engines[placement.engine], monotonic()
-        placed = self.placer.begin(now, placement, chain, streams=streams, known=known, session=session)
+        key = self._key_of(session)
+        placed = self.placer.begin(now, placement, chain, streams=streams, known=known, session=key)
+        telling = None
+        if self._told is not None:
+            digest = session.digest if session is not None else None
+            telling = self._told.begun(
+                engine.id, placement.work, chain, streams=streams, known=known, session=digest
+            )
         ended = partial(self._ended, engine)
         arrived = now if arrived is None else arrived
-        return Lease(engine, placement, self.placer, placed, arrived, now, engine.removals, ended)
+        return Lease(
+            engine, placement, self.placer, placed, arrived, now, engine.removals, ended, telling=telling
+        )
+
+    def _key_of(self, session: Session | None) -> Hashable:
+        """By what placement knows a conversation. Kvpins that share their requests use the digest."""
+        return session if session is None or self._told is None else session.digest
 
     def _ended(self, engine: Engine, lease: Lease) -> None:
-        placer, placed = self.placer, lease.placed
         computed = lease.placement.uncached_tokens if lease.succeeded else None
-        placer.end(monotonic(), placed, computed, lease.report)
+        if lease.telling is not None:
+            lease.telling.ended(computed, lease.report)
         if lease.succeeded:
             engine.answered()
-        if not lease.succeeded or placed.chain is None:
+        self.end(engine, lease.placed, computed, lease.report)
+
+    def end(self, engine: Engine, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
+        """A request on the engine is over, its own or one of another kvpin; see `Placer.end`."""
+        placer = self.placer
+        placer.end(monotonic(), placed, computed, report)
+        if computed is None or placed.chain is None:
             placer.settled(placed)
         elif not self.learn(engine, placed.chain.hashes):
             asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, placed)
@@ -269,6 +298,13 @@ class Pool:
         """The engine was asked to flush the blocks of this chain."""
         engine.learned.forget(hashes)
         self.index.drop(engine.id, hashes)
+
+    def adopt(self, engine: Engine, stretch: tuple[BlockHash, ...]) -> None:
+        """Another kvpin has learned that the engine holds these consecutive blocks of a chain; it used them
+        before all that is known here. Ignored if the engine's events tell what it holds."""
+        if engine.audit.trust is Trust.APPROXIMATE:
+            new = tuple(block for block in stretch if not self.index.holds(engine.id, block))
+            self.index.store(engine.id, Tier.GPU, engine.learned.adopt(new))
 
     def wipe(self, engine: Engine) -> None:
         """The engine lost its KV, or its view is no longer valid."""

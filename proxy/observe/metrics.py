@@ -12,6 +12,7 @@ from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.families import Counter, Histogram, gauge
 from proxy.observe.reasons import reason_of
+from proxy.peers.peers import Counts, Peers
 from proxy.request.records import RequestRecord
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -26,9 +27,11 @@ class Metrics:
         loop_lag: how late the event loop was, see `loop_lag.py`.
     """
 
-    def __init__(self, fleet: Fleet, sources: Mapping[str, Source] | None = None) -> None:
-        """`sources`: where engines are found, by name."""
-        self._fleet = fleet
+    def __init__(
+        self, fleet: Fleet, sources: Mapping[str, Source] | None = None, peers: Peers | None = None
+    ) -> None:
+        """`sources`: where engines are found, by name. `peers`: other kvpins; None without an exchange."""
+        self._fleet, self._peers = fleet, peers
         self._sources = {} if sources is None else sources
         self._requests = Counter("kvpin_requests_total", "Requests answered", (*_BY_ENGINE, "status"))
         self._retries = Counter("kvpin_retries_total", "Attempts beyond a request's first", ("model",))
@@ -122,7 +125,8 @@ class Metrics:
             self._lag,
         )
         counted = (line for family in families for line in family.lines())
-        return "".join((*counted, *_of_fleet(self._fleet), *_of_sources(self._sources))).encode()
+        on_fleet = (*_of_fleet(self._fleet), *_of_sources(self._sources), *_of_peers(self._peers))
+        return "".join((*counted, *on_fleet)).encode()
 
 
 def _refusal(record: RequestRecord) -> str | None:
@@ -206,3 +210,34 @@ def _restores_ahead(fleet: Fleet) -> str:
         restores.of(engine.id, "used").add(engine.ahead.used)
         restores.of(engine.id, "wasted").add(engine.ahead.wasted)
     return "".join(restores.lines())
+
+
+def _of_peers(peers: Peers | None) -> Iterator[str]:
+    """What is shared with other kvpins."""
+    told = peers.stats() if peers is not None else None
+    counts = peers.counts if peers is not None else Counts()
+    yield gauge(
+        "kvpin_exchange_up",
+        "1 while this kvpin can tell others of its requests",
+        (),
+        [((), told.connected)] if told is not None else [],
+    )
+    yield gauge(
+        "kvpin_exchange_peers",
+        "Other kvpins in front of these engines",
+        ("in_step",),
+        [((str(step).lower(),), sum(peer.in_step is step for peer in told.peers)) for step in (False, True)]
+        if told is not None
+        else [],
+    )
+    messages = Counter("kvpin_exchange_messages_total", "Messages between kvpins", ("direction",))
+    faults = Counter("kvpin_exchange_faults_total", "What went wrong between kvpins", ("fault",))
+    if told is not None:
+        messages.of("told").add(counts.told)
+        messages.of("heard").add(counts.heard)
+        faults.of("dropped").add(told.dropped)
+        faults.of("lost").add(told.lost)
+        faults.of("gap").add(counts.gaps + sum(peer.gaps for peer in told.peers))
+        faults.of("divergence").add(counts.divergences + sum(peer.divergences for peer in told.peers))
+    yield from messages.lines()
+    yield from faults.lines()

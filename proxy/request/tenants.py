@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from engine_adapter import OWN_IDS, PRIVATE_FIELDS, JsonBody
-from proxy.core.quotas import Quota, TenantLimits
+from proxy.core.quotas import Quota, TenantLimits, Use
 from proxy.errors import BadRequest, RateLimited
 
 
@@ -77,6 +77,7 @@ class Tenants:
     def __init__(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits] | None = None) -> None:
         """See `replace`."""
         self._quotas: dict[str, Quota] = {}
+        self._changed = set[Quota]()
         self.replace(keys, limits or {})
 
     def replace(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits]) -> None:
@@ -91,7 +92,9 @@ class Tenants:
         self._keys = {key.digest: key for key in known}
         self._owners = {_own_salt(name): name for name in self.names} if self.isolated else {}
         used = self._quotas
-        self._quotas = {name: used.get(name) or Quota(each) for name, each in limits.items()}
+        self._quotas = {
+            name: used.get(name) or Quota(each, name, self._changed) for name, each in limits.items()
+        }
         for name, each in limits.items():
             self._quotas[name].change(each)
 
@@ -102,6 +105,23 @@ class Tenants:
         """
         quota = self._quotas.get(tenant) if tenant is not None and self._quotas else None
         return Usage(quota, is_more=is_more) if quota is not None else _UNLIMITED
+
+    def take_used(self, *, anew: bool = False) -> Iterator[tuple[str, Use]]:
+        """What each limited tenant has used here since the last call, for peers; `anew` for a peer that knows
+        nothing yet: tenants without news count, too."""
+        changed = [*self._quotas.values()] if anew else [*self._changed]
+        self._changed.clear()
+        return ((quota.tenant, quota.take()) for quota in changed)
+
+    def used_elsewhere(self, now: float, peer: Hashable, tenant: str, use: Use) -> None:
+        """A peer tells what a tenant used there. A tenant that has no limits here may have some there."""
+        if (quota := self._quotas.get(tenant)) is not None:
+            quota.used_elsewhere(now, peer, use)
+
+    def leave_elsewhere(self, peer: Hashable) -> None:
+        """The peer is gone, and its requests with it."""
+        for quota in self._quotas.values():
+            quota.leave_elsewhere(peer)
 
     @property
     def open(self) -> bool:

@@ -373,6 +373,28 @@ class TimeoutSettings(_Part):
     total_s: Seconds | None = None
 
 
+def _exchange(value: SecretStr) -> SecretStr:
+    parts = urlsplit(value.get_secret_value())
+    if parts.scheme == "unix":
+        if parts.netloc or not parts.path.startswith("/"):
+            raise ValueError("a directory of sockets must be written as unix:/directory")
+    elif parts.scheme not in ("redis", "rediss") or not parts.hostname:
+        raise ValueError("an exchange must be unix:/directory, redis://host:port or rediss://host:port")
+    return value
+
+
+class ExchangeSettings(_Part):
+    """What several kvpins in front of the same engines share their requests through.
+
+    Attributes:
+        url: `unix:/directory` for those of one machine, `redis://…` or `rediss://…` for any.
+        namespace: kvpins that share one Redis and have another namespace do not hear each other.
+    """
+
+    url: Annotated[SecretStr, AfterValidator(_exchange)]
+    namespace: Tenant = "default"
+
+
 class Settings(BaseSettings):
     """Everything the operator decides. Made by `load_settings`.
 
@@ -405,6 +427,7 @@ class Settings(BaseSettings):
         drain_s: time after SIGTERM in which kvpin says that it is not ready, and still accepts requests. By
             default 0 on loopback addresses and 5 on others, where a load balancer may be in front.
         tls: TLS of the port; None for plain HTTP.
+        exchange: what other kvpins in front of the same engines are told through; None for one kvpin.
     """
 
     model_config = SettingsConfigDict(
@@ -436,6 +459,7 @@ class Settings(BaseSettings):
     graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     tls: TlsSettings | None = None
+    exchange: ExchangeSettings | None = None
 
     @property
     def finds_engines(self) -> bool:

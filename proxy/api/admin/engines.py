@@ -21,6 +21,7 @@ from proxy.discovery import Source
 from proxy.errors import BadRequest
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
+from proxy.peers.peers import Peers
 from proxy.settings import EngineSettings
 
 
@@ -49,6 +50,7 @@ class EngineRoutes:
         engines: Engines,
         pinning: Pinning,
         sources: Mapping[str, Source],
+        peers: Peers | None = None,
         *,
         reuse: bool,
     ) -> None:
@@ -56,11 +58,12 @@ class EngineRoutes:
         self._engines = engines
         self._pinning = pinning
         self._sources = sources
+        self._peers = peers
         self._reuse = reuse
 
     async def get_stats(self, _request: Request) -> Response:
         """Answers with what all pools and engines hold."""
-        return answer(await stats(self._fleet, self._pinning.active(), reuse=self._reuse))
+        return answer(await stats(self._fleet, self._pinning.active(), self._peers, reuse=self._reuse))
 
     async def list_engines(self, _request: Request) -> Response:
         """All engines."""

@@ -73,6 +73,20 @@ class LearnedBlocks:
                     self._stretches.move_to_end(follows, last=False)
                 self._put(number, before or after)
 
+    def recent(self) -> list[Blocks]:
+        """All its stretches, the last to be evicted first."""
+        return [*reversed(self._stretches.values())]
+
+    def adopt(self, stretch: Blocks) -> Blocks:
+        """The engine served these consecutive blocks of a chain before all that is known; none of them is.
+        Returns those there is room for: the first ones."""
+        stretch = stretch[: max(self.capacity - self._size, 0)]
+        if stretch:
+            self._put(number := next(self._served), stretch)
+            self._stretches.move_to_end(number, last=False)
+            self._size += len(stretch)
+        return stretch
+
     def _put(self, number: int, stretch: Blocks) -> None:
         """Stores a stretch: in the place of the one with this number, or as the most recently used."""
         if stretch:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from engine_adapter.hold import Forecast
 from proxy.core.index.blocks import Chain
@@ -218,15 +219,30 @@ class Placer:
         known: bool = True,
         session: Hashable | None = None,
     ) -> PlacedRequest:
-        """The request goes to its engine. Its first token will be seen if it `streams`. Its times teach rates
-        only if all its tokens are `known`."""
-        book, work = self.books[placement.engine], placement.work
+        """The request goes to its engine, see `begin_on`."""
+        engine, work = placement.engine, placement.work
+        return self.begin_on(now, engine, work, chain, streams=streams, known=known, session=session)
+
+    def begin_on(
+        self,
+        now: float,
+        engine: str,
+        work: Work,
+        chain: Chain | None,
+        *,
+        streams: bool = True,
+        known: bool = True,
+        session: Hashable | None = None,
+    ) -> PlacedRequest:
+        """A request goes to an engine, which has so much work with it. Its first token will be seen if it
+        `streams`. Its times teach rates only if all its tokens are `known`."""
+        book = self.books[engine]
         self._turn += 1
         book.turn = self._turn
         if session is not None:
-            self._note(session, book.engine)
+            self._note(session, engine)
         if chain is not None:
-            self.index.add_pending(placement.engine, chain.hashes)
+            self.index.add_pending(engine, chain.hashes)
             if book.in_use is not None:
                 book.in_use.add(chain.hashes)
         known = known and chain is not None
@@ -234,6 +250,16 @@ class Placer:
         counted_s = self.demand.placed(now, seconds, learned=self.rates.learned)
         ticket = book.ledger.begin(now, seconds, work if known else None, seen=streams)
         return PlacedRequest(book, ticket, chain, work, counted_s)
+
+    def recent_sessions(self, limit: int) -> list[tuple[Hashable, str]]:
+        """Conversations and the engine that each was last placed on, the last placed first."""
+        return [*islice(reversed(self._sessions.items()), limit)]
+
+    def note_earlier(self, session: Hashable, engine: str) -> None:
+        """A conversation was placed on that engine before all those that are known."""
+        if session not in self._sessions and len(self._sessions) < MAX_SESSIONS:
+            self._sessions[session] = engine
+            self._sessions.move_to_end(session, last=False)
 
     def _note(self, session: Hashable, engine: str) -> None:
         self._sessions[session] = engine

@@ -48,7 +48,9 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
     pool = {"model": "m", "index_entries": 1, "tokens_per_block": 16, "engines": [engine]}
     pool["tokenisation"] = {"detail": "tokenised [here]"}
     totals = {"ready": 1, "engines": 1, "in_flight": 0, "served": 1}
-    tables.show_stats({"pools": [pool], "unconnected": [], "pins": [], "totals": totals, "reuse": True})
+    tables.show_stats(
+        {"pools": [pool], "unconnected": [], "pins": [], "totals": totals, "reuse": True, "exchange": None}
+    )
     output = capsys.readouterr().out
     for text in (
         "slots of llama-0",

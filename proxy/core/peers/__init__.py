@@ -1,0 +1,10 @@
+"""What kvpins in front of the same engines tell each other, without the sockets.
+
+A peer's request is replayed by the same steps of the `Placer` as an own one, so that load, pending blocks,
+conversations, demand, rates and learned contents follow without a second mechanism.
+
+messages.py  what is told, and its bytes
+telling.py   what a kvpin tells of its own requests
+matching.py  which engine a peer means
+follower.py  one peer as seen here: its requests, and whether all of them are known
+"""

@@ -1,0 +1,182 @@
+"""One peer as seen here: its requests, replayed, and whether all of them are known.
+
+    unknown ──listing, then a heartbeat that agrees──→ in step ──gap, or a heartbeat that disagrees──→ unknown
+
+What comes is replayed in either state: most of it is right even while a part is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from proxy.core.peers.messages import (
+    Answered,
+    Batch,
+    Begun,
+    Ended,
+    FirstToken,
+    Heartbeat,
+    Listing,
+    Message,
+    Refined,
+    chain_of,
+)
+from proxy.core.peers.telling import digest_of
+from proxy.core.placement.answers import Report
+from proxy.core.placement.placer import PlacedRequest, Placer
+
+
+class Site(Protocol):
+    """An engine of this kvpin on which a peer's requests run."""
+
+    @property
+    def engine(self) -> str:
+        """Its id here."""
+
+    @property
+    def placer(self) -> Placer:
+        """That of its pool."""
+
+    @property
+    def tokens_per_block(self) -> int | None:
+        """Of the pool; None if the peer hashes prompts in another way, so that only load is shared."""
+
+    def end(self, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
+        """A request is over, see `Placer.end`."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A peer's request. It has no site while this kvpin does not have its engine."""
+
+    begun: Begun
+    site: Site | None = None
+    placed: PlacedRequest | None = None
+    step: int = 0
+
+
+class Follower:
+    """Replays what one peer tells.
+
+    Attributes:
+        owner: the number that the peer drew when it started.
+        heard: when it was heard last.
+        in_step: all its requests are known.
+        gaps: how often batches of it were lost.
+        divergences: how often its own count of its requests was another one without that.
+    """
+
+    def __init__(self, owner: int, site_of: Callable[[int, str], Site | None], now: float) -> None:
+        """`site_of` finds the engine that this owner calls by that id; None if it is not here now."""
+        self.owner = owner
+        self.heard = now
+        self.in_step = False
+        self.gaps = self.divergences = 0
+        self._site_of = site_of
+        self._next: int | None = None
+        self._requests: dict[int, _Request] = {}
+        self._unlisted: set[int] | None = None  # while a listing comes: requests that it has not named
+
+    @property
+    def in_flight(self) -> int:
+        """The peer's requests that are known."""
+        return len(self._requests)
+
+    def receive(self, now: float, batch: Batch) -> list[Message]:
+        """Replays a batch. Returns what else it says."""
+        self.heard = now
+        if batch.number != self._next:
+            self.gaps += self.in_step
+            self.in_step, self._unlisted = False, None
+        self._next = batch.number + 1
+        return [message for message in batch.messages if not self._replay(now, message)]
+
+    def _replay(self, now: float, message: Message) -> bool:
+        """Replays a message; False if it is about something else than requests."""
+        match message:
+            case Begun():
+                self._begin(now, message)
+            case Refined():
+                request = self._requests.get(message.id)
+                if request is not None and request.site is not None and request.placed is not None:
+                    request.site.placer.refine(request.placed, message.work)
+            case FirstToken() | Answered():
+                self._step(now, message.id, 1 if isinstance(message, FirstToken) else 2)
+            case Ended():
+                self._end(message.id, message.computed, message.report)
+            case Listing():
+                self._unlisted = set(self._requests)
+            case Heartbeat():
+                self._compare(message)
+            case _:
+                return False
+        return True
+
+    def _begin(self, now: float, begun: Begun) -> None:
+        if self._unlisted is not None:
+            self._unlisted.discard(begun.id)
+        if begun.id not in self._requests:
+            request = self._requests[begun.id] = _Request(begun)
+            self._place(now, request)
+        if begun.step:
+            self._step(now, begun.id, begun.step)
+
+    def _place(self, now: float, request: _Request) -> bool:
+        """Whether its engine is here."""
+        begun = request.begun
+        site = request.site = self._site_of(self.owner, begun.engine)
+        if site is None:
+            return False
+        size = site.tokens_per_block
+        request.placed = site.placer.begin_on(
+            now,
+            site.engine,
+            begun.work,
+            chain_of(begun, size) if size is not None else None,
+            streams=begun.streams,
+            known=begun.known,
+            session=begun.session,
+        )
+        return True
+
+    def _step(self, now: float, number: int, step: int) -> None:
+        request = self._requests.get(number)
+        if request is None or request.step:
+            return
+        request.step = step
+        if request.site is None or request.placed is None:
+            return
+        if step == 1:
+            request.site.placer.first_token(now, request.placed)
+        else:
+            request.site.placer.answered(now, request.placed)
+
+    def _end(self, number: int, computed: int | None, report: Report | None) -> None:
+        request = self._requests.pop(number, None)
+        if request is not None and request.site is not None and request.placed is not None:
+            request.site.end(request.placed, computed, report)
+
+    def _compare(self, heartbeat: Heartbeat) -> None:
+        if self._unlisted is not None:
+            for number in self._unlisted:
+                self._end(number, None, None)
+            self._unlisted, self.in_step = None, True
+        told = (heartbeat.in_flight, heartbeat.digest)
+        if self.in_step and told != (len(self._requests), digest_of(self._requests)):
+            self.divergences += 1
+            self.in_step = False
+
+    def place_late(self, now: float) -> None:
+        """Places requests whose engine was not here when they began."""
+        for request in self._requests.values():
+            if request.site is None and self._place(now, request) and request.step:
+                step, request.step = request.step, 0
+                self._step(now, request.begun.id, step)
+
+    def lose(self) -> None:
+        """The peer is gone: all its requests are over."""
+        for number in list(self._requests):
+            self._end(number, None, None)
+        self.in_step = False

@@ -1,0 +1,222 @@
+"""What kvpins tell each other, as MessagePack.
+
+    frame = version, owner, Batch
+
+A batch has a number, one more than the batch before, so that a gap shows. Prompts are told as block hashes,
+conversations as digests. No text of a prompt leaves a kvpin.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+
+from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.placement.answers import Report
+from proxy.core.placement.load import Work
+from proxy.core.quotas import Use
+
+# Kvpins of other versions of this format do not understand each other: they ignore each other's frames.
+VERSION = b"\x01"
+_OWNER_BYTES = 8
+_HEAD = len(VERSION) + _OWNER_BYTES
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    pass
+
+
+class Begun(_Message, tag=0, frozen=True):
+    """A request was placed on an engine.
+
+    Attributes:
+        id: its number at the kvpin that placed it.
+        engine: that kvpin's id of the engine.
+        hashes: its blocks, see `packed`; None if its prompt is not known.
+        n_tokens: tokens of its prompt.
+        work: its work before the first token.
+        streams: its answer is a stream.
+        known: all its tokens are, so its times may teach rates.
+        session: digest of its conversation; None without one.
+        step: 0 while there is nothing of its answer, 1 after its first token, 2 when it is answered whole.
+    """
+
+    id: int
+    engine: str
+    hashes: bytes | None
+    n_tokens: int
+    work: Work
+    streams: bool
+    known: bool
+    session: int | None
+    step: int = 0
+
+
+class Refined(_Message, tag=1, frozen=True):
+    """The work of a request is another one."""
+
+    id: int
+    work: Work
+
+
+class FirstToken(_Message, tag=2, frozen=True):
+    """A stream began."""
+
+    id: int
+
+
+class Answered(_Message, tag=3, frozen=True):
+    """A request was answered whole."""
+
+    id: int
+
+
+class Ended(_Message, tag=4, frozen=True):
+    """A request is over: `computed` tokens of its prompt are new on the engine, None if it failed."""
+
+    id: int
+    computed: int | None
+    report: Report | None
+
+
+class Used(_Message, tag=5, frozen=True):
+    """What a tenant has used of its limits since the last time."""
+
+    tenant: str
+    use: Use
+
+
+class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
+    """An engine as a kvpin knows it.
+
+    Attributes:
+        id: the name that it has there.
+        address: its URL. One that only the kvpin's own machine can reach has that machine's name in front.
+        is_local: that is the case.
+        model: its pool; None while it is not connected.
+        tokens_per_block: that of the pool.
+    """
+
+    id: str
+    address: str
+    is_local: bool
+    model: str | None
+    tokens_per_block: int | None
+
+
+class State(_Message, tag=6, frozen=True):
+    """The sender's name for people, and its engines."""
+
+    name: str
+    engines: list[ToldEngine]
+
+
+class Ask(_Message, tag=7, frozen=True):
+    """The sender does not know all requests of the kvpin `of`, and asks for them; with `contents`, also for
+    what that one has learned of engines without events, and for the engines of conversations."""
+
+    of: int
+    contents: bool
+
+
+class Learned(_Message, tag=8, frozen=True):
+    """What an engine holds, for the kvpin `to`: consecutive blocks of one chain each, see `packed`; the last
+    to be evicted first."""
+
+    to: int
+    engine: str
+    stretches: list[bytes]
+
+
+class Sessions(_Message, tag=9, frozen=True):
+    """Digests of conversations whose last engine this is, for the kvpin `to`, packed; the last first."""
+
+    to: int
+    engine: str
+    digests: bytes
+
+
+class Told(_Message, tag=13, frozen=True):
+    """Everything that the kvpin `to` asked for with `contents` was told."""
+
+    to: int
+
+
+class Listing(_Message, tag=10, frozen=True):
+    """All requests in flight follow, each as begun, up to the next heartbeat."""
+
+
+class Heartbeat(_Message, tag=11, frozen=True):
+    """The sender lives. The number of its requests in flight, and the digest of their ids."""
+
+    in_flight: int
+    digest: int
+
+
+class Left(_Message, tag=12, frozen=True):
+    """The sender stops: all its requests are over."""
+
+
+Message = (
+    Begun
+    | Refined
+    | FirstToken
+    | Answered
+    | Ended
+    | Used
+    | State
+    | Ask
+    | Learned
+    | Sessions
+    | Told
+    | Listing
+    | Heartbeat
+    | Left
+)
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Messages that were sent together."""
+
+    number: int
+    messages: list[Message]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Batch).decode
+
+
+def frame_of(owner: int, batch: Batch) -> bytes:
+    """The bytes of a batch. `owner` is the number that the sender drew when it started."""
+    return VERSION + owner.to_bytes(_OWNER_BYTES, "little") + _encode(batch)
+
+
+def owner_of(frame: bytes) -> int | None:
+    """The sender of a frame; None if the frame has another version."""
+    if len(frame) < _HEAD or not frame.startswith(VERSION):
+        return None
+    return int.from_bytes(frame[len(VERSION) : _HEAD], "little")
+
+
+def batch_of(frame: bytes) -> Batch:
+    """The batch of a frame. Raises msgspec.MsgspecError if it is none."""
+    return _decode(memoryview(frame)[_HEAD:])
+
+
+def packed(hashes: Iterable[BlockHash]) -> bytes:
+    """Block hashes or digests as bytes, 8 each."""
+    return array("Q", hashes).tobytes()
+
+
+def unpacked(data: bytes) -> tuple[BlockHash, ...]:
+    """The hashes of `packed`."""
+    return tuple(memoryview(data).cast("Q"))
+
+
+def chain_of(begun: Begun, tokens_per_block: int) -> Chain | None:
+    """The prompt of a request; None if it is not known."""
+    if begun.hashes is None:
+        return None
+    return Chain(unpacked(begun.hashes), begun.n_tokens, tokens_per_block)

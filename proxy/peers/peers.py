@@ -1,0 +1,458 @@
+"""One kvpin among several: tells the others of its requests, replays theirs, and notices who is lost.
+
+    own requests ──→ Telling ──→ OwnRequests ──batches, 1 ms──→ exchange ──→ the others
+    the others ──→ exchange ──→ Follower ──→ Placer, as for own requests
+
+A request never waits for any of it. Everything expires: a kvpin that is silent for `LOST_S` is lost, and its
+requests are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import monotonic
+from urllib.parse import urlsplit
+
+import msgspec
+import structlog
+
+from engine_adapter import EngineSpec
+from proxy.core.peers.follower import Follower
+from proxy.core.peers.matching import disagreement, hash_alike, match
+from proxy.core.peers.messages import (
+    Ask,
+    Batch,
+    Learned,
+    Left,
+    Message,
+    Sessions,
+    State,
+    Told,
+    ToldEngine,
+    Used,
+    batch_of,
+    frame_of,
+    owner_of,
+    unpacked,
+)
+from proxy.core.peers.telling import OwnRequests
+from proxy.core.placement.answers import Report
+from proxy.core.placement.placer import PlacedRequest, Placer
+from proxy.fleet.engine import Engine
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.pool import Pool
+from proxy.peers.contents import contents
+from proxy.peers.exchange import Ears, Exchange
+from proxy.request.tenants import Tenants
+from proxy.tasks import Supervisor
+
+log = structlog.get_logger(__name__)
+
+# How long messages are collected for one batch.
+BATCH_S = 0.001
+HEARTBEAT_S = 1.0
+LOST_S = 3.0
+# A newcomer waits this long for the others before it says that it is ready.
+JOIN_S = 2.0
+_JOIN_POLL_S = 0.05
+# A listing goes out in batches of about this many bytes of hashes.
+_PART_BYTES = 256 * 1024
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class PeerStats(msgspec.Struct, kw_only=True):
+    """Another kvpin, as this one sees it.
+
+    Attributes:
+        name: its machine and process.
+        engines: engines of it that are engines here, too.
+        in_flight: its requests.
+        in_step: all of them are known.
+        silent_s: since it was heard.
+        gaps: how often batches of it were lost.
+        divergences: how often its requests were other ones than those known here, without a gap.
+    """
+
+    name: str
+    engines: int
+    in_flight: int
+    in_step: bool
+    silent_s: float
+    gaps: int
+    divergences: int
+
+
+class ExchangeStats(msgspec.Struct, kw_only=True):
+    """What this kvpin shares with others.
+
+    Attributes:
+        connected: the exchange works.
+        peers: the other kvpins.
+        dropped: batches that were not sent because a peer had not read enough.
+        lost: kvpins that fell silent.
+    """
+
+    connected: bool
+    peers: list[PeerStats]
+    dropped: int
+    lost: int
+
+
+@dataclass(slots=True, eq=False)
+class Counts:
+    """What was exchanged so far: messages told and heard, listings asked for, kvpins that fell silent, and
+    gaps and divergences of kvpins that are gone."""
+
+    told: int = 0
+    heard: int = 0
+    asked: int = 0
+    lost: int = 0
+    gaps: int = 0
+    divergences: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Another kvpin.
+
+    Attributes:
+        follower: replays its requests.
+        name: for people.
+        engines: its engines.
+        here: its id of an engine → the id here, and whether both make the same block hashes.
+        asked: when it was asked for a listing last.
+    """
+
+    follower: Follower
+    name: str = "?"
+    engines: list[ToldEngine] = field(default_factory=list)
+    here: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    asked: float = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """An engine on which a peer's requests run."""
+
+    pool: Pool
+    target: Engine
+    hashes_alike: bool
+
+    @property
+    def engine(self) -> str:
+        return self.target.id
+
+    @property
+    def placer(self) -> Placer:
+        return self.pool.placer
+
+    @property
+    def tokens_per_block(self) -> int | None:
+        return self.pool.tokens_per_block if self.hashes_alike else None
+
+    def end(self, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
+        self.pool.end(self.target, placed, computed, report)
+
+
+class Peers:
+    """See the module.
+
+    Attributes:
+        counts: what was exchanged.
+    """
+
+    def __init__(self, exchange: Exchange, owner: int, fleet: Fleet, tenants: Tenants) -> None:
+        """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has."""
+        self.counts = Counts()
+        self._exchange, self._owner, self._fleet, self._tenants = exchange, owner, fleet, tenants
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self._own = fleet.told = OwnRequests(self._flush_soon)
+        self._engines = list[ToldEngine]()
+        self._peers: dict[int, _Peer] = {}
+        self._number = 0
+        self._flush_at: asyncio.TimerHandle | None = None
+        self._asked: dict[int, bool] = {}  # who waits for a listing → with contents
+        self._somebody_asked = asyncio.Event()
+        self._is_ready = self._is_told = self._is_over = False
+        self._ready_by: float | None = None
+        self._complained = set[str]()
+
+    # --- life --------------------------------------------------------------------------------------
+
+    def start(self, tasks: Supervisor) -> None:
+        """Begins to exchange."""
+        ears = Ears(self._receive, self._introduce)
+        tasks.keep("exchange", lambda: self._exchange.run(ears))
+        tasks.keep("exchange watch", self._watch)
+        tasks.keep("exchange answers", self._answer)
+
+    async def aclose(self) -> None:
+        """Tells the others that all requests here are over."""
+        self._own.tell(Left())
+        self._flush()
+        self._is_over = True
+        await self._exchange.aclose()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this kvpin knows what the others know, or has waited long enough."""
+        return self._is_ready
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the exchange works."""
+        return self._exchange.is_connected
+
+    def stats(self) -> ExchangeStats:
+        """For people."""
+        now = monotonic()
+        peers = [
+            PeerStats(
+                name=peer.name,
+                engines=len(peer.here),
+                in_flight=peer.follower.in_flight,
+                in_step=peer.follower.in_step,
+                silent_s=round(now - peer.follower.heard, 3),
+                gaps=peer.follower.gaps,
+                divergences=peer.follower.divergences,
+            )
+            for peer in self._peers.values()
+        ]
+        return ExchangeStats(
+            connected=self.is_connected, peers=peers, dropped=self._exchange.dropped, lost=self.counts.lost
+        )
+
+    # --- telling -----------------------------------------------------------------------------------
+
+    def _flush_soon(self) -> None:
+        if self._flush_at is None:
+            self._flush_at = asyncio.get_running_loop().call_later(BATCH_S, self._flush)
+
+    def _flush(self) -> None:
+        """Sends what is to be told."""
+        if self._flush_at is not None:
+            self._flush_at.cancel()
+            self._flush_at = None
+        messages = self._own.take()
+        messages += [Used(tenant, use) for tenant, use in self._tenants.take_used()]
+        if messages:
+            self._send(messages)
+
+    def _send(self, messages: list[Message]) -> None:
+        if self._is_over:
+            return
+        self._number += 1
+        self.counts.told += len(messages)
+        self._exchange.publish(frame_of(self._owner, Batch(self._number, messages)))
+
+    def _introduce(self) -> None:
+        """Says who this is, to those who do not know it."""
+        self._engines = self._described()
+        self._own.tell(State(self._name, self._engines))
+        self._own.tell(self._own.heartbeat())
+        self._flush()
+
+    async def _answer(self) -> None:
+        """Tells those who asked. What takes longer is told between requests."""
+        while True:
+            await self._somebody_asked.wait()
+            self._somebody_asked.clear()
+            asked, self._asked = self._asked, {}
+            for to in (owner for owner, with_contents in asked.items() if with_contents):
+                for message in contents(self._fleet, to):
+                    self._send([message])
+                    await asyncio.sleep(0)
+            self._flush()
+            uses = self._tenants.take_used(anew=True)
+            self._send([State(self._name, self._engines), *(Used(tenant, use) for tenant, use in uses)])
+            for part in self._listing():
+                self._send(part)
+
+    def _listing(self) -> Iterator[list[Message]]:
+        part, size = list[Message](), 0
+        for message in self._own.listing():
+            part.append(message)
+            size += len(getattr(message, "hashes", None) or b"")
+            if size > _PART_BYTES:
+                yield part
+                part, size = [], 0
+        yield part
+
+    # --- listening ---------------------------------------------------------------------------------
+
+    def _receive(self, frame: bytes) -> None:
+        owner = owner_of(frame)
+        if owner == self._owner:
+            return
+        try:
+            batch = batch_of(frame) if owner is not None else None
+        except msgspec.MsgspecError:
+            batch = None
+        if owner is None or batch is None:
+            self._complain("another kvpin has another version: nothing is shared with it")
+            return
+        now, peer = monotonic(), self._peers.get(owner)
+        if peer is None:
+            peer = self._peers[owner] = _Peer(Follower(owner, self._site_of, now))
+            self._introduce()
+        self.counts.heard += len(batch.messages)
+        for message in peer.follower.receive(now, batch):
+            self._hear(owner, peer, message)
+        if not peer.follower.in_step:
+            self._ask(now, owner, peer)
+
+    def _hear(self, owner: int, peer: _Peer, message: Message) -> None:
+        match message:
+            case State():
+                is_new = peer.name == "?"
+                peer.name, peer.engines = message.name, message.engines
+                self._match(peer)
+                if is_new:
+                    log.info("another kvpin is here", peer=peer.name, engines_shared=len(peer.here))
+            case Used():
+                self._tenants.used_elsewhere(monotonic(), owner, message.tenant, message.use)
+            case Ask() if message.of == self._owner:
+                self._asked[owner] = self._asked.get(owner, False) or message.contents
+                self._somebody_asked.set()
+            case Left():
+                self._drop(owner)
+                log.info("another kvpin has stopped", peer=peer.name)
+            case Learned() | Sessions() | Told() if message.to == self._owner:
+                self._adopt(owner, message)
+            case _:
+                pass
+
+    def _adopt(self, owner: int, message: Learned | Sessions | Told) -> None:
+        if isinstance(message, Told):
+            self._is_told = True
+            return
+        site = self._site_of(owner, message.engine)
+        if site is None or not site.hashes_alike:
+            return
+        if isinstance(message, Learned):
+            for stretch in message.stretches:
+                site.pool.adopt(site.target, unpacked(stretch))
+        else:
+            for digest in unpacked(message.digests):
+                site.placer.note_earlier(digest, site.engine)
+
+    def _ask(self, now: float, owner: int, peer: _Peer) -> None:
+        """Asks a kvpin for its requests, unless it was just asked."""
+        if now - peer.asked < HEARTBEAT_S:
+            return
+        peer.asked = now
+        self.counts.asked += 1
+        self._send([Ask(owner, contents=self._wants_contents)])
+
+    @property
+    def _wants_contents(self) -> bool:
+        """Whether this kvpin is new: its engines are connected, and nobody has told what they hold."""
+        return not self._is_ready and not self._is_told and self._fleet.is_ready()
+
+    # --- engines -----------------------------------------------------------------------------------
+
+    def _described(self) -> list[ToldEngine]:
+        return [self._describe(engine) for engine in self._fleet.engines.values()]
+
+    def _describe(self, engine: Engine) -> ToldEngine:
+        pool = self._fleet.pool_of(engine)
+        address, is_local = address_of(engine.adapter.spec)
+        if pool is None:
+            return ToldEngine(engine.id, address, is_local, None, None)
+        return ToldEngine(engine.id, address, is_local, pool.model, pool.tokens_per_block)
+
+    def _match(self, peer: _Peer) -> None:
+        """Finds a peer's engines here. Says what the operator has to change."""
+        peer.here = {}
+        for told in peer.engines:
+            if (mine := match(told, self._engines)) is not None:
+                peer.here[told.id] = mine.id, hash_alike(told, mine)
+            if (problem := disagreement(told, self._engines)) is not None:
+                self._complain("kvpins disagree", peer=peer.name, problem=problem)
+        peer.follower.place_late(monotonic())
+
+    def _site_of(self, owner: int, engine_id: str) -> _Here | None:
+        peer = self._peers.get(owner)
+        found = peer.here.get(engine_id) if peer is not None else None
+        if found is None:
+            return None
+        engine = self._fleet.engines.get(found[0])
+        pool = self._fleet.pool_of(engine) if engine is not None else None
+        return _Here(pool, engine, found[1]) if engine is not None and pool is not None else None
+
+    def _complain(self, event: str, **context: str) -> None:
+        """Logs a warning, once."""
+        key = repr((event, context.get("problem")))
+        if key not in self._complained:
+            self._complained.add(key)
+            log.warning(event, **context)
+
+    # --- watching ----------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Sends heartbeats, notices who is lost, and finds out when this kvpin may say that it is ready."""
+        beat = monotonic()
+        while True:
+            await asyncio.sleep(HEARTBEAT_S if self._is_ready else _JOIN_POLL_S)
+            now = monotonic()
+            if now - beat > LOST_S:  # this kvpin was stopped: the others may have spoken meanwhile
+                for peer in self._peers.values():
+                    peer.follower.heard = now
+            self._update_engines()
+            if now - beat >= HEARTBEAT_S or not self._is_ready:
+                beat = now
+                self._own.tell(self._own.heartbeat())
+                self._flush()
+            for owner, peer in list(self._peers.items()):
+                if now - peer.follower.heard > LOST_S:
+                    self._drop(owner)
+                    self.counts.lost += 1
+                    log.warning("another kvpin is lost: its requests count no more", peer=peer.name)
+                elif not peer.follower.in_step or self._wants_contents:
+                    self._ask(now, owner, peer)
+            if not self._is_ready:
+                self._join(now)
+
+    def _update_engines(self) -> None:
+        """Engines came, left, or have connected."""
+        engines = self._described()
+        if engines == self._engines:
+            return
+        self._engines = engines
+        self._own.tell(State(self._name, engines))
+        for peer in self._peers.values():
+            self._match(peer)
+
+    def _join(self, now: float) -> None:
+        if not self._fleet.is_ready():
+            return
+        if self._ready_by is None:
+            self._ready_by = now + JOIN_S
+        peers = self._peers.values()
+        knows_all = bool(peers) and self._is_told and all(peer.follower.in_step for peer in peers)
+        is_alone = not peers and self._exchange.is_alone
+        if knows_all or is_alone or now > self._ready_by:
+            self._is_ready = True
+            if not (knows_all or is_alone):
+                log.warning("ready without knowing what other kvpins do: they did not tell in time")
+
+    def _drop(self, owner: int) -> None:
+        """A peer is gone, and its requests with it."""
+        peer = self._peers.pop(owner)
+        peer.follower.lose()
+        self.counts.gaps += peer.follower.gaps
+        self.counts.divergences += peer.follower.divergences
+        self._tenants.leave_elsewhere(owner)
+
+
+def address_of(spec: EngineSpec) -> tuple[str, bool]:
+    """An engine's address as peers are told it, and whether only this machine can reach it."""
+    parts = urlsplit(spec.url)
+    if parts.hostname not in _LOOPBACK:
+        return spec.url, False
+    port = f":{parts.port}" if parts.port is not None else ""
+    return f"{socket.gethostname()} {parts.scheme}://127.0.0.1{port}{parts.path}", True
