@@ -9,8 +9,8 @@ const CARDS = 24;
 const Totals = ({ snapshot }) => {
   const { reuse } = snapshot;
   const last = live.points.at(-1);
-  return html`<section aria-labelledby="reuse">
-    <h2 id="reuse">Reuse <small>since kvpin started</small></h2>
+  return html`<section aria-label="Reuse">
+    <h2>Reuse <small>since kvpin started</small></h2>
     <div class="totals">
       <div class="card wide">
         ${[
@@ -113,8 +113,8 @@ const Engines = ({ snapshot }) => {
   const engines = [...snapshot.engines].sort((a, b) => (a.state === "ready") - (b.state === "ready"));
   const ready = engines.filter((each) => each.state === "ready").length;
   const waiting = Object.entries(snapshot.waiting);
-  return html`<section aria-labelledby="engines">
-    <h2 id="engines">Engines <small>${ready} of ${engines.length} ready</small></h2>
+  return html`<section aria-label="Engines">
+    <h2>Engines <small>${ready} of ${engines.length} ready</small></h2>
     ${waiting.map(([model, n]) => html`<p class="problem">${count(n)} requests for ${model} wait: all its engines are busy</p>`)}
     <${Paged} items=${engines} size=${CARDS} name="engines">
       ${(shown) => html`<div class="engines">${shown.map((each) => html`<${Engine} key=${each.id} engine=${each} />`)}</div>`}
@@ -143,8 +143,8 @@ const Requests = ({ snapshot }) => {
   const [frozen, freeze] = useState(null);
   const requests = frozen ?? [...live.requests.values()].reverse();
   const unshown = snapshot.unshown + live.missed;
-  return html`<section aria-labelledby="requests">
-    <h2 id="requests">Requests <small>newest first</small>
+  return html`<section aria-label="Requests">
+    <h2>Requests <small>newest first</small>
       <button onClick=${() => freeze(frozen ? null : requests)} aria-pressed=${!!frozen}>${frozen ? "Go on" : "Pause"}</button>
     </h2>
     ${unshown > 0 && html`<p class="note">A sample: ${count(snapshot.unshown)} more in the last second</p>`}

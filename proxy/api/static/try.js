@@ -114,8 +114,8 @@ export const Try = () => {
     load();
   };
 
-  return html`<section class="try" aria-labelledby="try">
-    <h2 id="try">Try <small>ask twice, or go on: what the engine still holds is not computed again</small></h2>
+  return html`<section class="try" aria-label="Try">
+    <h2>Try <small>ask twice, or go on: what the engine still holds is not computed again</small></h2>
     ${needsKey &&
     html`<form class="row" onSubmit=${useKey}>
       <label>API key <input name="key" type="password" autocomplete="off" value=${clientKey.get()} /></label>

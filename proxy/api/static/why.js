@@ -133,8 +133,8 @@ const List = ({ chosen }) => {
   const requests = (answer?.requests ?? []).filter((each) =>
     [each.request_id, each.client_request_id, each.engine, each.model, each.miss].join(" ").toLowerCase().includes(words),
   );
-  return html`<section aria-labelledby="last">
-    <h2 id="last">Last requests
+  return html`<section aria-label="Last requests">
+    <h2>Last requests
       <button onClick=${again}>Refresh</button>
       <label><span class="hidden">Filter</span>
         <input type="search" placeholder="id, engine, model, miss" value=${filter} onInput=${(e) => setFilter(e.target.value)} />
