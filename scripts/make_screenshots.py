@@ -21,7 +21,7 @@ from tests.live.conftest import ENGINE, Kvpin, running_kvpin  # noqa: E402 - fou
 
 DESKTOP, PHONE = {"width": 1120, "height": 800}, {"width": 390, "height": 844}
 SEEN_S = 20.0
-COLORS = 96
+COLORS = 200
 DOCUMENTS = [
     f"Stock of warehouse {house}: " + " ".join(f"shelf {n} holds {n * house} boxes." for n in range(60))
     for house in (3, 5, 7, 11)

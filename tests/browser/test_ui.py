@@ -91,7 +91,8 @@ async def test_a_chat_streams_and_each_turn_says_what_its_cache_did(opened):
           window.lengths = new Set()
           const answer = () => document.querySelector('.turn.assistant .text')
           const changes = {subtree: true, childList: true, characterData: true}
-          new MutationObserver(() => window.lengths.add(answer()?.textContent.length)).observe(document.body, changes)
+          const look = () => window.lengths.add(answer()?.textContent.length)
+          new MutationObserver(look).observe(document.body, changes)
         }"""
     )
     for turn, question in enumerate((f"{NASTY} {DOCUMENT}", "And of the hills?")):
@@ -138,7 +139,8 @@ async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin)
     }
     engine = {
         "model": "m", "state": "ready", "trust": "precise", "why": "", "queue_s": 0.1, "in_flight": 1,
-        "decoding": 1, "held_tokens": {"gpu": 5}, "capacity_tokens": {"gpu": 10}, "reuse": reuse, "problem": None,
+        "decoding": 1, "held_tokens": {"gpu": 5}, "capacity_tokens": {"gpu": 10},
+        "reuse": reuse, "problem": None,
     }  # fmt: skip
     snapshot = {
         "at": 1.0, "reuse_on": True, "requests": 5000, "unshown": 7, "waiting": {"m": 3}, "reuse": reuse,
