@@ -30,12 +30,13 @@ from engine_adapter import (
     make_adapter,
     prepare_managed,
 )
-from proxy.api.admin import EngineRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
+from proxy.api.admin import EngineRoutes, EventRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
 from proxy.api.auth import AdminGuard
 from proxy.api.cors import Cors
 from proxy.api.errors import handle, handle_http
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
+from proxy.api.page import WebPage
 from proxy.api.responses import KeptResponses
 from proxy.api.site import Site
 from proxy.control.configured import ConfiguredEngines
@@ -57,6 +58,7 @@ from proxy.fleet.line import QueueLimits
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.flow import Flow
+from proxy.observe.live import Live
 from proxy.observe.loop_lag import LoopLag
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
@@ -112,6 +114,15 @@ class Proxy:
         self.ahead = (
             RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
         )
+        self.operations, self.pins = Operations(self.tasks), PinBook()
+        if self.state is not None:
+            self.state.restore(self.pins, self.tables)
+        self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
+        self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
+        self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
+        self.metrics = Metrics(self.fleet, self.discovered.sources, self.peers)
+        self.draining = asyncio.Event()
+        self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
         self.recorder = (
             Recorder(settings.record_traffic, int(settings.record_traffic_bytes))
             if settings.record_traffic is not None
@@ -129,20 +140,14 @@ class Proxy:
             retries=settings.retries,
             total_s=waits.total_s,
             observe=self.observe,
+            placed=self.live.placed,
             translations=translations(self.responses),
         )
-        self.operations, self.pins = Operations(self.tasks), PinBook()
-        if self.state is not None:
-            self.state.restore(self.pins, self.tables)
-        self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
-        self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
-        self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
-        self.metrics = Metrics(self.fleet, self.discovered.sources, self.peers)
-        self.draining = asyncio.Event()
 
     def observe(self, record: RequestRecord) -> None:
         """Counts and records a finished request."""
         self.metrics.observe(record)
+        self.live.finished(record)
         if self.recorder is not None:
             self.recorder.observe(record)
         if self.ahead is not None:
@@ -188,6 +193,7 @@ class Proxy:
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
         self.flow.requests.capacity = settings.limits.request_records
         self.flow = replace(self.flow, retries=settings.retries)
+        self.live.end()  # viewers show their key again, which may be an old one
         return changes
 
     def _follow(self, settings: Settings) -> EngineChanges:
@@ -300,9 +306,10 @@ def build_app(proxy: Proxy) -> Site:
     data_plane = DataPlane(
         proxy.flow, proxy.tenants, limit, KeptResponses(proxy.responses), cors, proxy.metrics.refuse
     )
-    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers)
+    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui)
+    page = WebPage().routes() if settings.ui else []
     rest = Starlette(
-        routes=[admin_api(proxy), *ops.routes()],
+        routes=[admin_api(proxy), *ops.routes(), *page],
         exception_handlers={
             **dict.fromkeys(ANSWERED, handle),
             HTTPException: handle_http,
@@ -327,6 +334,7 @@ def admin_api(proxy: Proxy) -> Mount:
         ).endpoints(),
         *KvRoutes(kv, warming, pinning, operations).endpoints(),
         *RequestRoutes(flow).endpoints(),
+        *EventRoutes(proxy.live).endpoints(),
         *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),
     )
     key = proxy.settings.admin_key

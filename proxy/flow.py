@@ -90,6 +90,7 @@ class Flow:
         requests: keeps a record of each request.
         retries: engines tried after the first.
         observe: called with each finished record, for metrics.
+        placed: called whenever a request is placed on an engine, before it is sent there.
         wait_s: how long a request waits when no engine takes requests.
         translations: route → what translates a request there into a chat, for engines that want chats.
         budget: retries of all requests together.
@@ -106,6 +107,7 @@ class Flow:
     requests: RequestLog
     retries: int
     observe: Callable[[RequestRecord], None]
+    placed: Callable[[RequestRecord, Placement], None] = lambda _record, _placement: None
     wait_s: float = ENGINE_WAIT_S
     translations: Mapping[str, Translate] = field(default_factory=dict)
     budget: RetryBudget = field(default_factory=RetryBudget)
@@ -165,6 +167,7 @@ class Flow:
                 placement, n_candidates = placed
                 engine = ready.pool.engines[placement.engine]
                 record.attempts.append(engine.id)
+                self.placed(record, placement)
                 refusals = refusals_of(ready.call, n_candidates)
                 try:
                     outcome = await self.run_on(ready, placement, reply, record, refusals, migration)

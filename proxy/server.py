@@ -269,6 +269,7 @@ def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) ->
         keys=bool(settings.api_keys),
         is_open=_is_open(settings, listeners),
         tls=settings.tls is not None,
+        page=settings.ui,
     )
 
 

@@ -21,7 +21,7 @@ from engine_adapter import (
     Pinned,
     make_adapter,
 )
-from proxy.api.admin import EngineRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
+from proxy.api.admin import EngineRoutes, EventRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle_http
 from proxy.app import Proxy
@@ -164,6 +164,7 @@ class KvWorld:
             *EngineRoutes(self.fleet, self.engine_set, self.pinning, {}, reuse=self.reuse).endpoints(),
             *KvRoutes(self.kv, self.warming, self.pinning, self.operations).endpoints(),
             *RequestRoutes(self.flow).endpoints(),
+            *EventRoutes(proxy.live).endpoints(),
             *TableRoutes(self.tables).endpoints(),
         )
 

@@ -9,5 +9,6 @@ admin/       /admin/v1/*: the control plane  auth.py     keys, loopback
 errors.py    exceptions → error answers      cors.py      which web pages may use the data plane
 crowd.py     the limit on connections        handshake.py    TLS handshakes under it
 responses.py /v1/responses/{id}, kept here   forms.py     the model that a form names
+page.py      /ui/: the page, files in static/
 listeners.py sockets, own or handed on       tls.py       TLS of the port
 """

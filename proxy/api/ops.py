@@ -17,12 +17,13 @@ from proxy.peers.peers import Peers
 _ROOT = """\
 kvpin: an OpenAI-compatible proxy that routes requests by KV cache
 
-{base}v1             OpenAI's API: set base_url to this
+{page}{base}v1             OpenAI's API: set base_url to this
 {base}admin/v1       the admin API; `kvpin stats` and other commands use it
 {base}health         200 while engines take requests
 {base}health/live    200 while kvpin runs
 {base}metrics        Prometheus metrics
 """
+_PAGE = "{base}ui/            this kvpin in a browser\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Ops:
     metrics: Metrics
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     peers: Peers | None = None
+    has_page: bool = False
 
     @property
     def _takes_requests(self) -> bool:
@@ -50,8 +52,12 @@ class Ops:
         ]
 
     async def root(self, request: Request) -> Response:
-        """Where to find what, for a person with a browser."""
-        return PlainTextResponse(_ROOT.format(base=request.base_url))
+        """Leads browsers to the page, where there is one, and tells others where to find what."""
+        if self.has_page and "text/html" in request.headers.get("accept", ""):
+            return Response(status_code=307, headers={"location": "ui/", "vary": "accept"})
+        base = request.base_url
+        page = _PAGE.format(base=base) if self.has_page else ""
+        return PlainTextResponse(_ROOT.format(base=base, page=page), headers={"vary": "accept"})
 
     async def health(self, _request: Request) -> Response:
         """200 while engines take requests, as clients of an engine expect it; else 503. Names no engine."""

@@ -25,6 +25,7 @@ class Banner:
         keys: whether clients need a key.
         is_open: whether other machines can use the engines without a key.
         tls: whether the port takes HTTPS.
+        page: whether there is a page for browsers.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class Banner:
         keys: bool = False,
         is_open: bool = False,
         tls: bool = False,
+        page: bool = False,
     ) -> None:
         self._fleet = fleet
         self._reuse = reuse
         self._keys = keys
         self._is_open = is_open
+        self._page = page
         # A client cannot connect to a wildcard address.
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
         self._base = f"{'https' if tls else 'http'}://{name}:{port}"
@@ -52,6 +55,8 @@ class Banner:
         _print(f"kvpin {version('kvpin')}, KV cache reuse {mode}")
         _print(f"  base_url  {self._base}/v1")
         _print(f"  admin     {self._base}/admin/v1")
+        if self._page:
+            _print(f"  page      {self._base}/ui/")
         if self._is_open:
             _print("WARNING: other machines can use these engines, and no API key is set.")
             _print("  Set --api-key (or KVPIN_API_KEYS), or listen on 127.0.0.1 only.")

@@ -47,9 +47,9 @@ class Count:
     def __init__(self, line: str) -> None:
         """`line` is the series' name and labels."""
         self.line = line
-        self.number = 0
+        self.number: float = 0
 
-    def add(self, number: int = 1) -> None:
+    def add(self, number: float = 1) -> None:
         """Counts `number` more."""
         self.number += number
 
@@ -70,11 +70,18 @@ class Counter:
             series = self._series[values] = Count(f"{self._name}{labelled(self._labels, values)}")
         return series
 
+    def sums(self, label: str) -> dict[str, float]:
+        """Its numbers by the values of one label, all others summed up."""
+        at, sums = self._labels.index(label), dict[str, float]()
+        for values, series in self._series.items():
+            sums[values[at]] = sums.get(values[at], 0) + series.number
+        return sums
+
     def lines(self) -> Iterator[str]:
         """The family's part of the page."""
         yield self._head
         for series in self._series.values():
-            yield f"{series.line} {series.number}.0\n"
+            yield f"{series.line} {float(series.number)}\n"
 
 
 class Buckets:

@@ -12,6 +12,7 @@ from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.families import Counter, Histogram, gauge
 from proxy.observe.reasons import reason_of
+from proxy.observe.reuse import ReuseCounts, available_tokens, saved_s
 from proxy.peers.peers import Counts, Peers
 from proxy.request.records import RequestRecord
 
@@ -46,10 +47,18 @@ class Metrics:
             ("model", "reason"),
         )
         self._prompt = Counter("kvpin_prompt_tokens_total", "Prompt tokens of requests", _BY_ENGINE)
+        self._available = Counter(
+            "kvpin_available_cached_tokens_total",
+            "Cached tokens on the eligible engine that held most of each prompt",
+            _BY_ENGINE,
+        )
         self._predicted = Counter(
             "kvpin_predicted_cached_tokens_total", "Cached tokens predicted", _BY_ENGINE
         )
         self._reported = Counter("kvpin_cached_tokens_total", "Cached tokens engines reported", _BY_ENGINE)
+        self._saved = Counter(
+            "kvpin_saved_prefill_seconds_total", "Seconds of prefill saved by reuse", _BY_ENGINE
+        )
         self._inexact = Counter("kvpin_mispredictions_total", "Requests whose prediction missed", _BY_ENGINE)
         self._tokens = Counter(
             "kvpin_tokenisation_checks_total",
@@ -96,15 +105,37 @@ class Metrics:
         self._placements.of(model, reason_of(placement).value).add()
         if record.prompt is not None:
             self._prompt.of(model, engine).add(placement.n_tokens)
+            self._available.of(model, engine).add(available_tokens(placement))
             self._predicted.of(model, engine).add(placement.predicted_tokens)
             if record.reported_tokens is not None:
                 self._reported.of(model, engine).add(record.reported_tokens)
+                self._saved.of(model, engine).add(saved_s(self._fleet, record))
                 missed = record.reported_tokens != placement.predicted_tokens
                 self._inexact.of(model, engine).add(int(missed))
 
     def refuse(self, status: int) -> None:
         """Counts a request that was refused before it got a record."""
         self._requests.of("", "", str(status)).add()
+
+    def requests(self) -> int:
+        """Requests that have ended."""
+        return round(sum(self._requests.sums("status").values()))
+
+    def reuse(self) -> dict[str, ReuseCounts]:
+        """Reuse by engine, those that have left included."""
+        counters = self._prompt, self._available, self._predicted, self._reported
+        prompt, available, selected, delivered = (counter.sums("engine") for counter in counters)
+        saved = self._saved.sums("engine")
+        return {
+            engine: ReuseCounts(
+                prompt_tokens=round(tokens),
+                available_tokens=round(available[engine]),
+                selected_tokens=round(selected[engine]),
+                delivered_tokens=round(delivered.get(engine, 0)),
+                saved_s=round(saved.get(engine, 0.0), 3),
+            )
+            for engine, tokens in prompt.items()
+        }
 
     def render(self) -> bytes:
         """The Prometheus text page."""
@@ -114,8 +145,10 @@ class Metrics:
             self._interrupted,
             self._placements,
             self._prompt,
+            self._available,
             self._predicted,
             self._reported,
+            self._saved,
             self._inexact,
             self._tokens,
             self._first_byte,

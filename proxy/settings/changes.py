@@ -23,6 +23,7 @@ RELOADED = frozenset(
         "model_aliases",
         "default_model",
         "cors_origins",
+        "ui",
         "limits",
         "retries",
         "graceful_shutdown_s",

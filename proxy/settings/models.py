@@ -410,6 +410,7 @@ class Settings(BaseSettings):
         admin_key: key of the admin API, as itself or hashed; without one, only this machine may use it.
         model_aliases: further names of models and LoRA adapters → the names these are served under.
         default_model: serves requests that name no model, or one that nothing serves.
+        ui: serve the page at `/ui/`.
         cors_origins: origins of web pages that may use the data plane; `*` stands for all.
         limits: limits on memory.
         logs: log lines.
@@ -445,6 +446,7 @@ class Settings(BaseSettings):
     admin_key: Key | None = None
     model_aliases: dict[ModelName, ModelName] = Field(default_factory=dict)
     default_model: ModelName | None = None
+    ui: bool = True
     cors_origins: tuple[Origin, ...] = ()
     limits: LimitSettings = LimitSettings()
     logs: LogSettings = LogSettings()

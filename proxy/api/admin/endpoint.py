@@ -47,6 +47,8 @@ class Endpoint:
         open_body: fields beside those of `body` are allowed.
         raw_body: bytes are taken as well.
         statuses: statuses of good answers.
+        is_stream: the answer is a stream of server-sent events. Each has the name of a field of `answer` and
+            its value as data.
         query: query parameters.
     """
 
@@ -59,6 +61,7 @@ class Endpoint:
     open_body: bool = False
     raw_body: bool = False
     statuses: tuple[int, ...] = (200,)
+    is_stream: bool = False
     query: tuple[Query, ...] = field(default=())
 
     def check_query(self, request: Request) -> None:

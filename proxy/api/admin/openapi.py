@@ -107,7 +107,8 @@ def _structs(kinds: list[type]) -> tuple[dict[object, _Schema], _Schema]:
 def _route(endpoint: Endpoint, refs: dict[object, _Schema]) -> dict[str, Any]:
     good: dict[str, Any] = {"description": "As asked." if endpoint.answer is not None else "Done."}
     if endpoint.answer is not None:
-        good["content"] = {"application/json": {"schema": refs[endpoint.answer]}}
+        kind = "text/event-stream" if endpoint.is_stream else "application/json"
+        good["content"] = {kind: {"schema": refs[endpoint.answer]}}
     error = {"description": "An error.", "content": {"application/json": {"schema": refs[ErrorAnswer]}}}
     route: dict[str, Any] = {
         "operationId": _operation_id(endpoint),

@@ -104,3 +104,9 @@ async def test_an_engine_that_kvpin_cannot_run_is_named_with_its_last_lines(caps
     failed.state, failed.process = EngineState.DOWN, FailedProcess()
     await Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready()
     assert capsys.readouterr().out.startswith("not running: failed: exit code 3\n  no GPU found\n")
+
+
+@pytest.mark.parametrize("page", [True, False])
+def test_it_names_the_page_if_there_is_one(capsys, page):
+    Banner(Fleet(), "127.0.0.1", 8000, reuse=True, page=page).print_addresses()
+    assert ("page      http://127.0.0.1:8000/ui/\n" in capsys.readouterr().out) is page

@@ -32,6 +32,14 @@ def test_counters_are_as_theirs():
     assert len(samples("".join(ours.lines()))) == 3
 
 
+def test_a_counter_sums_up_by_one_label_and_counts_parts():
+    counter = Counter("kvpin_x_total", "What x is", ("model", "engine"))
+    for model, engine, number in (("m", "a", 1), ("n", "a", 0.5), ("m", "b", 4)):
+        counter.of(model, engine).add(number)
+    assert counter.sums("engine") == {"a": 1.5, "b": 4}
+    assert 'kvpin_x_total{engine="a",model="n"} 0.5' in "".join(counter.lines())
+
+
 @pytest.mark.parametrize("labels", [(), ("model",)])
 def test_histograms_are_as_theirs(labels):
     registry = CollectorRegistry()

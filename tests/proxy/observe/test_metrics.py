@@ -55,6 +55,10 @@ def test_a_finished_request_is_counted(fleet):
     assert value(metrics, "kvpin_prompt_tokens_total", **LABELS) == 80
     assert value(metrics, "kvpin_predicted_cached_tokens_total", **LABELS) == 64
     assert value(metrics, "kvpin_cached_tokens_total", **LABELS) == 48
+    assert value(metrics, "kvpin_available_cached_tokens_total", **LABELS) == 64
+    assert value(metrics, "kvpin_saved_prefill_seconds_total", **LABELS) == 0  # its engine has left
+    assert metrics.requests() == 2
+    assert metrics.reuse()["a"].delivered_tokens == 48
     assert value(metrics, "kvpin_mispredictions_total", **LABELS) == 1
     assert value(metrics, "kvpin_first_byte_seconds_count", **LABELS) == 1
     assert value(metrics, "kvpin_first_byte_seconds_sum", **LABELS) == pytest.approx(0.04)

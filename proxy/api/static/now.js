@@ -1,0 +1,169 @@
+// Now: what reuse saves, each engine, and requests as they pass.
+
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { live } from "./live.js";
+import { count, Paged, percent, seconds, Share, short, time, whyLink } from "./parts.js";
+
+const CARDS = 24;
+
+const Totals = ({ snapshot }) => {
+  const { reuse } = snapshot;
+  const last = live.points.at(-1);
+  return html`<section aria-label="Reuse">
+    <h2>Reuse <small>since kvpin started</small></h2>
+    <div class="totals">
+      <div class="card wide">
+        ${[
+          ["available", "available", "What the engine that held most of each prompt held"],
+          ["selected", "selected", "What the chosen engine held"],
+          ["delivered", "delivered", "What it reported to have reused"],
+        ].map(
+          ([name, tone, title]) => html`<div title=${title}>
+            <${Share} label=${name} part=${reuse[`${name}_tokens`]} whole=${reuse.prompt_tokens} tone=${tone} />
+          </div>`,
+        )}
+        <p class="note">of ${count(reuse.prompt_tokens)} prompt tokens${!snapshot.reuse_on && "; reuse is off"}</p>
+      </div>
+      <dl class="card tiles">
+        <div><dt>prompt tokens not computed</dt><dd>${short(reuse.delivered_tokens)}</dd></div>
+        <div><dt>prefill saved</dt><dd>${seconds(reuse.saved_s)}</dd></div>
+        <div><dt>requests</dt><dd>${short(snapshot.requests)}</dd></div>
+        <div><dt>a second</dt><dd>${last ? last.requests ? last.requests.toFixed(last.requests < 10 ? 1 : 0) : 0 : "–"}</dd></div>
+      </dl>
+      <${Chart} />
+    </div>
+  </section>`;
+};
+
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const scheme = matchMedia("(prefers-color-scheme: dark)");
+
+// Tokens a second over the last five minutes.
+const Chart = () => {
+  const box = useRef();
+  const plot = useRef();
+  useEffect(() => {
+    const draw = () => {
+      plot.current?.destroy();
+      const axis = { size: 24, stroke: color("--quiet"), grid: { stroke: color("--line") }, ticks: { show: false } };
+      const series = ["prompt", "available", "delivered"].map((name) => ({
+        label: name,
+        stroke: color(`--${name}`),
+        fill: name === "delivered" ? color("--delivered-fill") : undefined,
+        width: 1.5,
+        points: { show: false },
+      }));
+      plot.current = new uPlot(
+        {
+          width: box.current.clientWidth,
+          height: 150,
+          legend: { show: false },
+          cursor: { show: false },
+          scales: { y: { range: (_, __, most) => [0, Math.max(most, 1)] } },
+          axes: [{ ...axis, space: 90, values: (_, values) => values.map(time) }, { ...axis, size: 48, values: (_, values) => values.map(short) }],
+          series: [{}, ...series],
+        },
+        columns(),
+        box.current,
+      );
+    };
+    draw();
+    const size = new ResizeObserver(() => plot.current.setSize({ width: box.current.clientWidth, height: 150 }));
+    size.observe(box.current);
+    scheme.addEventListener("change", draw);
+    return () => {
+      size.disconnect();
+      scheme.removeEventListener("change", draw);
+      plot.current.destroy();
+    };
+  }, []);
+  useEffect(() => plot.current?.setData(columns()));
+  return html`<figure class="card chart">
+    <figcaption>
+      tokens a second: <b class="key prompt">prompts</b> <b class="key available">available</b>
+      <b class="key delivered">delivered</b>
+    </figcaption>
+    <div ref=${box}></div>
+  </figure>`;
+};
+
+const columns = () => ["at", "prompt", "available", "delivered"].map((name) => live.points.map((each) => each[name]));
+
+const SIGNS = { ready: "●", draining: "◐", connecting: "…", suspect: "▲", down: "✕", refused: "✕" };
+
+const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state}`}>
+  <h3>${engine.id} <span class="chip state">${SIGNS[engine.state]} ${engine.state}</span></h3>
+  <p class="note">${engine.model ?? "not connected"}${" "}<span class="chip" title=${engine.why}>${engine.trust} view</span></p>
+  ${engine.problem && html`<p class="problem">${engine.problem}</p>`}
+  ${Object.entries(engine.held_tokens)
+    .filter(([tier, held]) => held || engine.capacity_tokens[tier])
+    .map(
+      ([tier, held]) => html`<${Share} label=${tier} part=${held} whole=${engine.capacity_tokens[tier]} tone=${tier}
+        text=${`${short(held)}${engine.capacity_tokens[tier] ? ` of ${short(engine.capacity_tokens[tier])}` : ""}`} />`,
+    )}
+  <dl>
+    <div><dt>queue</dt><dd>${seconds(engine.queue_s)}</dd></div>
+    <div><dt>streams</dt><dd>${count(engine.decoding)}</dd></div>
+    <div><dt>in flight</dt><dd>${count(engine.in_flight)}</dd></div>
+    <div><dt>hit share</dt><dd>${percent(engine.reuse.delivered_tokens, engine.reuse.prompt_tokens)}</dd></div>
+  </dl>
+</article>`;
+
+const Engines = ({ snapshot }) => {
+  const engines = [...snapshot.engines].sort((a, b) => (a.state === "ready") - (b.state === "ready"));
+  const ready = engines.filter((each) => each.state === "ready").length;
+  const waiting = Object.entries(snapshot.waiting);
+  return html`<section aria-label="Engines">
+    <h2>Engines <small>${ready} of ${engines.length} ready</small></h2>
+    ${waiting.map(([model, n]) => html`<p class="problem">${count(n)} requests for ${model} wait: all its engines are busy</p>`)}
+    <${Paged} items=${engines} size=${CARDS} name="engines">
+      ${(shown) => html`<div class="engines">${shown.map((each) => html`<${Engine} key=${each.id} engine=${each} />`)}</div>`}
+    <//>
+  </section>`;
+};
+
+const Row = ({ request }) => {
+  const { predicted_tokens: predicted, reported_tokens: reported } = request;
+  const isMissed = request.is_over && reported !== null && predicted !== null && reported !== predicted;
+  return html`<tr class=${request.is_over ? "" : "running"}>
+    <td>${time(request.started)}</td>
+    <td>${request.engine ?? "none"}</td>
+    <td class="number">${count(request.n_tokens)}</td>
+    <td class="number spare">${count(request.available_tokens)}</td>
+    <td class="number spare">${count(predicted)}</td>
+    <td class=${`number ${isMissed ? "missed" : ""}`}>${request.is_over ? count(reported) : "…"}</td>
+    <td class="number">${request.is_over ? seconds(request.first_byte_s) : "…"}</td>
+    <td>${request.status ?? "running"}</td>
+    <td class="why spare">${request.why}</td>
+    <td>${request.is_over && html`<a href=${whyLink(request.request_id)}>Why<span class="hidden"> ${request.request_id}</span></a>`}</td>
+  </tr>`;
+};
+
+const Requests = ({ snapshot }) => {
+  const [frozen, freeze] = useState(null);
+  const requests = frozen ?? [...live.requests.values()].reverse();
+  const unshown = snapshot.unshown + live.missed;
+  return html`<section aria-label="Requests">
+    <h2>Requests <small>newest first</small>
+      <button onClick=${() => freeze(frozen ? null : requests)} aria-pressed=${!!frozen}>${frozen ? "Go on" : "Pause"}</button>
+    </h2>
+    ${unshown > 0 && html`<p class="note">A sample: ${count(snapshot.unshown)} more in the last second</p>`}
+    <div class="scroll">
+      <table>
+        <thead><tr>
+          <th>time</th><th>engine</th><th class="number">prompt</th><th class="number spare">available</th>
+          <th class="number spare">predicted</th><th class="number">reported</th><th class="number">first byte</th>
+          <th>status</th><th class="spare">why there</th><th></th>
+        </tr></thead>
+        <tbody>${requests.map((each) => html`<${Row} key=${each.request_id} request=${each} />`)}</tbody>
+      </table>
+    </div>
+    ${!requests.length && html`<p class="note">No request since this page was opened. <a href="#try">Try one</a>.</p>`}
+  </section>`;
+};
+
+export const Now = () => {
+  const { snapshot } = live;
+  if (!snapshot) return html`<p class="note">Waiting for the first events …</p>`;
+  return html`<${Totals} snapshot=${snapshot} /><${Engines} snapshot=${snapshot} /><${Requests} snapshot=${snapshot} />`;
+};

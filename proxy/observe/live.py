@@ -1,0 +1,323 @@
+"""Events for those who watch kvpin: what engines do, and requests as they are placed and end. No prompt text.
+
+    request placed, ended → at most SHOWN_PER_S ┐
+    every second: a snapshot of all engines ────┴→ encoded once → each viewer's queue → its client
+
+While nobody watches, nothing is made. A viewer that reads too slowly misses events and is told how many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import msgspec
+
+from engine_adapter import Tier
+from proxy.core.audit import Trust
+from proxy.core.placement.decision import Placement
+from proxy.errors import Overloaded
+from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.observe.metrics import Metrics
+from proxy.observe.reasons import Reason, reason_of, why
+from proxy.observe.reuse import ReuseCounts, available_tokens
+from proxy.request.records import RequestRecord
+from proxy.tasks import Supervisor
+
+# Seconds between two snapshots.
+TICK_S = 1.0
+# Requests a second that have events of their own: people read no more, and browsers stay quick.
+SHOWN_PER_S = 20
+# Viewers at a time. Each costs a connection and a copy of the events.
+MAX_VIEWERS = 32
+# Bytes of events that wait for one viewer.
+MAX_WAITING_BYTES = 1 << 20
+_ENCODER = msgspec.json.Encoder()
+
+
+class EngineNow(msgspec.Struct, kw_only=True):
+    """An engine now.
+
+    Attributes:
+        model: null until it has connected.
+        trust: `precise` while the view of its cache is exact; `why` says why.
+        queue_s: seconds of prefill in flight.
+        decoding: streams that run.
+        held_tokens: tokens it is known to hold, by tier.
+        capacity_tokens: room for them, by tier, where the engine tells.
+        problem: why it takes no requests; null while it does.
+    """
+
+    id: str
+    model: str | None
+    state: EngineState
+    trust: Trust
+    why: str
+    queue_s: float
+    in_flight: int
+    decoding: int
+    held_tokens: dict[str, int]
+    capacity_tokens: dict[str, int]
+    reuse: ReuseCounts
+    problem: str | None
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """All of kvpin now.
+
+    Attributes:
+        at: Unix time in seconds.
+        reuse_on: requests are routed by KV cache.
+        requests: requests that have ended since kvpin started.
+        unshown: requests since the last snapshot that had no events of their own: there were too many.
+        waiting: requests that wait because engines are busy, by model.
+        reuse: all engines together, those that have left included.
+    """
+
+    at: float
+    reuse_on: bool
+    requests: int
+    unshown: int
+    waiting: dict[str, int]
+    reuse: ReuseCounts
+    engines: list[EngineNow]
+
+
+class RequestNow(msgspec.Struct, kw_only=True):
+    """A request when it is placed, and again when it has ended. Times in seconds.
+
+    Attributes:
+        started: Unix time.
+        model: the model or LoRA adapter that serves it; null if none does.
+        attempts: the engines it was sent to.
+        n_tokens: prompt tokens; null where kvpin does not know the prompt, as are the next two.
+        available_tokens: the most that any eligible engine held of it.
+        predicted_tokens: what its engine should reuse.
+        reported_tokens: what its engine did reuse.
+        expected_first_token_s: from placement.
+        first_byte_s: from placement; an answer that is no stream has its first byte last.
+        reason: what sent it to its engine, in one word.
+        why: the same in a sentence; null if an earlier event of the request had it.
+    """
+
+    request_id: str
+    started: float
+    route: str
+    model: str | None
+    tenant: str | None
+    stream: bool
+    engine: str | None
+    attempts: list[str]
+    n_tokens: int | None
+    available_tokens: int | None
+    predicted_tokens: int | None
+    reported_tokens: int | None
+    output_tokens: int | None
+    expected_first_token_s: float | None
+    first_byte_s: float | None
+    queued_s: float | None
+    duration_s: float | None
+    interrupted: int
+    status: int | None
+    reason: Reason | None
+    why: str | None
+
+
+class Missed(msgspec.Struct):
+    """Events that this viewer did not get, because it read too slowly."""
+
+    events: int
+
+
+class Viewer:
+    """The events that one client has yet to get."""
+
+    def __init__(self) -> None:
+        self._waiting = bytearray()
+        self._missed = 0
+        self._is_over = False
+        self._news = asyncio.Event()
+
+    def give(self, event: bytes) -> None:
+        """Adds an event, if there is room."""
+        if len(self._waiting) + len(event) > MAX_WAITING_BYTES and self._waiting:
+            self._missed += 1
+        else:
+            self._waiting += event
+        self._news.set()
+
+    def end(self) -> None:
+        """No event follows."""
+        self._is_over = True
+        self._news.set()
+
+    async def take(self) -> bytes:
+        """The next events; empty at the end."""
+        while not self._waiting and not self._is_over:
+            self._news.clear()
+            await self._news.wait()
+        taken, self._waiting = self._waiting, bytearray()
+        if self._missed:
+            taken += _event("missed", Missed(self._missed))
+            self._missed = 0
+        return bytes(taken)
+
+
+class Live:
+    """Those who watch, and what they get."""
+
+    def __init__(
+        self, fleet: Fleet, metrics: Metrics, tasks: Supervisor, draining: asyncio.Event, *, reuse: bool
+    ) -> None:
+        """`draining` is set when kvpin is about to stop: viewers must not hold that up."""
+        self._fleet, self._metrics, self._tasks, self._draining = fleet, metrics, tasks, draining
+        self._reuse = reuse
+        self._viewers: set[Viewer] = set()
+        self._shown = self._unshown = 0  # requests since the last snapshot
+        self._followed = set[str]()  # requests in flight whose placement was shown
+
+    def join(self) -> Viewer:
+        """A new viewer, whose first event is a snapshot. `leave` ends it.
+
+        Raises:
+            Overloaded: there are too many.
+        """
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise Overloaded(f"{MAX_VIEWERS} clients watch already: close one of them", retry_after_s=10)
+        viewer = Viewer()
+        viewer.give(_event("snapshot", self.snapshot()))
+        self._viewers.add(viewer)
+        if len(self._viewers) == 1:
+            self._tasks.start("live", self._run())
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """The viewer's client has left."""
+        self._viewers.discard(viewer)
+        if not self._viewers:
+            self._tasks.cancel("live")
+            self._followed.clear()
+
+    def end(self) -> None:
+        """Ends all viewers. Their clients may come again, if they still have the key."""
+        for viewer in self._viewers:
+            viewer.end()
+
+    def placed(self, record: RequestRecord, placement: Placement) -> None:
+        """A request was placed; again for each further attempt."""
+        if self._viewers and self._may_show(record):
+            self._followed.add(record.request_id)
+            self._publish("placed", self._request(record, placement, explain=True))
+
+    def finished(self, record: RequestRecord) -> None:
+        """A request has ended."""
+        if self._viewers and self._may_show(record):
+            explain = record.request_id not in self._followed
+            self._followed.discard(record.request_id)
+            self._publish("finished", self._request(record, record.placement, explain=explain))
+
+    def snapshot(self) -> Snapshot:
+        """Everything now."""
+        fleet, by_engine = self._fleet, self._metrics.reuse()
+        pools = [pool for pool in fleet.pools.values() if len(pool.line)]
+        return Snapshot(
+            at=time.time(),
+            reuse_on=self._reuse,
+            requests=self._metrics.requests(),
+            unshown=self._unshown,
+            waiting={pool.model: len(pool.line) for pool in pools},
+            reuse=_sum(list(by_engine.values())),
+            engines=[
+                self._engine(engine, by_engine.get(engine.id, ReuseCounts()))
+                for engine in fleet.engines.values()
+            ],
+        )
+
+    async def _run(self) -> None:
+        """Sends snapshots until kvpin stops."""
+        while not self._draining.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._draining.wait()
+            self._publish("snapshot", self.snapshot())
+            self._shown = self._unshown = 0
+        self.end()
+
+    def _may_show(self, record: RequestRecord) -> bool:
+        if record.request_id in self._followed:
+            return True
+        if self._shown >= SHOWN_PER_S:
+            self._unshown += 1
+            return False
+        self._shown += 1
+        return True
+
+    def _publish(self, name: str, content: msgspec.Struct) -> None:
+        event = _event(name, content)
+        for viewer in self._viewers:
+            viewer.give(event)
+
+    def _request(self, record: RequestRecord, placement: Placement | None, *, explain: bool) -> RequestNow:
+        known = placement if record.prompt is not None else None
+        unknown = "the prompt is not known here" if self._reuse else "reuse is off"
+        return RequestNow(
+            request_id=record.request_id,
+            started=record.started,
+            route=record.route,
+            model=record.lora or record.served_as,
+            tenant=record.tenant,
+            stream=record.stream,
+            engine=placement.engine if placement is not None else None,
+            attempts=record.attempts,
+            n_tokens=known.n_tokens if known is not None else None,
+            available_tokens=available_tokens(known) if known is not None else None,
+            predicted_tokens=known.predicted_tokens if known is not None else None,
+            reported_tokens=record.reported_tokens,
+            output_tokens=record.output_tokens,
+            expected_first_token_s=known.chosen.first_token_s if known is not None else None,
+            first_byte_s=record.first_byte_s,
+            queued_s=record.queued_s,
+            duration_s=record.duration_s,
+            interrupted=record.interrupted,
+            status=record.status,
+            reason=reason_of(placement) if placement is not None else None,
+            why=why(placement, unknown=unknown) if placement is not None and explain else None,
+        )
+
+    def _engine(self, engine: Engine, reuse: ReuseCounts) -> EngineNow:
+        pool, info = self._fleet.pool_of(engine), engine.info
+        load = engine.ledger.view(time.monotonic())
+        held, capacity = dict[str, int](), dict[str, int]()
+        if pool is not None:
+            for tier in Tier:
+                held[tier.value] = pool.index.held(engine.id, tier) * pool.tokens_per_block
+        if info is not None and info.tokens_per_block is not None:
+            for tier, blocks in ((Tier.GPU, info.gpu_blocks), (Tier.HOST, info.host_blocks)):
+                if blocks is not None:
+                    capacity[tier.value] = blocks * info.tokens_per_block
+        return EngineNow(
+            id=engine.id,
+            model=pool.model if pool is not None else None,
+            state=engine.state,
+            trust=engine.audit.trust,
+            why=engine.audit.why,
+            queue_s=round(load.queue_s, 4),
+            in_flight=load.in_flight,
+            decoding=load.decoding,
+            held_tokens=held,
+            capacity_tokens=capacity,
+            reuse=reuse,
+            problem=None if engine.state is EngineState.READY else engine.last_error,
+        )
+
+
+def _sum(counts: list[ReuseCounts]) -> ReuseCounts:
+    names = ReuseCounts.__struct_fields__
+    return ReuseCounts(**{name: sum(getattr(each, name) for each in counts) for name in names})
+
+
+def _event(name: str, content: msgspec.Struct) -> bytes:
+    """One server-sent event: https://html.spec.whatwg.org/multipage/server-sent-events.html."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _ENCODER.encode(content))

@@ -1,0 +1,104 @@
+"""Makes the pictures of docs/ui.md: each view of the page, with two embedded engines behind it.
+
+scripts/with-chromium .venv/bin/python scripts/make_screenshots.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx
+from PIL import Image
+from playwright.async_api import Browser, Page, async_playwright
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from tests.live.conftest import ENGINE, Kvpin, running_kvpin  # noqa: E402 - found by the line before
+
+DESKTOP, PHONE = {"width": 1120, "height": 800}, {"width": 390, "height": 844}
+SEEN_S = 20.0
+COLORS = 200
+DOCUMENTS = [
+    f"Stock of warehouse {house}: " + " ".join(f"shelf {n} holds {n * house} boxes." for n in range(60))
+    for house in (3, 5, 7, 11)
+]
+TALK = (
+    "You keep the stock of a warehouse. " + DOCUMENTS[0] + " Which shelf holds the most?",
+    "And the least?",
+)
+
+
+async def load(kvpin: Kvpin) -> None:
+    """Questions about the documents: new ones, and the same with another beginning."""
+    async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=60, trust_env=False) as client:
+        for number in range(int(2 * SEEN_S)):
+            beginning = "Today: " if number % 9 == 8 else ""  # noqa: PLR2004 - now and then
+            question = f"{beginning}{DOCUMENTS[number % len(DOCUMENTS)]} Question {number}?"
+            body = {"model": "kvpin-tiny", "max_tokens": 12, "stream": True}
+            messages = [{"role": "user", "content": question}]
+            await client.post("chat/completions", json={**body, "messages": messages})
+            await asyncio.sleep(0.3)
+
+
+async def talk(page: Page) -> None:
+    """Two turns in Try."""
+    await page.get_by_role("link", name="Try", exact=True).click()
+    await page.get_by_label("at most").fill("48")
+    for turn, question in enumerate(TALK):
+        await page.get_by_label("Prompt").fill(question)
+        await page.keyboard.press("Enter")
+        await page.get_by_role("link", name="Why?").nth(turn).wait_for()
+
+
+async def pictures(browser: Browser, kvpin: Kvpin, folder: Path) -> None:
+    """Opens the page in every size and colour scheme, then takes the pictures."""
+    pages: dict[str, Page] = {}
+    for size, viewport in (("", DESKTOP), ("-phone", PHONE)):
+        for scheme in ("light", "dark"):
+            page = pages[f"{size}-{scheme}"] = await browser.new_page(viewport=viewport, color_scheme=scheme)
+            await page.goto(kvpin.url)
+            await page.locator("article.engine").first.wait_for()
+    await load(kvpin)
+    for name, page in pages.items():
+        await save(page, folder / f"now{name}.png")
+        await talk(page)
+        await save(page, folder / f"try{name}.png")
+        await page.get_by_role("link", name="Why?").last.click()
+        await page.locator(".costs").wait_for()
+        await save(page, folder / f"why{name}.png")
+
+
+async def save(page: Page, path: Path) -> None:
+    """A picture of what is seen first, with few colours: it stays small in the repository."""
+    await page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    await page.wait_for_timeout(500)
+    await page.screenshot(path=path)
+    Image.open(path).convert("RGB").quantize(COLORS).save(path, optimize=True)
+
+
+async def main() -> None:
+    """Starts kvpin and Chromium."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "ui"
+    folder.mkdir(exist_ok=True)
+    libraries = os.environ["CHROMIUM_LIBRARIES"]
+    env = {**os.environ, "LD_LIBRARY_PATH": libraries} if libraries else dict(os.environ)
+    with tempfile.TemporaryDirectory() as log:
+        starting = running_kvpin(Path(log) / "log", "--managed", ENGINE, "--managed", ENGINE)
+        kvpin = await asyncio.to_thread(starting.__enter__)
+        try:
+            async with async_playwright() as playwright:
+                browser = await playwright.chromium.launch(
+                    executable_path=os.environ["CHROMIUM"], env=env, args=["--no-sandbox"]
+                )
+                await pictures(browser, kvpin, folder)
+                await browser.close()
+        finally:
+            await asyncio.to_thread(starting.__exit__, None, None, None)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,174 @@
+"""The page at /ui/, as an operator uses it, with real engines behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from playwright.async_api import Page, expect
+
+from tests.live.conftest import ENGINE, Kvpin, running_kvpin
+
+PATIENCE_MS = 60_000
+NASTY = "<img src=x onerror=alert(1)> & <script>alert(2)</script>"
+DOCUMENT = " ".join(f"Row {number} holds {number * 7} stones." for number in range(40))
+expect.set_options(timeout=PATIENCE_MS)
+
+
+@pytest.fixture(scope="module")
+def kvpin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvpin]:
+    """Two engines; with a key for clients and one for operators."""
+    keys = ("--api-key", "client-key", "--admin-key", "admin-key")
+    with running_kvpin(
+        tmp_path_factory.mktemp("ui") / "log", "--managed", ENGINE, "--managed", ENGINE, *keys
+    ) as kvpin:
+        yield kvpin
+
+
+@pytest.fixture
+async def page(browser) -> Page:
+    """An empty page, which fails its test for any error in it."""
+    page, errors = await browser.new_page(), []
+    page.set_default_timeout(PATIENCE_MS)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("dialog", lambda dialog: errors.append(dialog.message))
+    page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
+    yield page
+    assert [error for error in errors if not error.startswith("Failed to load resource")] == []  # 401, 404
+
+
+@pytest.fixture
+async def opened(page, kvpin) -> Page:
+    """The page, with the admin key."""
+    await page.goto(kvpin.url)
+    await page.get_by_label("admin key").fill("admin-key")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("article.engine")).to_have_count(2)
+    return page
+
+
+async def ask(kvpin: Kvpin, text: str, **fields) -> httpx.Response:
+    headers = {"authorization": "Bearer client-key"}
+    body = {"model": "kvpin-tiny", "max_tokens": 4, "messages": [{"role": "user", "content": text}], **fields}
+    async with httpx.AsyncClient(headers=headers, timeout=60, trust_env=False) as client:
+        return (await client.post(f"{kvpin.base_url}/chat/completions", json=body)).raise_for_status()
+
+
+async def test_it_asks_for_the_key_and_keeps_it_in_this_tab(page, kvpin):
+    await page.goto(kvpin.url)
+    assert page.url == f"{kvpin.url}/ui/"
+    key = page.get_by_label("admin key")
+    await key.fill("wrong")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("alert")).to_contain_text("needs the admin key")
+    await key.fill("admin-key")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("status")).to_contain_text("live")
+    await page.reload()
+    await expect(page.locator("article.engine")).to_have_count(2)
+    assert await page.evaluate("localStorage.length + document.cookie.length") == 0
+
+
+async def test_a_request_is_seen_as_it_passes(opened, kvpin):
+    answer = await ask(kvpin, DOCUMENT)
+    row = opened.locator("tbody tr").filter(has_text=answer.headers["x-request-id"])
+    await expect(row).to_contain_text(answer.headers["x-kvpin-engine"])
+    await expect(row).to_contain_text("200")
+    await expect(opened.get_by_role("img", name=re.compile("delivered: "))).to_be_visible()
+
+
+async def test_a_chat_streams_and_each_turn_says_what_its_cache_did(opened):
+    await opened.get_by_role("link", name="Try", exact=True).click()
+    await opened.get_by_label("API key").fill("client-key")
+    await opened.get_by_role("button", name="Use it").click()
+    await expect(opened.get_by_label("model")).to_have_value("kvpin-tiny")
+    await opened.evaluate(
+        """() => {
+          window.lengths = new Set()
+          const answer = () => document.querySelector('.turn.assistant .text')
+          const changes = {subtree: true, childList: true, characterData: true}
+          const look = () => window.lengths.add(answer()?.textContent.length)
+          new MutationObserver(look).observe(document.body, changes)
+        }"""
+    )
+    for turn, question in enumerate((f"{NASTY} {DOCUMENT}", "And of the hills?")):
+        await opened.get_by_label("Prompt").fill(question)
+        await opened.keyboard.press("Enter")
+        await expect(opened.get_by_role("link", name="Why?")).to_have_count(turn + 1)
+    assert len(await opened.evaluate("[...window.lengths]")) > 5  # the answer grew before it was complete
+    await expect(opened.locator(".turn.user").first).to_contain_text(NASTY)
+    last = opened.locator(".turn.assistant").last
+    assert re.search(r"engine\s*embedded-\d", await last.inner_text())
+    cached, total = map(int, re.search(r"([\d,]+) of ([\d,]+)", await last.inner_text()).groups())
+    assert 0 < cached < total
+    await last.get_by_role("link", name="Why?").click()
+    await expect(opened.locator(".lead")).to_contain_text(f"reused {cached} of {total} tokens")
+    await expect(opened.locator(".costs li")).to_have_count(2)
+    await expect(opened.locator(".costs li.chosen .measured")).to_have_count(1)
+
+
+async def test_a_miss_is_explained(opened, kvpin):
+    await ask(kvpin, f"{DOCUMENT} The first question. {NASTY}")
+    other = await ask(kvpin, f"{DOCUMENT} Another one. {NASTY}", stream=True)
+    await opened.get_by_role("link", name="Why", exact=True).click()
+    await opened.get_by_role("searchbox").fill(other.headers["x-request-id"])
+    await opened.locator("tbody a").click()
+    await expect(opened.locator(".sides pre").first).to_contain_text("Another")
+    await expect(opened.locator(".sides pre").last).to_contain_text("first question")
+    await expect(opened.locator("article code")).to_contain_text("messages")
+    await expect(opened.locator("img")).to_have_count(0)
+
+
+async def test_a_request_that_is_gone_is_said_to_be(opened):
+    await opened.evaluate("location.hash = 'why/req-0'")
+    await expect(opened.get_by_role("alert")).to_contain_text("no recent request has the id 'req-0'")
+
+
+async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin):
+    """256 engines and 5,000 requests at once."""
+    reuse = {
+        "prompt_tokens": 10,
+        "available_tokens": 9,
+        "selected_tokens": 8,
+        "delivered_tokens": 7,
+        "saved_s": 1.5,
+    }
+    engine = {
+        "model": "m", "state": "ready", "trust": "precise", "why": "", "queue_s": 0.1, "in_flight": 1,
+        "decoding": 1, "held_tokens": {"gpu": 5}, "capacity_tokens": {"gpu": 10},
+        "reuse": reuse, "problem": None,
+    }  # fmt: skip
+    snapshot = {
+        "at": 1.0, "reuse_on": True, "requests": 5000, "unshown": 7, "waiting": {"m": 3}, "reuse": reuse,
+        "engines": [{**engine, "id": f"{NASTY}-{number}"} for number in range(256)],
+    }  # fmt: skip
+    request = {"started": 1.0, "engine": "e", "n_tokens": 10, "status": None, "why": NASTY}
+    events = [("snapshot", snapshot)]
+    events += [("placed", {**request, "request_id": f"r{number}"}) for number in range(5000)]
+    events += [("missed", {"events": 2})]
+    body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
+
+    async def fulfill(route):
+        await route.fulfill(body=body, content_type="text/event-stream")
+
+    await page.route("**/admin/v1/events", fulfill)
+    await page.goto(f"{kvpin.url}/ui/")
+    await expect(page.locator("article.engine")).to_have_count(24)
+    await expect(page.locator("tbody tr")).to_have_count(50)
+    await expect(page.locator(".pages")).to_contain_text("1–24 of 256")
+    await page.get_by_role("button", name="Next").click()
+    await expect(page.locator(".pages")).to_contain_text("25–48 of 256")
+    await expect(page.locator("article.engine h3").first).to_contain_text(f"{NASTY}-24")
+    await expect(page.locator("img")).to_have_count(0)
+
+
+async def test_it_says_that_kvpin_is_gone_and_comes_back(page, kvpin):
+    await page.route("**/admin/v1/events", lambda route: asyncio.ensure_future(route.abort()))
+    await page.goto(f"{kvpin.url}/ui/")
+    await expect(page.get_by_role("status")).to_contain_text("connection lost")
+    await page.unroute("**/admin/v1/events")
+    await expect(page.get_by_label("admin key")).to_be_visible()

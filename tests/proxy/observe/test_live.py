@@ -1,0 +1,185 @@
+import asyncio
+from array import array
+
+import msgspec
+import pytest
+
+from proxy.core.placement.decision import Cost, Placement
+from proxy.errors import Overloaded
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.observe.live import MAX_VIEWERS, MAX_WAITING_BYTES, SHOWN_PER_S, Live, Viewer
+from proxy.observe.metrics import Metrics
+from proxy.prompt import Prompt
+from proxy.request.records import RequestRecord
+from proxy.tasks import Supervisor
+from tests.fakes import add_ready
+
+SECRET = "the words of the prompt"
+
+
+def events(taken: bytes) -> list[tuple[str, dict]]:
+    found = []
+    for event in taken.decode().split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        found.append((name.removeprefix("event: "), msgspec.json.decode(data.removeprefix("data: "))))
+    return found
+
+
+def record(request_id="r", **fields):
+    costs = Cost("a", cached_tokens=32), Cost("b", cached_tokens=16)
+    given = {
+        "placement": Placement.of("a", 32, 40, costs, "lowest cost"),
+        "prompt": Prompt(array("i", range(40))),
+        "served_as": "m",
+        "attempts": ["a"],
+        "error": SECRET,
+        "note": SECRET,
+        "prompt_cache_key": SECRET,
+    }
+    return RequestRecord(request_id, 1.5, "/v1/x", SECRET, "t", stream=True, **{**given, **fields})
+
+
+@pytest.fixture
+async def world():
+    """A fleet of one engine, its metrics, and those who watch."""
+    fleet, tasks, draining = Fleet(), Supervisor(), asyncio.Event()
+    add_ready(fleet, "a", host_blocks=8)
+    live = Live(fleet, Metrics(fleet), tasks, draining, reuse=True)
+    yield live
+    await tasks.stop()
+
+
+async def test_the_first_event_is_a_snapshot_of_everything(world):
+    world._metrics.observe(record(reported_tokens=16, status=200))
+    ((name, now),) = events(await world.join().take())
+    assert (name, now["requests"], now["reuse_on"], now["waiting"]) == ("snapshot", 1, True, {})
+    (engine,) = now["engines"]
+    assert (engine["id"], engine["model"], engine["state"], engine["trust"]) == (
+        "a",
+        "m",
+        "ready",
+        "approximate",
+    )
+    assert engine["capacity_tokens"] == {"gpu": 64 * 16, "host": 8 * 16}
+    assert engine["held_tokens"] == {"gpu": 0, "host": 0, "disk": 0}
+    assert now["reuse"] == engine["reuse"]
+    assert {**now["reuse"], "saved_s": None} == {
+        "prompt_tokens": 40,
+        "available_tokens": 32,
+        "selected_tokens": 32,
+        "delivered_tokens": 16,
+        "saved_s": None,
+    }
+    assert now["reuse"]["saved_s"] > 0
+
+
+async def test_an_engine_that_is_not_connected_is_shown_with_its_problem(world):
+    engine = world._fleet.engines["a"]
+    engine.state, engine.last_error, engine.info = EngineState.DOWN, "no route to host", None
+    ((_, now),) = events(await world.join().take())
+    (told,) = now["engines"]
+    assert (told["state"], told["problem"], told["capacity_tokens"]) == ("down", "no route to host", {})
+
+
+async def test_a_request_is_told_when_it_is_placed_and_when_it_has_ended_without_its_text(world):
+    viewer, request = world.join(), record()
+    await viewer.take()
+    world.placed(request, request.placement)
+    request.reported_tokens, request.status, request.first_byte_s = 32, 200, 0.25
+    world.finished(request)
+    taken = await viewer.take()
+    assert SECRET.encode() not in taken
+    (first, placed), (second, finished) = events(taken)
+    assert (first, second) == ("placed", "finished")
+    assert placed["why"].startswith("a holds 32 of 40 tokens")
+    same = {"request_id": "r", "engine": "a", "n_tokens": 40, "available_tokens": 32, "predicted_tokens": 32}
+    assert placed.items() >= {**same, "reported_tokens": None, "status": None, "reason": "held"}.items()
+    assert finished.items() >= {**same, "reported_tokens": 32, "status": 200, "why": None}.items()
+    assert finished["first_byte_s"] == 0.25
+
+
+async def test_a_request_that_was_placed_before_anybody_watched_is_explained_at_its_end(world):
+    viewer = world.join()
+    await viewer.take()
+    world.finished(record(status=200))
+    ((_, finished),) = events(await viewer.take())
+    assert finished["why"].startswith("a holds")
+
+
+async def test_what_is_not_known_of_a_request_is_null(world):
+    viewer = world.join()
+    await viewer.take()
+    world.finished(record(placement=None, prompt=None, attempts=[], served_as=None, status=404))
+    ((_, finished),) = events(await viewer.take())
+    for name in ("engine", "model", "n_tokens", "predicted_tokens", "available_tokens", "reason", "why"):
+        assert finished[name] is None
+
+
+async def test_of_many_requests_some_are_shown_whole_and_the_others_counted(world):
+    viewer, requests = world.join(), [record(str(number)) for number in range(SHOWN_PER_S + 5)]
+    await viewer.take()
+    for request in requests:
+        world.placed(request, request.placement)
+    for request in requests:
+        world.finished(request)
+    shown = [(name, event["request_id"]) for name, event in events(await viewer.take())]
+    ids = [str(number) for number in range(SHOWN_PER_S)]
+    assert shown == [("placed", each) for each in ids] + [("finished", each) for each in ids]
+    assert world.snapshot().unshown == 10  # five placements and five ends
+    assert not world._followed
+
+
+async def test_nothing_is_made_while_nobody_watches(world, monkeypatch):
+    monkeypatch.setattr(world, "_request", None)
+    monkeypatch.setattr(world, "snapshot", None)
+    request = record()
+    world.placed(request, request.placement)
+    world.finished(request)
+    assert not world._tasks._tasks
+
+
+async def test_snapshots_come_while_somebody_watches(world, monkeypatch):
+    monkeypatch.setattr("proxy.observe.live.TICK_S", 0.01)
+    one, other = world.join(), world.join()
+    for viewer in (one, other, one, other):
+        assert events(await viewer.take())[0][0] == "snapshot"
+    world.leave(one)
+    await other.take()
+    world.leave(other)
+    assert not world._tasks._tasks
+
+
+async def test_a_slow_viewer_misses_events_and_is_told_how_many(world):
+    viewer, quick = Viewer(), Viewer()
+    event = b"event: x\ndata: %b\n\n" % (b'"%b"' % (b"x" * (MAX_WAITING_BYTES // 4)))
+    for _ in range(5):
+        viewer.give(event)
+        quick.give(event)
+        assert await quick.take() == event
+    *got, (name, missed) = events(await viewer.take())
+    assert (len(got), name, missed) == (3, "missed", {"events": 2})
+    viewer.give(event)
+    assert await viewer.take() == event  # told once
+
+
+async def test_an_event_that_is_longer_than_the_room_still_comes():
+    viewer = Viewer()
+    viewer.give(b"x" * (MAX_WAITING_BYTES + 1))
+    assert len(await viewer.take()) == MAX_WAITING_BYTES + 1
+
+
+async def test_viewers_end_when_kvpin_stops(world):
+    viewer = world.join()
+    world._draining.set()
+    async with asyncio.timeout(30):
+        while await viewer.take():
+            pass
+
+
+async def test_there_are_only_so_many_viewers(world):
+    viewers = [world.join() for _ in range(MAX_VIEWERS)]
+    with pytest.raises(Overloaded, match="32 clients watch already"):
+        world.join()
+    world.leave(viewers[0])
+    world.join()
