@@ -6,6 +6,7 @@ tokenizer_process.py  loads a tokenizer in a second process   described.py      
 content_format.py     string or list content                  encoders.py       the fastest exact encoder
 gguf_metadata.py, gguf_tokenizer.py                           tokenizers inside GGUF files
 extra_ids.py          identity of embeddings                  media.py          identity of images
-sandbox.py            the sandbox templates run in  cuts.py           where a text can be cut
-prefixes.py           the length of a shared prefix torch_file.py     reads a saved tensor
+sandbox.py            the sandbox templates run in            cuts.py               where a text can be cut
+prefixes.py           the length of a shared prefix           torch_file.py         reads a saved tensor
+bounds.py             what one call in a template may make
 """

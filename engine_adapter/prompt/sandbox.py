@@ -12,21 +12,30 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine_adapter.prompt.bounds import BOUNDED_METHODS, bounded_method, check_length, printf_length
+
 # The longest text or list, and the most bits of a number, that `*` and `**` may make.
 MAX_PRODUCT = 1 << 20
 _OF_DICTS = frozenset(dir(dict))
 # jinja2 replaces the two that could reach into objects; a name with an underscore is private.
-_OF_STRINGS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
+_OF_STRINGS = frozenset(name for name in dir(str) if not name.startswith("_")) - BOUNDED_METHODS
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
     """Gives templates what `ImmutableSandboxedEnvironment` gives them, but no products that fill memory."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        """`left * right` or `left ** right` in a template. Raises SecurityError for too long a result."""
-        if _size(operator, left, right) > MAX_PRODUCT:
+        """`left * right`, `left ** right` or `left % right` in a template.
+
+        Raises:
+            SecurityError: the result would be too long.
+        """
+        if operator == "%":
+            if isinstance(left, str):
+                check_length(printf_length(left))
+        elif _size(operator, left, right) > MAX_PRODUCT:
             raise SecurityError(f"a chat template must not make anything as long as {operator!r} makes here")
         return super().call_binop(context, operator, left, right)
 
@@ -39,6 +48,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.undefined(obj=obj, name=attribute)
         if kind is str and attribute in _OF_STRINGS:
             return getattr(obj, attribute)
+        if kind is str and attribute in BOUNDED_METHODS:
+            return bounded_method(obj, attribute, super().getattr(obj, attribute))
         return super().getattr(obj, attribute)
 
 

@@ -23,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.utils import Namespace
 
+from engine_adapter.prompt.bounds import BOUNDED_FILTERS, bounded_lipsum
 from engine_adapter.prompt.sandbox import Sandbox
 
 TEMPLATE_ERRORS = (
@@ -33,6 +34,8 @@ TEMPLATE_ERRORS = (
 # The longest text of a chat, and the most CPU seconds that it may take: many times those of the longest body.
 MAX_CHARS = 256 << 20
 MAX_S = 20.0
+# The most spaces by which JSON may be indented for each level.
+MAX_INDENT = 64
 # Pieces of a text between two looks at its length.
 _PIECES = 4096
 # A message's reasoning is read under the first of these names that it has, and given under all but the last.
@@ -220,6 +223,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as Python writes it; jinja2's own filter escapes HTML."""
+    if isinstance(indent, int) and indent > MAX_INDENT:
+        raise SecurityError(f"a chat template must not indent JSON by more than {MAX_INDENT}")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -235,11 +240,12 @@ def _strftime_now(form: str) -> str:
 
 def _make_environment() -> Sandbox:
     made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _tojson
+    made.filters |= {**BOUNDED_FILTERS, "tojson": _tojson}
     made.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
         "dict": _Dict(),
+        "lipsum": bounded_lipsum,
         "namespace": _Namespace,
     }
     return made
