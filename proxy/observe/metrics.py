@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from http import HTTPStatus
 
@@ -119,7 +120,8 @@ class Metrics:
             self._lag,
         )
         counted = (line for family in families for line in family.lines())
-        return "".join((*counted, *_of_fleet(self._fleet))).encode()
+        tasks = gauge("kvpin_tasks", "Tasks of the event loop", (), [((), len(asyncio.all_tasks()))])
+        return "".join((*counted, *_of_fleet(self._fleet), tasks)).encode()
 
 
 def _refusal(record: RequestRecord) -> str | None:
