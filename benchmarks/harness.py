@@ -59,10 +59,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def kvpin(*options: str, reuse: bool = True, ready_s: float = 120, log: Path | None = None) -> Iterator[str]:
+def kvpin(
+    *options: str, reuse: bool = True, ready_s: float = 120, log: Path | None = None, **environment: str
+) -> Iterator[str]:
     """Runs `kvpin serve` with these options; yields its address once it is ready."""
     command = [sys.executable, "-m", "proxy.cli", "serve", *options]
-    environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse))}
+    environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse)), **environment}
     with _running(command, environment, "/health/ready", ready_s, log) as url:
         yield url
 
@@ -81,15 +83,19 @@ def llama_server(
     model: Path, *flags: str, slots: int, ctx: int, save_dir: Path | None = None, port: int | None = None
 ) -> Iterator[str]:
     """Runs a llama-server with one thread, `slots` slots of `ctx` tokens; yields its address."""
+    command = llama_command(model, *flags, slots=slots, ctx=ctx, save_dir=save_dir)
+    with _running(command, dict(os.environ), "/health", 120, Path(os.devnull), port) as url:
+        yield url
+
+
+def llama_command(model: Path, *flags: str, slots: int, ctx: int, save_dir: Path | None = None) -> list[str]:
+    """What starts a llama-server, but for its port."""
     binary = subprocess.run(
         [ROOT / "scripts" / "llama-server"], check=True, capture_output=True, text=True
     ).stdout.strip()
     command = [binary, "-m", str(model), "-t", "1", "-np", str(slots), "-c", str(slots * ctx), *flags]
     command += ["--slots", "--metrics", "--no-ui"]
-    if save_dir is not None:
-        command += ["--slot-save-path", str(save_dir)]
-    with _running(command, dict(os.environ), "/health", 120, Path(os.devnull), port) as url:
-        yield url
+    return command if save_dir is None else [*command, "--slot-save-path", str(save_dir)]
 
 
 @contextmanager

@@ -264,12 +264,14 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=100_000)
     parser.add_argument("--prefill-rate", type=float, default=10_000, help="tokens a second")
     parser.add_argument("--token-ms", type=float, default=15, help="from token to token")
+    parser.add_argument("--event-ports", type=int, nargs=2, default=(0, 0), help="of KV events and replay")
     arguments = parser.parse_args()
     options = VllmOptions(
         model=MODEL,
         block_size=BLOCK_TOKENS,
         num_gpu_blocks=arguments.kv_tokens // BLOCK_TOKENS + 1,
         max_model_len=32_768,
+        event_ports=tuple(arguments.event_ports),
     )
     engine = MockVllm(options, Clock(arguments.prefill_rate, arguments.token_ms / 1000))
     words()  # not while a client waits

@@ -1,7 +1,7 @@
 """Workloads for routers: chats and questions about documents, known to the last token before anything runs.
 
 Arrivals are a Poisson process, and what each asks is drawn by the seed alone: every router is sent the same
-bytes at the same times. An engine's answer is a function of the prompt's end (`answer_ids`), so that the next
+bytes at the same times. An engine's answer is a function of the prompt (`answer_ids`), so that the next
 turn of a chat can be written down beforehand and yet continues what the engine has in its cache.
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import random
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 import engine_adapter.torch_engine
 from engine_adapter.prompt.chat import ChatTokenizer
@@ -29,8 +31,6 @@ TURNS = 5
 # Nobody answers sooner than this: seconds between two turns of a chat.
 THINKING_S = 4.0
 WARM_UPS = 12
-# An answer depends on this many of the last prompt tokens, which include the last message.
-_TAIL = 48
 
 _Message = dict[str, str]
 
@@ -133,7 +133,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 def answer_ids(prompt: Sequence[int], count: int) -> tuple[int, ...]:
     """The engine's answer to a prompt: `count` words."""
-    dice = random.Random(repr(list(prompt[-_TAIL:])))  # noqa: S311 - not for secrets
+    dice = random.Random(xxh3_64_intdigest(array("i", prompt).tobytes()))  # noqa: S311 - not for secrets
     return tuple(dice.choices(tuple(words()), k=count))
 
 

@@ -40,7 +40,7 @@ from engine_adapter.http.control import base_url, route_of
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
-from engine_adapter.http.usage import read_answer_usage, read_streamed_usage
+from engine_adapter.http.usage import UNREAD, is_json, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import (
     check_command,
     health_path,
@@ -93,6 +93,7 @@ __all__ = [
     "OWN_IDS",
     "PRIVATE_FIELDS",
     "PRIVATE_HEADERS",
+    "UNREAD",
     "AnswerReader",
     "BelowGpu",
     "BlocksRemoved",
@@ -147,6 +148,7 @@ __all__ = [
     "detect_kind",
     "ends_with_parent",
     "health_path",
+    "is_json",
     "make_adapter",
     "make_options",
     "managed_advice",

@@ -127,6 +127,15 @@ class HttpResponse:
         """Whether enough waits for the reader."""
         return self._waiting_bytes > MAX_WAITING_BYTES
 
+    @property
+    def waiting(self) -> int:
+        """Pieces that wait for the reader."""
+        return len(self._parts)
+
+    def forget(self, first: int) -> None:
+        """Drops waiting pieces from that one on: nobody knows where in them the nonsense began."""
+        del self._parts[first:]
+
     def wake(self) -> None:
         """Tells the reader that there is something new: bytes, the end, or a failure."""
         if self._waiter is not None and not self._waiter.done():
@@ -290,10 +299,12 @@ class Connection(asyncio.Protocol):
         if answer is None:
             self.close()  # nobody asked for anything
             return
+        before = answer.waiting
         try:
             self._feed(answer, data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not answer.is_complete:
+                answer.forget(before)
                 self.fail(EngineUnavailable(f"the engine's answer is not HTTP/1.1: {error}", dropped=True))
                 return
             answer.overran = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -42,6 +43,8 @@ class _Answer(msgspec.Struct):
 
 
 NOTHING = Usage()
+UNREAD = Usage()
+"""The usage of an answer that could not be read."""
 # Figures beyond these are no measurement: no answer has so many tokens, and no prefill takes weeks.
 _MAX_TOKENS, _LEAST_MS, _MAX_MS = 1 << 31, 1e-3, 1e9
 _decode_answer = msgspec.json.Decoder(_Answer).decode
@@ -54,13 +57,24 @@ _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
 
 def read_answer_usage(content: bytes) -> Usage:
-    """The usage of a JSON answer."""
+    """The usage of a JSON answer; `UNREAD` itself if it has an odd form, or is no JSON."""
     try:
         answer = _decode_answer(content)
     except UNREADABLE:
-        return NOTHING
+        return UNREAD
     usage, prefill = _read(answer.usage), _prefill(answer.timings)
     return usage if prefill is None else msgspec.structs.replace(usage, prefill=prefill)
+
+
+def is_json(content: bytes) -> bool:
+    """Whether content is JSON as engines write it, which may hold Python's NaN and Infinity."""
+    try:
+        json.loads(content)
+    except ValueError:
+        return False
+    except RecursionError:
+        pass  # too deep to tell
+    return True
 
 
 def read_usage(usage: bytes) -> Usage:

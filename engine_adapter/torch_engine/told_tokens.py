@@ -21,6 +21,7 @@ _END = b"\n\n"
 _ENDS = b'"engine_unavailable"'
 # Text cannot contain it: JSON strings have no line feed.
 _TOLD = re.compile(rb"^: ([\d ]+)\n", re.MULTILINE)
+_ODD = re.compile(rb"^:", re.MULTILINE)
 
 
 class ToldTokens:
@@ -38,7 +39,7 @@ class ToldTokens:
         """See `AnswerReader.feed`.
 
         Raises:
-            EngineUnavailable: the engine says that it ends. Another one can go on.
+            EngineUnavailable: the engine says that it ends, or tells what are no ids. Another one can go on.
         """
         if self._held or not chunk.endswith(_END):
             searched = max(len(self._held) - 1, 0)  # half of an end may have arrived before
@@ -50,13 +51,15 @@ class ToldTokens:
             del self._held[:end]
         if _ENDS in chunk:
             raise EngineUnavailable("the engine ended in mid-answer", dropped=True)
-        if chunk.startswith(b": ") and b"\n: " not in chunk:  # one event, as nearly always
-            told, _, event = chunk.partition(b"\n")
-            self._told += told[1:]
-            return event
+        if b"\n: " not in chunk and (first := _TOLD.match(chunk)) is not None:  # one event, as nearly always
+            self._told += b" " + first[1]
+            return chunk[first.end() :]
         parts = _TOLD.split(chunk)
+        events = b"".join(parts[::2])
+        if _ODD.search(events) is not None:
+            raise EngineUnavailable("the engine told tokens that are no ids", dropped=True)
         self._told += b"".join(b" " + told for told in parts[1::2])
-        return b"".join(parts[::2])
+        return events
 
     def finish(self) -> bytes:
         """See `AnswerReader.finish`."""

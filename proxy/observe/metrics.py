@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 
@@ -158,8 +159,9 @@ class Metrics:
             self._lag,
         )
         counted = (line for family in families for line in family.lines())
+        tasks = gauge("kvpin_tasks", "Tasks of the event loop", (), [((), len(asyncio.all_tasks()))])
         on_fleet = (*_of_fleet(self._fleet), *_of_sources(self._sources), *_of_peers(self._peers))
-        return "".join((*counted, *on_fleet)).encode()
+        return "".join((*counted, *on_fleet, tasks)).encode()
 
 
 def _refusal(record: RequestRecord) -> str | None:

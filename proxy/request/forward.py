@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine_adapter import (
+    UNREAD,
     AnswerReader,
     EngineAdapter,
     EngineRejected,
@@ -31,6 +32,7 @@ from engine_adapter import (
     OutgoingRequest,
     Transport,
     base_url,
+    is_json,
     read_answer_usage,
     read_error,
     read_streamed_usage,
@@ -159,7 +161,10 @@ class Forwarder:
             if reply.started and not is_events:
                 raise EngineUnavailable("the engine that was to go on with a stream sent none")
             if response.headers.get("content-type", "").startswith("application/json"):
-                return await _answer_json(response, reply, kept, cached, hold.answer, on_first_byte)
+                must_be_json = call.runs_prompt and call.native is None
+                return await _answer_json(
+                    response, reply, kept, cached, hold.answer, on_first_byte, must_be_json=must_be_json
+                )
             if hold.answer is not None and hold.answer.assembles:
                 return await _answer_assembled(response, reply, kept, hold.answer, on_first_byte)
             passage = passage if is_events else None
@@ -187,10 +192,15 @@ async def _answer_json(
     cached: int | None,
     reader: AnswerReader | None,
     on_first_byte: OnFirstByte,
+    *,
+    must_be_json: bool,
 ) -> Outcome:
+    """Sends nothing before the answer is complete and readable: until then another engine can be tried."""
     content = await response.read()
-    on_first_byte(response)
     usage = read_answer_usage(content)
+    if usage is UNREAD and must_be_json and not is_json(content):
+        raise EngineUnavailable("the engine's answer is not JSON", dropped=True)
+    on_first_byte(response)
     reported = cached if cached is not None else usage.cached_tokens
     if reader is not None:
         kept = reader.feed(content)

@@ -51,9 +51,10 @@ def test_a_rested_chat_goes_first(work, mix):
         last[turn.session] = turn.at
 
 
-def test_an_answer_follows_from_the_end_of_the_prompt(work):
+def test_an_answer_follows_from_the_whole_prompt(work):
     prompt = list(range(100, 200))
-    assert work.answer_ids(prompt, 5) == work.answer_ids([7, *prompt], 5)
+    assert work.answer_ids(prompt, 5) == work.answer_ids(tuple(prompt), 5)
+    assert work.answer_ids(prompt, 5) != work.answer_ids([7, *prompt], 5)
     assert work.answer_ids(prompt, 5) != work.answer_ids([*prompt, 7], 5)
     assert len(work.answer_ids(prompt, 5)) == 5
 

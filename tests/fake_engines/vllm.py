@@ -42,6 +42,7 @@ class VllmOptions:
         saltless: routes that ignore it.
         tells_zero: usage reports reused tokens also if there are none.
         identity: `/metrics` says when its counters were created.
+        event_ports: ports of events and replay of the first rank, 0 for any free one.
     """
 
     model: str = "tiny"
@@ -65,6 +66,7 @@ class VllmOptions:
     saltless: tuple[str, ...] = ()
     tells_zero: bool = True
     identity: bool = True
+    event_ports: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -125,7 +127,12 @@ class FakeVllm:
     def __init__(self, options: VllmOptions) -> None:
         self.options = options
         self.publishers = [
-            Publisher(topic=f"kv@{options.model}", replay=options.replay_endpoint, rank=rank)
+            Publisher(
+                topic=f"kv@{options.model}",
+                replay=options.replay_endpoint,
+                rank=rank,
+                ports=options.event_ports if rank == 0 else (0, 0),
+            )
             for rank in range(options.ranks if options.kv_events else 0)
         ]
         self.seen: list[tuple[int, dict]] = []

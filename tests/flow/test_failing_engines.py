@@ -12,7 +12,7 @@ from proxy.core.retry_budget import FLOOR
 from proxy.fleet.lease import Timeouts
 from proxy.fleet.monitor import Monitor
 from proxy.prompt import PromptTables
-from tests.fakes import ASK, CHAT, STREAM, FakeEngine, answer, client_of, proxy_over
+from tests.fakes import ASK, CHAT, STREAM, Exchange, FakeEngine, answer, client_of, proxy_over
 
 
 async def failing(exchange, status=500):
@@ -93,6 +93,26 @@ async def hanging(exchange, chunks=()):
         for chunk in chunks:
             await exchange.chunk(chunk)
     await exchange.left.wait()
+
+
+@pytest.mark.parametrize("content", [b'{"id":\xb8^ns\xdc"x"}', b'{"choices":[{"mess', b"", b"OK"])
+async def test_an_engine_whose_answer_is_not_json_is_replaced(content):
+    """What came was passed on with status 200."""
+    async with two() as (bad, good, proxy, client):
+        bad.script = partial(Exchange.send, content=content)
+        response = await client.post(CHAT, json=ASK)
+        assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+        assert proxy.fleet.engines["a"].last_error == "the engine's answer is not JSON"
+        good.script = bad.script
+        assert (await client.post(CHAT, json=ASK)).status_code == 502
+
+
+@pytest.mark.parametrize("content", [b'{"logprob":-Infinity}', b"[" * 5000 + b"]" * 5000, b'{"usage":1}'])
+async def test_json_of_an_odd_form_is_passed_on(content):
+    async with two() as (bad, _, _, client):
+        bad.script = partial(Exchange.send, content=content)
+        response = await client.post(CHAT, json=ASK)
+        assert (response.content, response.headers["x-kvpin-engine"]) == (content, "a")
 
 
 async def test_an_engine_that_does_not_answer_in_time_is_replaced():

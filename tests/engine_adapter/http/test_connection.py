@@ -150,6 +150,25 @@ class TestAnswers:
 
 
 class TestWrongAnswers:
+    async def test_what_came_with_bytes_that_are_no_http_is_not_passed_on(self, transport):
+        """Some of it may be garbage: an engine's bytes, shifted by what got in between."""
+
+        async def answer(wire):
+            await wire.head()
+            await wire.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+            await read.wait()
+            await wire.write(b"3\r\n\xb8\xb9two\r\n")
+
+        read = asyncio.Event()
+        async with (
+            raw_engine(answer) as (url, _),
+            await transport.send(OutgoingRequest("GET", url)) as response,
+        ):
+            assert await response.receive() == b"one"
+            read.set()
+            with pytest.raises(EngineUnavailable, match="not HTTP"):
+                await response.receive()
+
     @pytest.mark.parametrize(
         ("answer", "why"),
         [

@@ -37,3 +37,13 @@ def test_an_engine_that_ends_says_so():
 
 def test_no_tokens_yet():
     assert ToldTokens("odd").resume().fields == {"answer_token_ids": []}
+
+
+@pytest.mark.parametrize("odd", [b": 5 \xb816\ndata: {}\n\n", b": 5\ndata: {}\n\n: x\ndata: {}\n\n"])
+def test_what_are_no_ids_ends_the_stream_before_its_text_is_passed_on(odd):
+    """Going on without them would leave tokens out."""
+    told = ToldTokens()
+    told.feed(EVENTS)
+    with pytest.raises(EngineUnavailable, match="no ids"):
+        told.feed(odd)
+    assert told.resume().token_ids.tolist() == [5, 16, 7]

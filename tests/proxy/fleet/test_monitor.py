@@ -1,4 +1,5 @@
 import asyncio
+import time
 from array import array
 from dataclasses import replace
 
@@ -164,6 +165,31 @@ async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_b
     await world.state(engine, EngineState.READY)
     assert world.fleet.pools["m"] is pool
     assert engine.last_error is None
+
+
+class AnswersDuringAPause(FakeAdapter):
+    """Its first answer comes in time, while kvpin is paused for longer than a check may take."""
+
+    paused = False
+
+    async def load(self):
+        if not self.paused:
+            self.paused = True
+            asyncio.get_running_loop().call_soon(time.sleep, 1.0)
+        await asyncio.sleep(0.01)
+        return await super().load()
+
+
+async def test_engines_are_not_lost_because_kvpin_was_held_up():
+    world = World(timeout_s=0.2)
+    adapter = AnswersDuringAPause()
+    engine = world.fleet.add(adapter)
+    with structlog.testing.capture_logs() as logs:
+        world.monitor.watch(engine)
+        await world.until(lambda: adapter.checks > 4)
+    assert engine.state is EngineState.READY
+    assert "engine is lost" not in {line["event"] for line in logs}
+    await world.tasks.stop()
 
 
 async def test_one_that_does_not_answer_in_time_is_down():

@@ -1,0 +1,96 @@
+"""The faults between kvpin and engines."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import zmq
+
+from tests.engine_adapter.http.raw_engine import raw_engine
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+@pytest.fixture
+def chaos():
+    import chaos_relay
+
+    return chaos_relay
+
+
+async def serve(wire):
+    """An engine that answers every request alike."""
+    while await wire.head():
+        await wire.write(ANSWER)
+
+
+@asynccontextmanager
+async def relayed(chaos):
+    async with raw_engine(serve) as (url, _):
+        relay = chaos.Relay(int(url.rpartition(":")[2].strip("/")), random.Random(1))  # noqa: S311 - not for secrets
+        await relay.start()
+        try:
+            yield relay
+        finally:
+            await relay.stop()
+
+
+async def fates(relay, count):
+    """What becomes of that many requests."""
+    found = []
+    async with httpx.AsyncClient(base_url=relay.url, timeout=60) as client:
+        for _ in range(count):
+            try:
+                answer = await client.post("/v1/chat/completions", headers={"content-length": "0"})
+                found.append((answer.status_code, answer.content))
+            except httpx.TransportError as error:
+                found.append(type(error))
+    return set(found)
+
+
+async def test_each_fault_spoils_answers_until_it_is_healed(chaos, monkeypatch):
+    monkeypatch.setattr(chaos, "HIT_SHARE", 1.0)
+    monkeypatch.setattr(chaos, "SLOW_S", (0.0, 0.01))
+    async with relayed(chaos) as relay:
+        good = {(200, b"ok")}
+        assert await fates(relay, 2) == good
+        for how in set(chaos.Spoil) - {chaos.Spoil.SILENT}:
+            relay.spoil(how)
+            seen = await fates(relay, 4)
+            assert (seen == good) is (how is chaos.Spoil.SLOW)
+            assert any(fate[0] == 500 for fate in seen if isinstance(fate, tuple)) is (
+                how is chaos.Spoil.FAIL
+            )
+            relay.heal()
+            assert await fates(relay, 1) == good
+        relay.spoil(chaos.Spoil.SILENT)
+        asking = asyncio.create_task(fates(relay, 1))
+        assert not (await asyncio.wait({asking}, timeout=1))[0]
+        relay.heal()
+        await asking
+
+
+async def test_events_are_passed_on_or_lost_doubled_and_swapped(chaos):
+    context = zmq.Context()
+    source, sink = context.socket(zmq.PUB), context.socket(zmq.SUB)
+    port = source.bind_to_random_port("tcp://127.0.0.1")
+    relay = chaos.EventRelay(f"tcp://127.0.0.1:{port}", random.Random(1))  # noqa: S311 - not for secrets
+    relay.start()
+    sink.setsockopt(zmq.SUBSCRIBE, b"")
+    sink.connect(relay.endpoint)
+    try:
+        while not sink.poll(0):  # both connections are there
+            source.send(b"event")
+            await asyncio.sleep(0.01)
+        relay.spoils = True
+        found = [int(event) for number in range(200) for (event,) in relay._spoiled([b"%d" % number])]
+        assert found != sorted(found)
+        assert len(found) > len(set(found)) < 200
+        relay.spoils = False
+        assert relay._spoiled([b"200"])[0] == [b"200"]
+        assert relay._spoiled([b"201"]) == [[b"201"]]
+    finally:
+        relay.stop()
+        context.destroy(linger=0)
