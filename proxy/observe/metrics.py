@@ -159,9 +159,16 @@ class Metrics:
             self._lag,
         )
         counted = (line for family in families for line in family.lines())
-        tasks = gauge("kvpin_tasks", "Tasks of the event loop", (), [((), len(asyncio.all_tasks()))])
         on_fleet = (*_of_fleet(self._fleet), *_of_sources(self._sources), *_of_peers(self._peers))
-        return "".join((*counted, *on_fleet, tasks)).encode()
+        return "".join((*counted, *on_fleet, _of_loop())).encode()
+
+
+def _of_loop() -> str:
+    try:
+        tasks = len(asyncio.all_tasks())
+    except RuntimeError:  # no loop runs here
+        tasks = 0
+    return gauge("kvpin_tasks", "Tasks of the event loop", (), [((), tasks)])
 
 
 def _refusal(record: RequestRecord) -> str | None:
