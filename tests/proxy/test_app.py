@@ -95,7 +95,7 @@ async def test_without_reuse_nothing_is_followed():
 async def test_pins_and_tables_outlive_a_proxy_that_was_stopped(tmp_path):
     settings = Settings(state_dir=tmp_path)
     first = Proxy(settings, HttpTransport())
-    first.pins.add(Pin("p", {"e": "own"}, 1, time.monotonic() + 60, "prefix"))
+    first.pins.add(Pin("p", {"e": "own"}, 1, time.monotonic() + 86_400, "prefix"))
     await SharedTables(first.fleet, first.tables, first.state.tables).put(safetensors_of(), table_id="t")
     await first.stop()
     for _ in range(2):  # one that was never started loses nothing
