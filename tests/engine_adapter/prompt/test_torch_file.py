@@ -41,7 +41,6 @@ WIDE = torch.randn(9, 300)
         torch.randn(1, 1),
         torch.randn(3, 4).requires_grad_(),
     ],
-    ids=str,
 )
 def test_rows(tensor):
     rows = read_rows(saved(tensor))
