@@ -71,7 +71,7 @@ class DiscoveredEngines:
         before = self._entries, self._grace_s, dict(self.sources)
         self._entries, self._grace_s = tuple(entries), grace_s
         wanted = dict(finders)
-        for name in [name for name, source in self.sources.items() if wanted.get(name) != source.finder]:
+        for name in self.sources.keys() - wanted.keys():
             del self.sources[name]
         try:
             changes = self._settle()
@@ -81,9 +81,13 @@ class DiscoveredEngines:
             raise
         for name in before[2].keys() - self.sources.keys():
             self._tasks.cancel(f"find {name}")
-        for name in wanted.keys() - self.sources.keys():
-            source = self.sources[name] = Source(name, wanted[name])
-            self._tasks.keep(f"find {name}", partial(self._ask, source))
+        for name, finder in wanted.items():
+            source = self.sources.pop(name, None)
+            if source is None or source.finder != finder:
+                # With other settings, it keeps its engines until it has answered.
+                source = Source(name, finder, source.found if source is not None else ())
+                self._tasks.keep(f"find {name}", partial(self._ask, source))
+            self.sources[name] = source  # in the settings' order
         if self.sources:
             self._tasks.keep("find engines that wait", self._retry)
         return changes

@@ -1,0 +1,83 @@
+"""The files of deploy/ are what Helm, Kubernetes, Docker Compose, systemd and kvpin understand."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from proxy.cli.serve import _load
+from proxy.settings import load_settings
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+chart = pytest.importorskip("helm_python.chart")
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+CHART = str(DEPLOY / "helm" / "kvpin")
+EVERYTHING = {
+    "secret": "keys",
+    "settings": {
+        "discovery": [{"source": "kubernetes://llm/vllm:http", "kind": "vllm", "share_kv": True}],
+        "model_aliases": {"gpt-4o": "qwen3"},
+    },
+    "rbac": {"namespaces": ["llm", "more"]},
+    "serviceMonitor": {"enabled": True},
+    "engineAutoscaling": {"enabled": True, "deployment": "vllm"},
+}
+KINDS = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}
+
+
+def rendered(values):
+    with chart.Chart.load(CHART) as loaded:
+        texts = loaded.render(values=values, name="mine", namespace="llm")
+    return [each for text in texts.values() for each in yaml.safe_load_all(text) if each]
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_the_chart_is_what_kubernetes_and_kvpin_understand(values, tmp_path):
+    assert chart.lint(CHART, values, strict=True)["errors"] == []
+    objects = rendered(values)
+    extra = {"ServiceMonitor", "HorizontalPodAutoscaler"} if values else set()
+    assert {each["kind"] for each in objects} == KINDS | extra
+    for each in objects:
+        if each["kind"] != "ServiceMonitor":  # of the Prometheus Operator
+            for version in ("1.27", "1.37"):
+                kubernetes_validate.validate(each, version, strict=True)
+    settings = next(each for each in objects if each["kind"] == "ConfigMap")["data"]["kvpin.toml"]
+    (tmp_path / "kvpin.toml").write_text(settings)
+    loaded = load_settings(tmp_path / "kvpin.toml")
+    assert (loaded.host, loaded.port, loaded.drain_s, loaded.reuse) == ("0.0.0.0", 8000, 15, True)
+    assert len(loaded.discovery) == len(values.get("settings", {}).get("discovery", ()))
+    pod = next(each for each in objects if each["kind"] == "Deployment")["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > loaded.drain_s + loaded.graceful_shutdown_s
+
+
+def test_what_scales_must_be_named():
+    with pytest.raises(Exception, match=r"engineAutoscaling\.deployment names the engines' Deployment"):
+        rendered({"engineAutoscaling": {"enabled": True}})
+
+
+def test_the_image_has_no_finding_and_compose_starts_what_kvpin_understands():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+    command = services["kvpin"]["command"]
+    engines = [text.removeprefix("--engine=") for text in command if text.startswith("--engine=")]
+    settings = _load(None, {}, engines, [], [], [])
+    hosts = {re.fullmatch(r"http://([a-z0-9-]+):8080", each.url)[1] for each in settings.engines}
+    assert hosts == services.keys() - {"kvpin"}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_understands_the_units(tmp_path):
+    for unit in (DEPLOY / "systemd").iterdir():
+        text = unit.read_text().replace("/opt/kvpin/bin/kvpin", sys.executable)
+        (tmp_path / unit.name).write_text(text)
+    units = sorted(str(path) for path in tmp_path.iterdir())
+    done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
