@@ -49,11 +49,14 @@ from chaos_work import Answer, Clients, Talks
 from harness import host_cache, kvpin
 from hot_path import listener_of
 
-FAULT_S = (1.0, 10.0)
+LONGEST_FAULT = 2.0
+"""The longest fault, in times from one fault to the next. The shortest takes 0.5 s."""
 QUIET_S = 60.0
 RECOVERY_S = 10.0
 """Clients go on for this long after the last fault."""
 CLOCK_JUMP_S = 7200
+HELD_UP_S = 1.0
+"""If this process is held up for longer, by a busy machine, that counts as a fault of all engines."""
 GROWTH = 0.1
 """Memory may grow by this share from the first third of the run to its end, and by `GROWTH_MB`."""
 GROWTH_MB = 20.0
@@ -141,6 +144,11 @@ class Trial:
     Attributes:
         url, pid: of kvpin.
         clock: the file that sets kvpin's clock; None where it cannot be set.
+        memory: of kvpin, in MB, each second.
+        others: faults that hit no engine.
+        longest_s: how long a fault may last.
+        unready: engines that kvpin did not use again.
+        held_up: from when to when this process was.
     """
 
     url: str
@@ -152,10 +160,13 @@ class Trial:
     faults: list[Fault] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
+    longest_s: float = 10.0
     unready: list[str] = field(default_factory=list)
+    held_up: list[tuple[float, float]] = field(default_factory=list)
 
     async def run(self, seconds: float, every: float, clients: int) -> tuple[Books, Books, float]:
         """Returns what kvpin held before and after, and when the last fault was over."""
+        self.longest_s = LONGEST_FAULT * every
         await self._chat(min(10.0, seconds / 2), clients)
         before = await self.books()
         stop, healed_at = asyncio.Event(), 0.0
@@ -165,7 +176,7 @@ class Trial:
             async with asyncio.TaskGroup() as faults:
                 await self._break(faults, time.monotonic() + seconds, every)
             healed_at = time.monotonic()
-            await asyncio.sleep(RECOVERY_S)
+            await asyncio.sleep(min(RECOVERY_S, seconds))
             stop.set()
             await chatting
             sampling.cancel()
@@ -177,9 +188,13 @@ class Trial:
         await self.clients.run(clients, stop)
 
     async def _sample(self) -> None:
+        """Reads kvpin's memory each second. Notes when this process had no CPU: relays then hold all up."""
         while True:
             self.memory.append(resident_mb(self.pid))
+            began = time.monotonic()
             await asyncio.sleep(1)
+            if (now := time.monotonic()) - began > 1 + HELD_UP_S:
+                self.held_up.append((began, now))
 
     # --- faults -------------------------------------------------------------------------------------------
 
@@ -206,7 +221,7 @@ class Trial:
         fault = Fault(kind, engine, time.monotonic())
         self.faults.append(fault)
         kind.begin(engine)
-        await asyncio.sleep(self.dice.uniform(*FAULT_S))
+        await asyncio.sleep(self.dice.uniform(0.5, self.longest_s))
         await kind.end(engine)
         await self._until_used(engine)
         fault.healed = time.monotonic()
@@ -231,7 +246,7 @@ class Trial:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     limit_files(pid, full=full)
-            await asyncio.sleep(self.dice.uniform(*FAULT_S))
+            await asyncio.sleep(self.dice.uniform(0.5, self.longest_s))
 
     async def _jump(self, clock: Path) -> None:
         """Sets kvpin's clock forward or back, and right again."""
@@ -239,13 +254,13 @@ class Trial:
         by = self.dice.choice((-1, 1)) * self.dice.randint(60, CLOCK_JUMP_S)
         for seconds in (by, 0):
             await asyncio.to_thread(clock.write_text, f"{seconds:+d}")
-            await asyncio.sleep(self.dice.uniform(*FAULT_S))
+            await asyncio.sleep(self.dice.uniform(0.5, self.longest_s))
 
     # --- what is held -------------------------------------------------------------------------------------
 
     async def books(self, before: Books | None = None) -> Books:
         """What kvpin holds at rest: waits until it is no more than `before`, or for `QUIET_S`."""
-        deadline = time.monotonic() + (QUIET_S if before is not None else 10)
+        deadline = time.monotonic() + (QUIET_S if before is not None else 6)
         async with httpx.AsyncClient(base_url=self.url, timeout=30) as client:
             while True:
                 page = (await client.get("/metrics")).text
@@ -261,6 +276,8 @@ class Trial:
 
     def broken(self, answer: Answer) -> set[str]:
         """The engines of its model that a fault may have kept from answering it."""
+        if any(began <= answer.ended and ended >= answer.began for began, ended in self.held_up):
+            return {engine.id for engine in self.engines if engine.model == answer.model}
         return {
             fault.engine.id
             for fault in self.faults
@@ -362,6 +379,7 @@ def print_tables(trial: Trial, verdict: Verdict) -> None:
     """In Markdown."""
     print("\n| fault | times |\n|---|---:|")
     kinds = Counter(fault.kind.name for fault in trial.faults) + trial.others
+    kinds["the machine was too busy for the relays"] = len(trial.held_up)
     for name, count in sorted(kinds.items()):
         print(f"| {name} | {count} |")
     fates = Counter((answer.model, answer.fate) for answer in trial.clients.answers)

@@ -25,7 +25,7 @@ from engine_adapter import EngineUnavailable, Headers, HttpTransport, IncomingRe
 CHATS, TURNS = 12, 4
 """Chats with engines that have a model, and turns of every chat."""
 SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 160, (20, 80), (16, 48)
-HUNG_S = 90.0
+HUNG_S = 180.0
 """A client that hears nothing for this long hangs."""
 THINKING_S = (0.2, 3.0)
 SLOW_READ_S = 0.3

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_nothing_is_lost_wrong_or_left_behind():
     command = [sys.executable, ROOT / "benchmarks" / "chaos.py", "--embedded", "0", "--llama", "0"]
-    command += ["--mocks", "2", "--clients", "10", "--minutes", "0.1", "--fault-every", "1"]
+    command += ["--mocks", "2", "--clients", "10", "--minutes", "0.08", "--fault-every", "0.5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| tiny | equal |" in done.stdout

@@ -1,3 +1,4 @@
+import asyncio
 from array import array
 
 import pytest
@@ -130,3 +131,10 @@ async def test_gauges_are_read_from_the_fleet(fleet):
     assert value(metrics, "kvpin_engine_blocks", engine="a", tier="gpu") == 2
     assert value(metrics, "kvpin_engine_blocks", engine="a", tier="host") == 1
     assert value(metrics, "kvpin_index_entries", model="m") == 2
+
+
+async def test_tasks_of_the_event_loop_are_counted():
+    before = len(asyncio.all_tasks())
+    task = asyncio.create_task(asyncio.sleep(60))
+    assert f"kvpin_tasks {before + 1}.0" in Metrics(Fleet()).render().decode()
+    task.cancel()
