@@ -19,11 +19,8 @@ ELSEWHERE = {
     "engine_adapter/types.py": "classes of data: tests of everything that uses them",
     "engine_adapter/torch_engine/loaded_model.py": "data: tests/engine_adapter/torch_engine/test_model.py",
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
-<<<<<<< HEAD
     "proxy/discovery/found.py": "data and a Protocol: tests/proxy/discovery, tests/proxy/control",
-=======
     "proxy/peers/exchange.py": "a Protocol: tests of the two that are one",
->>>>>>> 2cb05fa (Exchange: tests with real sockets, a real Valkey and two processes; docs)
     "proxy/errors.py": "classes of data: tests/proxy/api/test_errors.py",
     "proxy/translate/registry.py": "a table: tests/proxy/translate/test_messages.py",
     "proxy/translate/translation.py": "a Protocol: tests/proxy/translate/test_translated.py",
