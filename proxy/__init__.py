@@ -10,6 +10,7 @@ api/       HTTP: the data plane (/v1), the admin API, health and metrics
 request/   one request: the call, its tenant and session, its record, sending it on
 prompt/    body → token ids and extra ids
 core/      pure decisions: index/ knows what engines hold, placement/ chooses one
+peers/     several kvpins that act as one
 fleet/     the engines: their state, pools, leases, health and KV events
 control/   what the admin API does: offload, restore, pin, warm, flush, explain
 observe/   metrics, logs, request recordings, reasons of placements

@@ -393,7 +393,7 @@ class FakeProxy:
             owner = secrets.randbits(63)
             self.peers = Peers(self.exchange(owner), owner, self.fleet, self.tenants)
             self.peers.start(self.tasks)
-        self.metrics = Metrics(self.fleet, self.peers)
+        self.metrics = Metrics(self.fleet, peers=self.peers)
         self.requests = RequestLog(100)
         self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
         self.flow = Flow(

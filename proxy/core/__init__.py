@@ -2,6 +2,7 @@
 
 index/        which engine holds which block, on which tier
 placement/    which engine a request goes to, with the reasons
+peers/        what several kvpins tell each other, replayed
 admission.py  which requests wait for an engine, and who goes first
 quotas.py     what one tenant may use
 breaker.py    whether an engine that fails requests gets more

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -41,7 +42,7 @@ class RedisExchange:
         """Kvpins of one `namespace` hear each other. Raises ValueError if the URL cannot be used."""
         self.dropped = 0
         self._url, self._channel = url, f"kvpin:{namespace}"
-        self._client().close()  # the URL is checked
+        parse_url(url)
         self._outbox = deque[bytes]()
         self._waiting_bytes = 0
         self._has_waiting = asyncio.Event()

@@ -16,7 +16,7 @@ from proxy.core.pins import Pin
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
-from proxy.settings import EngineSettings, ManagedSettings, Settings
+from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from scripts.make_gguf import gguf_path
 from tests.fakes import FakeAdapter, serving
 from tests.kv_world import safetensors_of
@@ -181,3 +181,16 @@ async def test_a_blocked_loop_is_measured_and_at_debug_explained(level, explaine
     blocked = [line for line in logs if line["event"].startswith("the event loop was blocked")]
     assert bool(blocked) == bool(explained)
     assert all("test_app.py" in str(line["running"]) for line in blocked if line["blocked_s"] > 0.2)
+
+
+@pytest.mark.parametrize(
+    ("reuse", "mode", "said"),
+    [(False, 0o700, "exchange needs reuse"), (True, 0o755, "closed to others \\(chmod 700\\)")],
+)
+async def test_an_exchange_that_cannot_be_used_is_refused_at_start(tmp_path, reuse, mode, said):
+    (tmp_path / "bus").mkdir()
+    (tmp_path / "bus").chmod(mode)
+    transport = HttpTransport(connect_timeout_s=1)
+    with pytest.raises(SettingsError, match=said):
+        Proxy(Settings(reuse=reuse, exchange={"url": f"unix:{tmp_path / 'bus'}"}), transport)
+    await transport.aclose()

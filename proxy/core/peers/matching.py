@@ -40,7 +40,7 @@ def disagreement(told: ToldEngine, own: Iterable[ToldEngine]) -> str | None:
         if same is None:
             return None
         return (
-            f"engine {told.id!r} is {told.address} there and {same.address} here, so it counts as two engines; "
+            f"engine {told.id!r} is {told.address} there and {same.address} here, so it counts as two; "
             "give both kvpins the same address, or an id of your own"
         )
     if None in (told.model, mine.model) or hash_alike(told, mine):

@@ -1,4 +1,4 @@
-from proxy.core.quotas import Denied, Quota, TenantLimits
+from proxy.core.quotas import Denied, Quota, TenantLimits, Use
 
 
 def test_without_limits_all_is_allowed():
@@ -34,3 +34,28 @@ def test_requests_at_a_time():
         assert quota.enter(0.0) == Denied("concurrent_requests", 1, 1)
         quota.leave()
     assert quota.enter(0.0) is None  # those that were denied do not count
+
+
+def test_what_was_used_elsewhere_counts():
+    changed = set()
+    here = Quota(TenantLimits(3, 600, 2), "t", changed)
+    assert not changed
+    here.used_elsewhere(1000.0, "peer", Use(2, 700, 1))
+    assert here.enter(1000.0) == Denied("tokens_per_minute", 600, 11)
+    assert here.enter(1011.0) is None
+    assert here.enter(1011.0) == Denied("concurrent_requests", 2, 1)
+    here.leave_elsewhere("peer")
+    here.leave_elsewhere("peer")
+    assert here.enter(1011.0) == Denied("requests_per_minute", 3, 9)
+    here.spend(5)
+    assert changed == {here}
+    assert here.take() == Use(1, 5, 1)
+    here.leave()
+    assert here.take() == Use(0, 0, 0)
+
+
+def test_use_elsewhere_of_a_tenant_without_limits():
+    here = Quota(TenantLimits())
+    here.used_elsewhere(0.0, "peer", Use(1, 1, 9))
+    here.used_elsewhere(0.0, "peer", Use(0, 0, 0))
+    assert here.enter(0.0) is None

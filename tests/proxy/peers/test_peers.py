@@ -1,5 +1,5 @@
-"""Several proxies in front of the same engines, over real sockets. Nothing but the exchange tells them of each
-other: the engines send no events."""
+"""Several proxies in front of the same engines, over real sockets. The engines send no events: proxies know
+of each other only by the exchange."""
 
 import asyncio
 import contextlib
@@ -13,78 +13,9 @@ from proxy.core.quotas import TenantLimits
 from proxy.peers import peers as peers_module
 from proxy.peers.unix_sockets import UnixExchange
 from proxy.request.tenants import ApiKey, Tenants
-from tests.fakes import DONE, FakeEngine, client_of, event, proxy_over
+from tests.fakes import client_of, proxy_over
 from tests.kv_world import tokens
-
-COMPLETIONS = "/v1/completions"
-PROMPT = tokens(16 * 20 + 5)
-
-
-class Gated(FakeEngine):
-    """Answers when `gate` opens."""
-
-    def __init__(self, engine_id):
-        super().__init__(engine_id, self.serve)
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def serve(self, exchange):
-        await self.gate.wait()
-        if exchange.json.get("stream"):
-            await exchange.stream(event({"choices": []}), DONE)
-        else:
-            await exchange.send({"usage": {"prompt_tokens_details": {"cached_tokens": 0}}})
-
-
-class Wire:
-    """An exchange in memory that a test cuts."""
-
-    def __init__(self, others):
-        self.dropped, self.is_connected, self.is_alone = 0, True, False
-        self.others, self.ears, self.is_cut = others, None, False
-        others.append(self)
-
-    def publish(self, frame):
-        if self.is_cut:
-            self.dropped += 1
-            return
-        for other in self.others:
-            if other is not self and other.ears is not None and not other.is_cut:
-                asyncio.get_running_loop().call_soon(other.ears.receive, frame)
-
-    async def run(self, ears):
-        self.ears = ears
-        ears.joined()
-        await asyncio.Event().wait()
-
-    async def aclose(self):
-        self.ears = None
-
-
-async def until(is_true, seconds=10):
-    async with asyncio.timeout(seconds):
-        while not is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
-def in_step(proxy, others=1):
-    told = proxy.peers.stats().peers
-    return len(told) == others and all(peer.in_step for peer in told)
-
-
-@contextlib.asynccontextmanager
-async def world(make, count=2, **options):
-    """Two engines, and proxies in front of both that know of each other."""
-    async with contextlib.AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(Gated(name)) for name in ("a", "b")]
-        proxies = [
-            await stack.enter_async_context(proxy_over(*engines, reuse=True, exchange=make, **options))
-            for _ in range(count)
-        ]
-        await until(lambda: all(in_step(proxy, count - 1) and proxy.peers.is_ready for proxy in proxies))
-        yield engines, proxies
-        for engine in engines:
-            engine.gate.set()
+from tests.proxy.peers.world import COMPLETIONS, Gated, Wire, ask, in_step, placer, until, world
 
 
 @pytest.fixture
@@ -96,14 +27,6 @@ def wires():
 def unix(tmp_path):
     directory = tmp_path / "bus"
     return lambda owner: UnixExchange(directory, owner)
-
-
-def ask(client, prompt=PROMPT, **more):
-    return client.post(COMPLETIONS, json={"model": "m", "prompt": prompt, "max_tokens": 1, **more})
-
-
-def placer(proxy):
-    return proxy.fleet.pools["m"].placer
 
 
 async def test_what_one_served_the_other_predicts(unix):
@@ -241,9 +164,11 @@ async def test_one_alone_is_ready_at_once(unix):
 
 async def test_one_that_nobody_answers_is_ready_after_a_while(wires, monkeypatch):
     monkeypatch.setattr(peers_module, "JOIN_S", 0.2)
-    async with Gated("a") as engine:
-        async with proxy_over(engine, reuse=True, exchange=lambda _: Wire(wires)) as proxy:
-            await until(lambda: proxy.peers.is_ready)
+    async with (
+        Gated("a") as engine,
+        proxy_over(engine, reuse=True, exchange=lambda _: Wire(wires)) as proxy,
+    ):
+        await until(lambda: proxy.peers.is_ready)
 
 
 async def test_the_limits_of_a_tenant_hold_for_all_together(unix):

@@ -65,3 +65,15 @@ async def test_a_body_that_is_not_read_has_no_fields():
         yield b"{"
 
     assert session_of(None, NONE, upload()) is None
+
+
+def test_a_digest_tells_conversations_and_tenants_apart():
+    sessions = [
+        Session(None, "ab"),
+        Session("a", "b"),
+        Session("ab", ""),
+        Session("", "ab"),
+        Session("b", "b"),
+    ]
+    assert len({session.digest for session in sessions}) == 5
+    assert Session("a", "b").digest == Session("a", "b").digest < 2**64

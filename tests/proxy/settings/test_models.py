@@ -171,3 +171,18 @@ def test_limits_of_a_tenant_stand_with_one_of_its_keys():
     limited = ApiKeySettings(key="a", tenant="t", requests_per_minute=5)
     settings = Settings(api_keys=[limited, ApiKeySettings(key="b", tenant="t"), ApiKeySettings(key="c")])
     assert settings.tenant_limits == {"t": limited.limits}
+
+
+@pytest.mark.parametrize(
+    "url", ["unix:/run/kvpin", "unix:///run/kvpin", "redis://:secret@h:6379/1", "rediss://h"]
+)
+def test_an_exchange(url):
+    exchange = Settings(exchange={"url": url}).exchange
+    assert exchange.url.get_secret_value() == url
+    assert "secret" not in repr(exchange)
+
+
+@pytest.mark.parametrize("url", ["unix:run", "unix://run/x", "redis://", "http://h", "/run/kvpin"])
+def test_what_is_no_exchange(url):
+    with pytest.raises(ValidationError, match="must be"):
+        Settings(exchange={"url": url})

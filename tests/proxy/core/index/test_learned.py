@@ -139,3 +139,14 @@ def test_what_follows_a_forgotten_middle_is_evicted_next(learned):
     learned.learn((3, 4, 5, 6))
     learned.forget((3, 4, 5), 2)
     assert learned.learn((7, 8)) == (6,)
+
+
+def test_what_another_has_learned_is_older_than_all_that_is_known():
+    learned = LearnedBlocks(5)
+    learned.learn((1, 2))
+    assert learned.recent() == [(1, 2)]
+    assert learned.adopt((3, 4)) == (3, 4)
+    assert learned.adopt((5, 6)) == (5,)
+    assert learned.adopt((7,)) == ()
+    assert learned.recent() == [(1, 2), (3, 4), (5,)]
+    assert learned.learn((8, 9)) == (4, 5)

@@ -426,3 +426,15 @@ class TestNobodyStarves:
         race = Race(*[4000.0] * engines)
         served = race.run([(at, 0, blocks) for at in range(3 * engines)], 10.0)
         assert set(served.values()) == {3}
+
+
+def test_sessions_that_another_has_seen_are_older(monkeypatch):
+    monkeypatch.setattr(module, "MAX_SESSIONS", 3)
+    placer = Placer(16)
+    placer._note("new", "a")
+    placer.note_earlier("new", "b")
+    placer.note_earlier("old", "b")
+    placer.note_earlier("older", "a")
+    placer.note_earlier("one too many", "a")
+    assert placer.recent_sessions(9) == [("new", "a"), ("old", "b"), ("older", "a")]
+    assert placer.recent_sessions(1) == [("new", "a")]

@@ -1,0 +1,54 @@
+import msgspec
+import pytest
+
+from proxy.core.index.blocks import Chain
+from proxy.core.peers import messages
+from proxy.core.peers.messages import (
+    Batch,
+    Begun,
+    Ended,
+    Heartbeat,
+    Used,
+    batch_of,
+    chain_of,
+    frame_of,
+    owner_of,
+    packed,
+    unpacked,
+)
+from proxy.core.placement.answers import Report
+from proxy.core.placement.load import Work
+from proxy.core.quotas import Use
+
+BEGUN = Begun(1, "a", packed([7, 2**64 - 1]), 40, Work(8, 16), streams=True, known=False, session=2**63)
+
+
+def test_a_batch_comes_back_as_it_was():
+    batch = Batch(
+        3, [BEGUN, Ended(1, None, Report(3, 4, (5, 0.5))), Used("t", Use(1, 2, 3)), Heartbeat(0, 2**64 - 1)]
+    )
+    frame = frame_of(2**63, batch)
+    assert owner_of(frame) == 2**63
+    assert batch_of(frame) == batch
+
+
+def test_a_frame_of_another_version_has_no_owner(monkeypatch):
+    frame = frame_of(1, Batch(1, []))
+    monkeypatch.setattr(messages, "VERSION", b"\x02")
+    assert owner_of(frame) is None
+    assert owner_of(b"\x02") is None
+
+
+def test_what_is_no_batch():
+    with pytest.raises(msgspec.MsgspecError):
+        batch_of(frame_of(1, Batch(1, [BEGUN]))[:-1])
+
+
+def test_hashes():
+    assert unpacked(packed([1, 2**64 - 1])) == (1, 2**64 - 1)
+    assert unpacked(b"") == ()
+
+
+def test_a_prompt_that_is_not_known_has_no_chain():
+    assert chain_of(BEGUN, 16) == Chain((7, 2**64 - 1), 40, 16)
+    assert chain_of(msgspec.structs.replace(BEGUN, hashes=None), 16) is None

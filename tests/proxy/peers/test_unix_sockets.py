@@ -1,0 +1,98 @@
+"""Real sockets in a directory."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+
+from proxy.peers import unix_sockets
+from proxy.peers.exchange import Ears
+from proxy.peers.unix_sockets import UnixExchange, prepare
+
+
+class Member:
+    """One that listens, and what it heard."""
+
+    def __init__(self, directory, owner):
+        self.heard, self.joined = [], 0
+        self.exchange = UnixExchange(directory, owner)
+        self.ears = Ears(self.heard.append, self._join)
+
+    def _join(self):
+        self.joined += 1
+
+    async def __aenter__(self):
+        self.task = asyncio.get_running_loop().create_task(self.exchange.run(self.ears))
+        await until(lambda: self.exchange.is_connected)
+        return self
+
+    async def __aexit__(self, *_):
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+async def until(is_true):
+    async with asyncio.timeout(10):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_each_hears_all_others_in_order_and_not_itself(tmp_path):
+    async with Member(tmp_path / "bus", 1) as one:
+        assert one.exchange.is_alone
+        one.exchange.publish(b"nobody")
+        async with Member(tmp_path / "bus", 2) as two, Member(tmp_path / "bus", 3) as three:
+            await until(lambda: one.joined == two.joined == three.joined == 2)
+            assert not one.exchange.is_alone
+            large = bytes(300_000)
+            for frame in (b"first", large, b"last"):
+                one.exchange.publish(frame)
+            await until(lambda: len(two.heard) == len(three.heard) == 3)
+            assert two.heard == three.heard == [b"first", large, b"last"]
+            assert one.heard == []
+            await one.exchange.aclose()
+        await until(lambda: one.exchange.is_alone)
+    assert [*(tmp_path / "bus").iterdir()] == []
+
+
+async def test_what_a_peer_does_not_read_is_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(unix_sockets, "OUTBOX_BYTES", 1000)
+    async with Member(tmp_path / "bus", 1) as one, Member(tmp_path / "bus", 2) as two:
+        await until(lambda: one.joined)
+        one.exchange.publish(bytes(2000))
+        one.exchange.publish(b"small")
+        await until(lambda: two.heard)
+        assert (two.heard, one.exchange.dropped) == ([b"small"], 1)
+
+
+async def test_the_socket_of_one_that_was_killed_is_removed(tmp_path):
+    prepare(tmp_path / "bus")
+    dead = tmp_path / "bus" / f"{7:016x}.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(dead))
+    async with Member(tmp_path / "bus", 1) as one:
+        assert one.exchange.is_alone
+        assert not dead.exists()
+
+
+async def test_a_frame_too_long_ends_its_connection(tmp_path, monkeypatch):
+    monkeypatch.setattr(unix_sockets, "MAX_FRAME_BYTES", 10)
+    async with Member(tmp_path / "bus", 1):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "bus" / f"{1:016x}.sock")
+        writer.write((11).to_bytes(4, "little"))
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+
+
+def test_a_directory_that_others_may_open_is_refused(tmp_path):
+    (tmp_path / "bus").mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        prepare(tmp_path / "bus")
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="too long"):
+        UnixExchange(tmp_path / ("x" * 100), 1)
