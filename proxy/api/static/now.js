@@ -153,7 +153,7 @@ const Requests = ({ snapshot }) => {
         <thead><tr>
           <th>time</th><th>engine</th><th class="number">prompt</th><th class="number spare">available</th>
           <th class="number spare">predicted</th><th class="number">reported</th><th class="number">first byte</th>
-          <th>status</th><th class="spare">why there</th><th></th>
+          <th>status</th><th class="spare">why there</th><th><span class="hidden">more</span></th>
         </tr></thead>
         <tbody>${requests.map((each) => html`<${Row} key=${each.request_id} request=${each} />`)}</tbody>
       </table>
