@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import ssl
 import time
@@ -182,6 +183,7 @@ class KeeperWorld:
 def stopped(server):
     """The server stands still: what it is asked it answers when the block is over."""
     server.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, server.process.pid, os.WSTOPPED | os.WNOWAIT)  # it may answer until all threads stand
     try:
         yield
     finally:

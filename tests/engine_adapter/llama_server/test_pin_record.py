@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import stat
 from array import array
 
@@ -41,6 +42,7 @@ def test_a_damaged_record_counts_for_nothing(tmp_path):
 
 
 def test_without_a_directory_nothing_is_kept_and_one_that_cannot_be_written_is_told(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "kvpin.llama_server")
     record(None).write(PINS)
     assert caplog.text == ""
     record(tmp_path / "none").write(PINS)
