@@ -31,7 +31,7 @@ def unix(tmp_path):
 
 async def test_what_one_served_the_other_predicts(unix):
     async with world(unix) as (_, (one, two)), client_of(one) as first, client_of(two) as second:
-        answer = await ask(first, stream=True, session_id="chat")
+        answer = await ask(first, session_id="chat")  # no stream: nobody learns that prefill is free
         home = answer.headers["x-kvpin-engine"]
         assert answer.headers["x-kvpin-predicted-tokens"] == "0"
         await until(lambda: placer(two).index.held(home, "gpu") == 20)

@@ -58,7 +58,7 @@ async def test_what_one_served_the_other_predicts_until_the_server_dies_and_agai
         client_of(one) as first,
         client_of(two) as second,
     ):
-        home = (await ask(first, stream=True)).headers["x-kvpin-engine"]
+        home = (await ask(first)).headers["x-kvpin-engine"]  # no stream: nobody learns that prefill is free
         await until(lambda: placer(two).index.held(home, "gpu") == 20)
         assert (await ask(second)).headers["x-kvpin-predicted-tokens"] == "320"
         with capture_logs() as logs:
