@@ -161,7 +161,8 @@ class Forwarder:
             if reply.started and not is_events:
                 raise EngineUnavailable("the engine that was to go on with a stream sent none")
             if response.headers.get("content-type", "").startswith("application/json"):
-                must_be_json = call.runs_prompt and call.native is None
+                is_plain = response.headers.get("content-encoding") is None
+                must_be_json = is_plain and call.runs_prompt and call.native is None
                 return await _answer_json(
                     response, reply, kept, cached, hold.answer, on_first_byte, must_be_json=must_be_json
                 )
