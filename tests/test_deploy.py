@@ -6,14 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
+from helm_python import chart
 
 from proxy.cli.serve import _load
 from proxy.settings import load_settings
-
-kubernetes_validate = pytest.importorskip("kubernetes_validate")
-chart = pytest.importorskip("helm_python.chart")
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
