@@ -18,6 +18,9 @@ from proxy.settings.models import (
 _COMMON = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
 
 _COMMAND_LINE = re.compile(r"\s*[A-Za-z][A-Za-z0-9_-]*:(\s|-|$)")
+_FORM = (
+    "KIND=URL, e.g. vllm=http://127.0.0.1:8000, or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"
+)
 
 
 def is_command_line(text: str) -> bool:
@@ -46,7 +49,7 @@ def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> Engi
 def parse_discovery_flag(text: str) -> DiscoverySettings:
     """Reads `KIND=SOURCE[,name=value…]`, e.g. `vllm=dns://vllm.llm.svc:8000`; raises SettingsError."""
     flag = "--engines-from"
-    values = split_engine_flag(text, flag=flag)
+    values = split_engine_flag(text, flag=flag, form="KIND=SOURCE, e.g. vllm=dns://vllm.example:8000")
     values["source"] = values.pop("url")
     try:
         return DiscoverySettings.model_validate(values)
@@ -54,15 +57,15 @@ def parse_discovery_flag(text: str) -> DiscoverySettings:
         raise SettingsError(f"{_label(flag, values['kind'])}: {_first(error)}") from None
 
 
-def split_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> dict[str, str]:
-    """The names and values of `KIND=URL[,name=value…]`, with only the names checked; else as above."""
+def split_engine_flag(text: str, *, flag: str = "--engine", form: str = _FORM, **more: str) -> dict[str, str]:
+    """The names and values of `KIND=URL[,name=value…]`, with only the names checked; else as above.
+
+    `form`: the way to write it, for the error.
+    """
     head, *options = text.split(",")
     kind, equals, url = head.partition("=")
     if not equals or not kind.strip() or not url.strip():
-        raise SettingsError(
-            f"{flag} {head!r}: write KIND=URL, e.g. vllm=http://127.0.0.1:8000, "
-            "or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"
-        )
+        raise SettingsError(f"{flag} {head!r}: write {form}")
     label = _label(flag, kind.strip())
     if "://" not in url:
         raise SettingsError(f"{label}: the address needs a scheme: http://… or https://…")

@@ -81,3 +81,5 @@ def test_a_flag_of_a_source():
     assert (found.kind, found.source, found.tokenizer) == ("vllm", "dns://vllm.svc:8000", "Qwen/Qwen3-8B")
     with pytest.raises(SettingsError, match="--engines-from vllm=…: source: a source must look like dns://"):
         parse_discovery_flag("vllm=http://a:1")
+    with pytest.raises(SettingsError, match="write KIND=SOURCE, "):
+        parse_discovery_flag("dns://a:1")
