@@ -16,6 +16,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -43,14 +44,16 @@ class Read:
 
     Attributes:
         told: text, reason of the end, prompt and completion tokens; None if it broke off.
-        error: the message of its error event, if there was one.
+        text: as much as was read of it.
+        error: the message of its error event, or why it was refused or broke off; empty if it did neither.
         ids: different ids and models in its chunks; 1 for one stream.
         gap: the longest pause between two chunks, in seconds.
-        leads: of an undisturbed stream, for each token: where its text begins and ends, and the lead of the
-            best token over the second, in logprob.
+        leads: of an undisturbed stream, for each token: the bytes its text begins and ends at, and the lead
+            of the best token over the second, in logprob.
     """
 
     told: tuple[str, str, int, int] | None
+    text: str
     error: str
     ids: int
     gap: float
@@ -73,13 +76,15 @@ def body_of(number: int) -> dict[str, Any]:
 async def read(client: httpx.AsyncClient, number: int, name: str, begun: asyncio.Event | None = None) -> Read:
     """Reads a stream to its end; sets `begun` when it is well under way."""
     chunks: list[dict[str, Any]] = []
-    last, gap = time.perf_counter(), 0.0
+    last, gap, error = time.perf_counter(), 0.0, ""
     try:
         headers = {"x-request-id": name}
         path, body = "/v1/chat/completions", body_of(number)
         if begun is None:
             body |= {"logprobs": True, "top_logprobs": 2}
         async with client.stream("POST", path, json=body, headers=headers) as answer:
+            if answer.is_error:
+                error = f"{answer.status_code}: {(await answer.aread()).decode()}"
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -88,15 +93,15 @@ async def read(client: httpx.AsyncClient, number: int, name: str, begun: asyncio
                 chunks.append(json.loads(line[6:]))
                 if begun is not None and len(chunks) > KILL_AFTER:
                     begun.set()
-    except httpx.RemoteProtocolError:
-        pass
+    except httpx.TransportError as broken:
+        error = repr(broken)
     finally:
         if begun is not None:
             begun.set()
-    return _read_of(chunks, gap)
+    return _read_of(chunks, gap, error)
 
 
-def _read_of(chunks: list[dict[str, Any]], gap: float) -> Read:
+def _read_of(chunks: list[dict[str, Any]], gap: float, error: str) -> Read:
     choices = [chunk["choices"][0] for chunk in chunks if chunk.get("choices")]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
     ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
@@ -107,14 +112,14 @@ def _read_of(chunks: list[dict[str, Any]], gap: float) -> Read:
     if len(ends) == len(usages) == 1:
         told = text, ends[0], usages[0]["prompt_tokens"], usages[0]["completion_tokens"]
     logprobs = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
-    return Read(told, errors[0] if errors else "", ids, gap, _leads(logprobs))
+    return Read(told, text, errors[0] if errors else error, ids, gap, _leads(logprobs))
 
 
 def _leads(logprobs: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
     """See `Read.leads`."""
     leads, length = [], 0
     for entry in (entry for each in logprobs for entry in each["content"] or ()):
-        begins, length = length, length + len(entry["token"])
+        begins, length = length, length + len(entry["bytes"])
         best, second = (top["logprob"] for top in entry["top_logprobs"])
         leads.append((begins, length, best - second))
     return leads
@@ -172,16 +177,34 @@ async def measure(url: str, title: str, streams: int, wave: int, tie: float) -> 
 def fate(alone: Read, killed: Read, tie: float) -> str:
     """The outcome of a stream, in words: how it differs from the same stream without a kill."""
     if alone.told is None:
-        return "not compared: the undisturbed stream failed"
-    if killed.told is None:
-        return f"ended with an error event ({killed.error})" if killed.error else "broken without a word"
+        return f"not compared: the undisturbed stream failed ({alone.error or 'without a word'})"
     if killed.told == alone.told:
         return "identical" if killed.ids == 1 else "SEVERAL IDS"
-    texts = alone.told[0], killed.told[0]
-    pairs = enumerate(zip(*texts, strict=False))
-    at = next((index for index, (one, two) in pairs if one != two), min(map(len, texts)))
-    around = (lead for begins, ends, lead in alone.leads if begins - 1 <= at <= ends + 1)
-    return "near tie" if min(around, default=math.inf) < tie else "DIFFERENT"
+    lead, at = lead_of_difference(alone, killed)
+    print(
+        f"  differs at byte {at}, where the best token leads by {lead:.4f}: {killed.error}", file=sys.stderr
+    )
+    if killed.told is None:
+        near = " after a near tie" if lead < tie else ""
+        why = killed.error.partition(": the first ")[0]
+        return f"ended with an error{near} ({why})" if why else "BROKEN WITHOUT A WORD"
+    return "near tie" if lead < tie else "DIFFERENT"
+
+
+def lead_of_difference(alone: Read, killed: Read) -> tuple[float, int]:
+    """The lead of the best token where a stream differs from the undisturbed one, and that byte.
+
+    If both are the same as far as they go, the engine that was to go on chose another token somewhere in
+    between: kvpin's error says where.
+    """
+    one, two = alone.text.encode(), killed.text.encode()
+    pairs = enumerate(zip(one, two, strict=False))
+    at = next((index for index, (left, right) in pairs if left != right), min(len(one), len(two)))
+    said = re.search(r"the first (\d+) characters are the same", killed.error)
+    if said is not None and one.startswith(two):
+        at = len(killed.text[: int(said[1])].encode())
+    around = (lead for begins, ends, lead in alone.leads if begins <= at <= ends)
+    return min(around, default=math.inf), at
 
 
 def main() -> None:

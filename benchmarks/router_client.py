@@ -79,12 +79,13 @@ async def play(urls: Sequence[str], work: Sequence[Question], session_header: st
             await asyncio.sleep(max(0.0, start + question.at - time.monotonic()))
             url = f"{urls[number % len(urls)]}{CHAT}"
             tasks.append(
-                asyncio.create_task(_ask(client, url, Headers.of(headers), question, start + question.at))
+                asyncio.create_task(ask(client, url, Headers.of(headers), question, start + question.at))
             )
         return await asyncio.gather(*tasks)
 
 
-async def _ask(client: HttpTransport, url: str, headers: Headers, question: Question, due: float) -> Answer:
+async def ask(client: HttpTransport, url: str, headers: Headers, question: Question, due: float) -> Answer:
+    """Sends a question that was due at `due`, by the monotonic clock, and reads its answer."""
     answer = Answer()
     request = OutgoingRequest("POST", url, headers.raw, question.body)
     answer.sent_late_s = time.monotonic() - due

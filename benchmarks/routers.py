@@ -107,9 +107,9 @@ def run(workload: str, router: str, seed: int, work: Sequence[Question], served:
         header = ROUTERS[router].session_header
         asyncio.run(play(urls, make_warm_up(), header))
         time.sleep(SETTLE_S)
-        before = Reading.now([_told(engine) for engine in served], used())
+        before = Reading.now([told(engine) for engine in served], used())
         answers = asyncio.run(play(urls, work, header))
-        after = Reading.now([_told(engine) for engine in served], used())
+        after = Reading.now([told(engine) for engine in served], used())
     return summarise(workload, router, seed, work[-1].at, answers, (before, after))
 
 
@@ -136,7 +136,8 @@ def _events_of(url: str) -> str:
     return source["endpoint"].replace("*", "127.0.0.1")
 
 
-def _told(engine: Engine) -> EngineRecord:
+def told(engine: Engine) -> EngineRecord:
+    """What an engine did since it was restarted."""
     return msgspec.json.decode(httpx.get(f"{engine.url}/mock").raise_for_status().content, type=EngineRecord)
 
 

@@ -40,9 +40,22 @@ class EngineAdapter(Protocol):
     def spec(self) -> EngineSpec:
         """The engine as the operator described it."""
 
+    @property
+    def one_owner(self) -> bool:
+        """Whether only one kvpin at a time may use the engine: the adapter manages its cache, and a second
+        kvpin would change that unseen."""
+
+    @property
+    def has_lock(self) -> bool:
+        """Whether `connect` finds out by itself that another kvpin uses the engine [`one_owner`]."""
+
     async def connect(self) -> EngineInfo:
         """Asks the engine what it is; called again after each outage. It does not affect other requests. The
-        first time, it may send the engine a few one-token requests to find out what it can do."""
+        first time, it may send the engine a few one-token requests to find out what it can do. Raises
+        EngineTaken if another kvpin uses the engine, and only one may."""
+
+    async def leave(self) -> None:
+        """Another kvpin uses the engine from now on: forgets what it holds. `connect` begins anew."""
 
     async def load(self) -> EngineLoad:
         """Running and waiting requests; also the health check. Raises EngineUnavailable if the engine is not

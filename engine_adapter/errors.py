@@ -3,6 +3,7 @@
 EngineError
 ├── EngineSpecError      the operator's description of an engine is wrong (at start, or in POST engines)
 ├── EngineUnavailable    no connection, a timeout, or a dead process: try another engine
+│   └── EngineTaken      another kvpin uses it, and only one may
 ├── EngineRejected       the engine answered with an error: status, message, field
 ├── NotSupported         the engine cannot do this; says what it can do instead
 ├── PromptTableError     a wrong prompt table or wrong extra ids: the client's fault
@@ -36,6 +37,18 @@ class EngineUnavailable(EngineError):
     def __init__(self, message: str, *, dropped: bool = False) -> None:
         super().__init__(message)
         self.dropped = dropped
+
+
+class EngineTaken(EngineUnavailable):
+    """Another kvpin uses the engine, and only one may.
+
+    Attributes:
+        holder: who that is, for people.
+    """
+
+    def __init__(self, message: str, *, holder: str) -> None:
+        super().__init__(message)
+        self.holder = holder
 
 
 class EngineRejected(EngineError):

@@ -52,10 +52,16 @@ class Undeclared:
     Attributes:
         spec: the engine.
         instead: where this kind has other advice than any engine, the advice for that capability.
+        one_owner, has_lock: see `EngineAdapter`.
     """
 
     spec: EngineSpec[Any]
     instead: ClassVar[Mapping[Capability, str]] = MappingProxyType({})
+    one_owner: ClassVar[bool] = False
+    has_lock = False
+
+    async def leave(self) -> None:
+        """Nothing: several kvpins may use it."""
 
     def not_supported(self, capability: Capability) -> NotSupported:
         """See `EngineAdapter.not_supported`."""

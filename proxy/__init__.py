@@ -6,6 +6,7 @@ app.py     builds everything
 server.py  runs it: the port, signals, an orderly stop
 tasks.py   background tasks, ended at shutdown    errors.py  the errors kvpin answers with
 runtime.py garbage collection and threads, so that a busy kvpin does not stall
+workers/   several processes on one port, and the supervisor that runs them
 api/       HTTP: the data plane (/v1), the admin API, health and metrics
 request/   one request: the call, its tenant and session, its record, sending it on
 prompt/    body → token ids and extra ids
@@ -16,6 +17,7 @@ control/   what the admin API does: offload, restore, pin, warm, flush, explain
 observe/   metrics, logs, request recordings, reasons of placements
 process/   engines that kvpin starts itself
 doctor/    `kvpin doctor`: what an engine is and which flag improves it
+bench/     the load test of `kvpin bench`
 replay/    the simulator behind `kvpin replay`
 settings/  flags, environment and TOML        cli/  the commands
 """

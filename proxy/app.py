@@ -11,11 +11,10 @@ import asyncio
 import os
 import secrets
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import structlog
@@ -30,21 +29,33 @@ from engine_adapter import (
     make_adapter,
     prepare_managed,
 )
-from proxy.api.admin import EngineRoutes, EventRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
+from proxy.api.admin import (
+    EngineRoutes,
+    EventRoutes,
+    KvRoutes,
+    PrefixRoutes,
+    RequestRoutes,
+    TableRoutes,
+    admin_mount,
+)
 from proxy.api.auth import AdminGuard
 from proxy.api.cors import Cors
+from proxy.api.elsewhere import Elsewhere
 from proxy.api.errors import handle, handle_http
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.page import WebPage
 from proxy.api.responses import KeptResponses
+from proxy.api.siblings import Siblings
 from proxy.api.site import Site
+from proxy.api.together import Together
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
+from proxy.control.prefixes import Prefixes
 from proxy.control.tables import SharedTables
 from proxy.control.targets import Targets
 from proxy.control.warm import Warming
@@ -82,14 +93,19 @@ from proxy.state.keeper import StateKeeper
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, translations
 
+if TYPE_CHECKING:
+    from proxy.tracing.otlp import Telemetry
+
 log = structlog.get_logger(__name__)
 
 
 class Proxy:
     """All collaborators of one proxy."""
 
-    def __init__(self, settings: Settings, transport: Transport) -> None:
+    def __init__(self, settings: Settings, transport: Transport, siblings: Siblings | None = None) -> None:
+        """`siblings`: the other workers of this kvpin."""
         self.settings = settings
+        self.siblings = siblings
         self.transport = transport
         self.tasks = Supervisor()
         waits = settings.timeouts
@@ -120,7 +136,10 @@ class Proxy:
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
-        self.metrics = Metrics(self.fleet, self.discovered.sources, self.peers)
+        self.metrics = Metrics(
+            self.fleet, self.discovered.sources, self.peers, tenants=settings.tenant_metrics
+        )
+        self.telemetry = _telemetry(self.metrics) if settings.otel else None
         self.draining = asyncio.Event()
         self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
         self.recorder = (
@@ -129,7 +148,8 @@ class Proxy:
             else None
         )
         self.destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
-        self.flow = Flow(
+        make_flow = Flow if self.telemetry is None else self.telemetry.flow
+        self.flow = make_flow(
             fleet=self.fleet,
             destinations=self.destinations,
             forwarder=Forwarder(transport),
@@ -146,7 +166,8 @@ class Proxy:
 
     def observe(self, record: RequestRecord) -> None:
         """Counts and records a finished request."""
-        self.metrics.observe(record)
+        trace_id = self.telemetry.trace_id() if self.telemetry is not None else None
+        self.metrics.observe(record, trace_id)
         self.live.finished(record)
         if self.recorder is not None:
             self.recorder.observe(record)
@@ -163,6 +184,8 @@ class Proxy:
         self.tasks.keep("loop lag", lag.run)
         if self.recorder is not None:
             self.tasks.start("recorder", self.recorder.run())
+        if self.telemetry is not None:
+            self.tasks.keep("telemetry", self.telemetry.run)
         if self.ahead is not None:
             self.tasks.keep("restore ahead", self.ahead.run)
         if self.state is not None:
@@ -217,8 +240,12 @@ class Proxy:
         await self.tasks.stop()
         if self.recorder is not None:
             await self.recorder.aclose()
+        if self.telemetry is not None:
+            await self.telemetry.aclose()
         await _close_all({process.id: process.stop() for process in self.configured.processes.values()})
         await self.transport.aclose()
+        if self.siblings is not None:
+            await self.siblings.aclose()
 
 
 async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
@@ -257,6 +284,14 @@ def _peers(settings: Settings, fleet: Fleet, tenants: Tenants) -> Peers | None:
     return Peers(_exchange(settings.exchange, owner), owner, fleet, tenants)
 
 
+def _telemetry(metrics: Metrics) -> Telemetry:
+    try:
+        from proxy.tracing.otlp import Telemetry  # noqa: PLC0415 - it needs an extra
+    except ModuleNotFoundError as error:
+        raise SettingsError("otel needs packages: pip install 'kvpin[otel]'") from error
+    return Telemetry(metrics.render)
+
+
 def _exchange(settings: ExchangeSettings, owner: int) -> Exchange:
     url = settings.url.get_secret_value()
     try:
@@ -279,22 +314,23 @@ def _queue_limits(settings: Settings) -> QueueLimits:
 
 
 def check_engines(settings: Settings) -> None:
-    """Raises EngineSpecError for an engine that cannot run on this machine."""
-    for engine in all_engines(settings):
-        with _named(engine.id):
-            check_kind(engine.kind)
-    for started in managed_engines(settings):
-        with _named(started.id):
-            prepare_managed(started.spec(0), started.command)
+    """Raises EngineSpecError for the first engine that cannot run on this machine."""
+    for fault in engine_faults(settings):
+        raise EngineSpecError(fault)
 
 
-@contextmanager
-def _named(engine_id: str) -> Iterator[None]:
-    """Names the engine in the EngineSpecError of the block."""
-    try:
-        yield
-    except EngineSpecError as error:
-        raise EngineSpecError(f"engine {engine_id!r}: {error}") from error
+def engine_faults(settings: Settings) -> Iterator[str]:
+    """A sentence for each engine that cannot run on this machine."""
+    checks = [(engine.id, partial(check_kind, engine.kind)) for engine in all_engines(settings)]
+    checks += [
+        (started.id, partial(prepare_managed, started.spec(0), started.command))
+        for started in managed_engines(settings)
+    ]
+    for engine_id, check in checks:
+        try:
+            check()
+        except EngineSpecError as error:
+            yield f"engine {engine_id!r}: {error}"
 
 
 def build_app(proxy: Proxy) -> Site:
@@ -303,8 +339,15 @@ def build_app(proxy: Proxy) -> Site:
     settings = proxy.settings
     cors = Cors(settings.cors_origins) if settings.cors_origins else None
     limit = int(settings.limits.body_bytes)
-    data_plane = DataPlane(
-        proxy.flow, proxy.tenants, limit, KeptResponses(proxy.responses), cors, proxy.metrics.refuse
+    make_data_plane = DataPlane if proxy.telemetry is None else proxy.telemetry.data_plane
+    data_plane = make_data_plane(
+        proxy.flow,
+        proxy.tenants,
+        limit,
+        KeptResponses(proxy.responses),
+        cors,
+        proxy.metrics.refuse,
+        Elsewhere(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
     )
     ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui)
     page = WebPage().routes() if settings.ui else []
@@ -316,7 +359,10 @@ def build_app(proxy: Proxy) -> Site:
         },
     )
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
-    return Site(data_plane, rest, proxy.draining)
+    if proxy.siblings is None:
+        return Site(data_plane, rest, proxy.draining)
+    together = Together(rest, proxy.siblings, shared=proxy.peers is not None)
+    return Site(data_plane, together, proxy.draining)
 
 
 def admin_api(proxy: Proxy) -> Mount:
@@ -334,6 +380,7 @@ def admin_api(proxy: Proxy) -> Mount:
         ).endpoints(),
         *KvRoutes(kv, warming, pinning, operations).endpoints(),
         *RequestRoutes(flow).endpoints(),
+        *PrefixRoutes(Prefixes(fleet, flow.requests, pins)).endpoints(),
         *EventRoutes(proxy.live).endpoints(),
         *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),
     )

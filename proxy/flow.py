@@ -417,7 +417,8 @@ class Flow:
         def began(answer: IncomingResponse) -> None:
             lease.first_byte(answer, streamed=call.streams)
             if not reply.started:
-                record.first_byte_s = lease.first_byte_s  # now, because the client may leave before the end
+                # Now, because the client may leave before the end.
+                record.first_byte_s, record.placed = lease.first_byte_s, lease.started
 
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(placement, engine)
@@ -524,6 +525,8 @@ def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict
         **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
         "x-kvpin-engine": placement.engine,
         "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
+        # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
+        "content-security-policy": "sandbox",
     }
     return {**headers, "x-kvpin-note": hold.note} if hold.note else headers
 

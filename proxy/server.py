@@ -20,7 +20,10 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import structlog
 import uvicorn
@@ -32,6 +35,8 @@ from proxy.api.crowd import Crowd, connection_limit
 from proxy.api.handshake import over_tls
 from proxy.api.http1 import Http1Protocol
 from proxy.api.listeners import inherited, listen_on
+from proxy.api.peer_port import PeerPort
+from proxy.api.siblings import Siblings
 from proxy.api.site import Site
 from proxy.api.tls import load_certificate, server_context
 from proxy.app import Proxy, build_app, check_engines
@@ -40,6 +45,9 @@ from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime import settle, steady
 from proxy.settings import Settings, SettingsError, needs_restart
+from proxy.workers.fairness import Door, Tally, tallied
+from proxy.workers.orders import Orders
+from proxy.workers.supervisor import Workers
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +72,9 @@ def serve(load: Load) -> int:
 
     `load` reads the settings; SIGHUP calls it again. Raises SettingsError if its first call does.
     """
+    orders = Orders.take()
+    if orders is not None:
+        return _work(load, orders)
     settings = load()
     configure_logs(settings.logs)
     try:
@@ -78,21 +89,43 @@ def serve(load: Load) -> int:
         _refuse(f"cannot listen on {settings.host}:{settings.port}: {reason}")
         return 1
     _warn(settings, listeners)
+    if settings.workers > 1:
+        return _until_done(Workers(settings, load, listeners, are_shared=bool(handed_on)).run())
+    return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on)))
+
+
+def _work(load: Load, orders: Orders) -> int:
+    """Runs one of several workers."""
+    load = partial(orders.settings, load)
+    settings = load()
+    configure_logs(settings.logs, worker=orders.number)
+    return _until_done(_run(settings, orders.sockets(), load, are_shared=orders.waits, orders=orders))
+
+
+def _until_done(work: Coroutine[Any, Any, int]) -> int:
     try:
         with steady(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(settings, listeners, load, are_shared=bool(handed_on)))
+            return runner.run(work)
+    except EngineSpecError as error:
+        return _refuse(error)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a late Ctrl-C ends Python without a traceback
 
 
 async def _run(
-    settings: Settings, listeners: list[socket.socket], load: Load, *, are_shared: bool = False
+    settings: Settings,
+    listeners: list[socket.socket],
+    load: Load,
+    *,
+    are_shared: bool = False,
+    orders: Orders | None = None,
 ) -> int:
-    """`are_shared`: the sockets outlive this process, and another kvpin may serve them."""
+    """`are_shared`: the sockets outlive this process, and another kvpin may serve them. `orders`: those of a
+    worker."""
     transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
-        proxy = Proxy(settings, transport)
-        server = _Server(proxy, load, _drain_s(settings, listeners))
+        proxy = Proxy(settings, transport, Siblings(orders.siblings) if orders is not None else None)
+        server = _Server(proxy, load, _drain_s(settings, listeners), orders)
     except SettingsError as error:
         await transport.aclose()
         return _refuse(error)
@@ -100,10 +133,12 @@ async def _run(
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
     banner = _banner(proxy, settings, listeners)
     try:
+        await server.listen_to_peers()  # before they are told of it
         proxy.start()
         settle()
-        banner.print_addresses()
-        proxy.tasks.start("banner", banner.print_when_ready())
+        if orders is None or (orders.number == 1 and not orders.follows):
+            banner.print_addresses()
+            proxy.tasks.start("banner", banner.print_when_ready())
         if are_shared:
             await server.until_tried()
         await server.serve(sockets=listeners)
@@ -112,21 +147,46 @@ async def _run(
         return _refuse(error)
     finally:
         await proxy.stop()
+        server.close_peer_ports()
     return 0 if server.started else 1
 
 
 class _Server(uvicorn.Server):
     """uvicorn under kvpin's own signal handlers, with kvpin's own way to stop."""
 
-    def __init__(self, proxy: Proxy, load: Load, drain_s: float) -> None:
+    def __init__(self, proxy: Proxy, load: Load, drain_s: float, orders: Orders | None = None) -> None:
         """Raises SettingsError if the port's TLS cannot be used."""
         self._proxy, self._load, self._drain_s = proxy, load, drain_s
         self._site = build_app(proxy)
         self._hurry = asyncio.Event()  # no waiting for requests that may still come
         tls = proxy.settings.tls
         self._context = server_context(tls) if tls is not None else None
-        super().__init__(_config(proxy, self._site, self._context))
+        self._protocol = _protocol(proxy)
+        self._orders, self._peer_ports = orders, list[PeerPort]()
+        self._door: Door | None = None
+        self._tally = Tally(Path(orders.directory), orders.of) if orders is not None else None
+        if orders is None or self._tally is None:
+            protocol = self._protocol
+        else:
+            protocol = tallied(self._protocol, self._tally, orders.number)
+        super().__init__(_config(self._site, protocol, self._context))
         self.config.load()
+
+    async def listen_to_peers(self) -> None:
+        """Serves other kvpins of this machine: other workers, and those of its exchange. Raises OSError."""
+        peers = self._proxy.peers
+        paths = [peers.http_socket if peers is not None else None]
+        paths += [self._orders.http_socket] if self._orders is not None else []
+        protocol = type("PeerProtocol", (self._protocol,), {"__slots__": (), "is_of_peer": True})
+        connect = partial(protocol, self.config, self.server_state, {})
+        for path in paths:
+            if path is not None:
+                self._peer_ports.append(await PeerPort.open(path, connect))
+
+    def close_peer_ports(self) -> None:
+        """Accepts no more connections of other kvpins."""
+        for port in self._peer_ports:
+            port.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -177,13 +237,29 @@ class _Server(uvicorn.Server):
         if names := needs_restart(old, settings):
             log.warning("these settings count when kvpin starts again", settings=names)
 
+    @property
+    def _has_joined(self) -> bool:
+        """Whether engines are ready, and this kvpin knows what the others know."""
+        peers = self._proxy.peers
+        return self._proxy.fleet.is_ready() and (peers is None or peers.is_ready)
+
     async def until_tried(self) -> None:
         """Waits until an engine is ready and none is in its first start, but not long. Meanwhile connections
         wait in the queue of the socket, or another kvpin takes them."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_S):
-                while not (self._proxy.fleet.is_ready() or self.should_exit):  # noqa: ASYNC110 - at start
+                while not (self._has_joined or self.should_exit):  # noqa: ASYNC110 - at start
                     await asyncio.sleep(_POLL_S)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Adds to uvicorn's that workers share the port's connections."""
+        if self._orders is None or self._tally is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        connect = partial(protocol, self.config, self.server_state, {})
+        self._door = Door(sockets or (), self._tally, self._orders.number, connect, self._proxy.tasks)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Replaces uvicorn's, which closes the port at once and cuts clients off between two requests."""
@@ -194,6 +270,9 @@ class _Server(uvicorn.Server):
                     await self._hurry.wait()
         for server in self.servers:
             server.close()
+        self.close_peer_ports()
+        if self._door is not None:
+            self._door.close()
         for listener in sockets or ():
             listener.close()
         for connection in list(self.server_state.connections):
@@ -223,11 +302,11 @@ class _Server(uvicorn.Server):
         return running
 
 
-def _config(proxy: Proxy, site: Site, context: ssl.SSLContext | None) -> uvicorn.Config:
+def _config(site: Site, protocol: type[Http1Protocol], context: ssl.SSLContext | None) -> uvicorn.Config:
     return uvicorn.Config(
         site,
         interface="asgi3",  # uvicorn need not look: it hands the site to Http1Protocol
-        http=_protocol(proxy, context),
+        http=protocol if context is None else over_tls(protocol, context),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -245,8 +324,8 @@ def _drain_s(settings: Settings, listeners: list[socket.socket]) -> float:
     return 0.0 if _is_local(listeners) else _DRAIN_S
 
 
-def _protocol(proxy: Proxy, context: ssl.SSLContext | None) -> type[asyncio.Protocol]:
-    """The protocol of the port's connections, with TLS or without."""
+def _protocol(proxy: Proxy) -> type[Http1Protocol]:
+    """The protocol of connections, without TLS."""
 
     class Protocol(Http1Protocol):
         __slots__ = ()
@@ -256,7 +335,7 @@ def _protocol(proxy: Proxy, context: ssl.SSLContext | None) -> type[asyncio.Prot
         def refused(status: int) -> None:
             proxy.metrics.refuse(status)
 
-    return Protocol if context is None else over_tls(Protocol, context)
+    return Protocol
 
 
 def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) -> Banner:

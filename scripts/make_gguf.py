@@ -25,6 +25,7 @@ import gguf
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 VERSION = 1
 """Part of a cached file's name: raise it whenever the files change."""
@@ -90,6 +91,38 @@ def make_gguf(kind: str, directory: Path, seed: int = 0) -> Path:
             part = Path(work, path.name)
             _write(part, SHAPES[kind], kind, seed)
             part.replace(path)
+    return path
+
+
+def convert(checkpoint: Path, path: Path) -> Path:
+    """Writes a Llama checkpoint that has the default tokenizer as a GGUF of the same weights, in float32."""
+    config = msgspec.json.decode((checkpoint / "config.json").read_bytes())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    shape = Shape(
+        "llama",
+        config["num_hidden_layers"],
+        config["hidden_size"],
+        config["intermediate_size"],
+        heads,
+        kv_heads,
+        config["head_dim"],
+    )
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    _add_shape(writer, shape)
+    _add_tokenizer(writer, msgspec.json.decode((checkpoint / "tokenizer.json").read_bytes()))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.layers)
+    for name, values in load_file(checkpoint / "model.safetensors").items():
+        stem = name.removesuffix(".weight")
+        rotated = {"q_proj": heads, "k_proj": kv_heads}.get(stem.rpartition(".")[2])
+        written = values.astype(np.float32)
+        if rotated is not None:  # llama.cpp rotates neighbours, transformers the two halves of a head
+            halves = written.reshape(rotated, 2, -1, written.shape[1])
+            written = halves.swapaxes(1, 2).reshape(written.shape)
+        writer.add_tensor(f"{names.get_name(stem)}.weight", np.ascontiguousarray(written))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path
 
 

@@ -22,24 +22,26 @@ from tests.live.conftest import ENGINE, Kvpin, running_kvpin  # noqa: E402 - fou
 DESKTOP, PHONE = {"width": 1120, "height": 800}, {"width": 390, "height": 844}
 SEEN_S = 20.0
 COLORS = 200
-DOCUMENTS = [
-    f"Stock of warehouse {house}: " + " ".join(f"shelf {n} holds {n * house} boxes." for n in range(60))
-    for house in (3, 5, 7, 11)
-]
-TALK = (
-    "You keep the stock of a warehouse. " + DOCUMENTS[0] + " Which shelf holds the most?",
-    "And the least?",
+SYSTEM = "You keep the stock of four warehouses. " + " ".join(
+    f"Rule {n}: count shelf {n} on day {n * n} of the year." for n in range(16)
 )
+DOCUMENTS = [
+    f"Stock of warehouse {house}: " + " ".join(f"shelf {n} holds {n * house} boxes." for n in range(shelves))
+    for house, shelves in ((3, 36), (5, 28), (7, 20), (11, 12))
+]
+ORDERS = "Orders of day {day}: " + " ".join(f"customer {n} wants {{day}}{n} boxes." for n in range(8))
+TALK = (DOCUMENTS[0] + " Which shelf holds the most?", "And the least?")
 
 
 async def load(kvpin: Kvpin) -> None:
-    """Questions about the documents: new ones, and the same with another beginning."""
+    """Questions about the documents, on several days; some have another beginning."""
     async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=60, trust_env=False) as client:
         for number in range(int(2 * SEEN_S)):
             beginning = "Today: " if number % 9 == 8 else ""  # noqa: PLR2004 - now and then
-            question = f"{beginning}{DOCUMENTS[number % len(DOCUMENTS)]} Question {number}?"
+            document = DOCUMENTS[(number + number // 5) % len(DOCUMENTS)]
+            question = f"{beginning}{document} {ORDERS.format(day=number % 11)} Which shelves are empty then?"
             body = {"model": "kvpin-tiny", "max_tokens": 12, "stream": True}
-            messages = [{"role": "user", "content": question}]
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
             await client.post("chat/completions", json={**body, "messages": messages})
             await asyncio.sleep(0.3)
 
@@ -47,11 +49,12 @@ async def load(kvpin: Kvpin) -> None:
 async def talk(page: Page) -> None:
     """Two turns in Try."""
     await page.get_by_role("link", name="Try", exact=True).click()
-    await page.get_by_label("at most").fill("48")
+    await page.get_by_label("compare with reuse off").check()
+    await page.get_by_label("at most").fill("24")
     for turn, question in enumerate(TALK):
         await page.get_by_label("Prompt").fill(question)
         await page.keyboard.press("Enter")
-        await page.get_by_role("link", name="Why?").nth(turn).wait_for()
+        await page.get_by_role("link", name="Why?").nth(2 * turn + 1).wait_for()
 
 
 async def pictures(browser: Browser, kvpin: Kvpin, folder: Path) -> None:
@@ -65,9 +68,16 @@ async def pictures(browser: Browser, kvpin: Kvpin, folder: Path) -> None:
     await load(kvpin)
     for name, page in pages.items():
         await save(page, folder / f"now{name}.png")
+        await page.get_by_role("link", name="Map", exact=True).click()
+        await page.locator(".box").nth(1).click()
+        if name == "-light":
+            await page.get_by_role("button", name="Pin for an hour").click()
+            await page.get_by_text("pin: done").wait_for()
+        await save(page, folder / f"map{name}.png")
         await talk(page)
         await save(page, folder / f"try{name}.png")
-        await page.get_by_role("link", name="Why?").last.click()
+        turns = page.get_by_role("group", name="Reuse on")
+        await turns.get_by_role("link", name="Why?").last.click()
         await page.locator(".costs").wait_for()
         await save(page, folder / f"why{name}.png")
 

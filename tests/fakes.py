@@ -19,6 +19,7 @@ from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.api.cors import Cors
+from proxy.api.elsewhere import Elsewhere
 from proxy.api.http1 import Http1Protocol
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
@@ -338,10 +339,10 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app) -> AsyncIterator[str]:
+async def serving(app, listener: socket.socket | None = None, protocol=Http1Protocol) -> AsyncIterator[str]:
     """A site of kvpin's or an ASGI application on a socket, in this loop; gives its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    protocol = Http1Protocol if isinstance(app, Site) else "httptools"
+    listener = listener or socket.create_server(("127.0.0.1", 0))
+    protocol = protocol if isinstance(app, Site) else "httptools"
     server = _Server(
         uvicorn.Config(
             app,
@@ -412,7 +413,10 @@ class FakeProxy:
         )
         cors = Cors(self.cors_origins) if self.cors_origins else None
         kept = KeptResponses(self.responses)
-        data_plane = DataPlane(self.flow, self.tenants, self.max_body_bytes, kept, cors, self.metrics.refuse)
+        elsewhere = Elsewhere(self.fleet, self.peers, self.transport) if self.peers is not None else None
+        data_plane = DataPlane(
+            self.flow, self.tenants, self.max_body_bytes, kept, cors, self.metrics.refuse, elsewhere
+        )
         ops = Ops(self.fleet, self.metrics, peers=self.peers)
         self.site = Site(data_plane, Starlette(routes=ops.routes()))
 

@@ -21,7 +21,15 @@ from engine_adapter import (
     Pinned,
     make_adapter,
 )
-from proxy.api.admin import EngineRoutes, EventRoutes, KvRoutes, RequestRoutes, TableRoutes, admin_mount
+from proxy.api.admin import (
+    EngineRoutes,
+    EventRoutes,
+    KvRoutes,
+    PrefixRoutes,
+    RequestRoutes,
+    TableRoutes,
+    admin_mount,
+)
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle_http
 from proxy.app import Proxy
@@ -29,6 +37,7 @@ from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
+from proxy.control.prefixes import Prefixes
 from proxy.control.tables import SharedTables
 from proxy.control.targets import Targets
 from proxy.control.warm import Warming
@@ -157,6 +166,7 @@ class KvWorld:
         self.targets = Targets(self.fleet, self.tenants, self.flow.requests, has_views=self.reuse)
         self.warming = Warming(self.flow, self.targets, self.operations)
         self.pinning = Pinning(self.fleet, self.targets, self.pins, self.operations, lambda: self.now)
+        self.prefixes = Prefixes(self.fleet, self.flow.requests, self.pins, lambda: self.now)
         self.kv = KvVerbs(self.targets, self.warming, self.pins, proxy.ingest, self.operations)
         self.engine_set = Engines(self.fleet, proxy.monitor, self.pins, self.operations, make_adapter)
         self.tables = SharedTables(self.fleet, proxy.tables)
@@ -164,6 +174,7 @@ class KvWorld:
             *EngineRoutes(self.fleet, self.engine_set, self.pinning, {}, reuse=self.reuse).endpoints(),
             *KvRoutes(self.kv, self.warming, self.pinning, self.operations).endpoints(),
             *RequestRoutes(self.flow).endpoints(),
+            *PrefixRoutes(self.prefixes).endpoints(),
             *EventRoutes(proxy.live).endpoints(),
             *TableRoutes(self.tables).endpoints(),
         )

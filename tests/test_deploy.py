@@ -1,5 +1,6 @@
 """The files of deploy/ are what Helm, Kubernetes, Docker Compose, systemd and kvpin understand."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -25,6 +26,8 @@ EVERYTHING = {
     },
     "rbac": {"namespaces": ["llm", "more"]},
     "serviceMonitor": {"enabled": True},
+    "prometheusRule": {"enabled": True, "docs": "https://git.example/kvpin/", "labels": {"release": "p"}},
+    "dashboard": {"enabled": True},
     "engineAutoscaling": {"enabled": True, "deployment": "vllm"},
 }
 KINDS = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}
@@ -40,19 +43,36 @@ def rendered(values):
 def test_the_chart_is_what_kubernetes_and_kvpin_understand(values, tmp_path):
     assert chart.lint(CHART, values, strict=True)["errors"] == []
     objects = rendered(values)
-    extra = {"ServiceMonitor", "HorizontalPodAutoscaler"} if values else set()
+    extra = {"ServiceMonitor", "PrometheusRule", "HorizontalPodAutoscaler"} if values else set()
     assert {each["kind"] for each in objects} == KINDS | extra
     for each in objects:
-        if each["kind"] != "ServiceMonitor":  # of the Prometheus Operator
+        if each["kind"] not in ("ServiceMonitor", "PrometheusRule"):  # of the Prometheus Operator
             for version in ("1.27", "1.37"):
                 kubernetes_validate.validate(each, version, strict=True)
-    settings = next(each for each in objects if each["kind"] == "ConfigMap")["data"]["kvpin.toml"]
+    data = {}
+    for each in objects:
+        data |= each["data"] if each["kind"] == "ConfigMap" else {}
+    settings = data["kvpin.toml"]
     (tmp_path / "kvpin.toml").write_text(settings)
     loaded = load_settings(tmp_path / "kvpin.toml")
     assert (loaded.host, loaded.port, loaded.drain_s, loaded.reuse) == ("0.0.0.0", 8000, 15, True)
     assert len(loaded.discovery) == len(values.get("settings", {}).get("discovery", ()))
     pod = next(each for each in objects if each["kind"] == "Deployment")["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > loaded.drain_s + loaded.graceful_shutdown_s
+
+
+def test_the_chart_carries_dashboard_and_alerts():
+    objects = rendered(EVERYTHING)
+    files = DEPLOY / "helm" / "kvpin" / "files"
+    board = next(each["data"]["kvpin.json"] for each in objects if "kvpin.json" in each.get("data", {}))
+    assert json.loads(board) == json.loads((files / "dashboard.json").read_text())
+    (rule,) = [each for each in objects if each["kind"] == "PrometheusRule"]
+    assert rule["metadata"]["labels"]["release"] == "p"
+    alerts = yaml.safe_load((files / "kvpin.rules.yml").read_text())["groups"][0]["rules"]
+    given = rule["spec"]["groups"][0]["rules"]
+    assert [each["expr"] for each in given] == [each["expr"] for each in alerts]
+    links = [each["annotations"]["runbook_url"] for each in given]
+    assert all(link.startswith("https://git.example/kvpin/docs/observe.md#") for link in links)
 
 
 def test_what_scales_must_be_named():
@@ -69,7 +89,11 @@ def test_the_image_has_no_finding_and_compose_starts_what_kvpin_understands():
     engines = [text.removeprefix("--engine=") for text in command if text.startswith("--engine=")]
     settings = _load(None, {}, engines, [], [], [])
     hosts = {re.fullmatch(r"http://([a-z0-9-]+):8080", each.url)[1] for each in settings.engines}
-    assert hosts == services.keys() - {"kvpin"}
+    watching = {name for name, each in services.items() if each.get("profiles") == ["observe"]}
+    assert hosts == services.keys() - {"kvpin"} - watching
+    for name in watching:
+        for mount in services[name]["volumes"]:
+            assert (DEPLOY / mount.partition(":")[0]).exists()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

@@ -26,7 +26,7 @@ from proxy.observe.metrics import Metrics
 from proxy.observe.reasons import Reason
 from proxy.request import session
 from proxy.request.error_table import TABLE
-from proxy.settings import Settings
+from proxy.settings import Settings, check_settings
 
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -219,6 +219,14 @@ def test_every_command_and_flag_exists(page):
         flags = [word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z-]+(=.*)?", word)]
         of_engines = "--managed" in flags or any(word.endswith(":") for word in words)
         assert of_engines or set(flags) <= known | {"--help"}, words
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "\n```toml" in text])
+def test_settings_can_be_used(page, tmp_path):
+    for number, text in enumerate(re.findall(r"^```toml\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(text, encoding="utf-8")
+        assert check_settings(path)[1] == [], text
 
 
 @pytest.mark.parametrize("page", PAGES)

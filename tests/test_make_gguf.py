@@ -10,8 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from scripts.make_gguf import gguf_path, make_gguf
+from engine_adapter.torch_engine.make_model import write_model
+from scripts.make_gguf import convert, gguf_path, make_gguf
 from tests.llama import running_llama_server
 
 ROOT = Path(__file__).parents[1]
@@ -95,3 +98,18 @@ def test_the_cache_is_where_it_is_told_to_be(tmp_path, monkeypatch):
     assert gguf_path("tiny").is_relative_to(tmp_path / "xdg" / "kvpin")
     monkeypatch.setenv("KVPIN_CACHE", str(tmp_path / "own"))
     assert gguf_path("tiny").is_relative_to(tmp_path / "own")
+
+
+def test_a_converted_checkpoint_answers_like_the_checkpoint(tmp_path):
+    write_model(tmp_path / "model", layers=2, hidden=64, heads=4, kv_heads=2, max_model_len=256)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
+    prompt = list(range(100, 120))
+    tokens = module.generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0].tolist()
+    path = convert(tmp_path / "model", tmp_path / "model.gguf")
+    with (
+        running_llama_server(tmp_path / "log", path, "-ctk", "f32", "-ctv", "f32", slots=1) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        assert complete(client, prompt, n_predict=8)["tokens"] == tokens[len(prompt) :]

@@ -28,13 +28,13 @@ class HttpTransport:
 
     def __init__(self, *, connect_timeout_s: float = 5.0) -> None:
         self._connect_timeout_s = connect_timeout_s
-        self._origins: dict[tuple[str, ssl.SSLContext | None], Origin] = {}
+        self._origins: dict[tuple[str, ssl.SSLContext | None, str | None], Origin] = {}
 
     async def send(self, request: OutgoingRequest) -> HttpResponse:
         """See `Transport.send`."""
         end = request.url.find("/", len("https://"))
         address, target = (request.url[:end], request.url[end:]) if end > 0 else (request.url, "/")
-        origin = self._origin(address, request.tls)
+        origin = self._origin(address, request.tls, request.unix)
         head = _head(request, target, origin.host)
         connection = origin.take()
         if connection is not None:
@@ -52,10 +52,11 @@ class HttpTransport:
             await origin.aclose()
         self._origins.clear()
 
-    def _origin(self, address: str, tls: ssl.SSLContext | None) -> Origin:
-        origin = self._origins.get((address, tls))
+    def _origin(self, address: str, tls: ssl.SSLContext | None, unix: str | None) -> Origin:
+        origin = self._origins.get((address, tls, unix))
         if origin is None:
-            origin = self._origins[address, tls] = Origin(address, tls, self._connect_timeout_s)
+            origin = Origin(address, tls, self._connect_timeout_s, unix)
+            self._origins[address, tls, unix] = origin
         return origin
 
 

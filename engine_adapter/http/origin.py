@@ -26,15 +26,18 @@ class Origin:
         host: the `host` header.
     """
 
-    def __init__(self, url: str, tls: ssl.SSLContext | None, connect_timeout_s: float) -> None:
-        """`url`: scheme, host and port. `tls` is for https; None is the default there."""
+    def __init__(
+        self, url: str, tls: ssl.SSLContext | None, connect_timeout_s: float, unix: str | None = None
+    ) -> None:
+        """`url`: scheme, host and port. `tls` is for https; None is the default there. `unix`: path of the
+        Unix socket to connect to instead."""
         parsed = httpx.URL(url)
         is_tls = parsed.scheme == "https"
         self.host = parsed.netloc
         self._name = parsed.raw_host.decode("ascii")
         self._port = parsed.port or (443 if is_tls else 80)
         self._tls = (tls or ssl.create_default_context()) if is_tls else None
-        self._connect_timeout_s = connect_timeout_s
+        self._connect_timeout_s, self._unix = connect_timeout_s, unix
         self._addresses: list[str] = []
         self._addresses_until = 0.0
         self._reached: str | None = None
@@ -62,7 +65,6 @@ class Origin:
         Raises:
             EngineUnavailable: there is none.
         """
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 addresses = await self._resolved()
@@ -72,13 +74,7 @@ class Origin:
         for address in addresses:
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
-                    _, connection = await loop.create_connection(
-                        lambda: Connection(self),
-                        address,
-                        self._port,
-                        ssl=self._tls,
-                        server_hostname=self._name if self._tls is not None else None,
-                    )
+                    connection = await self._dial(address)
             except OSError as error:  # TimeoutError and TLS errors are some
                 failure = error
             else:
@@ -125,8 +121,23 @@ class Origin:
             connection.close()
         self._sweep = loop.call_later(KEEPALIVE_S, self._close_old) if self._idle else None
 
+    async def _dial(self, address: str) -> Connection:
+        loop = asyncio.get_running_loop()
+        if self._unix is not None:
+            return (await loop.create_unix_connection(lambda: Connection(self), address))[1]
+        _, connection = await loop.create_connection(
+            lambda: Connection(self),
+            address,
+            self._port,
+            ssl=self._tls,
+            server_hostname=self._name if self._tls is not None else None,
+        )
+        return connection
+
     async def _resolved(self) -> list[str]:
         """The addresses of the host. Raises OSError or UnicodeError if it has none."""
+        if self._unix is not None:
+            return [self._unix]
         loop = asyncio.get_running_loop()
         if loop.time() >= self._addresses_until:
             if _is_address(self._name):
@@ -143,7 +154,7 @@ class Origin:
             why = f"no answer within {self._connect_timeout_s:g} s"
         if isinstance(error, ssl.SSLCertVerificationError):
             why += "; name the authorities that signed its certificate: ca=FILE"
-        return EngineUnavailable(f"cannot connect to {self.host.decode('ascii')}: {why}")
+        return EngineUnavailable(f"cannot connect to {self._unix or self.host.decode('ascii')}: {why}")
 
 
 def _is_address(name: str) -> bool:

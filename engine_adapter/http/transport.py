@@ -26,6 +26,7 @@ class OutgoingRequest(msgspec.Struct, frozen=True):
         tls: the engine's own context, None where it has none.
         socket: what the client sends on the WebSocket that the request asks for; None for a plain request. It
             is sent once the engine has agreed (status 101).
+        unix: path of the Unix socket to connect to, in place of the host of the URL; None for TCP.
     """
 
     method: str
@@ -34,6 +35,7 @@ class OutgoingRequest(msgspec.Struct, frozen=True):
     body: bytes | AsyncIterator[bytes] | None = None
     tls: ssl.SSLContext | None = None
     socket: AsyncIterator[bytes] | None = None
+    unix: str | None = None
 
     def __repr__(self) -> str:
         """Without headers and body, which may be secret."""

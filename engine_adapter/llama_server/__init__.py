@@ -6,7 +6,7 @@ slots.py       what each slot holds and runs            plan.py       which slot
 contents.py    moves KV between slots and files         slot_io.py    save, restore, erase over HTTP
 write_back.py  saves slots in idle time                 verbs.py      flush, offload, restore, pin
 slot_owners.py whose KV each slot holds, on disk        pin_record.py its pins, on disk
-rates.py       how fast this server is
+server_lock.py keeps a second kvpin from its slots      rates.py       how fast this server is
 answer.py      which tokens an answer left in its slot  answer_reader.py  watches an answer pass
 assemble.py    a stream as one JSON answer              mirror_events.py  what is held, as KV events
 saved.py       the registry of saved prefixes           saved_entry.py    one of them, and eviction order

@@ -36,6 +36,7 @@ from engine_adapter.llama_server.routes import (
     SLOTS,
 )
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
+from engine_adapter.llama_server.server_lock import ServerLock
 from engine_adapter.llama_server.session import Session, identity_of
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.tokens import tokenize
@@ -90,6 +91,8 @@ _INSTEAD = {
 class LlamaServerAdapter(Undeclared):
     """`EngineAdapter` of llama.cpp's llama-server."""
 
+    one_owner = True
+
     def __init__(self, spec: LlamaServerSpec) -> None:
         """Raises EngineSpecError for an invalid address, or directories that contradict each other."""
         self.spec = spec
@@ -97,14 +100,21 @@ class LlamaServerAdapter(Undeclared):
         self._mirror = MirrorEvents()
         self._registry = SavedPrefixes.shared(_place(spec)) if spec.options.host_cache_dir else None
         self._unsubscribe = self._registry.subscribe(self._on_saved) if self._registry else None
+        self._lock = ServerLock(self._registry.place.host if self._registry else None, spec.url)
         self._session: Session | None = None
         self._was_asleep = False
 
     # --- what it is -----------------------------------------------------------------------------------
 
+    @property
+    def has_lock(self) -> bool:  # type: ignore[override]  # a constant where no kvpin may be kept off
+        """See `EngineAdapter.has_lock`."""
+        return self._lock.is_possible
+
     async def connect(self) -> EngineInfo:
         """See `EngineAdapter.connect`."""
         await self._control.fetch("GET", "/health")
+        self._lock.take()
         session = self._session
         if session is not None and await session.is_busy_moving():
             return self._info(session)
@@ -139,6 +149,11 @@ class LlamaServerAdapter(Undeclared):
             card=facts.card,
             too_long=_too_long,
         )
+
+    async def leave(self) -> None:
+        """See `EngineAdapter.leave`. Saves nothing: the other kvpin moves KV already."""
+        await self._end(farewell=False)
+        self._lock.free()
 
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`."""
@@ -263,6 +278,7 @@ class LlamaServerAdapter(Undeclared):
     async def aclose(self) -> None:
         """See `EngineAdapter.aclose`. Saves the slots first, so that a restart loses nothing."""
         await self._end(farewell=True)
+        self._lock.free()
         if self._unsubscribe is not None:
             self._unsubscribe()
         await self._control.aclose()

@@ -1,11 +1,14 @@
-"""Limits on what one call in a chat template may make: `text.center(10**10)` would fill the machine's memory.
+"""Limits on the texts that a chat template may make: `text.center(10**10)` would fill the machine's memory.
 
-The length of the result is computed before the call. templates.py limits the whole text and its time.
+Where one call can make much of little, the length of its result is computed before the call. Where the result
+is at most some times its parts, as for `text + text`, it is looked at after. Long texts also count together:
+a template may double a text, but not many times. templates.py limits the whole text and its time.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable
 from functools import wraps
 from string import Formatter
@@ -17,30 +20,100 @@ from jinja2.filters import FILTERS
 from jinja2.nodes import EvalContext
 from jinja2.utils import generate_lorem_ipsum
 
-# The longest text that a call may make, in characters.
+# The longest text that a call may make, and all long texts of one rendering together, in characters.
 MAX_LENGTH = 64 << 20
+MAX_LONG = 512 << 20
+# From this length on, a text is long.
+LONG = 64 << 10
+# Texts that may be put together before their length is looked at.
+_FEW = 8
+# The longest list.
+MAX_PLACES = 1 << 20
 # Width and precision of a `%` conversion.
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
 _ENDLESS = MAX_LENGTH + 1
 
 
+class _Made(threading.local):
+    """The characters of the long texts that a thread's rendering has made."""
+
+    length = 0
+
+
+_made = _Made()
+
+
+def begin_rendering() -> None:
+    """No text was made yet."""
+    _made.length = 0
+
+
 def check_length(length: int) -> None:
-    """Raises SecurityError for too long a text."""
-    if length > MAX_LENGTH:
-        raise SecurityError(f"a chat template must not make a text of over {MAX_LENGTH >> 20} Mi characters")
+    """Raises SecurityError for too long a text, or for too many long texts."""
+    if length > LONG:
+        _made.length += length
+        if length > MAX_LENGTH or _made.length > MAX_LONG:
+            raise SecurityError(
+                f"a chat template must not make a text of over {MAX_LENGTH >> 20} Mi characters, or so many "
+                f"long texts that they have over {MAX_LONG >> 20} Mi"
+            )
 
 
-def printf_length(form: str) -> int:
-    """Characters that the widths of `form % values` add. A width that is a value itself counts as endless."""
+def checked(made: Any) -> Any:  # noqa: ANN401 - as the template has it
+    """What a template made, if it is not too long. Raises SecurityError."""
+    kind = made.__class__
+    if kind is str:
+        if len(made) > LONG:
+            check_length(len(made))
+    elif (kind is list or kind is tuple) and len(made) > MAX_PLACES:
+        raise SecurityError(f"a chat template must not make a list of over {MAX_PLACES >> 20} Mi places")
+    return made
+
+
+def concat(pieces: Iterable[str]) -> str:
+    """The pieces as one text. Raises SecurityError if it is too long."""
+    texts = pieces if isinstance(pieces, list) else list(pieces)
+    if len(texts) > _FEW:
+        check_length(sum(map(len, texts)))
+    text = "".join(texts)
+    if len(text) > LONG and len(texts) <= _FEW:
+        check_length(len(text))
+    return text
+
+
+def joined(pieces: Iterable[Any]) -> str:
+    """The same for pieces of any kind."""
+    return concat(map(str, pieces))
+
+
+def printf_length(form: str, values: Any) -> int:  # noqa: ANN401 - as the template has it
+    """The characters that `form % values` adds: widths and texts. A width that is a value itself counts as
+    endless."""
     widths = [width for found in _CONVERSION.findall(form) for width in found if width]
-    return _ENDLESS if "*" in widths else sum(map(int, widths))
+    if "*" in widths:
+        return _ENDLESS
+    if isinstance(values, dict):
+        texts = form.count("%") * _longest(values.values())
+    else:
+        texts = sum(map(_length, values)) if isinstance(values, tuple) else _length(values)
+    return texts + sum(map(int, widths))
 
 
-def _format_length(form: str) -> int:
-    """The same for `form.format(values)`."""
-    specs = [spec for _, _, spec, _ in Formatter().parse(form) if spec]
-    nested = any("{" in spec for spec in specs)
-    return _ENDLESS if nested else sum(int(width) for spec in specs for width in re.findall(r"\d+", spec))
+def _format_length(form: str, *values: object, **named: object) -> int:
+    """The same for `form.format(values)`, where each value may stand in many places."""
+    places = [(name, spec) for _, name, spec, _ in Formatter().parse(form) if name is not None]
+    if any("{" in (spec or "") for _, spec in places):
+        return _ENDLESS
+    widths = sum(int(width) for _, spec in places for width in re.findall(r"\d+", spec or ""))
+    return widths + len(places) * _longest([*values, *named.values()])
+
+
+def _longest(values: Iterable[Any]) -> int:
+    return max(map(_length, values), default=0)
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, str) else 0
 
 
 def _replaced_length(text: str, old: str, new: str, count: int | None = None) -> int:
@@ -62,8 +135,8 @@ _METHODS: dict[str, Callable[..., int]] = {
     "expandtabs": lambda text, tabsize=8: text.count("\t") * tabsize,
     "replace": _replaced_length,
     "translate": _translated_length,
-    "format": lambda text, *_values, **_named: _format_length(text),
-    "format_map": lambda text, _values: _format_length(text),
+    "format": _format_length,
+    "format_map": lambda text, values: _format_length(text, *values.values()),
 }
 BOUNDED_METHODS = frozenset({*_METHODS, "join"})
 """Methods of strings that can make much of little."""
@@ -117,7 +190,7 @@ _LENGTHS: dict[str, Callable[..., int]] = {
     "batch": lambda _value, linecount, *_fill, **_named: 8 * linecount,
     "slice": lambda _context, _value, slices, *_fill, **_named: 8 * slices,
     "center": lambda _value, width=80: width,
-    "format": lambda value, *_values, **_named: printf_length(str(value)),
+    "format": lambda value, *values, **named: printf_length(str(value), named or values),
     "indent": _indented_length,
     "replace": lambda _context, s, old, new, count=None: _replaced_length(str(s), str(old), str(new), count),
     "wordwrap": _wrapped_length,
@@ -128,8 +201,23 @@ bounded_lipsum = _bounded(
     lambda n=5, html=True, min=20, max=100: 12 * n * max,  # noqa: A006, ARG005 - jinja2's
 )
 """jinja2's global of that name, with its limit."""
+# They make a text some times as long as theirs: applied again and again, it has no end.
+_GROWING = ("e", "escape", "forceescape", "list", "pprint", "string", "urlencode", "urlize", "xmlattr")
+
+
+def checked_filter(made: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, whose results are checked."""
+
+    @wraps(made)
+    def looked_at(*args: Any, **named: Any) -> Any:  # noqa: ANN401 - as the template has it
+        return checked(made(*args, **named))
+
+    return looked_at
+
+
 BOUNDED_FILTERS: dict[str, Callable[..., Any]] = {
     **{name: _bounded(FILTERS[name], length) for name, length in _LENGTHS.items()},
+    **{name: checked_filter(FILTERS[name]) for name in _GROWING},
     "join": _join_filter,
 }
 """jinja2's filters that can make much of little, with their limits."""

@@ -23,7 +23,12 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.utils import Namespace
 
-from engine_adapter.prompt.bounds import BOUNDED_FILTERS, bounded_lipsum
+from engine_adapter.prompt.bounds import (
+    BOUNDED_FILTERS,
+    begin_rendering,
+    bounded_lipsum,
+    checked_filter,
+)
 from engine_adapter.prompt.sandbox import Sandbox
 
 TEMPLATE_ERRORS = (
@@ -37,7 +42,7 @@ MAX_S = 20.0
 # The most spaces by which JSON may be indented for each level.
 MAX_INDENT = 64
 # Pieces of a text between two looks at its length.
-_PIECES = 4096
+_PIECES = 64
 # A message's reasoning is read under the first of these names that it has, and given under all but the last.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Ends the text to continue; what the template writes after it is cut off.
@@ -102,6 +107,7 @@ def render_template(
         "documents": documents,
         "add_generation_prompt": add_generation_prompt,
     }
+    begin_rendering()
     text = _bounded(made.root_render_func(made.new_context(seen, shared=True)))
     return _cut_at_end(text, final) if continue_final_message else text
 
@@ -115,12 +121,14 @@ def compiled(template: str) -> Template:
 def _bounded(pieces: Iterator[str]) -> str:
     """The text of the pieces. Raises TemplateError if it becomes too long, or takes too much time."""
     text = list(islice(pieces, _PIECES))
-    if len(text) < _PIECES:
-        return "".join(text)
-    until, size = time.thread_time() + MAX_S, sum(map(len, text))
-    while more := list(islice(pieces, _PIECES)):
-        text += more
-        size += sum(map(len, more))
+    size = sum(map(len, text))
+    if len(text) == _PIECES or size > MAX_CHARS:
+        until = time.thread_time() + MAX_S
+        while more := list(islice(pieces, _PIECES)):
+            text += more
+            size += sum(map(len, more))
+            if size > MAX_CHARS or time.thread_time() > until:
+                break
         if size > MAX_CHARS or time.thread_time() > until:
             too_much = f"over {MAX_CHARS >> 20} Mi characters, or {MAX_S:g} s of CPU time"
             raise TemplateError(f"it takes {too_much}")
@@ -240,7 +248,7 @@ def _strftime_now(form: str) -> str:
 
 def _make_environment() -> Sandbox:
     made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters |= {**BOUNDED_FILTERS, "tojson": _tojson}
+    made.filters |= {**BOUNDED_FILTERS, "tojson": checked_filter(_tojson)}
     made.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

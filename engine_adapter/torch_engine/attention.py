@@ -8,7 +8,7 @@ path crops the keys of a prompt whose beginning is cached.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -134,6 +134,36 @@ class Planes(Protocol):
         """Keys and values of a layer, [token slots, heads, dim], for reading and writing."""
 
 
+class Scratch:
+    """Two buffers to gather keys and values into. All layers and steps use the same memory, as fresh memory
+    costs several times as much as the copy itself."""
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self._size = tokens_per_block
+        self._buffers: dict[bool, Tensor] = {}
+
+    def gather(self, plane: Tensor, blocks: Tensor, *, values: bool) -> Tensor:
+        """The tokens of `blocks`, [tokens, heads, dim]. Valid until the next call with the same `values`."""
+        rows = plane.view(-1, self._size * plane.shape[1] * plane.shape[2])
+        needed = len(blocks) * rows.shape[1]
+        buffer = self._buffers.get(values)
+        if buffer is None or buffer.numel() < needed:
+            buffer = self._buffers[values] = rows.new_empty(2 * needed)
+        gathered = buffer[:needed].view(len(blocks), -1)
+        torch.index_select(rows, 0, blocks, out=gathered)
+        return gathered.view(-1, *plane.shape[1:])
+
+
+class Part(Protocol):
+    """Consecutive rows of a step, `begin` to `end`, that attend in one call."""
+
+    begin: int
+    end: int
+
+    def attend(self, call: Call, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
+        """Their output [rows, heads, value_dim] over the layer's `keys` and `values`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """The place of a sequence's KV.
@@ -148,22 +178,28 @@ class Place:
     start: int
     blocks: Tensor | None
 
-    def read(self, plane: Tensor, tokens_per_block: int) -> Tensor:
+    def read(self, plane: Tensor, scratch: Scratch, *, values: bool) -> Tensor:
         """[length, heads, dim]; a view if the blocks are contiguous."""
         if self.blocks is None:
             return plane[self.start : self.start + self.length]
-        by_block = plane.view(-1, tokens_per_block, *plane.shape[1:])
-        return by_block.index_select(0, self.blocks).flatten(0, 1)[: self.length]
+        return scratch.gather(plane, self.blocks, values=values)[: self.length]
 
 
 @dataclass(slots=True)
 class Span:
-    """Consecutive rows of a step: the last tokens of one sequence."""
+    """The last tokens of one sequence."""
 
     begin: int
     end: int
     place: Place
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def attend(self, call: Call, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
+        """See `Part`."""
+        query = call.query[self.begin : self.end].transpose(0, 1)[None]
+        key = self.place.read(keys, scratch, values=False).transpose(0, 1)[None]
+        value = self.place.read(values, scratch, values=True).transpose(0, 1)[None]
+        return attention(query, key, value, self.mask(call.window, call.query), call)[0].transpose(0, 1)
 
     def mask(self, window: int | None, like: Tensor) -> Tensor | None:
         """Additive mask [rows, length]: the last row sees all tokens, each row before it one less. None if
@@ -188,17 +224,30 @@ class Span:
 
 @dataclass(slots=True)
 class Decodes:
-    """The first rows of a step: one new token of each of `count` sequences, attended in one call.
+    """One new token of each of several sequences.
 
     Attributes:
         blocks: [sequences * width] block ids, each sequence padded to `width` blocks.
         lengths: [sequences] tokens.
     """
 
-    count: int
+    begin: int
+    end: int
     blocks: Tensor
     lengths: Tensor
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def attend(self, call: Call, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
+        """See `Part`."""
+        query = call.query[self.begin : self.end, :, None]
+        key, value = (
+            scratch.gather(plane, self.blocks, values=plane is values)
+            .view(len(self.lengths), -1, *plane.shape[1:])
+            .transpose(1, 2)
+            for plane in (keys, values)
+        )
+        mask = self.mask(call.window, key.shape[2], call.query)
+        return attention(query, key, value, mask, call)[:, :, 0]
 
     def mask(self, window: int | None, capacity: int, like: Tensor) -> Tensor:
         """Additive mask [sequences, 1, 1, capacity]."""
@@ -208,7 +257,7 @@ class Decodes:
             hidden = keys >= lengths
             if window is not None:
                 hidden |= keys < lengths - window
-            mask = torch.zeros(self.count, capacity, dtype=like.dtype, device=like.device)
+            mask = torch.zeros(len(self.lengths), capacity, dtype=like.dtype, device=like.device)
             self.masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
         return self.masks[window]
 
@@ -216,15 +265,12 @@ class Decodes:
 class PagedBatch:
     """Attention of one step: writes the KV of its rows, then attends each row over its own sequence."""
 
-    def __init__(
-        self, planes: Planes, tokens_per_block: int, slots: Tensor, decodes: Decodes | None, spans: list[Span]
-    ) -> None:
-        """`slots` [N] are the token slots of the rows. The rows of `decodes` come before those of `spans`."""
+    def __init__(self, planes: Planes, slots: Tensor, parts: Sequence[Part], scratch: Scratch) -> None:
+        """`slots` [N] are the token slots of the rows; `parts` hold all rows, in order."""
         self._planes = planes
-        self._size = tokens_per_block
         self._slots = slots
-        self._decodes = decodes
-        self._spans = spans
+        self._parts = parts
+        self._scratch = scratch
 
     def check(self, module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
         """Does nothing: the probe has checked the model at load."""
@@ -236,32 +282,8 @@ class PagedBatch:
         # this, the NaN of one request reaches the next owner of its blocks.
         keys.index_copy_(0, self._slots, call.key.nan_to_num(0.0, 0.0, 0.0))
         values.index_copy_(0, self._slots, call.value.nan_to_num(0.0, 0.0, 0.0))
-        if self._decodes is None and len(self._spans) == 1:
-            return self._span(self._spans[0], call, keys, values)
-        output = call.query.new_empty(*call.query.shape[:2], values.shape[2])
-        if self._decodes is not None:
-            output[: self._decodes.count] = self._decode(self._decodes, call, keys, values)
-        for span in self._spans:
-            output[span.begin : span.end] = self._span(span, call, keys, values)
-        return output
-
-    def _span(self, span: Span, call: Call, keys: Tensor, values: Tensor) -> Tensor:
-        query = call.query[span.begin : span.end].transpose(0, 1)[None]
-        key = span.place.read(keys, self._size).transpose(0, 1)[None]
-        value = span.place.read(values, self._size).transpose(0, 1)[None]
-        return attention(query, key, value, span.mask(call.window, call.query), call)[0].transpose(0, 1)
-
-    def _decode(self, decodes: Decodes, call: Call, keys: Tensor, values: Tensor) -> Tensor:
-        query = call.query[: decodes.count, :, None]
-        key, value = (
-            plane.view(-1, self._size, *plane.shape[1:])
-            .index_select(0, decodes.blocks)
-            .view(decodes.count, -1, *plane.shape[1:])
-            .transpose(1, 2)
-            for plane in (keys, values)
-        )
-        mask = decodes.mask(call.window, key.shape[2], call.query)
-        return attention(query, key, value, mask, call)[:, :, 0]
+        outputs = [part.attend(call, keys, values, self._scratch) for part in self._parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:

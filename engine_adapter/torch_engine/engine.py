@@ -345,7 +345,8 @@ class Engine:
     def _announce_scheduled(self, items: list[Item]) -> None:
         for item in items:
             if item.first:
-                active, cached = item.active, item.active.sequence.computed
+                active = item.active
+                cached = len(active.sequence.path) * self._cache.tokens_per_block
                 self.counters.prompt_tokens += len(active.request.token_ids)
                 self.counters.cached_tokens += cached
                 self._deliver(active, [Scheduled(active.request.request_id, cached)])

@@ -65,7 +65,8 @@ class KvAdmin:
         self._pinned = 0
 
     def flush(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Drops blocks with all blocks below them; ends the pins on them."""
+        """Drops blocks with all blocks below them and all leftovers; ends the pins on the blocks."""
+        self._tree.gpu.forget_leftovers()
         nodes = self._scope(target)
         if target.token_ids is not None:
             top = next((node for node in nodes if not node.refs), None)

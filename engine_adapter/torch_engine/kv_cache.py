@@ -1,7 +1,8 @@
 """The KV cache: the blocks of running sequences, and the blocks kept after them.
 
 Pure: it decides, a `BlockCopier` copies. A sequence begins with the longest cached prefix of its tokens and
-grows by free blocks. Its full blocks enter the tree as soon as they are computed.
+grows by free blocks. Its full blocks enter the tree as soon as they are computed. The beginning of its last
+block is copied from a block that begins alike.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from array import array
 from typing import Any
 
 from engine_adapter.torch_engine.kv_admin import KvAdmin, SliceResult, block_key, block_keys
+from engine_adapter.torch_engine.kv_leftovers import find_beginning
 from engine_adapter.torch_engine.kv_node import Node
 from engine_adapter.torch_engine.kv_tree import BlockCopier, KvTree
 from engine_adapter.types import BlocksStored, ExtraIds, KvEvent, KvTarget, Pinned, Retention, Tier, TokenIds
@@ -89,8 +91,8 @@ class KvCache:
         """Reserves blocks for all tokens of a sequence; its cached prefix is reused, host blocks of it are
         restored. Needs room for `spare` more blocks, but does not reserve them.
 
-        `computed` then counts the reused tokens: full blocks, and never the last token. Without room,
-        returns False and changes nothing.
+        `computed` then counts the reused tokens: those of `path`, and those copied into the last block. The
+        last token is never among them. Without room, returns False and changes nothing.
         """
         root = self.tree.hold_root(sequence.salt)
         path = self.tree.walk(root, self._keys_after(sequence, 0))
@@ -108,7 +110,29 @@ class KvCache:
         self.tree.touch(path)
         sequence.blocks = array("i", [node.slot for node in path]) + self.tree.gpu.take_many(fresh)
         sequence.computed = len(path) * self.tokens_per_block
+        self._copy_beginning(sequence)
         return True
+
+    def _copy_beginning(self, sequence: KvSequence) -> None:
+        """Copies as much of a sequence's last block as another block begins with.
+
+        Other blocks are not copied: another sequence may compute one, and `extend` shares it.
+        """
+        wanted = self._text(sequence, len(sequence.tokens) - 1)
+        if not 0 < len(wanted) < self.tokens_per_block:
+            return
+        found = find_beginning(sequence.tip, wanted.tobytes(), self.tokens_per_block)
+        if found is not None:
+            slot, tokens = found
+            self.tree.copy(slot, sequence.blocks[len(sequence.path)])
+            sequence.computed += tokens
+
+    def _text(self, sequence: KvSequence, end: int) -> array[int]:
+        """The tokens after `path` up to `end`; empty if one of them is no text."""
+        part = slice(len(sequence.path) * self.tokens_per_block, end)
+        if sequence.extra_ids is not None and any(sequence.extra_ids[part]):
+            return array("i")
+        return sequence.tokens[part]
 
     def extend(self, sequence: KvSequence) -> int:
         """Replaces reserved blocks by blocks that other sequences have computed since `begin`.
@@ -157,8 +181,12 @@ class KvCache:
         root = sequence.root
         if root is None:
             return
-        for slot in sequence.blocks[len(sequence.path) :]:
-            self.tree.gpu.give(slot)
+        begun = self._text(sequence, sequence.computed)
+        for index, slot in enumerate(sequence.blocks[len(sequence.path) :]):
+            if index == 0 and begun:
+                self.tree.gpu.leave(slot, sequence.tip, begun.tobytes())
+            else:
+                self.tree.gpu.give(slot)
         self.tree.touch(sequence.path)
         if sequence.retention is not None and sequence.retention.priority > 0:
             self.tree.kept.keep(sequence.path, sequence.retention, self._now)

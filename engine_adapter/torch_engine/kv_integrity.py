@@ -34,6 +34,10 @@ def _slots(cache: KvCache, running: list[KvSequence], nodes: list[Node]) -> Iter
             used.update(private)
         if used != Counter(range(pool.total)):
             yield f"{tier}: slots are lost or doubled: {used - Counter(range(pool.total))}"
+    free = set(cache.tree.gpu.free_slots())
+    for node in nodes:
+        if not free.issuperset(node.leftovers.values()):
+            yield f"leftovers of {node.name:x} lie in slots that are not free"
     idle = sum(1 for node in nodes if node.idle and node.tier is Tier.GPU)
     if idle != cache.tree.idle:
         yield f"idle is {cache.tree.idle}, counted {idle}"

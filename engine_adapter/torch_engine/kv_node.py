@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
+from engine_adapter.torch_engine.kv_leftovers import Leftovers
 from engine_adapter.types import Tier
 
 NEVER = -math.inf
@@ -30,6 +31,7 @@ class Node:
     Attributes:
         key: the exact content: int32 tokens, then uint64 extra ids if any of them is not 0.
         children: by key. A look-up compares content and trusts no hash.
+        leftovers: slots with the beginning of a child, by its tokens; see `kv_leftovers.py`.
         name: 64-bit hash of the chain, unique in this cache; only a name in events.
         slot: its place in the pool of `tier`, or GONE.
         refs: running sequences that contain this block. A block with refs lies on the GPU tier.
@@ -45,6 +47,7 @@ class Node:
         "kept_until",
         "key",
         "last_used",
+        "leftovers",
         "name",
         "parent",
         "pins",
@@ -61,6 +64,7 @@ class Node:
         self.slot = slot
         self.tier = Tier.GPU
         self.children: dict[bytes, Node] = {}
+        self.leftovers: dict[bytes, int] = {}
         self.gpu_children = 0
         self.refs = 0
         self.pins = 0
@@ -112,34 +116,46 @@ def by_recency(node: Node) -> Value:
 
 
 class BlockPool:
-    """The slots of one tier. Low slots go first, so that sequences tend to be contiguous."""
+    """The slots of one tier. Low slots go first, so that sequences tend to be contiguous. Slots that hold
+    leftovers go last, the oldest first."""
 
-    __slots__ = ("_free", "total")
+    __slots__ = ("_free", "_leftovers", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._free = list(range(total))
+        self._leftovers = Leftovers()
 
     @property
     def free(self) -> int:
         """Number of free slots."""
-        return len(self._free)
+        return len(self._free) + len(self._leftovers)
 
     def take(self) -> int:
         """Takes a free slot. The caller has checked that one is free."""
-        return heapq.heappop(self._free)
+        return heapq.heappop(self._free) if self._free else self._leftovers.take_oldest()
 
     def take_many(self, number: int) -> array[int]:
         """Takes `number` free slots. The caller has checked that they are free."""
-        return array("i", [heapq.heappop(self._free) for _ in range(number)])
+        return array("i", [self.take() for _ in range(number)])
 
     def give(self, slot: int) -> None:
         """Takes a slot back."""
         heapq.heappush(self._free, slot)
 
+    def leave(self, slot: int, parent: Node, tokens: bytes) -> None:
+        """Takes a slot back that holds the beginning of a block: the text `tokens` below `parent`."""
+        if not self._leftovers.add(slot, parent, tokens):
+            self.give(slot)
+
+    def forget_leftovers(self) -> None:
+        """Forgets the content of all free slots."""
+        while self._leftovers:
+            self.give(self._leftovers.take_oldest())
+
     def free_slots(self) -> list[int]:
         """The free slots, in no particular order."""
-        return list(self._free)
+        return self._free + self._leftovers.slots()
 
 
 class LeafQueue:

@@ -38,6 +38,9 @@ class BlockCopier(Protocol):
     def copy_to_gpu(self, host_slots: Sequence[int], gpu_slots: Sequence[int]) -> None:
         """Copies block `host_slots[i]` to `gpu_slots[i]`. The GPU slots are distinct."""
 
+    def copy_on_gpu(self, source: int, target: int) -> None:
+        """Copies block `source` to `target`, both GPU slots."""
+
 
 @dataclass(slots=True)
 class Totals:
@@ -258,6 +261,13 @@ class KvTree:
         for node in nodes:
             self.journal.removed(Tier.HOST, node)
         self.totals.restored += len(nodes)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies what lies in one GPU slot to another."""
+        try:
+            self._copier.copy_on_gpu(source, target)
+        except Exception as error:
+            raise CopyFailed(f"copying a block on the GPU failed: {error}") from error
 
     def drop(self, nodes: Iterable[Node]) -> int:
         """Drops idle blocks with all blocks below them. Returns how many were dropped."""

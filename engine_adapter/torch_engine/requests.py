@@ -97,7 +97,8 @@ class GenerationRequest:
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
-    """The prompt is about to run for the first time. `cached_tokens` of its tokens come from cache."""
+    """The prompt is about to run for the first time. `cached_tokens` of its tokens come from cache, in full
+    blocks: tokens copied into its last block are not counted, as no KV event tells of them."""
 
     request_id: str
     cached_tokens: int

@@ -11,12 +11,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_adapter.torch_engine.attention import Decodes, PagedBatch, Place, Span, attention_context
+from engine_adapter.torch_engine.attention import (
+    Decodes,
+    PagedBatch,
+    Part,
+    Place,
+    Scratch,
+    Span,
+    attention_context,
+)
 from engine_adapter.torch_engine.kv_cache import KvSequence
 from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.storage import KvStorage
 
 Ints = NDArray[np.int64]
+
+PADDING_TOKENS = 256
+"""Most tokens of padding in a call for several sequences. To attend so many costs about what a call costs."""
+CALL_BYTES = 4 << 20
+"""Most KV that a call for several sequences gathers. More would not stay in a CPU's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +57,13 @@ class Runner:
         self._device = torch.device(model.device)
         self._storage = storage
         self._size = tokens_per_block
+        self._scratch = Scratch(tokens_per_block)
+        self._most_blocks = CALL_BYTES * len(model.layers) // model.block_bytes(tokens_per_block)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> Tensor:
-        """Logits [items that want them, vocabulary], in order. Single tokens come first in `work`, so that
-        one call attends them together."""
+        """Logits [items that want them, vocabulary], in order. Neighbours in `work` with a single token each
+        and similar lengths are attended in one call."""
         tables = [self._table(item) for item in work]
         positions = np.concatenate(
             [np.arange(item.sequence.computed, item.sequence.computed + item.count) for item in work]
@@ -81,31 +96,36 @@ class Runner:
         return slots
 
     def _batch(self, work: Sequence[Work], tables: list[Ints], slots: Ints, ends: Ints) -> PagedBatch:
-        lengths = [item.sequence.computed + item.count for item in work]
-        together = self._decodes_together(work, lengths)
-        decodes = self._decodes(tables[:together], lengths[:together]) if together else None
-        spans = [
-            Span(int(ends[index]) - work[index].count, int(ends[index]), self._place(tables[index], length))
-            for index, length in enumerate(lengths)
-            if index >= together
-        ]
-        return PagedBatch(self._storage, self._size, self._to_device(slots), decodes, spans)
+        parts: list[Part] = []
+        for group in self._groups(work, tables):
+            begin, end = int(ends[group[0]]) - work[group[0]].count, int(ends[group[-1]])
+            lengths = [work[index].sequence.computed + work[index].count for index in group]
+            if len(group) == 1:
+                parts.append(Span(begin, end, self._place(tables[group[0]], lengths[0])))
+            else:
+                blocks = _padded([tables[index] for index in group])
+                parts.append(Decodes(begin, end, self._to_device(blocks), self._to_device(np.array(lengths))))
+        return PagedBatch(self._storage, self._to_device(slots), parts, self._scratch)
 
-    def _decodes_together(self, work: Sequence[Work], lengths: list[int]) -> int:
-        """Number of single tokens at the front to attend in one call; 0 if most of it would be padding."""
-        count = next((index for index, item in enumerate(work) if item.count > 1), len(work))
-        if count < 2 or max(lengths[:count]) * count > 2 * sum(lengths[:count]):  # noqa: PLR2004 - "most"
-            return 0
-        return count
-
-    def _decodes(self, tables: list[Ints], lengths: list[int]) -> Decodes:
-        width = max(len(table) for table in tables)
-        padded = np.zeros((len(tables), width), dtype=np.int64)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        return Decodes(
-            len(tables), self._to_device(padded.ravel()), self._to_device(np.array(lengths, dtype=np.int64))
-        )
+    def _groups(self, work: Sequence[Work], tables: list[Ints]) -> list[list[int]]:
+        """The items that attend together, as indices: see `PADDING_TOKENS` and `CALL_BYTES`."""
+        groups: list[list[int]] = []
+        widest = used = 0  # blocks of the last group: of its longest sequence, of all
+        for index, item in enumerate(work):
+            blocks = len(tables[index])
+            wide = max(widest, blocks) * (len(groups[-1]) + 1) if groups else 0
+            if (
+                groups
+                and item.count == work[groups[-1][-1]].count == 1
+                and (wide - used - blocks) * self._size <= PADDING_TOKENS
+                and wide <= self._most_blocks
+            ):
+                groups[-1].append(index)
+                widest, used = max(widest, blocks), used + blocks
+            else:
+                groups.append([index])
+                widest = used = blocks
+        return groups
 
     def _place(self, table: Ints, length: int) -> Place:
         if table[-1] - table[0] == len(table) - 1 and (np.diff(table) == 1).all():
@@ -128,6 +148,14 @@ class Runner:
 
     def _to_device(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _padded(tables: list[Ints]) -> Ints:
+    """The tables one after another, each padded to the longest with block 0."""
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded.ravel()
 
 
 def _tokens(item: Work) -> Ints:

@@ -116,7 +116,8 @@ class Scheduler:
             self.waiting.remove(active)
 
     def plan(self) -> list[Item]:
-        """Reserves blocks for the next step and returns its items, single tokens first.
+        """Reserves blocks for the next step and returns its items: single tokens first, by the length of
+        their sequences, so that similar lengths attend together.
 
         Empty although `busy` when the cache has no room for the first waiting request and nothing else runs.
         """
@@ -133,7 +134,7 @@ class Scheduler:
                 break
         for item in items:
             item.active.scheduled = True
-        items.sort(key=lambda item: item.count > 1)
+        items.sort(key=lambda item: (item.count > 1, item.active.sequence.computed if item.count == 1 else 0))
         return items
 
     def _reserve_decodes(self) -> list[Active]:

@@ -30,7 +30,7 @@ _GRACE_S = 20
 _BACKLOG = 2048
 _log = logging.getLogger("kvpin.engine")
 
-app = typer.Typer(add_completion=False, help="Serve the embedded engine.")
+app = typer.Typer(add_completion=False, rich_markup_mode=None, help="Serve the embedded engine.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _size(text: str) -> int:
 _read_size = TypeAdapter(ByteSize).validate_python
 
 
-@app.command()
+@app.command(epilog="\b\nExample:\n  kvpin engine --port 8001 --kv-blocks 2048")
 def engine(
     *,
     model: Annotated[

@@ -74,17 +74,22 @@ class KvStorage:
             for group in self._groups:
                 staged = group.staging[: len(slots)]
                 torch.index_select(group.gpu.transpose(0, 1), 0, blocks, out=staged)
-                for block, slot in zip(staged, slots, strict=True):
-                    group.host[slot].copy_(block, non_blocking=True)
+                for part, run in _runs(slots):
+                    group.host[run].copy_(staged[part], non_blocking=True)
 
     def copy_to_gpu(self, host_slots: Sequence[int], gpu_slots: Sequence[int]) -> None:
         """See `BlockCopier`."""
         for blocks, slots in self._slices(gpu_slots, host_slots):
             for group in self._groups:
                 staged = group.staging[: len(slots)]
-                for block, slot in zip(staged, slots, strict=True):
-                    block.copy_(group.host[slot], non_blocking=True)
+                for part, run in _runs(slots):
+                    staged[part].copy_(group.host[run], non_blocking=True)
                 group.gpu.index_copy_(1, blocks, staged.transpose(0, 1))
+
+    def copy_on_gpu(self, source: int, target: int) -> None:
+        """See `BlockCopier`."""
+        for group in self._groups:
+            group.gpu[:, target].copy_(group.gpu[:, source])
 
     def _slices(
         self, gpu_slots: Sequence[int], host_slots: Sequence[int]
@@ -93,6 +98,15 @@ class KvStorage:
         for start in range(0, len(host_slots), STAGED_BLOCKS):
             part = slice(start, start + STAGED_BLOCKS)
             yield torch.tensor(list(gpu_slots[part]), device=self._device), host_slots[part]
+
+
+def _runs(slots: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Runs of consecutive slots, to copy in one piece: their places in `slots`, and the slots."""
+    begin = 0
+    for end in range(1, len(slots) + 1):
+        if end == len(slots) or slots[end] != slots[end - 1] + 1:
+            yield slice(begin, end), slice(slots[begin], slots[end - 1] + 1)
+            begin = end
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

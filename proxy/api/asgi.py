@@ -8,6 +8,7 @@ from urllib.parse import unquote
 import structlog
 from starlette.types import ASGIApp, Message
 
+from proxy.api.auth import FROM_PEER
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
 
@@ -74,6 +75,7 @@ def _scope(exchange: Exchange) -> dict[str, Any]:
         "headers": exchange.headers.raw,
         "client": _address(exchange, "peername"),
         "server": _address(exchange, "sockname"),
+        FROM_PEER: exchange.is_from_peer,
     }
 
 

@@ -23,7 +23,11 @@ _OF_SEVERAL = _KEY_HEADERS | PRIVATE_HEADERS
 # Headers that proxies add to the requests that they pass on.
 _FORWARDED = frozenset({"forwarded", "via", "x-real-ip"})
 _FORWARDED_FOR = "x-forwarded-"
+# In an ASGI scope: another kvpin of this machine passes the request on.
+FROM_PEER = "kvpin.from_peer"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+# Values of `sec-fetch-site`: a page of this origin, or what a person typed.
+_OF_OWN_PAGES = ("same-origin", "none")
 
 
 def bearer(headers: Mapping[str, str]) -> str:
@@ -73,13 +77,16 @@ class AdminGuard:
         """`admin_key`: as itself or hashed; None for none."""
         self._digest = key_digest(admin_key) if admin_key else None
 
-    @property
-    def right(self) -> str:
+    def right(self, connection: HTTPConnection) -> str:
         """The right by which a request is let in, for the audit log."""
+        if is_from_peer(connection):
+            return "another kvpin"
         return "admin_key" if self._digest is not None else "this machine"
 
     def check(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized for a missing or wrong key, Forbidden for another machine."""
+        if is_from_peer(connection):
+            return  # it checked the request itself
         if self._digest is None:
             _require_local(connection)
             return
@@ -88,11 +95,16 @@ class AdminGuard:
             raise Unauthorized("the admin API needs the admin key: Authorization: Bearer <key>")
 
 
+def is_from_peer(connection: HTTPConnection) -> bool:
+    """Whether another kvpin of this machine passes the request on, which is trusted."""
+    return bool(connection.scope.get(FROM_PEER))
+
+
 def _require_local(connection: HTTPConnection) -> None:
     """Raises Forbidden unless the peer and the host name it asked for are both this machine.
 
     The address alone is not enough. A web page in a local browser also has it, when it rebinds a name to
-    127.0.0.1 or posts across origins.
+    127.0.0.1 or posts across origins. Of web pages, only kvpin's own gets in.
     """
     host = connection.client.host if connection.client else ""
     named = re.sub(r":\d*$", "", connection.headers.get("host", "")).lower() or "localhost"
@@ -102,10 +114,18 @@ def _require_local(connection: HTTPConnection) -> None:
             f"without an admin key, the admin API answers no request through a proxy ({forwarded[0]}): start "
             "kvpin with --admin-key"
         )
-    if not is_loopback(host) or named not in _LOCAL_NAMES or "origin" in connection.headers:
+    if not is_loopback(host) or named not in _LOCAL_NAMES or not _is_own_page(connection):
         raise Forbidden(
             "without an admin key, the admin API answers only this machine: start kvpin with --admin-key"
         )
+
+
+def _is_own_page(connection: HTTPConnection) -> bool:
+    """Whether no web page asks, or one of this origin. Browsers send both headers, no script can set them,
+    and `origin` is not sent with every GET."""
+    headers = connection.headers
+    own = f"{connection.scope['scheme']}://{headers.get('host', '')}".lower()
+    return headers.get("origin", own) == own and headers.get("sec-fetch-site", "none") in _OF_OWN_PAGES
 
 
 def is_loopback(host: str) -> bool:

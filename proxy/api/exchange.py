@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from engine_adapter import HeaderPairs, Headers
 from proxy.errors import BodyTooLarge, NoEngine, SlowBody
@@ -36,10 +36,12 @@ class Connection(Protocol):
     Attributes:
         transport: its socket.
         is_full: the socket takes no more bytes for now.
+        is_of_peer: another kvpin of this machine made it.
     """
 
     transport: asyncio.Transport
     is_full: bool
+    is_of_peer: ClassVar[bool]
 
     @property
     def date(self) -> bytes:
@@ -74,6 +76,7 @@ class Exchange:
         on_left: called once if the client disconnects before its answer is complete.
         left: the client has disconnected.
         started, finished: the beginning, and all of the answer, was sent.
+        status: of the answer; None before it begins.
         keep_alive: the connection stays open after the answer.
         is_reserved: the connection is one beyond the limit, which is not for the data plane.
     """
@@ -82,8 +85,7 @@ class Exchange:
         "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_has_body", "_head", "_invited",
         "_is_1_0", "_is_hurried", "_left_to_send", "_pauses", "_silence", "_switched", "_unread", "_waited_s",
         "_wakes", "added", "asks_for_websocket", "finished", "headers", "is_reserved", "keep_alive", "left",
-        "method", "on_left", "started",
-        "target", "task",
+        "method", "on_left", "started", "status", "target", "task",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +107,7 @@ class Exchange:
         self.added: HeaderPairs = []
         self.on_left: Callable[[], None] | None = None
         self.left = self.started = self.finished = False
+        self.status: int | None = None
         self.keep_alive, self.is_reserved = keep_alive and not is_1_0, is_reserved
         self._connection, self._is_1_0 = connection, is_1_0
         # The request's body.
@@ -125,6 +128,11 @@ class Exchange:
     def transport(self) -> asyncio.Transport:
         """The client's socket."""
         return self._connection.transport
+
+    @property
+    def is_from_peer(self) -> bool:
+        """Whether another kvpin of this machine passes this request on."""
+        return self._connection.is_of_peer
 
     # --- the request ----------------------------------------------------------------------------------
 
@@ -291,7 +299,7 @@ class Exchange:
         self._has_body = self._has_body and status not in (_NO_CONTENT, _NOT_MODIFIED)
         self._switched = status == _SWITCHED
         self._head = status_line + self._connection.date + head
-        self.started = True
+        self.started, self.status = True, status
 
     def write(self, chunk: bytes) -> None:
         """Sends bytes of the body."""

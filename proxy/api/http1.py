@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 
 # The longest head of a request, in bytes, and the most between two pieces of its body or after the last one.
 MAX_HEAD = 65_536
+# Characters of a header's line beside its name and value: a colon, a space, the line's end.
+_HEADER_MARKS = 4
 # Pipelined requests at which a connection is not read any more.
 MAX_WAITING = 8
 # Seconds between two looks whether the client of a connection that is not read has left.
@@ -50,11 +52,13 @@ class Http1Protocol(asyncio.Protocol):
 
     Attributes:
         crowd: the limit on connections.
+        is_of_peer: other kvpins of this machine make these connections; their requests are trusted.
         transport: its socket.
         is_full: the socket takes no more bytes for now.
     """
 
     crowd: ClassVar[Crowd] = Crowd(MAX_CONNECTIONS, time.monotonic)
+    is_of_peer: ClassVar[bool] = False
     __slots__ = (
         "_close_after", "_current", "_handler", "_head_bytes", "_headers", "_idle_s", "_idle_since",
         "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_reading", "_room", "_socket", "_state",
@@ -249,7 +253,8 @@ class Http1Protocol(asyncio.Protocol):
         """The parser found the end of the head. A request with an offer begins when it is parsed again."""
         if self._close_after or self._parser.should_upgrade():
             return
-        if len(self._target) + sum(map(len, chain.from_iterable(self._headers))) > MAX_HEAD:
+        size = len(self._target) + sum(map(len, chain.from_iterable(self._headers)))
+        if size + _HEADER_MARKS * len(self._headers) > MAX_HEAD:
             self._too_long = self._close_after = True
             return
         target = self._target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from urllib.parse import unquote
 
 from starlette.responses import JSONResponse, Response
@@ -19,9 +20,15 @@ def is_of_models(path: str) -> bool:
     return path.startswith(_MODELS) and path[len(_MODELS) :][:1] in ("", "/", "?")
 
 
-def answer_models(fleet: Fleet, method: str, path: str) -> Response:
+def name_in(path: str) -> str | None:
+    """The model that a path names; None for the list of all. A llama-server's model may be named by its
+    absolute path: slashes of the name stay."""
+    return unquote(path.partition("?")[0].removeprefix(_MODELS).removeprefix("/").rstrip("/")) or None
+
+
+def answer_models(fleet: Fleet, method: str, path: str, elsewhere: Collection[str] = ()) -> Response:
     """The list of models, or one of them. An alias has the name it stands for as `root`, as in vLLM. So has a
-    name that only engines which take any name serve.
+    name that only engines which take any name serve. `elsewhere`: models of other kvpins, for the list.
 
     Raises:
         MethodNotAllowed: it is no read.
@@ -32,10 +39,10 @@ def answer_models(fleet: Fleet, method: str, path: str) -> Response:
         raise MethodNotAllowed(f"{asked} takes {ALLOW_READS}, not {method}", allow=ALLOW_READS)
     cards = {name: _card(name, fleet.pools[model]) for name, model in fleet.served().items()}
     cards |= {alias: _alias(alias, cards[own]) for alias, own in fleet.served_aliases().items()}
-    # A llama-server's model may be named by its absolute path: slashes of the name stay.
-    name = unquote(asked.removeprefix(_MODELS).removeprefix("/").rstrip("/"))
-    if not name:
-        return JSONResponse({"object": "list", "data": list(cards.values())})
+    name = name_in(path)
+    if name is None:
+        others = [_plain_card(other) for other in sorted(elsewhere) if other not in cards]
+        return JSONResponse({"object": "list", "data": [*cards.values(), *others]})
     if name not in cards:
         pool, _ = fleet.find(name)
         if not pool.any_model:
@@ -47,8 +54,12 @@ def answer_models(fleet: Fleet, method: str, path: str) -> Response:
 def _card(name: str, pool: Pool) -> dict[str, object]:
     """A model as clients see it, with its engines' own fields. A LoRA adapter has its model as `parent`, as
     in vLLM."""
-    card: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "kvpin"}
+    card = _plain_card(name)
     return {**pool.card, **card} if name == pool.model else {**card, "parent": pool.model}
+
+
+def _plain_card(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "kvpin"}
 
 
 def _alias(name: str, card: dict[str, object]) -> dict[str, object]:

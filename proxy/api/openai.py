@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import structlog
 from starlette.responses import Response
@@ -19,10 +20,11 @@ from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.bodies import parse
 from proxy.api.cors import METHODS, Cors, check_origin, is_preflight, preflight
+from proxy.api.elsewhere import Elsewhere
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
 from proxy.api.forms import new_spool, read_form
-from proxy.api.models import ALLOW_READS, answer_models, is_of_models
+from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_native, checked_path
 from proxy.api.responses import KeptResponses, may_be_kept
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
@@ -64,6 +66,7 @@ class DataPlane:
         max_body_bytes: the longest body of a request.
         cors: the web pages that may use it from a browser; None for none.
         refused: called with the status of each request that is refused before the flow.
+        elsewhere: passes requests on whose engines only another kvpin may use; None for a single kvpin.
     """
 
     flow: Flow
@@ -72,6 +75,7 @@ class DataPlane:
     responses: KeptResponses = field(default_factory=lambda: KeptResponses(ResponseStore()))
     cors: Cors | None = None
     refused: Callable[[int], None] = lambda _status: None
+    elsewhere: Elsewhere | None = None
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
@@ -115,18 +119,37 @@ class DataPlane:
         path = checked_path(exchange.target)
         check_native(method, path, isolated=self.tenants.isolated)
         if is_of_models(path):
-            return _send(answer_models(self.flow.fleet, method, path), exchange)
+            return await self._serve_models(exchange, reply, path, own_id)
         if may_be_kept(path) and (kept := await self.responses.answer(method, path, tenant)) is not None:
             return _send(kept, exchange)
         if _is_upload(path, headers):
             call = partial(self._call, exchange, path, tenant, own_id, client_id)
             return await self._serve_upload(exchange, reply, call)
         # No name for the call and its body here: the body is freed before the answer ends.
-        return await serve(
-            self.flow,
+        return await self._work(
             self._call(exchange, path, tenant, own_id, client_id, await self._body(exchange)),
+            exchange,
             reply,
         )
+
+    def _work(self, call: Call, exchange: Exchange, reply: Reply) -> Coroutine[Any, Any, None]:
+        """The work of a request: on an engine, or at the kvpin that may use its engine."""
+        if self.elsewhere is not None and self.elsewhere.is_concerned:
+            here = partial(serve, self.flow, call, reply)
+            return self.elsewhere.serve(call.model, call, exchange, reply, here)
+        return serve(self.flow, call, reply)
+
+    async def _serve_models(self, exchange: Exchange, reply: Reply, path: str, own_id: str) -> None:
+        """Answers which models there are, those of other kvpins included."""
+        elsewhere, fleet = self.elsewhere, self.flow.fleet
+        if elsewhere is None:
+            return _send(answer_models(fleet, exchange.method, path), exchange)
+
+        async def here() -> None:
+            _send(answer_models(fleet, exchange.method, path, elsewhere.models), exchange)
+
+        call = Call(own_id, exchange.method, path, exchange.headers, None)
+        return await elsewhere.serve(name_in(path), call, exchange, reply, here)
 
     async def _serve_websocket(
         self, exchange: Exchange, reply: Reply, own_id: str, client_id: str | None
@@ -140,7 +163,7 @@ class DataPlane:
         reply.through(lambda client: WebSocketClient(client, headers))
         socket = exchange.socket()
         call = Call(own_id, exchange.method, path, passed_on, None, tenant, client_id, session, socket=socket)
-        await self.flow.serve(call, reply)
+        await self._work(call, exchange, reply)
 
     async def _serve_upload(
         self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call]
@@ -148,11 +171,12 @@ class DataPlane:
         """Serves a request whose body is passed on as it arrives. A form is read as far as its model's name,
         where that matters."""
         length, chunks = self._length(exchange.headers), exchange.chunks(self.max_body_bytes)
-        if not (_kind(exchange.headers).startswith("multipart/form-data") and self.flow.fleet.has_choice):
-            return await self.flow.serve(call(Upload(chunks, length)), reply)
+        has_choice = self.flow.fleet.has_choice or (self.elsewhere is not None and self.elsewhere.models)
+        if not (_kind(exchange.headers).startswith("multipart/form-data") and has_choice):
+            return await self._work(call(Upload(chunks, length)), exchange, reply)
         with new_spool() as spool:
             form = await read_form(chunks, exchange.headers["content-type"], length, spool)
-            return await self.flow.serve(call(form), reply)
+            return await self._work(call(form), exchange, reply)
 
     def _call(
         self,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.peers.peers import Peers
 
+_OPENMETRICS = "application/openmetrics-text"
 _ROOT = """\
 kvpin: an OpenAI-compatible proxy that routes requests by KV cache
 
@@ -72,13 +73,20 @@ class Ops:
 
         It is also 503 when kvpin is about to stop: a load balancer then sends requests elsewhere.
         """
-        states = {engine.id: engine.state for engine in self.fleet.engines.values()}
-        exchange = {} if self.peers is None else {"exchange": _exchange(self.peers)}
-        return _health(ok=self._takes_requests, engines=states, **exchange)
+        engines = self.fleet.engines.values()
+        states = {engine.id: engine.state for engine in engines}
+        elsewhere = {each.id: each.last_error for each in engines if each.state is EngineState.ELSEWHERE}
+        more: dict[str, object] = {"elsewhere": elsewhere} if elsewhere else {}
+        if self.peers is not None:
+            more["exchange"] = _exchange(self.peers)
+        return _health(ok=self._takes_requests, engines=states, **more)
 
-    async def page(self, _request: Request) -> Response:
-        """Prometheus text."""
-        return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def page(self, request: Request) -> Response:
+        """Prometheus' text format, or OpenMetrics if the client asks for it, as Prometheus itself does."""
+        openmetrics = _OPENMETRICS in request.headers.get("accept", "")
+        kind = f"{_OPENMETRICS}; version=1.0.0" if openmetrics else "text/plain; version=0.0.4"
+        page = self.metrics.render(openmetrics=openmetrics)
+        return Response(page, headers={"content-type": f"{kind}; charset=utf-8", "vary": "accept"})
 
 
 def _exchange(peers: Peers) -> str:

@@ -3,7 +3,11 @@
 main.py       the commands
 serve.py      kvpin serve, kvpin engine
 doctor.py     kvpin doctor                  replay.py  kvpin replay
+init.py       kvpin init                    config.py  kvpin config
+top.py        kvpin top                     top_view.py  what it shows
+bench.py      kvpin bench
 admin.py      clients of the admin API      targets.py  options that name what to act on
+prompt_tables.py  kvpin tables              examples.py the example of each command's help
 client.py     one call of the admin API, and its errors in terms of flags
 tables.py     answers as tables             decisions.py  placements and requests as tables
 grid.py       a table that fits the terminal

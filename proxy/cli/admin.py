@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from proxy.cli.client import DEFAULT_URL, AdminClient, AdminKeyOption, JsonOption, UrlOption, fail, print_json
+from proxy.cli.client import (
+    DEFAULT_URL,
+    AdminClient,
+    AdminKeyOption,
+    JsonOption,
+    UrlOption,
+    fail,
+    print_json,
+    refuse_early_options,
+)
+from proxy.cli.examples import example
 from proxy.cli.targets import TargetOptions, with_target
 
 engines_app = typer.Typer(help="List, add, remove and drain engines.", rich_markup_mode=None)
@@ -15,12 +25,12 @@ engines_app = typer.Typer(help="List, add, remove and drain engines.", rich_mark
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    app.command("stats")(stats)
-    app.add_typer(engines_app, name="engines")
+    app.command("stats", epilog=example("stats"))(stats)
+    app.add_typer(engines_app, name="engines", epilog=example("engines"))
     for command in (flush, offload, restore, warm, pin, route):
-        app.command(command.__name__)(with_target(command))
-    app.command("unpin")(unpin)
-    app.command("requests")(requests)
+        app.command(command.__name__, epilog=example(command.__name__))(with_target(command))
+    app.command("unpin", epilog=example("unpin"))(unpin)
+    app.command("requests", epilog=example("requests"))(requests)
 
 
 def stats(
@@ -139,11 +149,12 @@ def engines(
     as_json: JsonOption = False,
 ) -> None:
     """List engines; or add, remove, drain one."""
+    refuse_early_options(context)
     if context.invoked_subcommand is None:
         _show(AdminClient(url, admin_key).get("/engines"), as_json, "tables.show_engines", "engines")
 
 
-@engines_app.command("add")
+@engines_app.command("add", epilog=example("engines add"))
 def engines_add(
     description: Annotated[str, typer.Argument(metavar="KIND=URL[,name=value…]")],
     url: UrlOption = DEFAULT_URL,
@@ -160,7 +171,7 @@ def engines_add(
     typer.echo(f"added {engine['id']}")
 
 
-@engines_app.command("remove")
+@engines_app.command("remove", epilog=example("engines remove"))
 def engines_remove(
     engine_id: Annotated[str, typer.Argument(help="As `kvpin engines` lists it.")],
     url: UrlOption = DEFAULT_URL,
@@ -171,7 +182,7 @@ def engines_remove(
     typer.echo(f"removed {engine_id}")
 
 
-@engines_app.command("drain")
+@engines_app.command("drain", epilog=example("engines drain"))
 def engines_drain(
     engine_id: Annotated[str, typer.Argument(help="As `kvpin engines` lists it.")],
     undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -18,15 +21,20 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = 0.2
 TIMEOUT_S = 75.0
+KEY_FILE = "KVPIN_ADMIN_KEY_FILE"
+# Seconds without an event. A snapshot comes every second.
+EVENT_S = 15.0
 # Fields of the admin API → flags; other fields come from arguments without a flag.
 _SAME = ("prompt", "token_ids", "prompt_cache_key", "engine", "tenant", "model", "cache_salt", "all", "limit")
 _FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME} | {
     "messages": "--messages-file",
     "ttl_s": "--ttl",
+    "extra_id": "--extra-id",
+    "table_id": "--id",
 }
 # Field names in messages: after a path, or by names that cannot be English words.
 _PATH = re.compile(r"^(.*) - at `\$\.(\w+)([^`]*)`$")
-_FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s)\b")
+_FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s|extra_id|table_id)\b")
 
 UrlOption = Annotated[str, typer.Option("--url", envvar="KVPIN_URL", metavar="URL", help="Address of kvpin.")]
 AdminKeyOption = Annotated[
@@ -36,9 +44,18 @@ AdminKeyOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
+class AdminError(Exception):
+    """A call failed: why, in one line."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdminClient:
-    """Calls `/admin/v1` of one kvpin. A failure ends the program with one line and status 1."""
+    """Calls `/admin/v1` of one kvpin. A failure ends the program with one line and status 1.
+
+    Attributes:
+        url: its address.
+        admin_key: its admin key; None takes the one in the file that KVPIN_ADMIN_KEY_FILE names, if any.
+    """
 
     url: str
     admin_key: str | None
@@ -50,6 +67,11 @@ class AdminClient:
     def post(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
         """Sends a POST with JSON; returns the decoded answer."""
         return self._call("POST", path, json=body)
+
+    def upload(self, path: str, content: bytes, **query: str | int) -> Any:  # noqa: ANN401 - JSON
+        """Sends a POST with bytes; returns the decoded answer."""
+        headers = {"content-type": "application/octet-stream"}
+        return self._call("POST", path, content=content, headers=headers, params=query)
 
     def delete(self, path: str) -> Any:  # noqa: ANN401 - JSON
         """Sends a DELETE; returns the decoded answer, None for an empty one."""
@@ -76,26 +98,86 @@ class AdminClient:
         show(operation)
         return operation
 
-    def _call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - JSON
+    def _call(self, method: str, path: str, *, headers: dict[str, str] | None = None, **options: Any) -> Any:  # noqa: ANN401 - JSON
+        try:
+            with self._stream(method, path, timeout=TIMEOUT_S, headers=headers or {}, **options) as answer:
+                content = answer.read()
+        except AdminError as error:
+            fail(str(error))
+        try:
+            return json.loads(content) if content else None
+        except ValueError:
+            fail(f"{self.url} does not answer like a kvpin: name kvpin's address (--url or KVPIN_URL)")
+
+    def events(self, path: str) -> Iterator[tuple[str, Any]]:
+        """The server-sent events of a GET: names and decoded data, until kvpin ends the stream.
+
+        Raises:
+            AdminError: kvpin does not answer, refuses, or breaks off.
+        """
+        with self._stream("GET", path, timeout=EVENT_S, headers={}) as answer:
+            name = ""
+            for line in answer.iter_lines():
+                field, _, value = line.partition(": ")
+                if field == "event":
+                    name = value
+                elif field == "data":
+                    yield name, json.loads(value)
+
+    @contextmanager
+    def _stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout: float,
+        headers: dict[str, str],
+        **options: Any,  # noqa: ANN401
+    ) -> Iterator[httpx.Response]:
+        """The answer to a request, once its headers are there; raises AdminError."""
         import httpx  # noqa: PLC0415 - `kvpin serve` starts without it
 
-        headers = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
-        # The base_url of clients, with its /v1, is taken too.
-        base = self.url.rstrip("/").removesuffix("/v1").removesuffix("/admin")
-        address = f"{base}/admin/v1{path}"
+        address = f"{base_of(self.url)}/admin/v1{path}"
+        headers = {**headers, **key_header(self.admin_key or _key_in_file())}
         try:
-            answer = httpx.request(
-                method, address, headers=headers, timeout=TIMEOUT_S, trust_env=False, **options
-            )
+            with (
+                httpx.Client(timeout=timeout, trust_env=False) as client,
+                client.stream(method, address, headers=headers, **options) as answer,
+            ):
+                if answer.is_error:
+                    answer.read()
+                    if not _tells_operation(answer):
+                        raise AdminError(_error_of(answer))
+                yield answer
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            fail(f"--url {self.url!r} is not an address: {error}")
-        except httpx.ConnectError:
-            fail(f"nothing answers at {self.url}: start kvpin, or name its address (--url or KVPIN_URL)")
+            raise AdminError(f"--url {self.url!r} is not an address: {error}") from error
+        except httpx.ConnectError as error:
+            raise AdminError(
+                f"nothing answers at {self.url}: start kvpin, or name its address (--url or KVPIN_URL)"
+            ) from error
         except httpx.HTTPError as error:
-            fail(f"{self.url}: {str(error) or type(error).__name__}")
-        if answer.is_error:
-            fail(_error_of(answer))
-        return answer.json() if answer.content else None
+            raise AdminError(f"{self.url}: {str(error) or type(error).__name__}") from error
+
+
+def base_of(url: str) -> str:
+    """The address of a kvpin. The base_url of clients, with its /v1, and the admin API's are taken too."""
+    return url.rstrip("/").removesuffix("/v1").removesuffix("/admin")
+
+
+def key_header(key: str | None) -> dict[str, str]:
+    """The header that carries a key, if there is one."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def refuse_early_options(context: typer.Context) -> None:
+    """Refuses options between a group and its command, as in `kvpin engines --url X drain`: the command does
+    not see them, and would act on another kvpin."""
+    if context.invoked_subcommand is None:
+        return
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            fail(f"write {parameter.opts[0]} after {context.invoked_subcommand}")
 
 
 def fail(message: str) -> NoReturn:
@@ -109,6 +191,27 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def _tells_operation(answer: httpx.Response) -> bool:
+    """Whether the answer is an operation that failed, not an error."""
+    try:
+        body = answer.json()
+    except ValueError:
+        return False
+    return isinstance(body, dict) and body.keys() >= {"id", "verb", "state"}
+
+
+def _key_in_file() -> str | None:
+    """The admin key that `kvpin serve` reads from a file, too; None where no file is named."""
+    path = os.environ.get(KEY_FILE)
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        fail(f"the admin key in {path!r} ({KEY_FILE}) cannot be read: {reason}")
+
+
 def _error_of(answer: httpx.Response) -> str:
     """The message of an error in OpenAI's shape, in terms of flags; without a message, the status."""
     try:
@@ -117,7 +220,7 @@ def _error_of(answer: httpx.Response) -> str:
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{answer.request.url}: {answer.status_code} {answer.reason_phrase}"
     if answer.status_code == HTTPStatus.UNAUTHORIZED:
-        return "the admin key is missing or wrong: use --admin-key or KVPIN_ADMIN_KEY (401)"
+        return f"the admin key is missing or wrong: use --admin-key, KVPIN_ADMIN_KEY or {KEY_FILE} (401)"
     return f"{_with_flags(message, param)} ({answer.status_code})"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from proxy.cli.client import print_json
+from proxy.cli.examples import example
 
 if TYPE_CHECKING:
     from engine_adapter import EngineSpec
@@ -19,7 +20,7 @@ _UNKNOWN = "engine"
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("doctor")(doctor)
+    app.command("doctor", epilog=example("doctor"))(doctor)
 
 
 def doctor(
@@ -57,7 +58,7 @@ def doctor(
     options = {"kind": kind, "api_key": api_key, "events": events, "tokenizer": tokenizer}
     where = ""
     try:
-        spec, more = _spec(engine, {name: value for name, value in options.items() if value is not None})
+        spec, more = engine_of(engine, {name: value for name, value in options.items() if value is not None})
         where = spec.url
         examination = asyncio.run(examine(spec, options=more, probe=probe))
     except (SettingsError, EngineError) as error:
@@ -75,8 +76,9 @@ def doctor(
         raise typer.Exit(_FINDINGS)
 
 
-def _spec(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str, str]]:
-    """The engine's description, with an empty kind where kvpin detects it; and the options of that kind.
+def engine_of(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str, str]]:
+    """The description of an engine given as URL or KIND=URL[,name=value…], and the options of its kind. The
+    kind is empty where kvpin detects it.
 
     Raises:
         SettingsError: saying what is wrong.

@@ -49,11 +49,13 @@ class Grid:
         """Adds a row. Plain text is never read as markup."""
         self.rows.append(cells)
 
+    def fitted(self, width: int) -> Table:
+        """The table with the columns that fit."""
+        return self._table(self._hidden(width))
+
     def print(self, out: Console, *, header: bool = True) -> None:
         """Prints the rows. Where even the columns that stay are too wide, lines run over the edge."""
-        hidden: list[str] = []
-        while self._width(hidden) > out.width and len(hidden) < len(self.less):
-            hidden.append(self.less[len(hidden)])
+        hidden = self._hidden(out.width)
         table = self._table(hidden)
         table.show_header = header
         terminal, out.width = out.width, max(out.width, self._width(hidden))
@@ -61,6 +63,13 @@ class Grid:
         out.width = terminal
         if hidden:
             out.print(f"no room for: {', '.join(hidden)} (--json shows everything)", style="dim")
+
+    def _hidden(self, width: int) -> list[str]:
+        """The columns that find no room."""
+        hidden: list[str] = []
+        while self._width(hidden) > width and len(hidden) < len(self.less):
+            hidden.append(self.less[len(hidden)])
+        return hidden
 
     def _width(self, hidden: Sequence[str]) -> int:
         """Width that the columns need, without the hidden ones."""

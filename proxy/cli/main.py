@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from proxy.cli import admin, doctor, replay, serve
+from proxy.cli import admin, bench, config, doctor, init, prompt_tables, replay, serve, top
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -37,8 +36,13 @@ def root(
 
 serve.register(app)
 admin.register(app)
+prompt_tables.register(app)
 doctor.register(app)
 replay.register(app)
+init.register(app)
+config.register(app)
+top.register(app)
+bench.register(app)
 
 
 def main() -> None:

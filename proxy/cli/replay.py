@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from proxy.cli.examples import example
+
 if TYPE_CHECKING:
     from proxy.replay.capacity import Need
     from proxy.replay.plan import Plan
@@ -26,7 +28,7 @@ _FILE_WIDTH = 140
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("replay")(replay)
+    app.command("replay", epilog=example("replay"))(replay)
 
 
 def replay(

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from proxy.cli.examples import example
+
 if TYPE_CHECKING:
     from proxy.settings import Settings
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    app.command("serve")(serve)
+    app.command("serve", epilog=example("serve"))(serve)
     app.command(
         "engine",
         context_settings={
@@ -69,6 +71,10 @@ def serve(
     admin_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="Key of the admin API; or KVPIN_ADMIN_KEY.")
     ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with that key; made with a random one if it is missing."),
+    ] = None,
     reuse: Annotated[
         bool | None,
         typer.Option("--reuse/--no-reuse", help="Route by KV cache; or ENABLE_KV_CACHE_REUSE=1 [off]."),
@@ -98,6 +104,9 @@ def serve(
             help="Act as one with other kvpins in front of the same engines: unix:/directory or redis://host.",
         ),
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes that serve the port together, as one [1].")
+    ] = None,
     record_traffic: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record requests for `kvpin replay`, as hashes without text."),
@@ -113,11 +122,13 @@ def serve(
             "host": host,
             "port": port,
             "admin_key": admin_key,
+            "admin_key_file": admin_key_file,
             "reuse": reuse,
             "default_model": default_model,
             "cors_origins": tuple(cors_origin or ()) or None,
             "state_dir": state_dir,
             "exchange": _given(url=exchange),
+            "workers": workers,
             "record_traffic": record_traffic,
             "engines_file": engines_file,
             "api_keys": tuple({"key": key} for key in api_key or ()) or None,

@@ -64,6 +64,8 @@ def show_stats(stats: dict[str, Any]) -> None:
             out.print(pool["tokenisation"]["detail"], markup=False)
         for engine in pool["engines"]:
             _show_slots(out, engine)
+            if stats["exchange"] is not None and engine["owner"] is not None:
+                out.print(f"{engine['id']}: used only by this kvpin, {engine['owner']}", markup=False)
     if stats["unconnected"]:
         out.print("not connected:")
         show_engines(stats["unconnected"])
@@ -88,24 +90,57 @@ def show_stats(stats: dict[str, Any]) -> None:
     )
 
 
+def show_prompt_tables(prompt_tables: list[dict[str, Any]]) -> None:
+    """One row per prompt table."""
+    columns = ("table", "rows", "hidden", "bytes", "extra id")
+    table = Grid(columns, less=("extra id",), numbers=("rows", "hidden", "bytes"))
+    for each in prompt_tables:
+        counts = (str(each[name]) for name in ("rows", "hidden", "bytes", "extra_id"))
+        table.add(each["table_id"], *counts)
+    table.print(console())
+
+
+def show_prompt_table(prompt_table: dict[str, Any]) -> None:
+    """One prompt table, and how a request names it."""
+    show_prompt_tables([prompt_table])
+    out, last = console(), prompt_table["rows"] - 1
+    out.print(
+        f'\nA request to /v1/completions names it with "prompt_table": "{prompt_table["table_id"]}". In its '
+        f"prompt, a list of token ids, row 0 is the id that equals the vocabulary size; row {last} is that "
+        f"plus {last}.",
+        markup=False,
+    )
+
+
 def _show_exchange(exchange: dict[str, Any]) -> None:
     """The other kvpins."""
     out = console()
     if not exchange["connected"]:
         out.print("the exchange is gone: this kvpin goes on alone")
-    table = Grid(("peer", "engines shared", "in flight", "in step", "heard", "gaps", "divergences"))
+    table = Grid(
+        ("peer", "engines shared", "in flight", "in step", "round trip", "heard", "gaps", "divergences")
+    )
     for peer in exchange["peers"]:
         table.add(
             peer["name"],
             str(peer["engines"]),
             str(peer["in_flight"]),
             "yes" if peer["in_step"] else "no",
+            _round_trip(peer),
             f"{peer['silent_s']:.1f} s ago",
             str(peer["gaps"]),
             str(peer["divergences"]),
         )
     if exchange["peers"]:
         table.print(out)
+
+
+def _round_trip(peer: dict[str, Any]) -> str:
+    """How long a message to another kvpin and back takes, and whether its load counts."""
+    seconds = peer["round_trip_s"]
+    if seconds is None:
+        return "–"
+    return f"{1000 * seconds:.0f} ms" + (", behind" if peer["behind"] else "")
 
 
 def _show_slots(out: Console, engine: dict[str, Any]) -> None:

@@ -5,8 +5,9 @@ operations.py  long work, its progress and history     kv.py        flush, offlo
 warm.py        compute a prefix ahead of need          pinning.py   pins over engines
 engines.py     add, remove, drain                      tables.py    prompt tables, on all engines or on none
 configured.py  the engines of the settings             discovered.py and those found elsewhere
-stats.py       what everything holds
+stats.py       what everything holds                   merging.py   answers of several workers as one
 routing.py     where would this go?                    explain.py   why did the cache miss?
+prefixes.py    the prefix tree of the last prompts
 
 Each class takes the few collaborators it uses. The structs named `…Answer` are what the admin API answers.
 """

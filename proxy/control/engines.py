@@ -23,8 +23,8 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     """One engine as kvpin sees it, without its key.
 
     `process` is null for an engine that kvpin does not run itself. `trust` is `precise` while its KV events
-    are healthy, and `why` says why. Each of `findings` names something that keeps kvpin from using the engine
-    fully, and the remedy.
+    are healthy, and `why` says why. `owner` is the kvpin that uses the engine, if only one may. Each of
+    `findings` names something that keeps kvpin from using the engine fully, and the remedy.
     """
 
     id: str
@@ -46,6 +46,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     served: int
     prefill_tok_s: float | None
     last_error: str | None
+    owner: str | None
     findings: list[str]
 
 
@@ -108,7 +109,9 @@ class Engines:
         if not undo:
             engine.state = EngineState.DRAINING
         elif engine.state is EngineState.DRAINING:
-            if self._fleet.pool_of(engine) is None:
+            if not engine.mine.is_set():
+                engine.state = EngineState.ELSEWHERE
+            elif self._fleet.pool_of(engine) is None:
                 engine.state = EngineState.DOWN
             elif self._monitor.allows(engine):
                 # It is checked before it is trusted; the monitor does that at once.
@@ -145,5 +148,6 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         served=engine.ledger.served,
         prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
         last_error=engine.last_error,
+        owner=engine.owner,
         findings=[str(finding) for finding in engine.adapter.findings()],
     )

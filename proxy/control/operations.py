@@ -8,6 +8,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ import msgspec
 
 from engine_adapter import EngineError, KvProgress
 from proxy.errors import NotFound, ProxyError
+from proxy.request.error_table import status_of
 from proxy.tasks import Supervisor
 
 HISTORY = 256
@@ -118,9 +120,14 @@ class OperationAnswer(msgspec.Struct, kw_only=True):
 
 
 class Operation(OperationAnswer, kw_only=True):
-    """An operation that runs, or has run."""
+    """An operation that runs, or has run.
+
+    Attributes:
+        status: the HTTP status of the answer to whoever started it.
+    """
 
     parts: tuple[Part, ...] = msgspec.field(name="engines", default=())
+    status: int = HTTPStatus.ACCEPTED
     _over: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
     async def wait(self, seconds: float) -> bool:
@@ -129,11 +136,14 @@ class Operation(OperationAnswer, kw_only=True):
             await self._over.wait()
         return self._over.is_set()
 
-    def end(self, state: OperationState, error: str | None = None) -> None:
-        """Ends the operation. Only the first call counts."""
+    def end(
+        self, state: OperationState, error: str | None = None, status: int = HTTPStatus.BAD_GATEWAY
+    ) -> None:
+        """Ends the operation. Only the first call counts. `status`: its HTTP status if it failed."""
         if self._over.is_set():
             return
         self.state, self.error, self.finished = state, error, time.time()
+        self.status = status if state is OperationState.FAILED else HTTPStatus.OK
         for part in self.parts:
             if part.state is OperationState.RUNNING:
                 part.state = state
@@ -215,13 +225,14 @@ async def _run(operation: Operation, work: Callable[[Operation], Coroutine[Any, 
         await work(operation)
         operation.settle()
     except (ProxyError, EngineError) as error:
-        operation.end(OperationState.FAILED, str(error))
+        operation.end(OperationState.FAILED, str(error), status_of(error))
     except asyncio.CancelledError:
         operation.end(OperationState.CANCELLED, "cancelled")
         raise
     finally:
         # Still open here only after a bug, which the supervisor logs.
-        operation.end(OperationState.FAILED, "kvpin failed on this operation; the log has the details")
+        why = "kvpin failed on this operation; the log has the details"
+        operation.end(OperationState.FAILED, why, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def _task(operation_id: str) -> str:

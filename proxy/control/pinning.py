@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +14,7 @@ from engine_adapter import Capability
 from proxy.control.operations import Operation, Operations, OperationState, Part, new_operation, run_parts
 from proxy.control.target import PREFIXES, Target, kind_of
 from proxy.control.targets import Share, Targets, parts_of, require_able
+from proxy.core.index.blocks import BlockHash
 from proxy.core.pins import Pin, PinBook
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.fleet import Fleet
@@ -70,7 +71,7 @@ class Pinning:
             finally:
                 if held:
                     done = sum(part.done for part, _ in pairs)
-                    self._note(operation, held, done, ttl_s, next(iter(blocks), None))
+                    self._note(operation, held, done, ttl_s, blocks)
             if not held and all(part.state is OperationState.DONE for part in operation.parts):
                 raise NotFound("no engine holds any of it: warm it first")
 
@@ -116,12 +117,18 @@ class Pinning:
         ]
 
     def _note(
-        self, operation: Operation, held: dict[str, str], blocks: int, ttl_s: float, first_block: int | None
+        self,
+        operation: Operation,
+        held: dict[str, str],
+        blocks: int,
+        ttl_s: float,
+        prefix: Sequence[BlockHash],
     ) -> None:
         """Keeps a pin that engines hold now, as engine id → the engine's own pin id."""
         name, expires = f"pin-{uuid.uuid4().hex[:16]}", self._clock() + ttl_s
         instances = {engine: self._instance(engine) for engine in held}
-        self._pins.add(Pin(name, held, blocks, expires, operation.target, first_block, instances))
+        first, last = (prefix[0], prefix[-1]) if prefix else (None, None)
+        self._pins.add(Pin(name, held, blocks, expires, operation.target, first, instances, last))
         operation.result = {"pin_id": name, "blocks": blocks, "ttl_s": ttl_s}
 
     def _forget_lost(self) -> None:

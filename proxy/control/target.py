@@ -12,7 +12,9 @@ from proxy.errors import BadRequest
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
-PREFIXES = ("messages", "prompt", "token_ids", "prompt_cache_key")
+PREFIXES = ("messages", "prompt", "token_ids", "prompt_cache_key", "request_id")
+# Prefixes of requests that kvpin served: they bring model, salt and LoRA adapter.
+_OF_REQUESTS = ("prompt_cache_key", "request_id")
 # Fields that go with one kind of prefix only.
 _COMPANIONS = {
     "tools": "messages",
@@ -21,14 +23,15 @@ _COMPANIONS = {
     "extra_ids": "token_ids",
     "prompt_table": "token_ids",
     "add_special_tokens": "prompt",
+    "tokens": "request_id",
 }
 
 
 class Target(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The target of an operation.
 
-    Exactly one of `messages`, `prompt`, `token_ids`, `prompt_cache_key`, `engine`, `tenant` and `all` names
-    it. `engine` and `tenant` may also narrow down a prefix.
+    Exactly one of `messages`, `prompt`, `token_ids`, `prompt_cache_key`, `request_id`, `engine`, `tenant` and
+    `all` names it. `engine` and `tenant` may also narrow down a prefix.
 
     Attributes:
         messages: a chat, with `tools` and `chat_template_kwargs` as in a request. By default without the
@@ -36,6 +39,7 @@ class Target(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         prompt: text of a completion, with `add_special_tokens`.
         token_ids: a prompt as token ids, with `extra_ids` or `prompt_table`.
         prompt_cache_key: the prompt of the last request with this key.
+        request_id: the prompt of that recent request; with `tokens` only so many tokens of its beginning.
         engine: everything on that engine; beside a prefix or a tenant, only on that engine.
         tenant: all KV of that tenant; beside a prefix, the tenant whose KV it is.
         all: everything on all engines, or on those of `model`.
@@ -54,6 +58,8 @@ class Target(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     extra_ids: list[int] | None = None
     prompt_table: Name | None = None
     prompt_cache_key: Name | None = None
+    request_id: Name | None = None
+    tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     engine: Name | None = None
     tenant: Name | None = None
     all: bool = False
@@ -80,8 +86,8 @@ def kind_of(target: Target) -> str:
     for name, needed in _COMPANIONS.items():
         if getattr(target, name) is not None and kind != needed:
             raise BadRequest(f"{name} goes with {needed}", param=name)
-    if target.cache_salt is not None and kind == "prompt_cache_key":
-        raise BadRequest("a prompt_cache_key brings the salt of its request", param="cache_salt")
+    if target.cache_salt is not None and kind in _OF_REQUESTS:
+        raise BadRequest(f"a {kind} brings the salt of its request", param="cache_salt")
     return kind
 
 

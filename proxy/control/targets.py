@@ -5,7 +5,7 @@ A prefix is tokenised by the pool's own prompt builder, so it is exactly what a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_adapter import Capability, KvTarget
 from proxy.control.operations import Part
@@ -89,6 +89,8 @@ class Targets:
             raise BadRequest(f"this needs a prefix: one of {', '.join(PREFIXES)}", param=kind)
         if kind == "prompt_cache_key":
             return self._last_prefix(target)
+        if kind == "request_id":
+            return self._prefix_of_request(target)
         salt = self._salt_of(target)
         pool, own = self._pool_of(target, target.model)
         lora = pool.lora_of(own)
@@ -180,6 +182,20 @@ class Targets:
             raise BadRequest(f"the request with that key was for {model!r}", param="model")
         return _prefix(self._pool_of(target, model)[0], prompt, "prompt_cache_key")
 
+    def _prefix_of_request(self, target: Target) -> Prefix:
+        record = self._requests.get(target.request_id or "", target.tenant)
+        if record is None:
+            raise NotFound(f"no recent request has the id {target.request_id!r}", param="request_id")
+        if record.prompt is None or record.served_as is None:
+            raise BadRequest("the prompt of this request is not known here", param="request_id")
+        own = record.lora or record.served_as
+        if target.model is not None and self._pool_of(target, target.model)[1] != own:
+            raise BadRequest(f"the request was for {own!r}", param="model")
+        n_tokens = len(record.prompt.token_ids) if target.tokens is None else target.tokens
+        if n_tokens > len(record.prompt.token_ids):
+            raise BadRequest(f"its prompt has only {len(record.prompt.token_ids)} tokens", param="tokens")
+        return _prefix(self._pool_of(target, own)[0], _beginning(record.prompt, n_tokens), "request_id")
+
     def _salt_of(self, target: Target) -> str | None:
         """The salt that the target's KV lies under."""
         tenants = self._tenants
@@ -254,6 +270,11 @@ def _prefix(pool: Pool, prompt: Prompt, kind: str) -> Prefix:
         )
     chain = Chain((), 0, pool.tokens_per_block)
     return Prefix(pool, prompt, pool.chain(prompt) or chain, f"{kind} ({len(prompt.token_ids)} tokens)")
+
+
+def _beginning(prompt: Prompt, n_tokens: int) -> Prompt:
+    extra_ids = prompt.extra_ids and prompt.extra_ids[:n_tokens]
+    return replace(prompt, token_ids=prompt.token_ids[:n_tokens], extra_ids=extra_ids, beginning=None)
 
 
 def _too_short(prefix: Prefix, kind: str) -> BadRequest:

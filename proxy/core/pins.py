@@ -18,6 +18,7 @@ class Pin:
         label: the operator's description; never prompt text.
         first_block: hash of the first protected block; a flush that starts with it ends the pin.
         instances: engine id → the process that holds it; a restart ends the pin on that engine.
+        last_block: hash of the last block of the prefix.
     """
 
     pin_id: str
@@ -27,6 +28,7 @@ class Pin:
     label: str
     first_block: int | None = None
     instances: Mapping[str, str] = field(default_factory=dict)
+    last_block: int | None = None
 
 
 class PinBook:

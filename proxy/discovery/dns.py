@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import dns.exception
+import dns.name
 from dns.asyncresolver import Resolver
 from dns.flags import AA
 from dns.message import Message
@@ -72,7 +73,8 @@ class DnsFinder:
     def _places(self, answer: Answer) -> Iterator[tuple[str, int]]:
         for record in answer.rrset or ():
             if isinstance(self.source, SrvSource):
-                yield record.target.to_text(omit_final_dot=True), record.port
+                if record.target != dns.name.root:  # RFC 2782: the root says that nobody serves it
+                    yield record.target.to_text(omit_final_dot=True), record.port
             else:
                 yield record.address, self.source.port
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from proxy.core.index.learned import LearnedBlocks
 from proxy.core.index.view import EngineView
 from proxy.core.placement.load import EngineLedger
 from proxy.core.placement.tiering import AheadCounts
-from proxy.fleet.lease import Lease
+from proxy.fleet.lease import Lease, PeerRequest
 from proxy.fleet.salts import TenantSalts
 
 log = structlog.get_logger(__name__)
@@ -40,6 +42,7 @@ class EngineState(StrEnum):
     DOWN = "down"
     DRAINING = "draining"  # finishes its requests, gets no new ones
     REFUSED = "refused"  # not used: tenants would share its KV
+    ELSEWHERE = "elsewhere"  # not used: another kvpin does, and only one may
 
 
 class Process(Protocol):
@@ -55,6 +58,11 @@ class Process(Protocol):
 
     def describe(self) -> dict[str, str | int | None]:
         """State, pid, port, restarts, last exit code and error, for people."""
+
+
+def this_kvpin() -> str:
+    """This process, for people: its machine and its number there."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Engine:
@@ -74,7 +82,11 @@ class Engine:
         last_error: why it is not ready.
         check_now: wakes its monitor.
         leases: the requests on it.
+        of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
         breaker: lets few requests through after several failed in a row; None after none did.
+        mine: set while this kvpin may use it.
+        owner: who uses it, where only one kvpin may; None while nobody is known to.
+        is_served_there: that is another kvpin, which takes requests from this one.
     """
 
     def __init__(self, adapter: EngineAdapter, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -98,7 +110,12 @@ class Engine:
         self.last_error: str | None = None
         self.check_now = asyncio.Event()
         self.leases: set[Lease] = set()
+        self.of_peers: dict[int, PeerRequest] = {}
         self.breaker: Breaker | None = None
+        self.mine = asyncio.Event()
+        self.mine.set()
+        self.owner: str | None = None
+        self.is_served_there = False
 
     @property
     def state(self) -> EngineState:
@@ -116,6 +133,11 @@ class Engine:
     def unanswered(self) -> list[Lease]:
         """Its requests whose answer has not begun."""
         return [lease for lease in self.leases if not lease.begun.is_set()]
+
+    @property
+    def underway(self) -> list[Lease | PeerRequest]:
+        """The same, with the requests of other kvpins."""
+        return [*self.unanswered, *self.of_peers.values()]
 
     def can(self, capability: Capability) -> bool:
         """Whether the engine, as connected, declares the capability."""
@@ -139,12 +161,31 @@ class Engine:
         """The engine lost its cache: it was restarted or flushed."""
         self.emptied.append(time.time())
 
+    def give_to(self, owner: str | None, *, is_served_there: bool = False) -> None:
+        """Another kvpin uses it, or may soon (None). It gets no more requests, and the monitor lets go."""
+        self.mine.clear()
+        self.owner, self.is_served_there = owner, is_served_there
+        if owner is None:
+            self.last_error = "only one kvpin may use it, and it is not decided which one"
+        else:
+            self.last_error = f"another kvpin uses it ({owner}), and only one may"
+        if self.state is not EngineState.DRAINING:
+            self.state = EngineState.CONNECTING if owner is None else EngineState.ELSEWHERE
+        self.check_now.set()
+
+    def take(self) -> None:
+        """This kvpin may use it from now on: the monitor connects it."""
+        if self.state is EngineState.ELSEWHERE:
+            self.state = EngineState.CONNECTING
+        self.owner, self.is_served_there = None, False
+        self.mine.set()
+
     def suspect(self, error: Exception) -> None:
         """A request failed on it. The monitor checks it at once; until then other engines are preferred.
 
         Logs only the first failure since the engine was ready.
         """
-        if self.state in (EngineState.CONNECTING, EngineState.DOWN):
+        if self.state in (EngineState.CONNECTING, EngineState.DOWN, EngineState.ELSEWHERE):
             return  # the loss is known, and `abandon` counted this request
         self.last_error = str(error)
         self._has_opened()

@@ -31,6 +31,7 @@ class Fleet:
 
     Attributes:
         told: tells other kvpins of the requests of pools that are made from now on; None if there are none.
+        claims_engines: an engine that only one kvpin may use waits until it is claimed.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.pools: dict[str, Pool] = {}
         self.told: OwnRequests | None = None
+        self.claims_engines = False
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
         self._has_started = False
@@ -55,7 +57,12 @@ class Fleet:
         """Adds an engine. It joins a pool when it has connected. Raises Conflict if the id is taken."""
         if adapter.spec.id in self.engines:
             raise Conflict(f"an engine with id {adapter.spec.id!r} exists", param="id")
+        return self._made(adapter)
+
+    def _made(self, adapter: EngineAdapter) -> Engine:
         engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
+        if self.claims_engines and adapter.one_owner:
+            engine.give_to(None)
         return engine
 
     def bound_queues(self, queue: QueueLimits) -> None:
@@ -76,8 +83,7 @@ class Fleet:
         """Puts an engine in place of the one of its id, whose requests in flight go on to their end. Until it
         has connected, requests for the model wait as for one that comes back."""
         self.leave(self.engines[adapter.spec.id])
-        engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
-        return engine
+        return self._made(adapter)
 
     def engine(self, engine_id: str) -> Engine:
         """The engine with that id. Raises NotFound."""
@@ -150,11 +156,12 @@ class Fleet:
                 )
 
     def is_ready(self) -> bool:
-        """Whether an engine is ready and all engines of the start were tried. One that joins later is not
-        waited for."""
+        """Whether an engine is ready, here or at another kvpin, and all engines of the start were tried. One
+        that joins later is not waited for."""
         states = {engine.state for engine in self.engines.values()}
-        self._has_started |= EngineState.READY in states and EngineState.CONNECTING not in states
-        return EngineState.READY in states and self._has_started
+        serves = EngineState.READY in states or any(each.is_served_there for each in self.engines.values())
+        self._has_started |= serves and EngineState.CONNECTING not in states
+        return serves and self._has_started
 
     async def until_ready(self) -> None:
         """Waits until an engine becomes ready."""

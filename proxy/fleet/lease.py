@@ -57,8 +57,39 @@ class LeasedEngine(Protocol):
         """The requests on it."""
 
     @property
-    def unanswered(self) -> list[Lease]:
-        """Its requests whose answer has not begun."""
+    def underway(self) -> Sequence[Lease | PeerRequest]:
+        """Its requests whose answer has not begun, also those of other kvpins."""
+
+
+@dataclass(slots=True, eq=False)
+class PeerRequest:
+    """A request that another kvpin has on the engine.
+
+    Attributes:
+        placed: the request.
+        begun: its answer has begun, or never will.
+        has_answer: its answer has begun.
+    """
+
+    placed: PlacedRequest
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    has_answer: bool = False
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        """The full blocks of its prompt; empty when the prompt is not known."""
+        return self.placed.hashes
+
+    @property
+    def found(self) -> int:
+        """Leading blocks that the engine is expected to hold; the request computes the others."""
+        chain = self.placed.chain
+        return (chain.n_tokens - self.placed.work.computed) // chain.tokens_per_block if chain else 0
+
+    def ends(self, *, has_answer: bool) -> None:
+        """Its answer begins, or never will."""
+        self.has_answer = has_answer
+        self.begun.set()
 
 
 class Patience:
@@ -180,7 +211,7 @@ class Lease:
         `shared_s`: seconds that computing the shared part alone would take.
         """
         ledger, has_failed = self.placed.book.ledger, False
-        while other := leader(self.engine.unanswered, self.hashes, self.found):
+        while other := leader(self.engine.underway, self.hashes, self.found):
             remaining = ledger.remaining(time.monotonic(), other.placed.ticket)
             if remaining is None:
                 return True
@@ -192,7 +223,7 @@ class Lease:
                     await other.begun.wait()
             except TimeoutError:
                 return not remaining.seen
-            if other.first_byte_s is not None:
+            if other.has_answer:
                 return True
             has_failed = True
         return not has_failed
@@ -200,7 +231,12 @@ class Lease:
     @property
     def hashes(self) -> Sequence[BlockHash]:
         """The full blocks of its prompt; empty when the prompt is not known."""
-        return self.placed.chain.hashes if self.placed.chain is not None else ()
+        return self.placed.hashes
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether its answer has begun."""
+        return self.first_byte_s is not None
 
     def refine(self, hold: Hold) -> Placement:
         """The placement, corrected by what the engine's hold knows."""

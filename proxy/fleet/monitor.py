@@ -9,8 +9,8 @@ from zlib import crc32
 
 import structlog
 
-from engine_adapter import Capability, EngineError, EngineUnavailable, Finding
-from proxy.fleet.engine import Engine, EngineState
+from engine_adapter import Capability, EngineError, EngineTaken, EngineUnavailable, Finding
+from proxy.fleet.engine import Engine, EngineState, this_kvpin
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Timeouts
@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 # Between attempts to connect. Short at first: a restarted engine answers at once.
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+# Between looks at an engine that another kvpin uses.
+TAKEN_S = 1.0
 # If a check's time limit strikes this late, kvpin was held up: paused, or without a CPU.
 HELD_UP_S = 0.5
 
@@ -89,10 +91,15 @@ class Monitor:
     async def _watch(self, engine: Engine) -> None:
         backoff_s = FIRST_BACKOFF_S
         while True:
+            await engine.mine.wait()
             try:
                 await self._connect(engine)
                 backoff_s = FIRST_BACKOFF_S
                 await self._until_lost(engine)
+            except EngineTaken as error:
+                self._lose(engine, error)
+                await engine.adapter.leave()
+                await asyncio.sleep(TAKEN_S)
             except (EngineError, TimeoutError) as error:
                 self._lose(engine, error)
                 await asyncio.sleep(backoff_s)
@@ -102,6 +109,8 @@ class Monitor:
         """Connects an engine, gives it what it needs, and lets it take requests."""
         async with asyncio.timeout(self._timeout_s):
             info = await engine.adapter.connect()
+        _require_mine(engine)
+        engine.owner = this_kvpin() if engine.adapter.one_owner else None
         pool = self._fleet.join(engine, info)
         await self._give_tables(engine)
         self._tokenisation.join(engine, info, pool)
@@ -126,7 +135,9 @@ class Monitor:
             pause_s = self._interval_s
             # Cleared before the check: a request that fails during the check asks for another one.
             engine.check_now.clear()
+            _require_mine(engine)
             await self._check_in_time(engine)
+            _require_mine(engine)
             for lease in engine.leases:
                 lease.end_if_late(monotonic(), self._timeouts)
 
@@ -172,7 +183,7 @@ class Monitor:
 
     def _admit(self, engine: Engine) -> None:
         """Lets a connected engine take requests, unless it is draining or tenants would share its KV."""
-        if engine.state is EngineState.DRAINING:
+        if engine.state is EngineState.DRAINING or not engine.mine.is_set():
             return
         if self.allows(engine):
             engine.state = EngineState.READY
@@ -205,7 +216,11 @@ class Monitor:
 
     def _lose(self, engine: Engine, error: Exception) -> None:
         """Drops a lost engine and all that was known of its KV."""
-        if engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
+        owner = error.holder if isinstance(error, EngineTaken) else None
+        if owner is not None:
+            if engine.last_error != str(error):
+                log.warning("engine is not used", engine=engine.id, reason=str(error))
+        elif engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
             log.warning("engine is lost", engine=engine.id, error=str(error) or "no answer in time")
         elif engine.state is EngineState.CONNECTING and engine.process is None:
             log.warning(
@@ -215,9 +230,11 @@ class Monitor:
                 error=str(error) or "no answer in time",
             )
         starting = engine.process is not None and engine.process.starting
-        if engine.state is not EngineState.DRAINING and not starting:
-            engine.state = EngineState.DOWN
-        engine.last_error = str(error) or "no answer in time"
+        if engine.mine.is_set():  # else it is known whose it is
+            if engine.state is not EngineState.DRAINING and not starting:
+                engine.state = EngineState.DOWN if owner is None else EngineState.ELSEWHERE
+            engine.owner = owner
+            engine.last_error = str(error) or "no answer in time"
         engine.audit.lost("the engine is down")
         engine.ledger.backlog.reported(0)
         if self._ingest is not None:
@@ -229,6 +246,12 @@ class Monitor:
         if engine.can(Capability.PROMPT_TABLES):
             for table in self._tables.list():
                 await engine.adapter.put_prompt_table(table)
+
+
+def _require_mine(engine: Engine) -> None:
+    """Raises EngineTaken if another kvpin uses the engine by now."""
+    if not engine.mine.is_set():
+        raise EngineTaken(engine.last_error or "", holder=engine.owner or "")
 
 
 def _phase(engine_id: str) -> float:

@@ -78,7 +78,8 @@ class Banner:
                 _print(f"ready: {pool.model} on {', '.join(pool.engines)}")
         for model, named_by in self._fleet.lost_names().items():
             _print(f"not served: {model} ({named_by})")
-        self._print_request(next(iter(self._fleet.pools)))
+        if self._fleet.pools:
+            self._print_request(next(iter(self._fleet.pools)))
 
     def _print_request(self, model: str) -> None:
         """A request to copy. It names a variable, never a key: this output may end up in a log."""

@@ -1,14 +1,17 @@
-"""Families of counters and histograms, and their lines in Prometheus' text format.
+"""Families of counters and histograms, and their lines in the text formats of Prometheus and OpenMetrics.
 
 prometheus_client took 90 ms for the page of 256 engines, all of it on the event loop. Here each series
 keeps the text of its name and labels, so that a page costs one format per series. Only the event loop's
 thread may use a family.
 
-Format: https://prometheus.io/docs/instrumenting/exposition_formats/
+Formats: https://prometheus.io/docs/instrumenting/exposition_formats/
+https://prometheus.io/docs/specs/om/open_metrics_spec/: a counter's family has no `_total`, and buckets have
+exemplars.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -77,9 +80,9 @@ class Counter:
             sums[values[at]] = sums.get(values[at], 0) + series.number
         return sums
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
         """The family's part of the page."""
-        yield self._head
+        yield self._head if not openmetrics else self._head.replace(self._name, self._name[: -len("_total")])
         for series in self._series.values():
             yield f"{series.line} {float(series.number)}\n"
 
@@ -87,7 +90,7 @@ class Counter:
 class Buckets:
     """One series of a histogram."""
 
-    __slots__ = ("_bounds", "counts", "page", "sum")
+    __slots__ = ("_bounds", "counts", "exemplars", "page", "sum")
 
     def __init__(self, bounds: Sequence[float], page: str) -> None:
         """`page` is the format of its lines: a `%d` per bucket, one for the count, a `%r` for the sum."""
@@ -95,11 +98,26 @@ class Buckets:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
         self.page = page
+        self.exemplars: dict[int, str] = {}  # the last one of each bucket, as it is written
 
-    def observe(self, value: float) -> None:
-        """Counts one value."""
-        self.counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, trace_id: str | None = None) -> None:
+        """Counts one value. `trace_id` leads from the value to the trace of its request."""
+        bucket = bisect_left(self._bounds, value)
+        self.counts[bucket] += 1
         self.sum += value
+        if trace_id is not None:
+            self.exemplars[bucket] = f' # {{trace_id="{trace_id}"}} {value!r} {time.time():.3f}\n'
+
+    def lines(self, *, exemplars: bool) -> str:
+        """Its part of the page."""
+        totals = (*accumulate(self.counts),)
+        text = self.page % (*totals, totals[-1], self.sum)
+        if not (exemplars and self.exemplars):
+            return text
+        lines = text.splitlines(keepends=True)
+        for bucket, exemplar in self.exemplars.items():
+            lines[bucket] = lines[bucket][:-1] + exemplar
+        return "".join(lines)
 
 
 class Histogram:
@@ -118,12 +136,11 @@ class Histogram:
             series = self._series[values] = Buckets(self._bounds, self._page(values))
         return series
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
         """The family's part of the page."""
         yield self._head
         for series in self._series.values():
-            totals = (*accumulate(series.counts),)
-            yield series.page % (*totals, totals[-1], series.sum)
+            yield series.lines(exemplars=openmetrics)
 
     def _page(self, values: tuple[str, ...]) -> str:
         """See `Buckets`."""

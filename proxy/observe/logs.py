@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+from functools import partial
 from typing import TextIO
 
 import structlog
@@ -28,12 +29,13 @@ _HIDDEN = frozenset(
 )  # fmt: skip
 
 
-def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
+def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, worker: int | None = None) -> None:
     """Configures structlog and `logging` for the process. May be called again.
 
     Args:
         settings: format and level.
         stream: where lines are written, standard error by default.
+        worker: this process's number, which is on every line; None where there is one process.
     """
     stream = stream if stream is not None else sys.stderr
     pretty = settings.format == "pretty" or (settings.format == "auto" and stream.isatty())
@@ -44,6 +46,8 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         hide_secrets,
     ]
+    if worker is not None:
+        shared.append(partial(_number, worker))
     # Without the cache, loggers made before this call follow it too.
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -58,12 +62,20 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
+    # It tells of each request; kvpin makes many of its own.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:  # noqa: ARG001 - structlog's
     """A structlog processor: replaces fields that may hold prompts or keys by `[hidden]`."""
     for name in event.keys() & _HIDDEN:
         event[name] = "[hidden]"
+    return event
+
+
+def _number(worker: int, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """A structlog processor: says which worker writes the line, where the line is not about one."""
+    event.setdefault("worker", worker)
     return event
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
+from importlib.metadata import version
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
@@ -12,14 +13,24 @@ from proxy.discovery import Source
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.families import Counter, Histogram, gauge
+from proxy.observe.merging import Combine
 from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import ReuseCounts, available_tokens, saved_s
-from proxy.peers.peers import Counts, Peers
+from proxy.peers.peers import Peers
 from proxy.request.records import RequestRecord
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_PLACEMENT_SECONDS = (0.0001, 0.0002, 0.0005, *_LAG_SECONDS)
+# As vLLM's and those of OpenTelemetry's GenAI conventions: one panel may show them beside ours.
+_FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_PER_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _BY_ENGINE = ("model", "engine")
+_VERSION = version("kvpin")
+# Stands for the tenants that have no metrics of their own. No tenant's name: those have no spaces.
+OTHER_TENANTS = "all others"
 
 
 class Metrics:
@@ -30,10 +41,19 @@ class Metrics:
     """
 
     def __init__(
-        self, fleet: Fleet, sources: Mapping[str, Source] | None = None, peers: Peers | None = None
+        self,
+        fleet: Fleet,
+        sources: Mapping[str, Source] | None = None,
+        peers: Peers | None = None,
+        tenants: int = 0,
     ) -> None:
-        """`sources`: where engines are found, by name. `peers`: other kvpins; None without an exchange."""
-        self._fleet, self._peers = fleet, peers
+        """Args:
+        fleet: the engines.
+        sources: where engines are found, by name.
+        peers: other kvpins; None without an exchange.
+        tenants: how many tenants have metrics of their own.
+        """
+        self._fleet, self._peers, self._max_tenants = fleet, peers, tenants
         self._sources = {} if sources is None else sources
         self._requests = Counter("kvpin_requests_total", "Requests answered", (*_BY_ENGINE, "status"))
         self._retries = Counter("kvpin_retries_total", "Attempts beyond a request's first", ("model",))
@@ -57,6 +77,7 @@ class Metrics:
             "kvpin_predicted_cached_tokens_total", "Cached tokens predicted", _BY_ENGINE
         )
         self._reported = Counter("kvpin_cached_tokens_total", "Cached tokens engines reported", _BY_ENGINE)
+        self._generated = Counter("kvpin_generation_tokens_total", "Tokens of answers", _BY_ENGINE)
         self._saved = Counter(
             "kvpin_saved_prefill_seconds_total", "Seconds of prefill saved by reuse", _BY_ENGINE
         )
@@ -66,8 +87,20 @@ class Metrics:
             "Prompts whose tokens the engine reported, by whether they equal kvpin's",
             (*_BY_ENGINE, "result"),
         )
-        self._first_byte = Histogram(
-            "kvpin_first_byte_seconds", "Time to the first byte of an answer", _BY_ENGINE, _SECONDS
+        self._placing = Histogram(
+            "kvpin_placement_seconds", "Time to read and place a request", ("model",), _PLACEMENT_SECONDS
+        )
+        self._first_token = Histogram(
+            "kvpin_time_to_first_token_seconds",
+            "Time to the first byte of a stream",
+            _BY_ENGINE,
+            _FIRST_TOKEN_SECONDS,
+        )
+        self._per_token = Histogram(
+            "kvpin_time_per_output_token_seconds",
+            "Mean time between the tokens of each stream",
+            _BY_ENGINE,
+            _PER_TOKEN_SECONDS,
         )
         self._queued = Histogram(
             "kvpin_queued_seconds", "Wait of requests for engines that were busy", ("model",), _SECONDS
@@ -75,14 +108,24 @@ class Metrics:
         self._refused = Counter(
             "kvpin_refused_total", "Requests refused before an engine was asked", ("reason",)
         )
-        self._duration = Histogram("kvpin_request_seconds", "Duration of requests", _BY_ENGINE, _SECONDS)
+        self._duration = Histogram(
+            "kvpin_request_duration_seconds", "Duration of requests", _BY_ENGINE, _SECONDS
+        )
         self._lag = Histogram(
             "kvpin_loop_lag_seconds", "How late the event loop ran its timer", (), _LAG_SECONDS
         )
         self.loop_lag = self._lag.of()
+        by_tenant = ("tenant",)
+        self._of_tenants = (
+            Counter("kvpin_tenant_requests_total", "Requests of a tenant", (*by_tenant, "status")),
+            Counter("kvpin_tenant_prompt_tokens_total", "Prompt tokens of a tenant", by_tenant),
+            Counter("kvpin_tenant_cached_tokens_total", "Cached tokens engines reported", by_tenant),
+            Counter("kvpin_tenant_generation_tokens_total", "Tokens of answers to a tenant", by_tenant),
+        )
+        self._tenants: set[str] = set()  # those that have series
 
-    def observe(self, record: RequestRecord) -> None:
-        """Counts one finished request."""
+    def observe(self, record: RequestRecord, trace_id: str | None = None) -> None:
+        """Counts one finished request. `trace_id`: of its trace, if it has one."""
         placement = record.placement
         # Not the client's name for it, which may be anything.
         model = (record.lora or record.served_as or "") if placement is not None else ""
@@ -91,14 +134,13 @@ class Metrics:
         self._retries.of(model).add(max(len(record.attempts) - 1, 0))
         if record.interrupted:
             self._interrupted.of(model, "migrated" if record.error is None else "broken").add()
-        if record.duration_s is not None:
-            self._duration.of(model, engine).observe(record.duration_s)
-        if record.queued_s is not None:
-            self._queued.of(record.served_as or "").observe(record.queued_s)
         if (reason := _refusal(record)) is not None:
             self._refused.of(reason).add()
-        if record.first_byte_s is not None:
-            self._first_byte.of(model, engine).observe(record.first_byte_s)
+        self._observe_times(record, model, engine, trace_id)
+        if self._max_tenants and record.tenant is not None:
+            self._count_tenant(record, record.tenant)
+        if record.output_tokens is not None:
+            self._generated.of(model, engine).add(record.output_tokens)
         if record.tokens_agree is not None:
             self._tokens.of(model, engine, "same" if record.tokens_agree else "different").add()
         if placement is None:
@@ -113,6 +155,32 @@ class Metrics:
                 self._saved.of(model, engine).add(saved_s(self._fleet, record))
                 missed = record.reported_tokens != placement.predicted_tokens
                 self._inexact.of(model, engine).add(int(missed))
+
+    def _observe_times(self, record: RequestRecord, model: str, engine: str, trace_id: str | None) -> None:
+        """Counts how long one finished request took, and its parts."""
+        if record.duration_s is not None:
+            self._duration.of(model, engine).observe(record.duration_s, trace_id)
+        if record.queued_s is not None:
+            self._queued.of(record.served_as or "").observe(record.queued_s, trace_id)
+        if (placement_s := record.placement_s) is not None:
+            self._placing.of(model).observe(placement_s, trace_id)
+        if (first_token_s := record.first_token_s) is not None:
+            self._first_token.of(model, engine).observe(first_token_s, trace_id)
+        if (per_token_s := record.per_token_s) is not None:
+            self._per_token.of(model, engine).observe(per_token_s, trace_id)
+
+    def _count_tenant(self, record: RequestRecord, tenant: str) -> None:
+        """Counts one finished request of a tenant. The first ones that come have series of their own."""
+        if tenant not in self._tenants:
+            if len(self._tenants) < self._max_tenants:
+                self._tenants.add(tenant)
+            else:
+                tenant = OTHER_TENANTS
+        requests, prompt, reported, generated = self._of_tenants
+        requests.of(tenant, str(record.status or "failed")).add()
+        prompt.of(tenant).add(record.n_tokens or 0)
+        reported.of(tenant).add(record.reported_tokens or 0)
+        generated.of(tenant).add(record.output_tokens or 0)
 
     def refuse(self, status: int) -> None:
         """Counts a request that was refused before it got a record."""
@@ -138,8 +206,8 @@ class Metrics:
             for engine, tokens in prompt.items()
         }
 
-    def render(self) -> bytes:
-        """The Prometheus text page."""
+    def render(self, *, openmetrics: bool = False) -> bytes:
+        """The page, in Prometheus' text format or in that of OpenMetrics."""
         families = (
             self._requests,
             self._retries,
@@ -149,26 +217,53 @@ class Metrics:
             self._available,
             self._predicted,
             self._reported,
+            self._generated,
             self._saved,
             self._inexact,
             self._tokens,
-            self._first_byte,
+            self._placing,
+            self._first_token,
+            self._per_token,
             self._duration,
             self._queued,
             self._refused,
             self._lag,
+            *self._of_tenants,
+            _restores_ahead(self._fleet),
+            *_messages(self._peers),
         )
-        counted = (line for family in families for line in family.lines())
-        on_fleet = (*_of_fleet(self._fleet), *_of_sources(self._sources), *_of_peers(self._peers))
-        return "".join((*counted, *on_fleet, _of_loop())).encode()
+        counted = (line for family in families for line in family.lines(openmetrics=openmetrics))
+        now = (*_of_fleet(self._fleet), *_of_sources(self._sources), *_of_peers(self._peers), *_of_process())
+        return "".join((*counted, *now, "# EOF\n" if openmetrics else "")).encode()
 
 
-def _of_loop() -> str:
+def of_workers(*, shared: bool) -> dict[str, Combine]:
+    """How the gauges of several workers become one; all other families are summed. `shared`: each worker
+    counts the requests of all, see `proxy/peers/`."""
+    return {
+        "kvpin_tasks": sum,
+        "kvpin_build_info": max,
+        "kvpin_engine_ready": max,
+        "kvpin_engine_precise": max,
+        "kvpin_engine_owner": max,
+        "kvpin_engine_in_flight": max if shared else sum,
+        "kvpin_engine_blocks": max,
+        "kvpin_index_entries": max,
+        "kvpin_queue_requests": sum,  # each has a queue of its own
+        "kvpin_source_answers": min,
+        "kvpin_source_engines": max,
+        "kvpin_exchange_up": min,
+        "kvpin_exchange_peers": max,
+    }
+
+
+def _of_process() -> Iterator[str]:
     try:
         tasks = len(asyncio.all_tasks())
     except RuntimeError:  # no loop runs here
         tasks = 0
-    return gauge("kvpin_tasks", "Tasks of the event loop", (), [((), tasks)])
+    yield gauge("kvpin_tasks", "Tasks of the event loop", (), [((), tasks)])
+    yield gauge("kvpin_build_info", "1, with the version", ("version",), [((_VERSION,), 1)])
 
 
 def _refusal(record: RequestRecord) -> str | None:
@@ -195,6 +290,12 @@ def _of_fleet(fleet: Fleet) -> Iterator[str]:
         "1 when the view of its cache is exact",
         ("engine",),
         (((engine.id,), engine.audit.trust is Trust.PRECISE) for engine in engines),
+    )
+    yield gauge(
+        "kvpin_engine_owner",
+        "1 for the kvpin that uses an engine which only one may use",
+        ("engine", "owner"),
+        (((engine.id, engine.owner), 1) for engine in engines if engine.owner is not None),
     )
     yield gauge(
         "kvpin_engine_in_flight",
@@ -225,7 +326,6 @@ def _of_fleet(fleet: Fleet) -> Iterator[str]:
         ("model",),
         (((pool.model,), len(pool.line)) for pool in pools),
     )
-    yield _restores_ahead(fleet)
 
 
 def _of_sources(sources: Mapping[str, Source]) -> Iterator[str]:
@@ -243,7 +343,7 @@ def _of_sources(sources: Mapping[str, Source]) -> Iterator[str]:
     )
 
 
-def _restores_ahead(fleet: Fleet) -> str:
+def _restores_ahead(fleet: Fleet) -> Counter:
     restores = Counter(
         "kvpin_restores_ahead_total", "Restores ahead of need: begun, used, wasted", ("engine", "what")
     )
@@ -251,13 +351,12 @@ def _restores_ahead(fleet: Fleet) -> str:
         restores.of(engine.id, "begun").add(engine.ahead.restores)
         restores.of(engine.id, "used").add(engine.ahead.used)
         restores.of(engine.id, "wasted").add(engine.ahead.wasted)
-    return "".join(restores.lines())
+    return restores
 
 
 def _of_peers(peers: Peers | None) -> Iterator[str]:
-    """What is shared with other kvpins."""
+    """The exchange with other kvpins now."""
     told = peers.stats() if peers is not None else None
-    counts = peers.counts if peers is not None else Counts()
     yield gauge(
         "kvpin_exchange_up",
         "1 while this kvpin can tell others of its requests",
@@ -272,14 +371,19 @@ def _of_peers(peers: Peers | None) -> Iterator[str]:
         if told is not None
         else [],
     )
+
+
+def _messages(peers: Peers | None) -> tuple[Counter, Counter]:
+    """What was exchanged with other kvpins, and what went wrong."""
     messages = Counter("kvpin_exchange_messages_total", "Messages between kvpins", ("direction",))
     faults = Counter("kvpin_exchange_faults_total", "What went wrong between kvpins", ("fault",))
-    if told is not None:
+    if peers is not None:
+        told, counts = peers.stats(), peers.counts
         messages.of("told").add(counts.told)
         messages.of("heard").add(counts.heard)
         faults.of("dropped").add(told.dropped)
         faults.of("lost").add(told.lost)
+        faults.of("behind").add(counts.behind)
         faults.of("gap").add(counts.gaps + sum(peer.gaps for peer in told.peers))
         faults.of("divergence").add(counts.divergences + sum(peer.divergences for peer in told.peers))
-    yield from messages.lines()
-    yield from faults.lines()
+    return messages, faults

@@ -1,12 +1,12 @@
-"""What a newcomer is told that requests in flight do not show: what engines without events have learned to
-hold, and which engine conversations were last on."""
+"""What a newcomer is told that requests in flight do not show: how fast engines are, what engines without
+events have learned to hold, and which engine conversations were last on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from proxy.core.audit import Trust
-from proxy.core.peers.messages import Learned, Message, Sessions, Told, packed
+from proxy.core.peers.messages import Learned, Message, Sessions, Timed, Told, packed
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 
@@ -20,6 +20,9 @@ def contents(fleet: Fleet, to: int) -> Iterator[Message]:
     """Everything for the newcomer `to`, in parts that each take little time."""
     for pool in list(fleet.pools.values()):
         for engine in list(pool.engines.values()):
+            timings = pool.placer.books[engine.id].rates.timings
+            if timings is not None:
+                yield Timed(to, engine.id, timings)
             if engine.audit.trust is Trust.APPROXIMATE:
                 yield from _learned(engine.id, engine.learned.recent(), to)
         yield from _sessions(pool, to)

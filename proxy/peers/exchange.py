@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 
@@ -14,10 +15,12 @@ class Ears:
     Attributes:
         receive: with each frame that comes, in the order in which its sender published them.
         joined: when there is somebody new, or the exchange works again.
+        ended: with the number of a kvpin whose process is known to have ended.
     """
 
     receive: Callable[[bytes], None]
     joined: Callable[[], None]
+    ended: Callable[[int], None] = lambda _kvpin: None
 
 
 class Exchange(Protocol):
@@ -25,9 +28,11 @@ class Exchange(Protocol):
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.
+        http_socket: where this kvpin serves HTTP to the others; None if they cannot reach its sockets.
     """
 
     dropped: int
+    http_socket: Path | None
 
     @property
     def is_connected(self) -> bool:

@@ -10,10 +10,11 @@ requests are over.
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from urllib.parse import urlsplit
 
@@ -31,6 +32,8 @@ from proxy.core.peers.messages import (
     Message,
     Sessions,
     State,
+    Timed,
+    Times,
     Told,
     ToldEngine,
     Used,
@@ -39,14 +42,17 @@ from proxy.core.peers.messages import (
     owner_of,
     unpacked,
 )
+from proxy.core.peers.round_trip import RoundTrip
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.answers import Report
 from proxy.core.placement.placer import PlacedRequest, Placer
-from proxy.fleet.engine import Engine
+from proxy.fleet.engine import Engine, this_kvpin
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.lease import PeerRequest
 from proxy.fleet.pool import Pool
 from proxy.peers.contents import contents
 from proxy.peers.exchange import Ears, Exchange
+from proxy.peers.owners import Owners, ToldClaim
 from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
 
@@ -72,6 +78,8 @@ class PeerStats(msgspec.Struct, kw_only=True):
         engines: engines of it that are engines here, too.
         in_flight: its requests.
         in_step: all of them are known.
+        round_trip_s: what a message to it and back takes; None before that was measured.
+        behind: that is too long, so its requests count only when they are over.
         silent_s: since it was heard.
         gaps: how often batches of it were lost.
         divergences: how often its requests were other ones than those known here, without a gap.
@@ -81,6 +89,8 @@ class PeerStats(msgspec.Struct, kw_only=True):
     engines: int
     in_flight: int
     in_step: bool
+    round_trip_s: float | None
+    behind: bool
     silent_s: float
     gaps: int
     divergences: int
@@ -104,15 +114,31 @@ class ExchangeStats(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """What was exchanged so far: messages told and heard, listings asked for, kvpins that fell silent, and
-    gaps and divergences of kvpins that are gone."""
+    """What was exchanged so far: messages told and heard, listings asked for, kvpins that fell silent, how
+    often one fell behind, and gaps and divergences of kvpins that are gone."""
 
     told: int = 0
     heard: int = 0
     asked: int = 0
     lost: int = 0
+    behind: int = 0
     gaps: int = 0
     divergences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Another kvpin of this machine, which serves HTTP to this one.
+
+    Attributes:
+        owner: the number that it drew when it started.
+        name: for people.
+        socket: the path of its Unix socket.
+    """
+
+    owner: int
+    name: str
+    socket: str
 
 
 @dataclass(slots=True)
@@ -123,15 +149,19 @@ class _Peer:
         follower: replays its requests.
         name: for people.
         engines: its engines.
+        socket: where it serves HTTP to peers.
         here: its id of an engine → the id here, and whether both make the same block hashes.
         asked: when it was asked for a listing last.
+        trip: the way to it and back.
     """
 
     follower: Follower
     name: str = "?"
     engines: list[ToldEngine] = field(default_factory=list)
+    socket: str | None = None
     here: dict[str, tuple[str, bool]] = field(default_factory=dict)
     asked: float = float("-inf")
+    trip: RoundTrip = field(default_factory=RoundTrip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +184,20 @@ class _Here:
     def tokens_per_block(self) -> int | None:
         return self.pool.tokens_per_block if self.hashes_alike else None
 
+    def begun(self, placed: PlacedRequest) -> None:
+        self.target.of_peers[placed.ticket] = PeerRequest(placed)
+
+    def answered(self, placed: PlacedRequest) -> None:
+        self._forget(placed, has_answer=True)
+
     def end(self, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
+        self._forget(placed, has_answer=computed is not None)
         self.pool.end(self.target, placed, computed, report)
+
+    def _forget(self, placed: PlacedRequest, *, has_answer: bool) -> None:
+        """Nobody waits for the answer to a request any more."""
+        if (request := self.target.of_peers.pop(placed.ticket, None)) is not None:
+            request.ends(has_answer=has_answer)
 
 
 class Peers:
@@ -169,14 +211,18 @@ class Peers:
         """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has."""
         self.counts = Counts()
         self._exchange, self._owner, self._fleet, self._tenants = exchange, owner, fleet, tenants
-        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self._owners = Owners(owner, fleet)
+        self._name = this_kvpin()
         self._own = fleet.told = OwnRequests(self._flush_soon)
         self._engines = list[ToldEngine]()
         self._peers: dict[int, _Peer] = {}
         self._number = 0
         self._flush_at: asyncio.TimerHandle | None = None
         self._asked: dict[int, bool] = {}  # who waits for a listing → with contents
-        self._somebody_asked = asyncio.Event()
+        self._missed = set[
+            int
+        ]()  # kvpins that were lost, and whose contents are asked for when they are back
+        self._somebody_asked, self._has_bid = asyncio.Event(), asyncio.Event()
         self._is_ready = self._is_told = self._is_over = False
         self._ready_by: float | None = None
         self._complained = set[str]()
@@ -185,7 +231,7 @@ class Peers:
 
     def start(self, tasks: Supervisor) -> None:
         """Begins to exchange."""
-        ears = Ears(self._receive, self._introduce)
+        ears = Ears(self._receive, self._introduce, self._lose)
         tasks.keep("exchange", lambda: self._exchange.run(ears))
         tasks.keep("exchange watch", self._watch)
         tasks.keep("exchange answers", self._answer)
@@ -207,6 +253,36 @@ class Peers:
         """Whether the exchange works."""
         return self._exchange.is_connected
 
+    @property
+    def http_socket(self) -> Path | None:
+        """Where this kvpin serves HTTP to the others; None if they cannot reach its sockets."""
+        return self._exchange.http_socket
+
+    @property
+    def owner(self) -> int:
+        """The number that this kvpin drew when it started."""
+        return self._owner
+
+    @property
+    def claims_engines(self) -> bool:
+        """Whether there are engines that only one kvpin may use."""
+        return self._owners.has_claimed
+
+    @property
+    def elsewhere(self) -> Mapping[str, ToldClaim]:
+        """Engines that only one kvpin may use, and the one that does in place of this one."""
+        return self._owners.elsewhere
+
+    def neighbours(self) -> list[Neighbour]:
+        """The other kvpins that serve HTTP to this one. A path that comes from elsewhere is not trusted."""
+        if self.http_socket is None:
+            return []
+        return [
+            Neighbour(owner, peer.name, peer.socket)
+            for owner, peer in self._peers.items()
+            if peer.socket is not None
+        ]
+
     def stats(self) -> ExchangeStats:
         """For people."""
         now = monotonic()
@@ -216,6 +292,8 @@ class Peers:
                 engines=len(peer.here),
                 in_flight=peer.follower.in_flight,
                 in_step=peer.follower.in_step,
+                round_trip_s=peer.trip.seconds,
+                behind=peer.follower.is_behind,
                 silent_s=round(now - peer.follower.heard, 3),
                 gaps=peer.follower.gaps,
                 divergences=peer.follower.divergences,
@@ -252,9 +330,13 @@ class Peers:
     def _introduce(self) -> None:
         """Says who this is, to those who do not know it."""
         self._engines = self._described()
-        self._own.tell(State(self._name, self._engines))
+        self._own.tell(self._state())
         self._own.tell(self._own.heartbeat())
         self._flush()
+
+    def _state(self) -> State:
+        path = self.http_socket
+        return State(self._name, self._engines, str(path) if path is not None else None)
 
     async def _answer(self) -> None:
         """Tells those who asked. What takes longer is told between requests."""
@@ -268,7 +350,7 @@ class Peers:
                     await asyncio.sleep(0)
             self._flush()
             uses = self._tenants.take_used(anew=True)
-            self._send([State(self._name, self._engines), *(Used(tenant, use) for tenant, use in uses)])
+            self._send([self._state(), *(Used(tenant, use) for tenant, use in uses)])
             for part in self._listing():
                 self._send(part)
 
@@ -309,10 +391,13 @@ class Peers:
         match message:
             case State():
                 is_new = peer.name == "?"
-                peer.name, peer.engines = message.name, message.engines
+                peer.name, peer.engines, peer.socket = message.name, message.engines, message.http_socket
                 self._match(peer)
+                self._decide_owners(monotonic())
                 if is_new:
                     log.info("another kvpin is here", peer=peer.name, engines_shared=len(peer.here))
+            case Times():
+                self._time(peer, message)
             case Used():
                 self._tenants.used_elsewhere(monotonic(), owner, message.tenant, message.use)
             case Ask() if message.of == self._owner:
@@ -321,24 +406,47 @@ class Peers:
             case Left():
                 self._drop(owner)
                 log.info("another kvpin has stopped", peer=peer.name)
-            case Learned() | Sessions() | Told() if message.to == self._owner:
+            case Learned() | Sessions() | Timed() | Told() if message.to == self._owner:
                 self._adopt(owner, message)
             case _:
                 pass
 
-    def _adopt(self, owner: int, message: Learned | Sessions | Told) -> None:
+    def _adopt(self, owner: int, message: Learned | Sessions | Timed | Told) -> None:
         if isinstance(message, Told):
             self._is_told = True
+            self._missed.discard(owner)
             return
         site = self._site_of(owner, message.engine)
         if site is None or not site.hashes_alike:
             return
-        if isinstance(message, Learned):
+        if isinstance(message, Timed):
+            site.placer.books[site.engine].rates.adopt(monotonic(), message.timings)
+        elif isinstance(message, Learned):
             for stretch in message.stretches:
                 site.pool.adopt(site.target, unpacked(stretch))
         else:
             for digest in unpacked(message.digests):
                 site.placer.note_earlier(digest, site.engine)
+
+    def _time(self, peer: _Peer, times: Times) -> None:
+        """Measures how far a peer is behind."""
+        now, trip, follower = monotonic(), peer.trip, peer.follower
+        trip.heard(now, times.sent)
+        for heard in times.heard:
+            if heard.of == self._owner:
+                trip.measure(now, heard)
+        if trip.is_behind == follower.is_behind:
+            return
+        follower.note_behind(now, is_behind=trip.is_behind)
+        if follower.is_behind:
+            self.counts.behind += 1
+            log.warning(
+                "another kvpin is behind: its requests count only when they are over",
+                peer=peer.name,
+                round_trip_s=round(trip.seconds or 0, 2),
+            )
+        else:
+            log.info("another kvpin has caught up", peer=peer.name)
 
     def _ask(self, now: float, owner: int, peer: _Peer) -> None:
         """Asks a kvpin for its requests, unless it was just asked."""
@@ -346,12 +454,13 @@ class Peers:
             return
         peer.asked = now
         self.counts.asked += 1
-        self._send([Ask(owner, contents=self._wants_contents)])
+        self._send([Ask(owner, contents=self._wants_contents(owner))])
 
-    @property
-    def _wants_contents(self) -> bool:
-        """Whether this kvpin is new: its engines are connected, and nobody has told what they hold."""
-        return not self._is_ready and not self._is_told and self._fleet.is_ready()
+    def _wants_contents(self, owner: int) -> bool:
+        """Whether the kvpin `owner` is to tell what engines hold: it was lost and is back, or this one is
+        new, its engines are connected, and nobody has told it."""
+        is_new = not self._is_ready and not self._is_told
+        return (is_new or owner in self._missed) and self._fleet.is_ready()
 
     # --- engines -----------------------------------------------------------------------------------
 
@@ -361,9 +470,9 @@ class Peers:
     def _describe(self, engine: Engine) -> ToldEngine:
         pool = self._fleet.pool_of(engine)
         address, is_local = address_of(engine.adapter.spec)
-        if pool is None:
-            return ToldEngine(engine.id, address, is_local, None, None)
-        return ToldEngine(engine.id, address, is_local, pool.model, pool.tokens_per_block)
+        model, tokens_per_block = (pool.model, pool.tokens_per_block) if pool is not None else (None, None)
+        claim = self._owners.claim_of(engine)
+        return ToldEngine(engine.id, address, is_local, model, tokens_per_block, claim)
 
     def _match(self, peer: _Peer) -> None:
         """Finds a peer's engines here. Says what the operator has to change."""
@@ -384,6 +493,26 @@ class Peers:
         pool = self._fleet.pool_of(engine) if engine is not None else None
         return _Here(pool, engine, found[1]) if engine is not None and pool is not None else None
 
+    def _decide_owners(self, now: float) -> None:
+        """Takes engines that only one kvpin may use, or leaves them to a peer. Tells what changed."""
+        others: dict[str, dict[int, ToldClaim]] = {}
+        for owner, peer in self._peers.items():
+            reached = peer.socket if self.http_socket is not None else None
+            for told in peer.engines:
+                if told.claim is not None and told.id in peer.here:
+                    claim = ToldClaim(told.claim, peer.name, told.model, reached)
+                    others.setdefault(peer.here[told.id][0], {})[owner] = claim
+        was_bidding = self._owners.is_bidding
+        self._owners.decide(
+            now,
+            others,
+            is_heard=self.is_connected,
+            is_alone=self._exchange.is_alone and not self._peers,
+        )
+        if self._owners.is_bidding and not was_bidding:
+            self._has_bid.set()
+        self._update_engines()
+
     def _complain(self, event: str, **context: str) -> None:
         """Logs a warning, once."""
         key = repr((event, context.get("problem")))
@@ -397,25 +526,33 @@ class Peers:
         """Sends heartbeats, notices who is lost, and finds out when this kvpin may say that it is ready."""
         beat = monotonic()
         while True:
-            await asyncio.sleep(HEARTBEAT_S if self._is_ready else _JOIN_POLL_S)
+            is_quiet = self._is_ready and not self._owners.is_bidding
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S if is_quiet else _JOIN_POLL_S):
+                    await self._has_bid.wait()
+            self._has_bid.clear()
             now = monotonic()
             if now - beat > LOST_S:  # this kvpin was stopped: the others may have spoken meanwhile
                 for peer in self._peers.values():
                     peer.follower.heard = now
-            self._update_engines()
+                self._owners.doubt(now)
+            self._decide_owners(now)
             if now - beat >= HEARTBEAT_S or not self._is_ready:
                 beat = now
                 self._own.tell(self._own.heartbeat())
+                self._own.tell(self._times(now))
                 self._flush()
             for owner, peer in list(self._peers.items()):
                 if now - peer.follower.heard > LOST_S:
-                    self._drop(owner)
-                    self.counts.lost += 1
-                    log.warning("another kvpin is lost: its requests count no more", peer=peer.name)
-                elif not peer.follower.in_step or self._wants_contents:
+                    self._lose(owner)
+                elif not peer.follower.in_step or self._wants_contents(owner):
                     self._ask(now, owner, peer)
             if not self._is_ready:
                 self._join(now)
+
+    def _times(self, now: float) -> Times:
+        answers = (peer.trip.answer(now, owner) for owner, peer in self._peers.items())
+        return Times(now, [answer for answer in answers if answer is not None])
 
     def _update_engines(self) -> None:
         """Engines came, left, or have connected."""
@@ -423,7 +560,7 @@ class Peers:
         if engines == self._engines:
             return
         self._engines = engines
-        self._own.tell(State(self._name, engines))
+        self._own.tell(self._state())
         for peer in self._peers.values():
             self._match(peer)
 
@@ -440,6 +577,14 @@ class Peers:
             if not (knows_all or is_alone):
                 log.warning("ready without knowing what other kvpins do: they did not tell in time")
 
+    def _lose(self, owner: int) -> None:
+        """A peer that did not say that it stops is gone."""
+        if (peer := self._peers.get(owner)) is not None:
+            self._drop(owner)
+            self._missed.add(owner)
+            self.counts.lost += 1
+            log.warning("another kvpin is lost: its requests count no more", peer=peer.name)
+
     def _drop(self, owner: int) -> None:
         """A peer is gone, and its requests with it."""
         peer = self._peers.pop(owner)
@@ -447,6 +592,7 @@ class Peers:
         self.counts.gaps += peer.follower.gaps
         self.counts.divergences += peer.follower.divergences
         self._tenants.leave_elsewhere(owner)
+        self._decide_owners(monotonic())
 
 
 def address_of(spec: EngineSpec) -> tuple[str, bool]:

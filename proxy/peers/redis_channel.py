@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -36,11 +37,13 @@ class RedisExchange:
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.
+        http_socket: None, as kvpins of other machines cannot reach one.
     """
 
     def __init__(self, url: str, namespace: str) -> None:
         """Kvpins of one `namespace` hear each other. Raises ValueError if the URL cannot be used."""
         self.dropped = 0
+        self.http_socket: Path | None = None
         self._url, self._channel = url, f"kvpin:{namespace}"
         parse_url(url)
         self._outbox = deque[bytes]()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import stat
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -23,6 +24,10 @@ log = structlog.get_logger(__name__)
 
 _LOOK_S = 1.0
 _LENGTH_BYTES = 4
+# The suffix of the socket on which a kvpin serves HTTP.
+_HTTP = ".http"
+# Names of the sockets on which kvpins hear each other: the number of each.
+_SOCKETS = "[0-9a-f]" * 16 + ".sock"
 # A peer that does not read misses what does not fit here. It asks for a listing when it reads again.
 OUTBOX_BYTES = 32 * 2**20
 # No frame is longer: listings and contents are sent in parts.
@@ -51,6 +56,8 @@ class UnixExchange:
 
     Attributes:
         dropped: frames that a peer did not get because it had not read enough.
+        http_socket: where this kvpin serves HTTP to the others, in the same directory. The server makes and
+            removes it; that of a kvpin that was killed is removed here.
     """
 
     def __init__(self, directory: Path, owner: int) -> None:
@@ -60,8 +67,10 @@ class UnixExchange:
         self._own = directory / f"{owner:016x}.sock"
         if len(os.fsencode(self._own)) + 1 > MAX_PATH_BYTES:  # a dot comes in front while it is made
             raise ValueError(f"the path {str(directory)!r} is too long for a socket")
+        self.http_socket: Path | None = self._own.with_suffix(_HTTP)
         self._peers: dict[str, _Outgoing] = {}  # by the name of their socket
         self._incoming = set[_Incoming]()
+        self._lost = set[str]()  # names of sockets whose connection ended since the last look
         self._look_now = asyncio.Event()
         self._has_looked = False
 
@@ -112,19 +121,29 @@ class UnixExchange:
                 connection.transport.abort()
 
     async def _look(self, ears: Ears) -> None:
-        """Connects to kvpins that are new. Removes the sockets of those that are gone."""
-        for path in sorted(self._directory.glob("[0-9a-f]*.sock")):
+        """Connects to kvpins that are new. Removes the sockets of those that are gone, and tells of them."""
+        paths, lost = sorted(self._directory.glob(_SOCKETS)), self._lost
+        self._lost = set()
+        for name in lost - {path.name for path in paths}:
+            ears.ended(_kvpin_of(name))
+        for path in paths:
             if path == self._own or path.name in self._peers:
                 continue
-            peer = partial(_Outgoing, self._peers, path.name)
+            peer = partial(_Outgoing, path.name, self._peers, self._lost_one)
             try:
                 await asyncio.get_running_loop().create_unix_connection(peer, str(path))
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
+                path.with_suffix(_HTTP).unlink(missing_ok=True)
+                ears.ended(_kvpin_of(path.name))
             except OSError as error:
                 log.warning("another kvpin cannot be reached", socket=str(path), error=str(error))
             else:
                 ears.joined()
+
+    def _lost_one(self, name: str) -> None:
+        self._lost.add(name)
+        self._look_now.set()
 
     async def aclose(self) -> None:
         """Waits until peers have read what was sent, but not for long."""
@@ -134,13 +153,18 @@ class UnixExchange:
                     await asyncio.sleep(0.01)
 
 
+def _kvpin_of(name: str) -> int:
+    """The number of the kvpin whose socket has this name."""
+    return int(name.partition(".")[0], 16)
+
+
 class _Outgoing(asyncio.Protocol):
     """The connection to one peer."""
 
     transport: asyncio.WriteTransport
 
-    def __init__(self, peers: dict[str, _Outgoing], name: str) -> None:
-        self._peers, self._name = peers, name
+    def __init__(self, name: str, peers: dict[str, _Outgoing], lost: Callable[[str], None]) -> None:
+        self._name, self._peers, self._tell_lost = name, peers, lost
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It reads from now on."""
@@ -148,8 +172,9 @@ class _Outgoing(asyncio.Protocol):
         self._peers[self._name] = self
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """It is gone."""
+        """It is gone, or starts anew."""
         self._peers.pop(self._name, None)
+        self._tell_lost(self._name)
 
 
 class _Incoming(asyncio.Protocol):

@@ -256,7 +256,7 @@ class ManagedEngine:
             await asyncio.wait([reader], timeout=_DRAIN_S)
             reader.cancel()
         if not self._stopping.is_set():
-            self._error = "\n".join((_end_of(process.returncode), *self._last_lines))
+            self._error = "\n".join((end_of(process.returncode), *self._last_lines))
 
     async def _watch_health(self, process: Process) -> None:
         """Marks the engine ready; ends the process if the engine later stays unhealthy."""
@@ -353,7 +353,7 @@ def _pipe() -> Iterator[_Pipe]:
         pipe.close()
 
 
-def _end_of(exit_code: int | None) -> str:
+def end_of(exit_code: int | None) -> str:
     """The end of a process in words: its signal or its exit code."""
     if exit_code is not None and exit_code < 0:
         return f"ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"

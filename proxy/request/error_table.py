@@ -13,6 +13,7 @@ from engine_adapter import (
     EngineError,
     EngineRejected,
     EngineSpecError,
+    EngineTaken,
     EngineUnavailable,
     NotSupported,
     PromptTableError,
@@ -54,6 +55,7 @@ TABLE: dict[type[Exception], Row] = {
     ChatError: Row(400, "invalid_request_error", "invalid_messages"),
     EngineSpecError: Row(400, "invalid_request_error", "invalid_engine"),
     NotSupported: Row(501, "not_supported_error", "not_supported"),
+    EngineTaken: Row(503, "server_error", "engine_taken"),
     EngineUnavailable: Row(502, "server_error", "engine_unavailable"),
     EngineRejected: Row(502, "server_error", "engine_rejected"),  # the engine's own status rules
     EngineError: Row(502, "server_error", "engine_error"),

@@ -69,6 +69,7 @@ class RequestRecord(RequestFacts, kw_only=True):
 
     Attributes:
         arrived: when it came, in monotonic seconds.
+        placed: when it was placed on the engine whose answer began first; None before its answer begins.
         session: the conversation its client says it belongs to.
         served_as: the model of the pool it was sent to.
         lora: the LoRA adapter it ran with.
@@ -81,6 +82,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     """
 
     arrived: float = msgspec.field(default_factory=time.monotonic)
+    placed: float | None = None
     session: Session | None = None
     served_as: str | None = None
     lora: str | None = None
@@ -135,6 +137,30 @@ class RequestRecord(RequestFacts, kw_only=True):
         if self.placement is None or self.prompt is None:
             return None
         return self.placement.chosen.first_token_s
+
+    @property
+    def placement_s(self) -> float | None:
+        """Seconds that kvpin took to read, tokenise and place it, the wait for busy engines left out. None if
+        it had to be placed twice."""
+        if self.placed is None or len(self.attempts) != 1:
+            return None
+        return self.placed - self.arrived - (self.queued_s or 0.0)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from arrival to the first byte of a stream; None for other answers."""
+        if not self.stream or self.placed is None or self.first_byte_s is None:
+            return None
+        return self.placed - self.arrived + self.first_byte_s
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean seconds between the tokens of a stream that ended well. If the engine did not report them, the
+        stream's events are counted: a few more."""
+        first, whole, tokens = self.first_token_s, self.duration_s, self.output_tokens or self.events
+        if first is None or whole is None or tokens <= 1 or self.error is not None:
+            return None
+        return (whole - first) / (tokens - 1)
 
 
 class RequestLog:

@@ -33,6 +33,7 @@ class Splice:
         self._head = {name: head[name] for name in _NAMES if name in head}
         self._has_role = sent.has_role
         self._known = deque(sent.texts if again else ())
+        self._same = 0  # characters that both engines wrote
         self._cached = cached_tokens
         self._events = WholeEvents()
 
@@ -71,7 +72,9 @@ class Splice:
             while rest and self._known:
                 field, known = self._known.popleft()
                 length = min(len(rest), len(known))
-                self._check(field == name and known[:length] == rest[:length])
+                self._check(field == name)
+                self._same += _common(known[:length], rest[:length])
+                self._check(known[:length] == rest[:length])
                 rest = rest[length:]
                 if known[length:]:
                     self._known.appendleft((field, known[length:]))
@@ -88,7 +91,16 @@ class Splice:
             usage["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(details))
             fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
 
-    @staticmethod
-    def _check(is_same: bool) -> None:
+    def _check(self, is_same: bool) -> None:
         if not is_same:
-            raise EngineUnavailable("the engine that was to go on with the answer gave another one")
+            raise EngineUnavailable(
+                "the engine that was to go on with the answer gave another one: the first "
+                f"{self._same} characters are the same"
+            )
+
+
+def _common(one: str, other: str) -> int:
+    """Characters before the first difference of texts of one length."""
+    if one == other:
+        return len(one)
+    return next(at for at, (left, right) in enumerate(zip(one, other, strict=True)) if left != right)

@@ -5,6 +5,7 @@ load.py     flags, environment and file → Settings; an unknown key is an error
 flags.py    the short forms of `--engine`, `--managed`, `--engines-from` and `--model-alias`
 changes.py  what differs when the settings are read again
 sources.py  the addresses of `[[discovery]]`
+key_file.py the admin key in a file of its own
 
 A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in models.py. A setting
 of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin API
@@ -20,7 +21,7 @@ from proxy.settings.flags import (
     parse_managed_flag,
     split_engine_flag,
 )
-from proxy.settings.load import load_settings, read_engines
+from proxy.settings.load import WORKER_VARIABLE, check_settings, load_settings, read_engines, settings_file
 from proxy.settings.models import (
     ApiKeySettings,
     DiscoverySettings,
@@ -38,6 +39,7 @@ from proxy.settings.models import (
 from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource
 
 __all__ = [
+    "WORKER_VARIABLE",
     "ApiKeySettings",
     "DiscoverySettings",
     "DnsSource",
@@ -54,6 +56,7 @@ __all__ = [
     "SettingsError",
     "SrvSource",
     "TlsSettings",
+    "check_settings",
     "engine_changes",
     "is_command_line",
     "key_digest",
@@ -64,5 +67,6 @@ __all__ = [
     "parse_engine_flag",
     "parse_managed_flag",
     "read_engines",
+    "settings_file",
     "split_engine_flag",
 ]

@@ -20,6 +20,7 @@ RELOADED = frozenset(
         "discovery",
         "api_keys",
         "admin_key",
+        "admin_key_file",
         "model_aliases",
         "default_model",
         "cors_origins",

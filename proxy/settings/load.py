@@ -10,18 +10,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 from pydantic_settings import SettingsError as SourceError
 
+from proxy.settings.key_file import key_in
 from proxy.settings.models import EngineSettings, EnginesFile, Settings, SettingsError, option_names
 
 PREFIX = "KVPIN_"
 DELIMITER = "__"
 CONFIG_VARIABLE = "KVPIN_CONFIG"
+# In the environment of a worker: its orders.
+WORKER_VARIABLE = "KVPIN_WORKER"
 # Variables that are no settings: commands and scripts read them.
-_NOT_SETTINGS = (CONFIG_VARIABLE, "KVPIN_URL", "KVPIN_CACHE")
+_NOT_SETTINGS = (CONFIG_VARIABLE, WORKER_VARIABLE, "KVPIN_URL", "KVPIN_CACHE")
 REUSE_SWITCHES = ("ENABLE_KV_CACHE_REUSE", "NIM_ENABLE_KV_CACHE_REUSE")
 _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
 
@@ -34,14 +37,62 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
         flags: settings by name, nested ones as mappings; None means "not given".
 
     Raises:
-        SettingsError: an unknown key, or a value that kvpin cannot use.
+        SettingsError: the first fault: an unknown key, or a value that kvpin cannot use.
+    """
+    settings, faults = check_settings(config, **flags)
+    if settings is not None and settings.admin_key_file is not None and settings.admin_key is None:
+        _make_key(settings.admin_key_file)
+        settings, faults = check_settings(config, **flags)
+    if settings is None or faults:
+        raise SettingsError(faults[0])
+    return settings
+
+
+def _make_key(path: Path) -> None:
+    """Makes the file of the admin key; raises SettingsError."""
+    try:
+        key_in(path)
+    except ValueError as error:
+        raise SettingsError(f"setting 'admin_key_file' cannot be used: {error}") from error
+
+
+def settings_file(config: Path | None) -> Path | None:
+    """The TOML file: `config`, else the one that KVPIN_CONFIG names, if any."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    return Path(named) if config is None and named else config
+
+
+def check_settings(config: Path | None = None, **flags: Any) -> tuple[Settings | None, list[str]]:  # noqa: ANN401
+    """The settings as `load_settings` takes them, None if they cannot be used, and every fault in a sentence.
+
+    What depends on several settings is checked only where each of them can be used. A missing file of the
+    admin key is no fault: `load_settings` makes it.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    if config is None and os.environ.get(CONFIG_VARIABLE):
-        config = Path(os.environ[CONFIG_VARIABLE])
-    from_file = _read_file(config, Settings) if config is not None else {}
-    _check_variables()
-    switches = _read_switches()
+    config = settings_file(config)
+    from_file, switches = dict[str, Any](), dict[str, bool]()
+    faults: list[str] = []
+    try:
+        if config is not None:
+            from_file, faults = _read_file(config, Settings)
+    except SettingsError as error:
+        faults.append(str(error))
+    faults += _unknown_variables()
+    try:
+        switches = _read_switches()
+    except SettingsError as error:
+        faults.append(str(error))
+    settings, wrong = _validated(given, switches, from_file, config)
+    return settings, faults + wrong
+
+
+def _validated(
+    given: Mapping[str, Any],
+    switches: Mapping[str, bool],
+    from_file: Mapping[str, Any],
+    config: Path | None,
+) -> tuple[Settings | None, list[str]]:
+    """The settings of all sources, None if a value cannot be used; and a sentence for each such value."""
 
     class LoadedSettings(Settings):
         """Settings with this call's sources."""
@@ -55,16 +106,33 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
             dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the base class names it
             file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            lower = [InitSettingsSource(settings_cls, init_kwargs=layer) for layer in (switches, from_file)]
+            lower = [
+                InitSettingsSource(settings_cls, init_kwargs=dict(layer)) for layer in (switches, from_file)
+            ]
             return (init_settings, env_settings, *lower)
 
     try:
-        return LoadedSettings(**given)
+        settings = LoadedSettings(**given)
+        if settings.admin_key_file is not None and settings.admin_key_file.exists():
+            settings = LoadedSettings(**given, admin_key=_admin_key_in_its_file(settings))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise SettingsError(_sentence(first, given, from_file, config)) from None
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)
+        return None, list(dict.fromkeys(_sentence(each, given, from_file, config) for each in wrong))
     except SourceError as error:
-        raise SettingsError(f"{error}: the value must be JSON") from error
+        return None, [f"{error}: the value must be JSON"]
+    except SettingsError as error:
+        return None, [str(error)]
+    return settings, []
+
+
+def _admin_key_in_its_file(settings: Settings) -> SecretStr:
+    """The admin key of the file that the settings name; raises SettingsError."""
+    if settings.admin_key is not None:
+        raise SettingsError("admin_key and admin_key_file are both set: set only one")
+    try:
+        return SecretStr(key_in(settings.admin_key_file or Path()))
+    except ValueError as error:
+        raise SettingsError(f"setting 'admin_key_file' cannot be used: {error}") from error
 
 
 def read_engines(path: Path) -> tuple[EngineSettings, ...]:
@@ -73,7 +141,9 @@ def read_engines(path: Path) -> tuple[EngineSettings, ...]:
     Raises:
         SettingsError: it cannot be read, or an engine cannot be used.
     """
-    values = _read_file(path, EnginesFile)
+    values, faults = _read_file(path, EnginesFile)
+    if faults:
+        raise SettingsError(faults[0])
     try:
         return EnginesFile.model_validate(values).engines
     except ValidationError as error:
@@ -85,43 +155,50 @@ def read_engines(path: Path) -> tuple[EngineSettings, ...]:
         raise SettingsError(_sentence(first, {}, values, path)) from None
 
 
-def _read_file(config: Path, model: type[BaseModel]) -> dict[str, Any]:
-    """The values of a file; all of their names are in the model."""
+def _read_file(config: Path, model: type[BaseModel]) -> tuple[dict[str, Any], list[str]]:
+    """The values of a file under names that are in the model, and a sentence for each other name.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
     read, language = (json.loads, "JSON") if config.suffix == ".json" else (tomllib.loads, "TOML")
     try:
         values = read(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingsError(f"settings file {str(config)!r} cannot be read: {reason}") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise SettingsError(f"settings file {str(config)!r} is not {language}: {error}") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise SettingsError(f"settings file {str(config)!r} is not {language}: {why}") from error
     if not isinstance(values, dict):
         raise SettingsError(f"settings file {str(config)!r} must be an object")
-    for parents, name, known in _unknown_keys(values, model, ()):
+    faults = []
+    for holder, parents, name, known in list(_unknown_keys(values, model, ())):
         full = ".".join((*parents, name))
-        raise SettingsError(f"unknown setting {full!r} in {str(config)!r}: {_hint(name, known)}")
-    return values
+        faults.append(f"unknown setting {full!r} in {str(config)!r}: {_hint(name, known)}")
+        del holder[name]
+    return values, faults
 
 
 def _unknown_keys(
-    values: Mapping[str, Any], model: type[BaseModel], parents: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
-    """Unknown keys, each with its parents and the names that exist there."""
+    values: dict[str, Any], model: type[BaseModel], parents: tuple[str, ...]
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...], str, list[str]]]:
+    """Unknown keys, each with the object that has it, its parents and the names that exist there."""
     options = option_names(values.get("kind")) if model.model_config.get("extra") == "allow" else ()
     for name, value in values.items():
         if name in options:
             continue
         if name not in model.model_fields:
-            yield parents, name, [*model.model_fields, *options]
+            yield values, parents, name, [*model.model_fields, *options]
             continue
         part = _part_model(model, name)
         if part is None:
             continue
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from _unknown_keys(value, part, (*parents, name))
         elif isinstance(value, list):
             for index, item in enumerate(value):
-                if isinstance(item, Mapping):
+                if isinstance(item, dict):
                     yield from _unknown_keys(item, part, (*parents, f"{name}[{index}]"))
 
 
@@ -134,8 +211,8 @@ def _part_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     return None
 
 
-def _check_variables() -> None:
-    """Refuses KVPIN_ variables that no setting reads: a misspelt one must not pass in silence."""
+def _unknown_variables() -> Iterator[str]:
+    """A sentence for each KVPIN_ variable that no setting reads: a misspelt one must not pass in silence."""
     for variable in os.environ:
         if not variable.upper().startswith(PREFIX) or variable in _NOT_SETTINGS:
             continue
@@ -143,7 +220,8 @@ def _check_variables() -> None:
         for name in variable[len(PREFIX) :].lower().split(DELIMITER):
             if model is None or name not in model.model_fields:
                 known = list(model.model_fields) if model is not None else []
-                raise SettingsError(f"unknown environment variable {variable!r}: {_hint(name, known)}")
+                yield f"unknown environment variable {variable!r}: {_hint(name, known)}"
+                break
             model = _part_model(model, name)
 
 
@@ -174,7 +252,7 @@ def _hint(name: str, known: list[str]) -> str:
 def _sentence(
     error: ErrorDetails, given: Mapping[str, Any], from_file: Mapping[str, Any], config: Path | None
 ) -> str:
-    """One sentence for the first validation error, without the value: it may be secret."""
+    """One sentence for a validation error, without the value: it may be secret."""
     location = error["loc"]
     message = error["msg"].removeprefix("Value error, ")
     if not location:

@@ -40,6 +40,7 @@ from proxy.core.quotas import TenantLimits
 from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource, parse_source
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
+_HOST = re.compile(r"[\w.:%-]+")
 # Ports that browsers leave out of an origin.
 _PORTS = {"http": 80, "https": 443}
 
@@ -54,7 +55,10 @@ def _kind(value: str) -> str:
 
 def _url(value: str) -> str:
     parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    is_place = (
+        parts.hostname and _HOST.fullmatch(parts.hostname) and parts.port != 0
+    )  # ValueError above 65535
+    if parts.scheme not in ("http", "https") or not is_place:
         raise ValueError("an address must look like http://host:port")
     if parts.username or parts.password:
         raise ValueError("an address must not contain a name or password: use api_key or headers")
@@ -226,6 +230,8 @@ class DiscoverySettings(_EngineSettings):
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         named = {"id": _engine_id(self.id, name), "url": f"http://{place}"}
         try:
+            if not _HOST.fullmatch(host):
+                raise ValueError("a slash would begin a path")  # noqa: TRY301 - told as the others
             return EngineSettings.model_validate(given | (self.model_extra or {}) | named)
         except ValueError as error:
             raise SettingsError(f"{self.source} names {place!r}, which is no address of an engine") from error
@@ -408,9 +414,12 @@ class Settings(BaseSettings):
         discovery: where further engines are found.
         api_keys: keys of clients; without any, everybody may use the data plane.
         admin_key: key of the admin API, as itself or hashed; without one, only this machine may use it.
+        admin_key_file: a file that holds the admin key. `load_settings` makes it if it is missing.
         model_aliases: further names of models and LoRA adapters → the names these are served under.
         default_model: serves requests that name no model, or one that nothing serves.
         ui: serve the page at `/ui/`.
+        otel: send traces and metrics by OpenTelemetry's protocol, to where its own variables say.
+        tenant_metrics: how many tenants have metrics of their own; all others are counted together.
         cors_origins: origins of web pages that may use the data plane; `*` stands for all.
         limits: limits on memory.
         logs: log lines.
@@ -429,6 +438,7 @@ class Settings(BaseSettings):
             default 0 on loopback addresses and 5 on others, where a load balancer may be in front.
         tls: TLS of the port; None for plain HTTP.
         exchange: what other kvpins in front of the same engines are told through; None for one kvpin.
+        workers: processes that serve the port together.
     """
 
     model_config = SettingsConfigDict(
@@ -444,9 +454,12 @@ class Settings(BaseSettings):
     discovery: tuple[DiscoverySettings, ...] = ()
     api_keys: tuple[ApiKeySettings, ...] = ()
     admin_key: Key | None = None
+    admin_key_file: Path | None = None
     model_aliases: dict[ModelName, ModelName] = Field(default_factory=dict)
     default_model: ModelName | None = None
     ui: bool = True
+    otel: bool = False
+    tenant_metrics: Annotated[int, Field(ge=0, le=1000)] = 0
     cors_origins: tuple[Origin, ...] = ()
     limits: LimitSettings = LimitSettings()
     logs: LogSettings = LogSettings()
@@ -462,6 +475,7 @@ class Settings(BaseSettings):
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     tls: TlsSettings | None = None
     exchange: ExchangeSettings | None = None
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
 
     @property
     def finds_engines(self) -> bool:
@@ -529,6 +543,8 @@ class Settings(BaseSettings):
             raise ValueError(
                 "record_traffic writes plain lines: name a file without .gz, and gzip it afterwards"
             )
+        if self.workers > 1:
+            raise ValueError("record_traffic needs one worker: several would write to one file")
         if not self.reuse:
             raise ValueError("record_traffic needs reuse: without reuse kvpin does not read prompts")
         return self

@@ -1,8 +1,10 @@
-"""Writes files whole or not at all, for this user alone."""
+"""Writes files whole or not at all, for this user alone, and reads only such files."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +13,8 @@ from tempfile import mkstemp
 from proxy.settings import SettingsError
 
 _PART = ".part"
+# No file is longer.
+MAX_BYTES = 2 << 30
 # A part this old was left by a process that was killed; a younger one may be another kvpin's.
 _LEFT_S = 600.0
 
@@ -44,3 +48,24 @@ def write(path: Path, data: bytes) -> None:
         with suppress(OSError):
             Path(part).unlink()
         raise
+
+
+def read(path: Path) -> bytes:
+    """The file's bytes.
+
+    Raises:
+        OSError: it cannot be read, or may be of another user: it is a link, or others may change it.
+    """
+    with open(path, "rb", opener=_open) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file")
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(errno.EPERM, "another user may have written it")
+        if status.st_size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it is longer than {MAX_BYTES >> 30} GiB")
+        return file.read()
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe without a writer would wait

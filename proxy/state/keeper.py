@@ -18,7 +18,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory, Memories, keep
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
-from proxy.state.files import make_directory, write
+from proxy.state.files import make_directory, read, write
 from proxy.state.snapshot import KeptPin, Snapshot, UnusableSnapshotError, decode, encode
 from proxy.state.tables import TableFiles
 
@@ -101,7 +101,7 @@ class StateKeeper:
         isolated = self._tenants.isolated
         nothing = Snapshot(isolated, [], [])
         try:
-            return decode(self._path.read_bytes(), isolated=isolated)
+            return decode(read(self._path), isolated=isolated)
         except FileNotFoundError:
             return nothing
         except OSError as error:

@@ -33,6 +33,7 @@ class KeptPin(msgspec.Struct, frozen=True):
     label: str
     first_block: int | None
     instances: dict[str, str]
+    last_block: int | None = None
 
     @classmethod
     def of(cls, pin: Pin, clock_is_ahead_s: float) -> Self:
@@ -45,6 +46,7 @@ class KeptPin(msgspec.Struct, frozen=True):
             pin.label,
             pin.first_block,
             dict(pin.instances),
+            pin.last_block,
         )
 
     def pin(self, clock_is_ahead_s: float) -> Pin:
@@ -57,6 +59,7 @@ class KeptPin(msgspec.Struct, frozen=True):
             self.label,
             self.first_block,
             self.instances,
+            self.last_block,
         )
 
 
@@ -94,7 +97,7 @@ def decode(data: bytes, *, isolated: bool) -> Snapshot:
         raise UnusableSnapshotError("it is damaged")
     try:
         snapshot = msgspec.msgpack.decode(body, type=Snapshot)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnusableSnapshotError("another version of kvpin wrote it") from error
     if snapshot.isolated != isolated:
         raise UnusableSnapshotError("there is one tenant now and were several, or the other way round")

@@ -9,7 +9,7 @@ import structlog
 from engine_adapter import PromptTable, PromptTableError
 from proxy.errors import ProxyError
 from proxy.prompt import PromptTables
-from proxy.state.files import make_directory, write
+from proxy.state.files import make_directory, read, write
 
 log = structlog.get_logger(__name__)
 
@@ -26,11 +26,11 @@ class TableFiles:
 
     def load(self, tables: PromptTables) -> None:
         """Registers the tables, oldest first."""
-        paths = [(path.stat().st_mtime_ns, path) for path in self._directory.glob(f"*{_SUFFIX}")]
+        paths = [(path.lstat().st_mtime_ns, path) for path in self._directory.glob(f"*{_SUFFIX}")]
         for _, path in sorted(paths):
             name, _, extra_id = path.name.removesuffix(_SUFFIX).rpartition(".")
             try:
-                tables.put(path.read_bytes(), table_id=name, extra_id=int(extra_id, 16))
+                tables.put(read(path), table_id=name, extra_id=int(extra_id, 16))
             except (ProxyError, PromptTableError, OSError, ValueError) as error:
                 log.warning("a saved prompt table is not used", file=str(path), error=str(error))
 

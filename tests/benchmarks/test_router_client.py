@@ -41,6 +41,6 @@ def engine(client, question):
 
 async def test_what_the_client_is_late_by_is_waited_for(client, engine, question):
     async with aclosing(HttpTransport()) as transport:
-        answer = await client._ask(transport, engine, Headers([]), question, time.monotonic() - LATE_S)
+        answer = await client.ask(transport, engine, Headers([]), question, time.monotonic() - LATE_S)
     assert answer.error == ""
     assert answer.first_token_s > answer.sent_late_s >= LATE_S

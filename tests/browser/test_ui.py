@@ -111,6 +111,26 @@ async def test_a_chat_streams_and_each_turn_says_what_its_cache_did(opened):
     await expect(opened.locator(".costs li.chosen .measured")).to_have_count(1)
 
 
+async def test_reuse_on_and_off_side_by_side(opened, kvpin):
+    await opened.evaluate("sessionStorage.setItem('kvpin-client-key', 'client-key')")
+    await opened.get_by_role("link", name="Try", exact=True).click()
+    await opened.get_by_label("compare with reuse off").check()
+    await expect(opened.get_by_label("model")).to_have_value("kvpin-tiny")
+    await opened.get_by_label("at most").fill("8")
+    for turn, question in enumerate((f"Side by side. {DOCUMENT}", "And then?")):
+        await opened.get_by_label("Prompt").fill(question)
+        await opened.keyboard.press("Enter")
+        await expect(opened.get_by_role("link", name="Why?")).to_have_count(2 * turn + 2)
+    cached = []
+    for name in ("Reuse on", "Reuse off"):
+        column = opened.get_by_role("group", name=name)
+        await expect(column.locator(".turn.assistant")).to_have_count(2)
+        facts = await column.locator(".turn.assistant").last.inner_text()
+        cached.append(int(re.search(r"([\d,]+) of [\d,]+", facts)[1].replace(",", "")))
+    assert cached[0] > 0
+    assert cached[1] == 0
+
+
 async def test_a_miss_is_explained(opened, kvpin):
     await ask(kvpin, f"{DOCUMENT} The first question. {NASTY}")
     other = await ask(kvpin, f"{DOCUMENT} Another one. {NASTY}", stream=True)
@@ -121,6 +141,77 @@ async def test_a_miss_is_explained(opened, kvpin):
     await expect(opened.locator(".sides pre").last).to_contain_text("first question")
     await expect(opened.locator("article code")).to_contain_text("messages")
     await expect(opened.locator("img")).to_have_count(0)
+
+
+async def test_the_cache_map_shows_what_prompts_share_and_its_buttons_work(opened, kvpin):
+    document = " ".join(f"Shelf {number} holds {number * 3} boxes." for number in range(60))
+    for question in ("Which holds most?", "Which holds least?"):
+        answer = await ask(kvpin, f"{document} {question}")
+    await opened.get_by_role("link", name="Map", exact=True).click()
+    shared = opened.get_by_role("button", name=re.compile("2 requests, from token 0"))
+    await shared.first.click()
+    details = opened.get_by_role("article", name="The chosen prefix")
+    await expect(details).to_contain_text(answer.headers["x-kvpin-engine"])
+    await details.get_by_role("button", name="Pin for an hour").click()
+    await expect(details.get_by_role("status")).to_contain_text("pin: done")
+    await expect(details.locator(".chip")).to_have_text("pinned")
+    await expect(opened.get_by_role("button", name=re.compile("from token 0 .*, pinned"))).to_have_count(1)
+    await details.get_by_role("button", name="Unpin").click()
+    await expect(details.get_by_role("status")).to_contain_text("unpin: done")
+    await expect(details.locator(".chip")).to_have_count(0)
+    await details.get_by_role("button", name="Flush").click()
+    await details.get_by_role("button", name="Really flush?").click()
+    await expect(details.get_by_role("status")).to_contain_text("flush: done")
+    await expect(details).to_contain_text("No engine is known to hold it any more.")
+    await details.get_by_role("button", name="Pin for an hour").click()
+    await expect(details).to_contain_text("no engine holds any of it: warm it first")
+    await details.get_by_role("button", name="Warm").click()
+    await expect(details.get_by_role("status")).to_contain_text("warm: done")
+
+
+async def test_the_map_goes_by_keyboard_and_zooms(opened, kvpin):
+    for question in ("One?", "Two?"):
+        await ask(kvpin, f"{DOCUMENT} By keyboard. {question}")
+    await opened.get_by_role("link", name="Map", exact=True).click()
+    boxes = opened.locator(".box")
+    await boxes.first.focus()
+    await opened.keyboard.press("ArrowRight")
+    second = await boxes.nth(1).get_attribute("aria-label")
+    assert await opened.evaluate("document.activeElement.getAttribute('aria-label')") == second
+    await opened.keyboard.press("Enter")
+    await expect(opened.get_by_role("navigation", name="Zoom").get_by_role("link")).not_to_have_count(1)
+    await expect(boxes.first).to_have_attribute("aria-label", second)
+    await opened.get_by_role("link", name="all prompts").click()
+    await expect(boxes.nth(1)).to_have_attribute("aria-label", second)
+    await opened.evaluate("location.hash = 'map/ab'")
+    await expect(opened.get_by_role("alert")).to_contain_text("no prompt of the last requests")
+
+
+async def test_without_an_admin_key_only_kvpins_own_page_may_change_anything(page, origin, tmp_path):
+    with running_kvpin(tmp_path / "log", "--managed", ENGINE) as kvpin:
+        await page.goto(origin)  # of this machine, too: another port
+        tries = """async url => {
+          const flush = url + '/admin/v1/flush'
+          const body = '{"all": true}'
+          await fetch(flush, {method: 'POST', mode: 'no-cors', body})
+          await fetch(url + '/admin/v1/stats', {mode: 'no-cors'})
+          const form = document.createElement('form')
+          Object.assign(form, {method: 'POST', action: flush, enctype: 'text/plain'})
+          document.body.append(form)
+          form.submit()
+        }"""
+        async with page.expect_navigation():
+            await page.evaluate(tries, kvpin.url)
+        assert "answers only this machine" in await page.locator("body").inner_text()
+        await page.goto(f"{kvpin.url}/ui/")
+        assert kvpin.admin("GET", "operations").json()["operations"] == []
+        lines = [json.loads(line) for line in kvpin.log.read_text().splitlines() if line.startswith("{")]
+        assert [each["status"] for each in lines if each["event"] == "admin action"] == [403, 403]
+        await page.locator("summary", has_text="KV").click()
+        await page.get_by_role("button", name="Flush all").click()
+        await page.get_by_role("button", name="Really flush all?").click()
+        await expect(page.locator(".operation")).to_contain_text("flush: done")
+        assert [each["verb"] for each in kvpin.admin("GET", "operations").json()["operations"]] == ["flush"]
 
 
 async def test_a_request_that_is_gone_is_said_to_be(opened):

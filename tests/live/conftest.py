@@ -54,6 +54,16 @@ class Kvpin:
 def running_kvpin(log: Path, *flags: str, reuse: bool = True, tokenised: bool = True) -> Iterator[Kvpin]:
     """Starts `kvpin serve`, yields it once it is ready, ends it with SIGTERM and expects a clean exit.
     `tokenised` False: its tokenizers are not waited for."""
+    with starting_kvpin(log, *flags, reuse=reuse) as proxy:
+        wait_until_ready(proxy)
+        if tokenised:
+            wait_until_tokenised(proxy)
+        yield proxy
+
+
+@contextmanager
+def starting_kvpin(log: Path, *flags: str, reuse: bool = True) -> Iterator[Kvpin]:
+    """`running_kvpin`, yielded as soon as it listens."""
     command = [
         *("setpriv", "--pdeathsig", "KILL"),  # it never outlives the tests
         *(sys.executable, "-m", "proxy.cli", "serve", "--port", "0", *flags),
@@ -63,9 +73,7 @@ def running_kvpin(log: Path, *flags: str, reuse: bool = True, tokenised: bool = 
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     proxy = Kvpin("", process, log)
     try:
-        wait_until_ready(proxy)
-        if tokenised:
-            wait_until_tokenised(proxy)
+        wait_until_it_listens(proxy)
         yield proxy
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_S) == 0 or proxy.killed, log.read_text()
@@ -74,8 +82,8 @@ def running_kvpin(log: Path, *flags: str, reuse: bool = True, tokenised: bool = 
         process.wait(STOP_S)
 
 
-def wait_until_ready(proxy: Kvpin) -> None:
-    """Returns once it listens, whose address `proxy` is then told, and serves."""
+def wait_until_it_listens(proxy: Kvpin) -> None:
+    """Returns once it listens, and `proxy` knows its address."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         if proxy.process.poll() is not None:
@@ -83,8 +91,20 @@ def wait_until_ready(proxy: Kvpin) -> None:
         address = re.search(r"base_url +(\S+)/v1\n", proxy.log.read_text())
         if address is not None:
             proxy.url = address[1]
-            if _is_healthy(proxy.url):
-                return
+            return
+        time.sleep(0.1)
+    pytest.fail(f"kvpin did not listen:\n{proxy.log.read_text()}")
+
+
+def wait_until_ready(proxy: Kvpin) -> None:
+    """Returns once it listens and serves."""
+    wait_until_it_listens(proxy)
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if proxy.process.poll() is not None:
+            pytest.fail(f"kvpin ended with {proxy.process.returncode}:\n{proxy.log.read_text()}")
+        if _is_healthy(proxy.url):
+            return
         time.sleep(0.1)
     pytest.fail(f"kvpin was not ready:\n{proxy.log.read_text()}")
 

@@ -67,7 +67,7 @@ class _Guarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)
         if scope["method"] not in _READS:
-            send = audited(connection, send, self.guard.right)
+            send = audited(connection, send, self.guard.right(connection))
         try:
             self.guard.check(connection)
         except ProxyError as error:

@@ -46,7 +46,7 @@ class Endpoint:
         body: struct of the request body, or the settings it is checked by; None without a body.
         open_body: fields beside those of `body` are allowed.
         raw_body: bytes are taken as well.
-        statuses: statuses of good answers.
+        statuses: statuses of the answers that have this struct.
         is_stream: the answer is a stream of server-sent events. Each has the name of a field of `answer` and
             its value as data.
         query: query parameters.

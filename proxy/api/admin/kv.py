@@ -104,16 +104,19 @@ class KvRoutes:
 def _start(
     path: str, kind: type[_Body], begin: Callable[[_Body], Awaitable[Operation]], summary: str
 ) -> Endpoint:
-    """An endpoint that starts an operation and waits for it as long as the body says. It answers 200 when
-    the operation has ended, 202 while it runs."""
+    """An endpoint that starts an operation and waits for it as long as the body says.
+
+    It answers with the operation: 200 when it has ended, 202 while it runs, 502 if it failed on an engine. An
+    operation that failed for another reason has the status of that error.
+    """
 
     async def handler(request: Request) -> Response:
         body = await read_body(request, kind)
         operation = await begin(body)
-        ended = await operation.wait(body.wait_s)
-        return answer(_described(operation), 200 if ended else 202)
+        await operation.wait(body.wait_s)
+        return answer(_described(operation), operation.status)
 
-    return Endpoint("POST", path, handler, summary, OperationAnswer, body=kind, statuses=(200, 202))
+    return Endpoint("POST", path, handler, summary, OperationAnswer, body=kind, statuses=(200, 202, 502))
 
 
 def _described(operation: Operation) -> OperationAnswer:

@@ -8,11 +8,12 @@ const stored = (name) => ({
 export const adminKey = stored("kvpin-admin-key");
 export const clientKey = stored("kvpin-client-key");
 
-// An answer that is an error. `message` is kvpin's own sentence.
+// An answer that is an error. `message` is kvpin's own sentence, `content` its JSON.
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, content) {
     super(message);
     this.status = status;
+    this.content = content;
   }
 }
 
@@ -21,13 +22,14 @@ const ask = async (url, key, options = {}) => {
   const answer = await fetch(url, { cache: "no-store", ...options, headers });
   if (answer.ok) return answer;
   const text = await answer.text();
-  let message = text.slice(0, 300);
+  let content = null;
   try {
-    message = JSON.parse(text).error.message;
+    content = JSON.parse(text);
   } catch {
     // no JSON: an answer of a server in between
   }
-  throw new ApiError(answer.status, message || `status ${answer.status}`);
+  const message = content?.error?.message || text.slice(0, 300) || `status ${answer.status}`;
+  throw new ApiError(answer.status, message, content);
 };
 
 export const admin = (path, options) => ask(`../admin/v1/${path}`, adminKey.get(), options);

@@ -3,11 +3,12 @@
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { adminKey } from "./api.js";
 import { live, onChange, start } from "./live.js";
+import { CacheMap } from "./map.js";
 import { Now } from "./now.js";
 import { Try } from "./try.js";
 import { Why } from "./why.js";
 
-const VIEWS = { now: "Now", why: "Why", try: "Try" };
+const VIEWS = { now: "Now", map: "Map", why: "Why", try: "Try" };
 const STATES = { open: "● live", connecting: "… connecting", lost: "▲ connection lost", key: "key needed", refused: "✕ refused" };
 
 const address = () => {
@@ -44,6 +45,7 @@ const App = () => {
     if (view === "try") return html`<${Try} />`;
     if (live.state === "key") return html`<${KeyForm} />`;
     if (live.state === "refused") return html`<p class="problem" role="alert">${live.message}</p>`;
+    if (view === "map") return html`<${CacheMap} under=${id} />`;
     return view === "why" ? html`<${Why} id=${id} />` : html`<${Now} />`;
   };
   return html`

@@ -1,6 +1,7 @@
 // Now: what reuse saves, each engine, and requests as they pass.
 
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { EngineActions } from "./actions.js";
 import { live } from "./live.js";
 import { count, Paged, percent, seconds, Share, short, time, whyLink } from "./parts.js";
 
@@ -89,7 +90,7 @@ const Chart = () => {
 
 const columns = () => ["at", "prompt", "available", "delivered"].map((name) => live.points.map((each) => each[name]));
 
-const SIGNS = { ready: "●", draining: "◐", connecting: "…", suspect: "▲", down: "✕", refused: "✕" };
+const SIGNS = { ready: "●", draining: "◐", connecting: "…", suspect: "▲", down: "✕", refused: "✕", elsewhere: "⇢" };
 
 const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state}`}>
   <h3>${engine.id} <span class="chip state">${SIGNS[engine.state]} ${engine.state}</span></h3>
@@ -107,6 +108,7 @@ const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state
     <div><dt>in flight</dt><dd>${count(engine.in_flight)}</dd></div>
     <div><dt>hit share</dt><dd>${percent(engine.reuse.delivered_tokens, engine.reuse.prompt_tokens)}</dd></div>
   </dl>
+  ${engine.model && html`<${EngineActions} engine=${engine.id} />`}
 </article>`;
 
 const Engines = ({ snapshot }) => {

@@ -1,6 +1,7 @@
 // Small pieces that several views share: numbers as people read them, bars, pages of a list.
 
-import { html, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useState } from "./vendor/htm-preact.js";
+import { admin } from "./api.js";
 
 const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -48,3 +49,19 @@ export const Paged = ({ items, size, children, name }) => {
 };
 
 export const whyLink = (id) => `#why/${encodeURIComponent(id)}`;
+
+// What GET answers: [answer, error, again]. While another path is asked for, the answer is null.
+export const useAdmin = (path) => {
+  const [state, set] = useState({});
+  const [round, again] = useState(0);
+  useEffect(() => {
+    const gone = new AbortController();
+    admin(path, { signal: gone.signal })
+      .then((answer) => answer.json())
+      .then((answer) => set({ path, answer }))
+      .catch((error) => gone.signal.aborted || set({ path, error: error.message }));
+    return () => gone.abort();
+  }, [path, round]);
+  const { answer, error } = state.path === path ? state : {};
+  return [answer, error, () => again((n) => n + 1)];
+};

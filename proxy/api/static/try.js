@@ -1,4 +1,5 @@
-// Try: a chat with any served model. Each turn shows what its KV cache did.
+// Try: a chat with any served model. Each turn shows what its KV cache did. Beside it, the same questions may be asked
+// without reuse: each under a new cache salt, so that no engine finds KV of an earlier turn.
 
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { ApiError, clientKey, data, eventsOf } from "./api.js";
@@ -6,17 +7,21 @@ import { count, percent, seconds, whyLink } from "./parts.js";
 
 const newSession = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (n) => n.toString(16)).join("");
 
+const newColumn = (reuses) => ({ reuses, turns: [], session: newSession() });
+
 // The turns outlive a look at another view.
-const chat = { turns: [], session: newSession(), model: "", maxTokens: 128 };
+const chat = { columns: [newColumn(true), newColumn(false)], isCompared: false, model: "", maxTokens: 128 };
+const columns = () => (chat.isCompared ? chat.columns : chat.columns.slice(0, 1));
 
 // Streams the answer to the chat so far into `turn`.
-const stream = async (turn, signal, show) => {
-  const messages = chat.turns.filter((each) => each.text && !each.error).map(({ role, text }) => ({ role, content: text }));
+const stream = async ({ turns, session, reuses }, turn, signal, show) => {
+  const messages = turns.filter((each) => each.text && !each.error).map(({ role, text }) => ({ role, content: text }));
   const body = { model: chat.model, messages, max_tokens: chat.maxTokens, stream: true, stream_options: { include_usage: true } };
+  if (!reuses) body.cache_salt = newSession();
   const began = performance.now();
   const answer = await data("chat/completions", {
     method: "POST",
-    headers: { "content-type": "application/json", "x-session-id": chat.session },
+    headers: { "content-type": "application/json", ...(reuses ? { "x-session-id": session } : {}) },
     body: JSON.stringify(body),
     signal,
   });
@@ -48,6 +53,13 @@ const Facts = ({ turn }) => html`<dl>
   <div><dt>answer</dt><dd>${count(turn.outputTokens)} tokens, ${seconds(turn.durationS)}</dd></div>
   ${turn.request && turn.durationS !== undefined && html`<div><dd><a href=${whyLink(turn.request)}>Why?</a></dd></div>`}
 </dl>`;
+
+const Column = ({ column }) => html`<div class="turns" aria-live="polite" role="group" aria-label=${`Reuse ${column.reuses ? "on" : "off"}`}>
+  ${chat.isCompared && html`<h3>Reuse ${column.reuses ? "on" : html`off <small>a new cache salt each turn</small>`}</h3>`}
+  ${column.turns.map((turn) => html`<${Turn} turn=${turn} />`)}
+  ${!column.reuses && column.turns.some((turn) => turn.cachedTokens > 0) &&
+  html`<p class="note">Some of it came from cache: these engines take no salts.</p>`}
+</div>`;
 
 const Turn = ({ turn }) => html`<article class=${`turn ${turn.role}`}>
   <h3>${turn.role === "user" ? "You" : chat.model}</h3>
@@ -85,28 +97,40 @@ export const Try = () => {
     event.preventDefault();
     if (running.current || !text.trim()) return;
     running.current = new AbortController();
-    const turn = { role: "assistant", text: "" };
-    chat.turns.push({ role: "user", text });
-    const asked = chat.turns.at(-1);
+    const { signal } = running.current;
     setText("");
+    // One after the other, so that none waits for the other.
+    for (const column of columns()) {
+      if (signal.aborted) break;
+      await ask(column, text, signal);
+    }
+    running.current = null;
     show();
+  };
+  const ask = async (column, question, signal) => {
+    const asked = { role: "user", text: question };
+    const turn = { role: "assistant", text: "" };
+    column.turns.push(asked);
     try {
-      const going = stream(turn, running.current.signal, show);
-      chat.turns.push(turn);
+      const going = stream(column, turn, signal, show);
+      column.turns.push(turn);
+      show();
       await going;
     } catch (error) {
       const isStopped = error.name === "AbortError";
       turn.error = isStopped ? null : error.message;
       if (!turn.text) asked.error = isStopped ? "stopped" : "not answered";
     }
-    running.current = null;
-    show();
   };
   const onKey = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && send(event);
   const renew = () => {
     running.current?.abort();
-    Object.assign(chat, { turns: [], session: newSession() });
+    chat.columns = [newColumn(true), newColumn(false)];
     show();
+  };
+  const compare = (event) => {
+    chat.isCompared = event.target.checked;
+    renew();
   };
   const useKey = (event) => {
     event.preventDefault();
@@ -122,7 +146,7 @@ export const Try = () => {
       <button>Use it</button>
     </form>`}
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
-    <div class="turns" aria-live="polite">${chat.turns.map((turn) => html`<${Turn} turn=${turn} />`)}</div>
+    <div class=${chat.isCompared ? "sides" : ""}>${columns().map((column) => html`<${Column} column=${column} />`)}</div>
     <form onSubmit=${send}>
       <label class="hidden" for="prompt">Prompt</label>
       <textarea id="prompt" rows="3" value=${text} placeholder="Ask something. Enter sends."
@@ -136,6 +160,7 @@ export const Try = () => {
         <label>at most
           <input type="number" min="1" max="4096" value=${chat.maxTokens} onInput=${(e) => (chat.maxTokens = +e.target.value || 128)} /> tokens
         </label>
+        <label><input type="checkbox" checked=${chat.isCompared} disabled=${!!running.current} onChange=${compare} /> compare with reuse off</label>
         ${running.current
           ? html`<button type="button" onClick=${() => running.current?.abort()}>Stop</button>`
           : html`<button class="main" disabled=${!chat.model}>Send</button>`}

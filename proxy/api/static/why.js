@@ -1,9 +1,8 @@
 // Why: the last requests, and for one of them what each engine would have cost and where its prompt left the
 // nearest known one.
 
-import { html, useEffect, useState } from "./vendor/htm-preact.js";
-import { admin } from "./api.js";
-import { count, Paged, seconds, Share, time, whyLink } from "./parts.js";
+import { html, useState } from "./vendor/htm-preact.js";
+import { count, Paged, seconds, Share, time, useAdmin, whyLink } from "./parts.js";
 
 const PAGE = 20;
 const LIMITS = [100, 1000];
@@ -19,22 +18,6 @@ const TERMS = [
   ["later_s", "its next turns"],
   ["regret_s", "evicted KV"],
 ];
-
-// What GET answers: [answer, error, again]. While another path is asked for, the answer is null.
-const useAdmin = (path) => {
-  const [state, set] = useState({});
-  const [round, again] = useState(0);
-  useEffect(() => {
-    const gone = new AbortController();
-    admin(path, { signal: gone.signal })
-      .then((answer) => answer.json())
-      .then((answer) => set({ path, answer }))
-      .catch((error) => gone.signal.aborted || set({ path, error: error.message }));
-    return () => gone.abort();
-  }, [path, round]);
-  const { answer, error } = state.path === path ? state : {};
-  return [answer, error, () => again(round + 1)];
-};
 
 const Costs = ({ request }) => {
   const { decision } = request;

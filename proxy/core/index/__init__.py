@@ -7,5 +7,6 @@ flights.py       blocks that running requests will leave behind
 view.py          an engine's KV events, re-hashed into the index
 runs.py          engine block names → our chain       slices.py    long events in parts
 learned.py       what engines without events probably hold
+tree.py          known prompts as a prefix tree
 spread.py        dicts that grow in small steps
 """

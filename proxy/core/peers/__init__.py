@@ -3,8 +3,10 @@
 A peer's request is replayed by the same steps of the `Placer` as an own one, so that load, pending blocks,
 conversations, demand, rates and learned contents follow without a second mechanism.
 
-messages.py  what is told, and its bytes
-telling.py   what a kvpin tells of its own requests
-matching.py  which engine a peer means
-follower.py  one peer as seen here: its requests, and whether all of them are known
+messages.py    what is told, and its bytes
+telling.py     what a kvpin tells of its own requests
+matching.py    which engine a peer means
+claims.py      which of several kvpins owns an engine that only one may use
+follower.py    one peer as seen here: its requests, and whether all of them are known
+round_trip.py  how old its messages are when they come
 """

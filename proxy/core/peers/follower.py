@@ -2,7 +2,11 @@
 
     unknown ──listing, then a heartbeat that agrees──→ in step ──gap, or a heartbeat that disagrees──→ unknown
 
-What comes is replayed in either state: most of it is right even while a part is missing.
+What comes is replayed in either state: most of it is right even while a part is missing. A batch that comes
+after a later one is old, and ignored.
+
+While the peer is behind, its load is not known, so its requests count only when they are over: what engines
+hold then stays true for longer.
 """
 
 from __future__ import annotations
@@ -43,6 +47,12 @@ class Site(Protocol):
     def tokens_per_block(self) -> int | None:
         """Of the pool; None if the peer hashes prompts in another way, so that only load is shared."""
 
+    def begun(self, placed: PlacedRequest) -> None:
+        """A request was placed on it: those with the same prefix may wait for its answer."""
+
+    def answered(self, placed: PlacedRequest) -> None:
+        """The answer to a request has begun."""
+
     def end(self, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
         """A request is over, see `Placer.end`."""
 
@@ -64,6 +74,7 @@ class Follower:
         owner: the number that the peer drew when it started.
         heard: when it was heard last.
         in_step: all its requests are known.
+        is_behind: what it tells comes too late to tell its load.
         gaps: how often batches of it were lost.
         divergences: how often its own count of its requests was another one without that.
     """
@@ -72,7 +83,7 @@ class Follower:
         """`site_of` finds the engine that this owner calls by that id; None if it is not here now."""
         self.owner = owner
         self.heard = now
-        self.in_step = False
+        self.in_step = self.is_behind = False
         self.gaps = self.divergences = 0
         self._site_of = site_of
         self._next: int | None = None
@@ -86,6 +97,8 @@ class Follower:
 
     def receive(self, now: float, batch: Batch) -> list[Message]:
         """Replays a batch. Returns what else it says."""
+        if self._next is not None and batch.number < self._next:
+            return []
         self.heard = now
         if batch.number != self._next:
             self.gaps += self.in_step
@@ -105,7 +118,7 @@ class Follower:
             case FirstToken() | Answered():
                 self._step(now, message.id, 1 if isinstance(message, FirstToken) else 2)
             case Ended():
-                self._end(message.id, message.computed, message.report)
+                self._end(now, message)
             case Listing():
                 self._unlisted = set(self._requests)
             case Heartbeat():
@@ -119,12 +132,13 @@ class Follower:
             self._unlisted.discard(begun.id)
         if begun.id not in self._requests:
             request = self._requests[begun.id] = _Request(begun)
-            self._place(now, request)
+            if not self.is_behind:
+                self._place(now, request)
         if begun.step:
             self._step(now, begun.id, begun.step)
 
-    def _place(self, now: float, request: _Request) -> bool:
-        """Whether its engine is here."""
+    def _place(self, now: float, request: _Request, *, is_new: bool = True) -> bool:
+        """Whether its engine is here. If the request is not new, it is not known when what happened."""
         begun = request.begun
         site = request.site = self._site_of(self.owner, begun.engine)
         if site is None:
@@ -136,9 +150,12 @@ class Follower:
             begun.work,
             chain_of(begun, size) if size is not None else None,
             streams=begun.streams,
-            known=begun.known,
-            session=begun.session,
+            known=begun.known and is_new,
+            session=begun.session if is_new else None,
         )
+        site.begun(request.placed)
+        if not is_new and begun.session is not None:
+            site.placer.note_earlier(begun.session, site.engine)
         return True
 
     def _step(self, now: float, number: int, step: int) -> None:
@@ -152,16 +169,20 @@ class Follower:
             request.site.placer.first_token(now, request.placed)
         else:
             request.site.placer.answered(now, request.placed)
+        request.site.answered(request.placed)
 
-    def _end(self, number: int, computed: int | None, report: Report | None) -> None:
-        request = self._requests.pop(number, None)
-        if request is not None and request.site is not None and request.placed is not None:
-            request.site.end(request.placed, computed, report)
+    def _end(self, now: float, ended: Ended) -> None:
+        request = self._requests.pop(ended.id, None)
+        if request is None:
+            return
+        if self.is_behind and ended.computed is not None:
+            self._place(now, request, is_new=False)
+        _count_out(request, ended.computed, ended.report)
 
     def _compare(self, heartbeat: Heartbeat) -> None:
         if self._unlisted is not None:
-            for number in self._unlisted:
-                self._end(number, None, None)
+            for number in self._unlisted & self._requests.keys():
+                _count_out(self._requests.pop(number))
             self._unlisted, self.in_step = None, True
         told = (heartbeat.in_flight, heartbeat.digest)
         if self.in_step and told != (len(self._requests), digest_of(self._requests)):
@@ -170,13 +191,33 @@ class Follower:
 
     def place_late(self, now: float) -> None:
         """Places requests whose engine was not here when they began."""
+        if self.is_behind:
+            return
         for request in self._requests.values():
-            if request.site is None and self._place(now, request) and request.step:
+            if request.site is None and self._place(now, request, is_new=False) and request.step:
                 step, request.step = request.step, 0
                 self._step(now, request.begun.id, step)
 
+    def note_behind(self, now: float, *, is_behind: bool) -> None:
+        """The peer falls behind, or has caught up."""
+        self.is_behind = is_behind
+        if is_behind:
+            for request in self._requests.values():
+                _count_out(request)
+        else:
+            self.place_late(now)
+
     def lose(self) -> None:
         """The peer is gone: all its requests are over."""
-        for number in list(self._requests):
-            self._end(number, None, None)
+        for request in self._requests.values():
+            _count_out(request)
+        self._requests.clear()
         self.in_step = False
+
+
+def _count_out(request: _Request, computed: int | None = None, report: Report | None = None) -> None:
+    """The request counts no more. Unless it is over, with `computed` tokens new on its engine, it may be
+    placed again."""
+    if request.site is not None and request.placed is not None:
+        request.site.end(request.placed, computed, report)
+    request.site = request.placed = None

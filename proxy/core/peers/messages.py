@@ -14,12 +14,14 @@ from collections.abc import Iterable
 import msgspec
 
 from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.peers.claims import Claim
 from proxy.core.placement.answers import Report
 from proxy.core.placement.load import Work
+from proxy.core.placement.rates import Timings
 from proxy.core.quotas import Use
 
 # Kvpins of other versions of this format do not understand each other: they ignore each other's frames.
-VERSION = b"\x01"
+VERSION = b"\x02"
 _OWNER_BYTES = 8
 _HEAD = len(VERSION) + _OWNER_BYTES
 
@@ -97,6 +99,7 @@ class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
         is_local: that is the case.
         model: its pool; None while it is not connected.
         tokens_per_block: that of the pool.
+        claim: that kvpin's claim to it; None without one.
     """
 
     id: str
@@ -104,13 +107,16 @@ class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
     is_local: bool
     model: str | None
     tokens_per_block: int | None
+    claim: Claim | None = None
 
 
 class State(_Message, tag=6, frozen=True):
-    """The sender's name for people, and its engines."""
+    """The sender's name for people, its engines, and the path of the socket on which it serves HTTP to peers;
+    None if there is none."""
 
     name: str
     engines: list[ToldEngine]
+    http_socket: str | None = None
 
 
 class Ask(_Message, tag=7, frozen=True):
@@ -138,6 +144,14 @@ class Sessions(_Message, tag=9, frozen=True):
     digests: bytes
 
 
+class Timed(_Message, tag=14, frozen=True):
+    """How fast an engine was, for the kvpin `to`."""
+
+    to: int
+    engine: str
+    timings: Timings
+
+
 class Told(_Message, tag=13, frozen=True):
     """Everything that the kvpin `to` asked for with `contents` was told."""
 
@@ -159,6 +173,21 @@ class Left(_Message, tag=12, frozen=True):
     """The sender stops: all its requests are over."""
 
 
+class Heard(_Message, frozen=True):
+    """The kvpin `of` told its time: `sent` by its clock, `held_s` seconds ago by the sender's."""
+
+    of: int
+    sent: float
+    held_s: float
+
+
+class Times(_Message, tag=15, frozen=True):
+    """The sender's time in seconds, and the last time that each other kvpin told it. See `round_trip.py`."""
+
+    sent: float
+    heard: list[Heard]
+
+
 Message = (
     Begun
     | Refined
@@ -170,10 +199,12 @@ Message = (
     | Ask
     | Learned
     | Sessions
+    | Timed
     | Told
     | Listing
     | Heartbeat
     | Left
+    | Times
 )
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 
 from engine_adapter.hold import Forecast
-from proxy.core.index.blocks import Chain
+from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match, PrefixIndex
 from proxy.core.placement.answers import Answer, Report
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
@@ -90,6 +90,11 @@ class PlacedRequest:
     counted_s: float = 0.0
     begun: float | None = None
     spent: Spent | None = None
+
+    @property
+    def hashes(self) -> tuple[BlockHash, ...]:
+        """The full blocks of its prompt; empty when the prompt is not known."""
+        return self.chain.hashes if self.chain is not None else ()
 
 
 class Placer:

@@ -15,6 +15,8 @@ from itertools import accumulate
 from statistics import fmean, median, median_low, quantiles
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from engine_adapter.types import Tier
 from proxy.core.placement.answers import REFIT, Answer, AnswerFit, Fit
 from proxy.core.placement.load import Sample, Work
@@ -36,6 +38,20 @@ OWN_PACE = 1.25
 # A decoding stream slows a prefill by at most this share.
 MAX_INTERFERENCE = 0.2
 _MEMO = 4096
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one engine's rates were last learned from, for a kvpin that has learned nothing of it.
+
+    Attributes:
+        prefills: tokens, and seconds with nothing decoding.
+        are_blurred: the engine also worked for clients that kvpin does not see.
+        answers: whole answers.
+    """
+
+    prefills: list[tuple[int, float]]
+    are_blurred: bool
+    answers: list[Answer]
 
 
 class PoolRates:
@@ -121,6 +137,11 @@ class PoolRates:
         self._ratios[engine] = ratio
         return median_low(self._ratios.values())
 
+    @property
+    def is_blurred(self) -> bool:
+        """Whether no clear sample has come yet."""
+        return not self._clear
+
     def admits(self, *, blurred: bool) -> bool:
         """Whether a sample counts. Blurred samples count until the first clear one, which replaces them."""
         if blurred or self._clear:
@@ -205,6 +226,22 @@ class EngineRates:
     def price(self, work: Work) -> float:
         """Seconds of the engine's time that this work takes."""
         return self.prefill_s(work.computed) + self.restore_s(work.host, work.disk)
+
+    @property
+    def timings(self) -> Timings | None:
+        """What it was last learned from; None if nothing was."""
+        if not (self._samples or self._answers):
+            return None
+        return Timings([*self._samples], self.pool.is_blurred, [*self._answers])
+
+    def adopt(self, now: float, timings: Timings) -> None:
+        """Learns from what another kvpin learned from, unless this one has learned from as much itself."""
+        if len(self._samples) + len(self._answers) >= len(timings.prefills) + len(timings.answers):
+            return
+        for tokens, seconds in timings.prefills:
+            self.learn(Sample(Work(tokens), seconds, 0.0, blurred=timings.are_blurred))
+        for answer in timings.answers:
+            self.answered(now, answer)
 
     def learn(self, sample: Sample) -> None:
         """Learns from a sample of the engine's time. Samples that say little are ignored."""

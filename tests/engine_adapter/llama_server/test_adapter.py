@@ -12,6 +12,7 @@ import pytest
 from engine_adapter import (
     Capability,
     EngineSpecError,
+    EngineTaken,
     EngineUnavailable,
     JsonBody,
     KvTarget,
@@ -316,3 +317,19 @@ def test_caps_are_plain_numbers_that_json_can_hold(tmp_path):
     place = adapter_module._place(spec)
     assert [type(size) for size in (place.host_bytes, place.disk_bytes)] == [int, int]
     assert (place.host_bytes, place.disk_bytes) == (1 << 20, 2 << 20)
+
+
+async def test_a_second_kvpin_leaves_the_slots_alone_until_the_first_has_left(world, save_dir):
+    first, tokens = world, prompt_of(1)
+    assert first.adapter.one_owner
+    text, *_ = await first.ask(tokens)
+    for _ in range(2):
+        with pytest.raises(EngineTaken, match=f"process {os.getpid()} on"):
+            async with slot_world(world.server.url, host_cache_dir=str(save_dir)):
+                pass
+    assert await first.ask(tokens) == (text, 99, 99)
+    await first.adapter.leave()
+    async with slot_world(world.server.url, host_cache_dir=str(save_dir)) as second:
+        assert await second.ask(tokens) == (text, 99, 99)
+        with pytest.raises(EngineTaken):
+            await first.adapter.connect()

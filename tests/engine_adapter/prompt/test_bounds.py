@@ -1,7 +1,7 @@
 """Single calls in a template that would fill the memory, and those of usual size."""
 
 import pytest
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateError
 
 from engine_adapter.prompt.templates import environment, render_template
 
@@ -41,6 +41,87 @@ LONG = "('a' * 99999)"
 def test_a_call_that_would_fill_the_memory_is_refused(bomb):
     with pytest.raises(SecurityError):
         render_template("{{ " + bomb + " }}", [])
+
+
+DOUBLED = """
+{%- macro twice(a) -%}{{ a }}{{ a }}{%- endmacro -%}
+{%- macro around(n) -%}{{ caller() }}{{ caller() }}{%- endmacro -%}
+{%- macro deep(a, n) -%}{% if n %}{{ deep(STEP, n - 1) }}{% endif %}{%- endmacro -%}
+{%- set ns = namespace(a=START) -%}
+{%- for i in range(60) %}{% set a = ns.a %}SET{% endfor -%}
+"""
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "a + a",
+        "a ~ a",
+        "a + 'x' + a",
+        "a ~ '' ~ '' ~ '' ~ '' ~ a",
+        "twice(a)",
+        "'%s%s' % (a, a)",
+        "'%(a)s%(a)s' % {'a': a}",
+        "'%s%s' | format(a, a)",
+        "'{0}{0}'.format(a)",
+        "'{a}{a}'.format_map({'a': a})",
+        "[a, a] | join",
+        "''.join([a, a])",
+        "a.replace('x', 'xx')",
+        "('\"' ~ a) | tojson",
+        "(a + a) | list | join",
+    ],
+)
+def test_a_text_is_not_doubled_without_end(step):
+    bomb = (
+        DOUBLED.replace("STEP", "a").replace("START", "'x'").replace("SET", "{% set ns.a = " + step + " %}")
+    )
+    with pytest.raises(SecurityError):
+        render_template(bomb, [])
+
+
+@pytest.mark.parametrize(
+    ("start", "step"),
+    [
+        ("[1]", "{% set ns.a = a + a %}"),
+        ("(1,)", "{% set ns.a = a + a %}"),
+        ("'x'", "{% set b %}{{ a }}{{ a }}{% endset %}{% set ns.a = b %}"),
+        ("'x'", "{% set b %}{% call around(1) %}{{ a }}{% endcall %}{% endset %}{% set ns.a = b %}"),
+        ("'x'", "{{ deep(a, 60) }}"),
+        ("'x' * 999999", "{% set b = a ~ i %}" * 10),
+    ],
+)
+def test_nor_is_a_list_or_what_blocks_and_macros_make(start, step):
+    bomb = DOUBLED.replace("STEP", "a + a").replace("START", start).replace("SET", step)
+    with pytest.raises(SecurityError):
+        render_template(bomb, [])
+
+
+def test_a_whole_of_few_long_pieces_is_not_made():
+    with pytest.raises(TemplateError, match="over 256 Mi characters"):
+        render_template("{% set a = 'x' * 999999 ~ 'x' %}" + "{{ a + a + a + a }}" * 70, [])
+
+
+def test_each_rendering_may_make_long_texts():
+    for _ in range(3):
+        text = render_template(
+            "{% set a = 'x' * 999999 %}" + "{% set b = a + a %}" * 100 + "{{ b + '' }}", []
+        )
+        assert len(text) == 2 * 999_999
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("1 + 2", "3"),
+        ("(1.5 + 2, [1] + [2])", "(3.5, [1, 2])"),
+        ("messages[0].n + messages[0].n", "4"),
+        ("'a' + 'b' + messages[0].t + 'c' + messages[0].t + messages[0].t", "abtctt"),
+        ("messages[0].t + messages[0].t ~ messages[0].n ~ 1 ~ none ~ true", "tt21NoneTrue"),
+    ],
+)
+def test_sums_are_what_they_were(call, text):
+    assert render_template("{{ " + call + " }}", [{"n": 2, "t": "t"}]) == text
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ class Memory:
         for slot, block in zip(gpu_slots, copies, strict=True):
             self.gpu[slot] = block
 
+    def copy_on_gpu(self, source, target):
+        self.gpu[target] = list(self.gpu[source])
+
 
 class View:
     """The knowledge of a listener: per tier, name → (parent name, salt at the root, tokens, extra ids)."""
@@ -99,14 +102,23 @@ class World:
             self.running.remove(sequence)
 
     def run(self, tokens, **kwargs):
-        """A whole request; returns the tokens it reused."""
+        """A whole request; returns the tokens it reused in full blocks."""
         sequence = self.sequence(tokens, **kwargs)
         assert self.begin(sequence)
-        reused = sequence.computed
-        self.compute(sequence, len(sequence.tokens) - reused)
+        reused = len(sequence.path) * SIZE
+        self.compute(sequence, len(sequence.tokens) - sequence.computed)
         self.end(sequence)
         self.check()
         return reused
+
+    def begun(self, tokens, **kwargs):
+        """The tokens that a prompt would not compute. Leaves the cache as it is, but for recency."""
+        sequence = self.sequence(tokens, **kwargs)
+        assert self.begin(sequence)
+        computed = sequence.computed
+        self.end(sequence)
+        self.check()
+        return computed
 
     def check(self):
         assert violations(self.cache, self.running) == []

@@ -12,6 +12,7 @@ from engine_adapter.torch_engine.attention import (
     PagedBatch,
     Place,
     Probe,
+    Scratch,
     Span,
     attention,
     attention_context,
@@ -75,8 +76,8 @@ def test_a_mixed_step_attends_each_row_over_its_own_sequence(window, softcap):
             where = Place(length, blocks[0] * SIZE, None if together else torch.tensor(blocks))
             spans.append(Span(row, row + rows, where))
         row += rows
-    decodes = Decodes(2, torch.tensor([3, 1, 0, 0]), torch.tensor([6, 2]))
-    output = PagedBatch(planes, SIZE, torch.tensor(slots), decodes, spans).attend(asked)
+    decodes = Decodes(0, 2, torch.tensor([3, 1, 0, 0]), torch.tensor([6, 2]))
+    output = PagedBatch(planes, torch.tensor(slots), [decodes, *spans], Scratch(SIZE)).attend(asked)
     row = 0
     for blocks, length, rows in sequences:
         at = [blocks[position // SIZE] * SIZE + position % SIZE for position in range(length)]
@@ -91,9 +92,23 @@ def test_one_step_writes_its_own_rows_only():
     planes = Planes(8)
     before = planes.keys.clone()
     asked = call(2)
-    PagedBatch(planes, SIZE, torch.tensor([5, 6]), None, [Span(0, 2, Place(3, 4, None))]).attend(asked)
+    span = Span(0, 2, Place(3, 4, None))
+    PagedBatch(planes, torch.tensor([5, 6]), [span], Scratch(SIZE)).attend(asked)
     assert torch.equal(planes.keys[5:7], asked.key)
     assert torch.equal(planes.keys[[0, 1, 2, 3, 4, 7]], before[[0, 1, 2, 3, 4, 7]])
+
+
+def test_gathered_tokens_lie_in_the_same_memory_each_time():
+    planes, scratch = Planes(40), Scratch(SIZE)
+    first = scratch.gather(planes.keys, torch.tensor([3, 1, 9]), values=False)
+    where = first.data_ptr()
+    assert torch.equal(first, planes.keys.view(-1, SIZE, KV_HEADS, DIM)[[3, 1, 9]].flatten(0, 1))
+    other = scratch.gather(planes.values, torch.tensor([3, 1, 9]), values=True)
+    again = scratch.gather(planes.keys, torch.tensor([2]), values=False)
+    assert again.data_ptr() == where != other.data_ptr()
+    assert torch.equal(again, planes.keys[2 * SIZE : 3 * SIZE])
+    larger = scratch.gather(planes.keys, torch.arange(10), values=False)
+    assert torch.equal(larger, planes.keys)
 
 
 def test_heads_shared_in_groups_agree_with_repeated_ones():

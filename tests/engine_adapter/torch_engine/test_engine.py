@@ -515,3 +515,21 @@ def test_the_default_model_serves_sampled_and_scored_tokens():
         for token in scored.outputs[1:-1]:
             assert token.top_logprobs[0] == (token.token_id, token.logprob)
             assert token.logprob >= token.top_logprobs[1][1]
+
+
+def test_an_identical_prompt_computes_one_token_and_answers_alike():
+    with served(tiny()) as world:
+        counts = []
+        run = world.engine._runner.run
+
+        def counted(work):
+            counts.append([item.count for item in work])
+            return run(work)
+
+        world.engine._runner.run = counted
+        prompt = list(range(40, 51))
+        first = world.ask(prompt, 3).wait()
+        again = world.ask(prompt, 3).wait()
+        assert again.tokens == first.tokens
+        assert (first.cached, again.cached) == (0, 8)
+        assert counts == [[11], [1], [1], [1], [1], [1]]

@@ -47,7 +47,8 @@ class CacheMachine(RuleBasedStateMachine):
     def begin(self, tokens, extra, salt, keep, spare):
         sequence = self.world.sequence(tokens, extras_of(tokens, extra), salt, **keep)
         if self.world.begin(sequence, spare):
-            assert sequence.computed <= (len(tokens) - 1) // SIZE * SIZE
+            assert len(sequence.path) <= (len(tokens) - 1) // SIZE
+            assert sequence.computed < len(tokens)
 
     @precondition(lambda self: self.world.running)
     @rule(data=st.data(), extend=st.booleans())

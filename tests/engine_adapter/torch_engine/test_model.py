@@ -131,6 +131,14 @@ def test_models_that_cannot_run_are_refused_at_start(config, message, tmp_path):
         load_model(save(config, tmp_path))
 
 
+def test_quantised_weights_are_refused_by_name(tmp_path):
+    path = write_config_model("llama", tmp_path) / "config.json"
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
+    with pytest.raises(EngineSpecError, match=r"is quantised \(gptq\); this engine takes weights in float32"):
+        load_model(str(tmp_path))
+
+
 def test_longrope_is_served_up_to_its_original_context(tmp_path, caplog):
     model = load_model(str(write_config_model("phi3", tmp_path)))
     assert model.max_model_len == 128

@@ -61,16 +61,25 @@ def test_logits_come_in_the_order_of_the_work_that_wants_them(runner):
     torch.testing.assert_close(together, torch.stack([alone[2], alone[0]]))
 
 
-def test_decodes_of_very_different_lengths_are_attended_apart(runner):
+def test_decodes_of_similar_lengths_are_attended_together(runner):
     long, short = sequence(range(32), list(range(8))), sequence([5], [9])
     third = sequence([6], [10])
     run(runner, (long, 31, False))
-    work = [Work(item, 1, True, {}) for item in (long, short, third)]
-    assert runner._decodes_together(work, [32, 1, 1]) == 0
-    assert runner._decodes_together(work[1:], [1, 1]) == 2
-    together = run(runner, (long, 1, True), (short, 1, True), (third, 1, True))
+    work = [Work(item, 1, True, {}) for item in (short, third, long)]
+    tables = [runner._table(item) for item in work]
+    assert runner._groups(work, tables) == [[0, 1, 2]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine_adapter.torch_engine.runner.PADDING_TOKENS", 4 * SIZE)
+        assert runner._groups(work, tables) == [[0, 1], [2]]
+    together = run(runner, (short, 1, True), (third, 1, True), (long, 1, True))
     long.computed = 31
-    torch.testing.assert_close(together[:1], run(runner, (long, 1, True)))
+    torch.testing.assert_close(together[2:], run(runner, (long, 1, True)))
+
+
+def test_a_call_gathers_no_more_than_the_cpus_own_cache_holds(runner):
+    work = [Work(sequence([index], [index]), 1, True, {}) for index in range(5)]
+    runner._most_blocks = 2
+    assert runner._groups(work, [runner._table(item) for item in work]) == [[0, 1], [2, 3], [4]]
 
 
 def test_runs_of_different_tables_in_one_chunk(runner):

@@ -51,11 +51,11 @@ def test_prompts_run_in_chunks_first_come_first_served_beside_decodes():
     desk.add("b", tokens(6, 100))
     assert desk.step() == [("a", 8, True)]
     assert desk.step() == [("a", 3, False), ("b", 5, True)]
-    assert desk.step() == [("a", 1, False), ("b", 1, False)]
-    assert desk.step() == [("a", 1, False), ("b", 1, False)]
+    assert desk.step() == [("b", 1, False), ("a", 1, False)]
+    assert desk.step() == [("b", 1, False), ("a", 1, False)]
 
 
-def test_single_tokens_come_first():
+def test_single_tokens_come_first_and_the_shortest_sequence_of_them():
     desk = Desk(prefill_chunk=20)
     desk.add("a", tokens(9))
     desk.step()
@@ -70,7 +70,7 @@ def test_a_shared_block_is_computed_once_then_reused():
     for name in ("a", "b", "c"):
         desk.add(name, tokens(9))
     assert desk.step() == [("a", 9, True)]
-    assert desk.step() == [("a", 1, False), ("b", 1, True), ("c", 1, True)]
+    assert desk.step() == [("b", 1, True), ("c", 1, True), ("a", 1, False)]
 
 
 def test_no_more_than_max_num_seqs_run():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from engine_adapter.torch_engine.attention import LayerShape
-from engine_adapter.torch_engine.storage import STAGED_BLOCKS, KvStorage, bytes_per_token
+from engine_adapter.torch_engine.storage import STAGED_BLOCKS, KvStorage, _runs, bytes_per_token
 
 SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 6, 4), LayerShape(2, 4, 3)]
 
@@ -51,6 +51,18 @@ def test_blocks_go_down_and_up_whole():
         assert not plane[2:6].any()
 
 
+def test_a_block_is_copied_within_the_gpu_tier():
+    kv = storage()
+    planes = [plane for index in range(3) for plane in kv.layer(index)]
+    for plane in planes:
+        plane.copy_(torch.randn(plane.shape))
+    before = [plane.clone() for plane in planes]
+    kv.copy_on_gpu(1, 4)
+    for plane, old in zip(planes, before, strict=True):
+        assert torch.equal(plane[8:10], old[2:4])
+        assert torch.equal(plane[:8], old[:8])
+
+
 def test_many_blocks_move_through_a_buffer_of_fixed_size():
     count = 3 * STAGED_BLOCKS + 1
     kv = storage(gpu_blocks=count, host_blocks=count)
@@ -68,6 +80,12 @@ def test_many_blocks_move_through_a_buffer_of_fixed_size():
     block_bytes = 2 * bytes_per_token(SHAPES, torch.float32)
     allocated = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
     assert allocated < STAGED_BLOCKS * block_bytes  # the slot numbers, and no KV
+
+
+def test_consecutive_host_slots_are_copied_in_one_piece():
+    runs = [((part.start, part.stop), (run.start, run.stop)) for part, run in _runs([4, 5, 6, 2, 9, 8])]
+    assert runs == [((0, 3), (4, 7)), ((3, 4), (2, 3)), ((4, 5), (9, 10)), ((5, 6), (8, 9))]
+    assert list(_runs([])) == []
 
 
 def test_bytes_per_token():

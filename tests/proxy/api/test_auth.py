@@ -17,7 +17,7 @@ def given(headers):
 
 def connection(*, client=("127.0.0.1", 5), **headers):
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return HTTPConnection({"type": "http", "client": client, "headers": raw})
+    return HTTPConnection({"type": "http", "scheme": "http", "client": client, "headers": raw})
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,35 @@ class TestAdminWithoutAKey:
         with pytest.raises(Forbidden, match="through a proxy"):
             self.guard.check(connection(host="localhost", **{name: ""}))
 
-    @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:8000"])
-    def test_a_web_page_does_not(self, origin):
+    @pytest.mark.parametrize(
+        "origin",
+        [
+            "https://evil.example",
+            "null",
+            "",
+            "http://localhost:8001",
+            "https://localhost:8000",
+            "http://localhost",
+        ],
+    )
+    def test_a_web_page_of_another_origin_does_not(self, origin):
         with pytest.raises(Forbidden):
-            self.guard.check(connection(host="localhost", origin=origin))
+            self.guard.check(connection(host="localhost:8000", origin=origin))
+
+    @pytest.mark.parametrize("site", ["cross-site", "same-site"])
+    def test_nor_does_its_get_which_has_no_origin(self, site):
+        with pytest.raises(Forbidden):
+            self.guard.check(connection(host="localhost:8000", sec_fetch_site=site))
+
+    def test_nor_does_one_of_a_rebound_name_that_is_its_own_origin(self):
+        headers = {"origin": "http://evil.example:8000", "sec_fetch_site": "same-origin"}
+        with pytest.raises(Forbidden):
+            self.guard.check(connection(host="evil.example:8000", **headers))
+
+    @pytest.mark.parametrize("name", ["localhost:8000", "127.0.0.1:8000", "[::1]:8000"])
+    def test_kvpins_own_page_does(self, name):
+        self.guard.check(connection(host=name, origin=f"http://{name}", sec_fetch_site="same-origin"))
+        self.guard.check(connection(host=name, sec_fetch_site="none"))
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,10 @@ class TestRefusals:
             connection.sendall(piece)
         assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
 
+    def test_a_head_of_tiny_headers_in_one_piece(self, connection):
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: \r\n" * (MAX_HEAD // 4) + b"\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
+
     @pytest.mark.parametrize(
         ("begin", "piece"),
         [

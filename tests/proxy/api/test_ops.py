@@ -1,5 +1,7 @@
 import re
 
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
 from proxy.fleet.engine import EngineState
 from tests.fakes import FakeAdapter
 
@@ -39,6 +41,14 @@ async def test_metrics_are_prometheus_text(client):
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     assert 'kvpin_engine_ready{engine="a"} 1.0' in response.text
+
+
+async def test_metrics_are_openmetrics_for_who_asks(client):
+    asks = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"  # Prometheus
+    response = await client.get("/metrics", headers={"accept": asks})
+    assert response.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    names = {family.name for family in text_string_to_metric_families(response.text)}
+    assert {"kvpin_requests", "kvpin_engine_ready", "kvpin_restores_ahead"} <= names
 
 
 async def test_not_ready_before_every_engine_was_tried(proxy, client):

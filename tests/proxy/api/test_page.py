@@ -1,14 +1,10 @@
 """The page as files: what is served, how, and what it may do in a browser."""
 
 import re
-import tarfile
-import zipfile
 from pathlib import Path
 
 import httpx
 import pytest
-from hatchling.builders.sdist import SdistBuilder
-from hatchling.builders.wheel import WheelBuilder
 from starlette.applications import Starlette
 
 from engine_adapter import HttpTransport
@@ -93,16 +89,3 @@ async def test_the_setting_turns_it_off():
                 assert ("/ui/" in (await client.get("/")).text) is is_on
         finally:
             await proxy.stop()
-
-
-def test_it_is_in_what_users_install(tmp_path):
-    """The wheel, and the sdist that others build from."""
-    expected = {f"proxy/api/static/{name}" for name in FILES}
-    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
-    with zipfile.ZipFile(wheel) as packed:
-        names = set(packed.namelist())
-    assert expected <= names
-    assert {each.rpartition("/")[2] for each in names if "/licenses/" in each} >= {"LICENSE", "uplot.LICENSE"}
-    (sdist,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
-    with tarfile.open(sdist) as packed:
-        assert expected <= {name.partition("/")[2] for name in packed.getnames()}

@@ -173,7 +173,8 @@ def test_the_address_and_key_come_from_the_environment(kvpin, live_proxy):
     result = kvpin("stats", env={"KVPIN_URL": live_proxy})
     assert result.exit_code == 1
     assert result.stderr == (
-        "kvpin: the admin key is missing or wrong: use --admin-key or KVPIN_ADMIN_KEY (401)\n"
+        "kvpin: the admin key is missing or wrong: use --admin-key, KVPIN_ADMIN_KEY or "
+        "KVPIN_ADMIN_KEY_FILE (401)\n"
     )
 
 

@@ -115,9 +115,24 @@ def test_errors_are_one_line(capsys, body, said):
 def test_a_wrong_key_names_the_flag(capsys):
     body = {"error": {"message": "Authorization: Bearer <key>", "param": None}}
     with admin(lambda *_: (401, body)) as (url, _):
-        assert "--admin-key or KVPIN_ADMIN_KEY" in failure(
+        assert "--admin-key, KVPIN_ADMIN_KEY or KVPIN_ADMIN_KEY_FILE" in failure(
             capsys, lambda: AdminClient(url, None).get("/stats")
         )
+
+
+def test_the_key_may_stand_in_a_file(capsys, monkeypatch, tmp_path):
+    file = tmp_path / "admin.key"
+    monkeypatch.setenv("KVPIN_ADMIN_KEY_FILE", str(file))
+    with admin(lambda *_: (200, {})) as (url, seen):
+        missing = failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+        assert str(file) in missing
+        assert "No such file" in missing
+        file.write_text("k\n")
+        AdminClient(url, None).get("/stats")
+        AdminClient(url, "given").get("/stats")
+        file.write_bytes(b"\xff")
+        assert "not text" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+    assert [authorization for *_, authorization in seen] == ["Bearer k", "Bearer given"]
 
 
 def operation(state, done=0):
@@ -136,6 +151,13 @@ def test_a_long_operation_is_followed(monkeypatch):
     assert [path for _, path, *_ in seen[1:]] == ["/admin/v1/operations/op-1"] * 2
 
 
+@pytest.mark.parametrize("status", [404, 502])
+def test_an_operation_that_failed_is_no_error_of_the_request(status):
+    failed = operation("failed") | {"verb": "flush", "error": "1 of 2 engine(s) failed: e: gone"}
+    with admin(lambda *_: (status, failed)) as (url, _):
+        assert AdminClient(url, None).run("flush", {"all": True}, lambda _: None) == failed
+
+
 def test_an_interrupt_cancels_it(capsys):
     def interrupt(_operation):
         raise KeyboardInterrupt
@@ -148,3 +170,8 @@ def test_an_interrupt_cancels_it(capsys):
     assert caught.value.exit_code == 130
     assert seen[-1][:2] == ("DELETE", "/admin/v1/operations/op-1")
     assert "cancelled op-1" in capsys.readouterr().err
+
+
+def test_an_address_of_something_else(capsys):
+    with admin(lambda *_: (200, b"<html>")) as (url, _):
+        assert "does not answer like a kvpin" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))

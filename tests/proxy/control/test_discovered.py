@@ -143,6 +143,18 @@ async def test_a_pod_that_is_not_ready_drains_and_one_that_is_gone_leaves_under_
         async with loaded(proxy) as (_, statuses):
             put("b", b)
             await until(lambda: state(proxy, "b.llm") is EngineState.READY, 60)
+            source = proxy.discovered.sources[settings.source]
+            api.bookmark()
+            api.status = 503
+            api.fail(500, "broken")  # the watch ends, and the server is gone: its engines stay
+            await until(lambda: source.error is not None, 60)
+            (tmp_path / "token").write_text("rotated")
+            count = len(statuses)
+            await until(lambda: len(statuses) > count + 20, 60)
+            assert state(proxy, "a.llm") is state(proxy, "b.llm") is EngineState.READY
+            api.status = 0
+            await until(lambda: source.error is None, 60)
+            assert api.tokens[-1] == "Bearer rotated"
             put("a", a, ready=False)
             await until(lambda: state(proxy, "a.llm") is EngineState.DRAINING, 60)
             put("a", a)

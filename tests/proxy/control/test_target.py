@@ -11,6 +11,7 @@ from proxy.errors import BadRequest
         ({"prompt": ""}, "prompt"),
         ({"token_ids": [1], "engine": "a", "tenant": "t"}, "token_ids"),
         ({"prompt_cache_key": "k"}, "prompt_cache_key"),
+        ({"request_id": "r", "tokens": 16}, "request_id"),
         ({"engine": "a"}, "engine"),
         ({"engine": "a", "tenant": "t"}, "tenant"),
         ({"all": True}, "all"),
@@ -35,6 +36,8 @@ def test_the_kind_of_a_target(fields, kind):
         ({"messages": [], "prompt_table": "t"}, "prompt_table"),
         ({"token_ids": [1], "add_special_tokens": False}, "add_special_tokens"),
         ({"prompt_cache_key": "k", "cache_salt": "s"}, "cache_salt"),
+        ({"request_id": "r", "cache_salt": "s"}, "cache_salt"),
+        ({"prompt": "x", "tokens": 3}, "tokens"),
     ],
 )
 def test_a_wrong_target_names_its_field(fields, param):

@@ -57,6 +57,27 @@ async def test_the_last_prompt_of_a_cache_key(world, pair):
     assert caught.value.param == "model"
 
 
+async def test_the_beginning_of_a_requests_prompt(world, pair):
+    record = world.record("r1", tokens(40), salt="s", tenant="t")
+    whole = await world.targets.prefix_of(Target(request_id="r1"))
+    assert whole.prompt == record.prompt
+    part = await world.targets.prefix_of(Target(request_id="r1", tokens=32))
+    assert part.chain.hashes == world.pool.chain(record.prompt).hashes
+    assert (part.prompt.salt, part.label) == ("s", "request_id (32 tokens)")
+    world.record("unknown", None)
+    world.add(KvFake("n", model="n"))
+    for fields, error, param in (
+        ({"request_id": "r2"}, NotFound, "request_id"),
+        ({"request_id": "r1", "tenant": "other"}, NotFound, "request_id"),
+        ({"request_id": "unknown"}, BadRequest, "request_id"),
+        ({"request_id": "r1", "tokens": 41}, BadRequest, "tokens"),
+        ({"request_id": "r1", "model": "n"}, BadRequest, "model"),
+    ):
+        with pytest.raises(error) as caught:
+            await world.targets.prefix_of(Target(**fields))
+        assert caught.value.param == param
+
+
 async def test_an_alias_names_its_model_and_its_adapter(world, pair):
     world.fleet.aliases = {"gpt": "m", "tuned": "ada", "m": "ada"}
     world.add(KvFake("c", loras=("ada",)))

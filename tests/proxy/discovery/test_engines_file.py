@@ -46,6 +46,8 @@ async def test_each_change_is_found_as_toml_as_json_and_as_a_link(tmp_path, monk
         ),
         ("e.toml", "[[engines", "is not TOML"),
         ("e.json", "{", "is not JSON"),
+        ("e.json", "[" * 100_000, "nested too deeply"),
+        ("e.toml", "engines = " + "[" * 100_000, "nested too deeply"),
         ("e.json", "[]", "must be an object"),
         (
             "e.json",

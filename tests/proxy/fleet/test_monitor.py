@@ -10,6 +10,7 @@ from engine_adapter import (
     Capability,
     EngineLoad,
     EngineRejected,
+    EngineTaken,
     EngineUnavailable,
     Finding,
     JsonBody,
@@ -19,7 +20,8 @@ from engine_adapter import (
     ViewLost,
 )
 from proxy.core.audit import Trust
-from proxy.fleet.engine import EngineState
+from proxy.fleet import monitor as monitor_module
+from proxy.fleet.engine import EngineState, this_kvpin
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
@@ -429,3 +431,65 @@ class ChangingAdapter(FakeAdapter):
 
     async def load(self):
         return replace(await super().load(), outdated=self.outdated)
+
+
+async def test_an_engine_that_another_process_uses_is_connected_once_it_is_free(world, monkeypatch):
+    monkeypatch.setattr(monitor_module, "TAKEN_S", INTERVAL_S)
+    adapter = FakeAdapter("a")
+    adapter.one_owner = True
+    adapter.failures = [EngineTaken("process 7 has it", holder="process 7")] * 3
+    engine = world.fleet.add(adapter)
+    with structlog.testing.capture_logs() as logs:
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.ELSEWHERE)
+        assert (engine.owner, engine.last_error) == ("process 7", "process 7 has it")
+        await world.state(engine, EngineState.READY)
+    assert [log["reason"] for log in logs if log["event"] == "engine is not used"] == ["process 7 has it"]
+    assert engine.owner == this_kvpin()
+
+
+async def test_an_engine_that_goes_to_another_kvpin_gets_no_more_requests(world):
+    engine, adapter = world.add()
+    left = []
+
+    async def leave():
+        left.append(engine.state)
+
+    adapter.leave = leave
+    await world.state(engine, EngineState.READY)
+    engine.give_to("other:7")
+    assert engine.state is EngineState.ELSEWHERE
+    await world.until(lambda: world.fleet.pool_of(engine) is None and left)
+    assert left == [EngineState.ELSEWHERE]
+    assert "other:7" in engine.last_error
+    engine.suspect(EngineUnavailable("a request that was still running"))
+    assert engine.state is EngineState.ELSEWHERE
+    engine.take()
+    await world.state(engine, EngineState.READY)
+
+
+async def test_one_that_goes_elsewhere_while_it_is_checked_is_not_ready_again(world):
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def load():
+        begun.set()
+        await go_on.wait()
+        return EngineLoad(running=0, waiting=0, outdated=True)
+
+    adapter.load = load
+    await begun.wait()
+    engine.give_to("other:7")
+    go_on.set()
+    await world.until(lambda: world.fleet.pool_of(engine) is None)
+    assert engine.state is EngineState.ELSEWHERE
+
+
+async def test_one_that_is_drained_stays_so_wherever_it_is(world):
+    engine, _ = world.add()
+    await world.state(engine, EngineState.READY)
+    engine.state = EngineState.DRAINING
+    engine.give_to("other:7")
+    await world.until(lambda: world.fleet.pool_of(engine) is None)
+    assert engine.state is EngineState.DRAINING

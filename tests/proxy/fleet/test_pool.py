@@ -78,7 +78,7 @@ class TestCandidates:
         assert (b.forecast, b.match, b.complete) == (None, Match(gpu=len(chain.hashes)), False)
 
     def test_one_that_is_lost_or_finishes_what_it_has_is_none(self, fleet):
-        engines = [add_ready(fleet, name) for name in "abcdef"]
+        engines = [add_ready(fleet, name) for name in "abcdefg"]
         pool = fleet.pools["m"]
         chain = pool.chain(PROMPT)
         for engine, state in zip(engines, EngineState, strict=True):

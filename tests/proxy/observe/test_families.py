@@ -4,6 +4,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as TheirCounter
 from prometheus_client import Histogram as TheirHistogram
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.observe.families import Counter, Histogram, gauge
@@ -51,6 +53,36 @@ def test_histograms_are_as_theirs(labels):
         (theirs.labels(*values) if labels else theirs).observe(number)
         ours.of(*values).observe(number)
     assert samples("".join(ours.lines())) == samples(generate_latest(registry).decode())
+
+
+def test_openmetrics_is_as_theirs():
+    registry = CollectorRegistry()
+    theirs = TheirCounter("kvpin_x", "What x is", ("model",), registry=registry)
+    timed = TheirHistogram("kvpin_y", "What y is", ("model",), buckets=(0.5, 2), registry=registry)
+    ours, our_timed = (
+        Counter("kvpin_x_total", "What x is", ("model",)),
+        Histogram("kvpin_y", "What y is", ("model",), (0.5, 2)),
+    )
+    theirs.labels(NASTY).inc(3)
+    ours.of(NASTY).add(3)
+    for number, trace in ((0.1, None), (0.2, "ab12"), (0.3, "cd34"), (9.0, "ef56")):
+        timed.labels(NASTY).observe(number, {"trace_id": trace} if trace else None)
+        our_timed.of(NASTY).observe(number, trace)
+    page = "".join((*ours.lines(openmetrics=True), *our_timed.lines(openmetrics=True), "# EOF\n"))
+
+    def read(text):
+        return [
+            (family.name, family.type, sample.name, frozenset(sample.labels.items()), sample.value)
+            + ((sample.exemplar.labels, sample.exemplar.value) if sample.exemplar else ())
+            for family in read_openmetrics(text)
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        ]
+
+    assert read(page) == read(generate_openmetrics(registry).decode())
+    assert "cd34" in page
+    assert "ab12" not in page
+    assert "cd34" not in "".join(our_timed.lines())
 
 
 def test_a_gauge():

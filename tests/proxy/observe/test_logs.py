@@ -98,6 +98,14 @@ def test_the_level_holds_for_us_and_for_libraries():
     assert [line["event"] for line in lines(stream)] == ["loud enough", "loud enough"]
 
 
+def test_the_client_of_kvpins_own_requests_says_nothing_of_each():
+    stream = configured()
+    logging.getLogger("httpx").info("HTTP Request: GET http://kvpin/metrics")
+    logging.getLogger("httpx").warning("odd")
+    (line,) = lines(stream)
+    assert line["event"] == "odd"
+
+
 def test_context_stands_on_every_line_of_its_block():
     stream = configured()
     log = structlog.get_logger("test")

@@ -9,7 +9,7 @@ from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.load import Work
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.metrics import Metrics
+from proxy.observe.metrics import OTHER_TENANTS, Metrics
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from tests.fakes import INFO, FakeAdapter
@@ -49,7 +49,7 @@ def record(**fields):
 
 def test_a_finished_request_is_counted(fleet):
     metrics = Metrics(fleet)
-    metrics.observe(record(reported_tokens=16, first_byte_s=0.04, duration_s=1.5))
+    metrics.observe(record(reported_tokens=16, duration_s=1.5, output_tokens=7))
     metrics.observe(record(reported_tokens=32, duration_s=0.5))
     assert value(metrics, "kvpin_requests_total", status="200", **LABELS) == 2
     assert value(metrics, "kvpin_retries_total", model="m") == 2
@@ -61,9 +61,50 @@ def test_a_finished_request_is_counted(fleet):
     assert metrics.requests() == 2
     assert metrics.reuse()["a"].delivered_tokens == 48
     assert value(metrics, "kvpin_mispredictions_total", **LABELS) == 1
-    assert value(metrics, "kvpin_first_byte_seconds_count", **LABELS) == 1
-    assert value(metrics, "kvpin_first_byte_seconds_sum", **LABELS) == pytest.approx(0.04)
-    assert value(metrics, "kvpin_request_seconds_sum", **LABELS) == pytest.approx(2.0)
+    assert value(metrics, "kvpin_generation_tokens_total", **LABELS) == 7
+    assert value(metrics, "kvpin_request_duration_seconds_sum", **LABELS) == pytest.approx(2.0)
+
+
+def test_the_parts_of_a_streams_time(fleet):
+    metrics = Metrics(fleet)
+    stream = {"arrived": 100.0, "placed": 100.3, "queued_s": 0.25, "first_byte_s": 0.5, "duration_s": 3.0}
+    metrics.observe(record(attempts=["a"], output_tokens=23, **stream))
+    metrics.observe(record(attempts=["b", "a"], output_tokens=23, error="broken off", **stream))
+    assert value(metrics, "kvpin_placement_seconds_sum", model="m") == pytest.approx(0.05)
+    assert value(metrics, "kvpin_placement_seconds_count", model="m") == 1
+    assert value(metrics, "kvpin_time_to_first_token_seconds_sum", **LABELS) == pytest.approx(2 * 0.8)
+    assert value(metrics, "kvpin_time_per_output_token_seconds_sum", **LABELS) == pytest.approx(0.1)
+    assert value(metrics, "kvpin_time_per_output_token_seconds_count", **LABELS) == 1
+    metrics.observe(record(attempts=["a"], output_tokens=None, events=12, **stream))
+    assert value(metrics, "kvpin_time_per_output_token_seconds_sum", **LABELS) == pytest.approx(0.3)
+
+
+def test_an_answer_that_is_no_stream_has_no_first_token(fleet):
+    metrics = Metrics(fleet)
+    whole = record(placed=100.0, arrived=99.0, first_byte_s=2.0, duration_s=3.0, output_tokens=9)
+    whole.stream = False
+    metrics.observe(whole)
+    assert value(metrics, "kvpin_time_to_first_token_seconds_count", **LABELS) is None
+    assert value(metrics, "kvpin_time_per_output_token_seconds_count", **LABELS) is None
+
+
+def test_so_many_tenants_have_metrics_of_their_own(fleet):
+    metrics = Metrics(fleet, tenants=2)
+    for tenant in ("acme", "globex", "initech", "acme", "hooli", None):
+        each = record(reported_tokens=16, output_tokens=3)
+        each.tenant = tenant
+        metrics.observe(each)
+    counted = {
+        tenant: value(metrics, "kvpin_tenant_cached_tokens_total", tenant=tenant)
+        for tenant in ("acme", "globex", "initech", OTHER_TENANTS)
+    }
+    assert counted == {"acme": 32, "globex": 16, "initech": None, OTHER_TENANTS: 32}
+    assert value(metrics, "kvpin_tenant_requests_total", tenant="acme", status="200") == 2
+    assert value(metrics, "kvpin_tenant_prompt_tokens_total", tenant="acme") == 80
+    assert value(metrics, "kvpin_tenant_generation_tokens_total", tenant="acme") == 6
+    unasked = Metrics(fleet)
+    unasked.observe(each)
+    assert not any("tenant" in name for name, _ in samples(unasked))
 
 
 def test_placements_are_counted_by_what_decided_them(fleet):
@@ -105,7 +146,7 @@ def test_the_page_has_every_engine(fleet):
         fleet.join(engine, INFO)
         placement = Placement.of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
         metrics.observe(record(placement=placement, reported_tokens=32, first_byte_s=0.04, duration_s=1.5))
-    assert metrics.render().count(b"kvpin_request_seconds_bucket") == 256 * 15
+    assert metrics.render().count(b"kvpin_request_duration_seconds_bucket") == 256 * 15
 
 
 def test_the_lag_of_the_loop(fleet):

@@ -1,6 +1,8 @@
 from engine_adapter import Tier
 from proxy.core.audit import Trust
-from proxy.core.peers.messages import Learned, Sessions, Told, unpacked
+from proxy.core.peers.messages import Learned, Sessions, Timed, Told, unpacked
+from proxy.core.placement.load import Sample, Work
+from proxy.core.placement.rates import Timings
 from proxy.fleet.fleet import Fleet
 from proxy.peers import contents as contents_module
 from proxy.peers.contents import contents
@@ -20,7 +22,9 @@ def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypat
     for session in (10, 11, 12, 13):
         pool.placer._note(session, "a")
     pool.placer._note("a name", "a")
-    first, second, *others = contents(fleet, 9)
+    pool.placer.books["a"].rates.learn(Sample(Work(512), 0.5, 0.0))
+    timed, first, second, *others = contents(fleet, 9)
+    assert timed == Timed(9, "a", Timings([(512, 0.5)], are_blurred=False, answers=[]))
     assert isinstance(first, Learned)
     assert [unpacked(each) for each in first.stretches] == [(5,), (3, 4)]
     assert [unpacked(each) for each in second.stretches] == [(1, 2)]

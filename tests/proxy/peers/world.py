@@ -27,11 +27,12 @@ class Gated(FakeEngine):
 
 
 class Wire:
-    """An exchange in memory that a test cuts."""
+    """An exchange in memory that a test cuts, or delays."""
 
     def __init__(self, others):
         self.dropped, self.is_connected, self.is_alone = 0, True, False
-        self.others, self.ears, self.is_cut = others, None, False
+        self.http_socket = None
+        self.others, self.ears, self.is_cut, self.delay_s = others, None, False, 0.0
         others.append(self)
 
     def publish(self, frame):
@@ -40,7 +41,8 @@ class Wire:
             return
         for other in self.others:
             if other is not self and other.ears is not None and not other.is_cut:
-                asyncio.get_running_loop().call_soon(other.ears.receive, frame)
+                delay_s = self.delay_s + other.delay_s
+                asyncio.get_running_loop().call_later(delay_s, other.ears.receive, frame)
 
     async def run(self, ears):
         self.ears = ears

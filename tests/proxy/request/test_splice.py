@@ -71,6 +71,13 @@ def test_another_answer_is_refused(other):
         spliced([chunk(ROLE), chunk({"content": "One"})], [chunk(other, "2")], again=True)
 
 
+def test_the_error_says_where_the_answers_part():
+    sent = [chunk(ROLE), chunk({"content": "One two"})]
+    rest = [chunk({"content": "One"}, "2"), chunk({"content": " ten"}, "2")]
+    with pytest.raises(EngineUnavailable, match="the first 5 characters are the same"):
+        spliced(sent, rest, again=True)
+
+
 def test_an_answer_that_ends_too_early_is_refused():
     with pytest.raises(EngineUnavailable, match="another one"):
         spliced([chunk({"content": "One"})], [DONE], again=True)

@@ -70,10 +70,13 @@ def test_a_source_is_named_once():
         Settings(discovery=[entry, entry])
 
 
-def test_a_host_that_no_address_may_have():
+@pytest.mark.parametrize(
+    ("host", "port"), [("a@b", 1), ("a/v2", 1), ("a b", 1), ("\\000", 1), ("a", 0), ("a", 70_000)]
+)
+def test_a_host_that_no_address_may_have(host, port):
     settings = DiscoverySettings(source="srv://x", kind="vllm")
-    with pytest.raises(SettingsError, match="srv://x names 'a@b:1', which is no address of an engine"):
-        settings.engine("a", "a@b", 1)
+    with pytest.raises(SettingsError, match=r"srv://x names '.*', which is no address of an engine"):
+        settings.engine("a", host, port)
 
 
 def test_a_flag_of_a_source():

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from proxy.settings import SettingsError
-from proxy.state.files import make_directory, write
+from proxy.state.files import MAX_BYTES, make_directory, read, write
 
 
 def test_a_file_is_replaced_whole_and_for_this_user_alone(tmp_path):
@@ -46,3 +46,30 @@ def test_one_that_cannot_be_written_is_refused_by_the_settings_name(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match=r"state_dir: '.*/file/x' cannot be written: Not a directory"):
         make_directory(tmp_path / "file" / "x")
+
+
+def test_only_a_file_that_no_other_user_can_have_written_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write(path, b"ours")
+    assert read(path) == b"ours"
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(path)
+    os.mkfifo(pipe, 0o600)
+    for other in (link, pipe, tmp_path):
+        with pytest.raises(OSError, match=r"symbolic|not a file|directory"):
+            read(other)
+    path.chmod(0o620)
+    with pytest.raises(PermissionError, match="another user"):
+        read(path)
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="another user"):
+        read(path)
+
+
+def test_a_file_without_end_is_not_read(tmp_path):
+    path = tmp_path / "file"
+    write(path, b"")
+    os.truncate(path, MAX_BYTES + 1)  # it takes no room
+    with pytest.raises(OSError, match="longer than 2 GiB"):
+        read(path)

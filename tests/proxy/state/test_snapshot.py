@@ -7,7 +7,7 @@ from proxy.fleet.recall import EngineMemory
 from proxy.fleet.salts import KeptSalts
 from proxy.state.snapshot import KeptPin, Snapshot, UnusableSnapshotError, decode, encode
 
-PIN = Pin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"})
+PIN = Pin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"}, 7)
 ENGINE = EngineMemory(
     "a",
     "m",
@@ -38,6 +38,15 @@ def of_other_fields(_data):
     return encode(msgspec.Raw(msgspec.msgpack.encode({"isolated": False})))
 
 
+def of_endless_depth(_data):
+    return encode(msgspec.Raw(b"\x81\xa4deep" + b"\x91" * 100_000 + b"\x00"))
+
+
+def of_no_text(data):
+    body = data[data.index(b"\n") + 17 :]
+    return encode(msgspec.Raw(body.replace(b"pin-1", b"pin-\xff")))
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -47,6 +56,8 @@ def of_other_fields(_data):
         (lambda _data: b"", "damaged"),
         (lambda data: data.replace(b"state 1", b"state 2"), "another version"),
         (of_other_fields, "another version"),
+        (of_endless_depth, "another version"),
+        (of_no_text, "another version"),
     ],
 )
 def test_what_cannot_be_used_says_why(change, why):

@@ -1,3 +1,4 @@
+import os
 import stat
 
 from structlog.testing import capture_logs
@@ -27,9 +28,11 @@ def test_tables_come_back_with_their_names_and_extra_ids(tmp_path):
 def test_a_file_that_is_no_table_is_left_out_with_a_warning(tmp_path):
     (tmp_path / "t.0000000000000007.safetensors").write_bytes(b"no table")
     (tmp_path / "noid.safetensors").write_bytes(safetensors_of())
+    (tmp_path / "u.0000000000000008.safetensors").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "v.0000000000000009.safetensors")
     with capture_logs() as logs:
         assert loaded(tmp_path).list() == []
-    assert [log["event"] for log in logs] == ["a saved prompt table is not used"] * 2
+    assert [log["event"] for log in logs] == ["a saved prompt table is not used"] * 4
 
 
 def test_a_full_disk_is_told_and_the_table_works(tmp_path):

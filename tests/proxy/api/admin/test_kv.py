@@ -43,6 +43,23 @@ async def test_one_that_does_not_is_202_and_can_be_followed(world, client, pair)
     assert [o["id"] for o in listed] == [answer.json()["id"]]
 
 
+async def test_one_that_fails_on_an_engine_is_502_and_says_on_which(world, client):
+    for fake in (KvFake("a", NO_EVENTS), KvFake("b", NO_EVENTS - {Capability.OFFLOAD})):
+        world.add(fake)
+        world.served(fake, tokens(32))
+    answer = await client.post("/offload", json={"all": True})
+    operation = answer.json()
+    assert (answer.status_code, operation["state"]) == (502, "failed")
+    assert {part["engine"]: part["state"] for part in operation["engines"]} == {"a": "done", "b": "failed"}
+    assert (await client.get(f"/operations/{operation['id']}")).status_code == 200
+
+
+async def test_one_that_fails_for_its_prefix_has_the_status_of_that_error(world, client, pair):
+    answer = await client.post("/pin", json={"token_ids": tokens(40), "ttl_s": 60})
+    assert (answer.status_code, answer.json()["state"]) == (404, "failed")
+    assert "warm it first" in answer.json()["error"]
+
+
 async def test_a_running_one_can_be_cancelled(world, client, pair):
     world.served(pair[0], tokens(64))
     pair[0].gate.clear()

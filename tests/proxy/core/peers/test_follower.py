@@ -23,6 +23,13 @@ class Here:
     engine: str = "mine"
     tokens_per_block: int | None = 16
     ended: list = field(default_factory=list)
+    steps: list = field(default_factory=list)
+
+    def begun(self, placed):
+        self.steps.append(("begun", placed.hashes))
+
+    def answered(self, placed):
+        self.steps.append(("answered", placed.hashes))
 
     def end(self, placed, computed, report):
         self.ended.append(computed)
@@ -199,3 +206,44 @@ def test_all_requests_of_a_lost_peer_are_over(world):
     assert (world.ledger.in_flight, world.pending, world.follower.in_flight) == (0, 0, 0)
     assert world.here.ended == [None, None]
     assert world.here.placer.index.held("mine", Tier.GPU) == 0
+
+
+def test_an_old_batch_is_ignored(world):
+    world.send()
+    old = Batch(1, [*world.own.take()])
+    world.begin()
+    world.send()
+    world.listing()
+    old.messages.append(Heartbeat(0, 0))
+    assert world.follower.receive(9.0, old) == []
+    assert (world.follower.in_step, world.follower.heard) == (True, 1.0)
+
+
+def test_requests_of_a_peer_that_is_behind_count_when_they_are_over(world):
+    world.listing()
+    world.begin().first_token()
+    world.send()
+    world.follower.note_behind(2.0, is_behind=True)
+    assert (world.ledger.in_flight, world.pending, world.follower.in_flight) == (0, 0, 1)
+    telling, failed = world.begin(session=6), world.begin()
+    telling.first_token()
+    world.send()
+    world.follower.place_late(2.0)
+    assert (world.ledger.in_flight, world.pending) == (0, 0)
+    telling.ended(80, None)
+    failed.ended(None, None)
+    world.send(world.own.heartbeat(), now=3.0)
+    assert world.here.ended == [None, 80]
+    assert world.here.placer.last_engine(6) == "mine"
+    assert (world.ledger.in_flight, world.pending, world.follower.in_step) == (0, 0, True)
+    world.follower.note_behind(4.0, is_behind=False)
+    assert (world.ledger.in_flight, world.ledger.view(4.0).decoding, world.pending) == (1, 1, 10)
+
+
+def test_a_peer_that_is_behind_moves_no_conversation(world):
+    world.follower.note_behind(2.0, is_behind=True)
+    world.here.placer.add("other", gpu_blocks=100)
+    world.here.placer.begin_on(1.0, "other", Work(165), CHAIN, session=5)
+    world.begin().ended(80, None)
+    world.send()
+    assert world.here.placer.last_engine(5) == "other"

@@ -34,9 +34,9 @@ def test_a_batch_comes_back_as_it_was():
 
 def test_a_frame_of_another_version_has_no_owner(monkeypatch):
     frame = frame_of(1, Batch(1, []))
-    monkeypatch.setattr(messages, "VERSION", b"\x02")
+    monkeypatch.setattr(messages, "VERSION", b"\xff")
     assert owner_of(frame) is None
-    assert owner_of(b"\x02") is None
+    assert owner_of(b"\xff") is None
 
 
 def test_what_is_no_batch():

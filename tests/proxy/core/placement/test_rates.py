@@ -263,3 +263,31 @@ class TestRestores:
         restore(rates, 1.5, computed=1000, host=10_000)
         restore(rates, 0.1, host=63)
         assert (rates.prefill_s(1000), rates.restore_s(1000, 0)) == pytest.approx((1.0, 1.0))
+
+
+class TestANewcomer:
+    @pytest.mark.parametrize("blurred", [False, True])
+    def test_it_learns_what_another_one_learned_from(self, rates, blurred):
+        assert rates.timings is None
+        for tokens in (512, 2048):
+            for _ in range(WINDOW // 2):
+                rates.learn(Sample(Work(tokens), tokens / 1000, 0.0, blurred=blurred))
+        new = EngineRates(PoolRates())
+        new.adopt(1.0, rates.timings)
+        assert new.prefill_tok_s == pytest.approx(rates.prefill_tok_s) == pytest.approx(1000)
+        compute(new, 512, 0.256)
+        assert (new.prefill_tok_s == pytest.approx(2000)) is blurred  # a clear sample replaces blurred ones
+
+    def test_whole_answers_too(self, rates):
+        for tokens in range(512, 512 + WINDOW):
+            rates.answered(1.0, Answer(tokens, 10, tokens / 1000 + 0.1))
+        new = EngineRates(PoolRates())
+        new.adopt(1.0, rates.timings)
+        assert new.pool.fit == rates.pool.fit
+
+    def test_what_it_learned_itself_stays(self, rates):
+        compute(rates, 512, 0.512, times=WINDOW)
+        new = EngineRates(PoolRates())
+        compute(new, 512, 0.256, times=WINDOW)
+        new.adopt(1.0, rates.timings)
+        assert new.prefill_tok_s == pytest.approx(2000)

@@ -1,0 +1,80 @@
+"""The stream of events of all workers as one: requests of each as they come, and snapshots of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from proxy.api.siblings import Siblings
+from proxy.control.merging import Json, merge_snapshots
+
+_SNAPSHOT = b"event: snapshot\ndata: "
+_END = b"\n\n"
+_OK = 200
+
+
+class Events:
+    """Cuts a stream of server-sent events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The events that are whole now, each with its end."""
+        *whole, self._rest = (self._rest + data).split(_END)
+        for event in whole:
+            yield event + _END
+
+
+class MergedEvents:
+    """One viewer's stream: that of this worker, and those of the others woven in."""
+
+    def __init__(self, app: ASGIApp, siblings: Siblings, *, shared: bool) -> None:
+        """`app` streams the events of this worker; `shared` as in `merging`."""
+        self._app, self._siblings, self._shared = app, siblings, shared
+        self._snapshots: dict[int, Json] = {}  # the last of each other worker
+        self._lock = anyio.Lock()  # one writes to the client at a time
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves the viewer until it leaves, or this worker stops."""
+        own = Events()
+        async with anyio.create_task_group() as group:
+
+            async def send_own(message: Message) -> None:
+                if message["type"] == "http.response.start" and message["status"] == _OK:
+                    for number in range(len(self._siblings)):
+                        group.start_soon(self._weave_in, scope, number, send)
+                elif message["type"] == "http.response.body":
+                    events = own.feed(message.get("body", b""))
+                    message = {**message, "body": b"".join(map(self._with_others, events))}
+                async with self._lock:
+                    await send(message)
+
+            await self._app(scope, receive, send_own)
+            group.cancel_scope.cancel()
+
+    async def _weave_in(self, scope: Scope, number: int, send: Send) -> None:
+        """Passes on another worker's requests, and keeps its snapshots."""
+        events = Events()
+        async for data in self._siblings.stream(number, scope["path"]):
+            if data is None:  # it stopped, or does not run yet
+                events = Events()
+                self._snapshots.pop(number, None)
+                continue
+            for event in events.feed(data):
+                if event.startswith(_SNAPSHOT):
+                    self._snapshots[number] = msgspec.json.decode(event[len(_SNAPSHOT) :])
+                else:
+                    async with self._lock:
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    def _with_others(self, event: bytes) -> bytes:
+        """An event of this worker; a snapshot becomes that of all."""
+        if not event.startswith(_SNAPSHOT) or not self._snapshots:
+            return event
+        own = msgspec.json.decode(event[len(_SNAPSHOT) :])
+        merged = merge_snapshots([own, *self._snapshots.values()], shared=self._shared)
+        return _SNAPSHOT + msgspec.json.encode(merged) + _END

@@ -1,0 +1,77 @@
+"""The other workers of this kvpin, asked over their sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from engine_adapter import HeaderPairs
+
+# An operation may be waited for as long as a minute.
+_ASK_S = 70.0
+_CONNECT_S = 1.0
+_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one worker answered."""
+
+    status: int
+    headers: HeaderPairs
+    body: bytes
+
+    @property
+    def is_good(self) -> bool:
+        """Whether its status is 2xx."""
+        return 200 <= self.status < 300  # noqa: PLR2004 - HTTP
+
+
+class Siblings:
+    """Asks them. One that does not run is passed over: it starts anew, or stops."""
+
+    def __init__(self, sockets: Sequence[Path]) -> None:
+        """`sockets` are those that the others listen on while they run."""
+        timeout = httpx.Timeout(_ASK_S, connect=_CONNECT_S)
+        self._clients = [
+            httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://kvpin", timeout=timeout
+            )
+            for path in sockets
+        ]
+
+    async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[Answer]:
+        """The answers of those that run. The request is not passed on any further."""
+
+        async def of(client: httpx.AsyncClient) -> Answer | None:
+            try:
+                answer = await client.request(method, target, headers=headers, content=body)
+            except httpx.TransportError:
+                return None
+            return Answer(answer.status_code, answer.headers.raw, answer.content)
+
+        answers = await asyncio.gather(*map(of, self._clients))
+        return [answer for answer in answers if answer is not None]
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    async def stream(self, number: int, target: str) -> AsyncIterator[bytes | None]:
+        """What one of them streams, for ever: None whenever its stream ends, and it is asked again."""
+        while True:
+            try:
+                async with self._clients[number].stream("GET", target) as answer:
+                    async for data in answer.aiter_raw():
+                        yield data
+            except httpx.TransportError:
+                pass
+            yield None
+            await asyncio.sleep(_AGAIN_S)
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await asyncio.gather(*(client.aclose() for client in self._clients))

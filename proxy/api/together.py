@@ -1,0 +1,170 @@
+"""Lets one worker answer for all: what it answers beside the data plane, together with what the others would.
+
+The worker answers first, so that keys and bodies are checked once. Then it asks the others, who answer for
+themselves alone, and merges the answers. Changes are carried out by all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine_adapter import HeaderPairs
+from proxy.api.auth import FROM_PEER
+from proxy.api.merged_events import MergedEvents
+from proxy.api.siblings import Answer, Siblings
+from proxy.control.merging import (
+    merge_engines,
+    merge_operation,
+    merge_operations,
+    merge_requests,
+    merge_stats,
+)
+from proxy.observe.merging import merge_pages
+from proxy.observe.metrics import of_workers
+
+_ADMIN = "/admin/v1"
+_EVENTS = ("GET", f"{_ADMIN}/events")
+_DEFAULT_LIMIT = 50
+# Headers that the others need to understand the request.
+_PASSED_ON = (b"accept", b"content-type", b"x-request-id")
+
+Merge = Callable[[Scope, list[Answer]], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How the answers to one route become one.
+
+    Attributes:
+        path: matches the paths.
+        merge: makes the body of all good answers; None takes the first good one.
+        named: what is made gets the id that this worker gave it.
+    """
+
+    method: str
+    path: str
+    merge: Merge | None = None
+    named: bool = False
+
+
+class Together:
+    """An ASGI application around one that answers for this worker alone."""
+
+    def __init__(self, app: ASGIApp, siblings: Siblings, *, shared: bool) -> None:
+        """`shared`: the workers know each other's requests."""
+        self._app, self._siblings, self._shared = app, siblings, shared
+        self._rules = [(re.compile(rule.path), rule) for rule in _rules(shared=shared)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if (scope["method"], scope["path"]) == _EVENTS and not scope.get(FROM_PEER):
+            await MergedEvents(self._app, self._siblings, shared=self._shared).serve(scope, receive, send)
+            return
+        rule = None if scope.get(FROM_PEER) else self._rule(scope)
+        if rule is None:
+            await self._app(scope, receive, send)
+            return
+        body = bytearray()
+
+        async def receive_and_keep() -> Message:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        own = await _answer_of(self._app, scope, receive_and_keep)
+        if own.is_good or own.status == HTTPStatus.NOT_FOUND:
+            own = await self._ask_others(rule, scope, own, bytes(body))
+        await send({"type": "http.response.start", "status": own.status, "headers": own.headers})
+        await send({"type": "http.response.body", "body": own.body})
+
+    def _rule(self, scope: Scope) -> _Rule | None:
+        for path, rule in self._rules:
+            if scope["method"] == rule.method and path.fullmatch(scope["path"]):
+                return rule
+        return None
+
+    async def _ask_others(self, rule: _Rule, scope: Scope, own: Answer, body: bytes) -> Answer:
+        """The answer of all."""
+        if rule.named and own.is_good:
+            given: dict[str, Any] = msgspec.json.decode(body)
+            body = msgspec.json.encode({**given, "id": msgspec.json.decode(own.body)["id"]})
+        target = scope["raw_path"].decode("latin-1")
+        if scope["query_string"]:
+            target += f"?{scope['query_string'].decode('latin-1')}"
+        headers = [pair for pair in scope["headers"] if pair[0] in _PASSED_ON]
+        others = await self._siblings.ask(scope["method"], target, headers, body)
+        good = [answer for answer in (own, *others) if answer.is_good]
+        if not good:
+            return own
+        if rule.merge is None or len(good) == 1:
+            return good[0]
+        status = max(answer.status for answer in good)  # 202 while one of them is not done
+        return _answer(status, good[0].headers, rule.merge(scope, good))
+
+
+async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:
+    """What an application answers."""
+    status, headers, body = 500, HeaderPairs(), bytearray()
+
+    async def keep(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], list(message.get("headers", ()))
+        else:
+            body.extend(message.get("body", b""))
+
+    await app(scope, receive, keep)
+    return Answer(status, headers, bytes(body))
+
+
+def _answer(status: int, headers: HeaderPairs, body: bytes) -> Answer:
+    kept = [pair for pair in headers if pair[0] != b"content-length"]
+    return Answer(status, [*kept, (b"content-length", b"%d" % len(body))], body)
+
+
+def _rules(*, shared: bool) -> tuple[_Rule, ...]:
+    gauges = of_workers(shared=shared)
+
+    def pages(_scope: Scope, answers: Sequence[Answer]) -> bytes:
+        return merge_pages([answer.body.decode() for answer in answers], gauges).encode()
+
+    return (
+        _Rule("GET", "/metrics", pages),
+        _Rule("GET", f"{_ADMIN}/stats", _json(partial(merge_stats, shared=shared))),
+        _Rule("GET", f"{_ADMIN}/engines", _json(partial(merge_engines, shared=shared))),
+        _Rule("POST", f"{_ADMIN}/engines", named=True),
+        _Rule("DELETE", f"{_ADMIN}/engines/[^/]+"),
+        _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain"),
+        _Rule("GET", f"{_ADMIN}/requests", _requests),
+        _Rule("GET", f"{_ADMIN}/requests/[^/]+"),
+        _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation)),
+        _Rule("POST", f"{_ADMIN}/unpin"),
+        _Rule("GET", f"{_ADMIN}/operations", _json(merge_operations)),
+        _Rule("GET", f"{_ADMIN}/operations/[^/]+"),
+        _Rule("DELETE", f"{_ADMIN}/operations/[^/]+"),
+        _Rule("POST", f"{_ADMIN}/prompt_tables"),
+        _Rule("DELETE", f"{_ADMIN}/prompt_tables/[^/]+"),
+    )
+
+
+def _json(merge: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]) -> Merge:
+    def merged(_scope: Scope, answers: Sequence[Answer]) -> bytes:
+        return msgspec.json.encode(merge([msgspec.json.decode(answer.body) for answer in answers]))
+
+    return merged
+
+
+def _requests(scope: Scope, answers: Sequence[Answer]) -> bytes:
+    given = parse_qs(scope["query_string"].decode("latin-1")).get("limit", [str(_DEFAULT_LIMIT)])
+    return msgspec.json.encode(
+        merge_requests([msgspec.json.decode(answer.body) for answer in answers], int(given[0]))
+    )

@@ -1,0 +1,123 @@
+"""`kvpin bench`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from proxy.cli.client import JsonOption, base_of, fail, print_json
+from proxy.cli.examples import example
+
+if TYPE_CHECKING:
+    from proxy.bench.figures import Figures
+    from proxy.bench.run import Sample, Target
+    from proxy.bench.workload import Workload
+
+_TITLES = {
+    "completed": "Successful requests",
+    "failed": "Failed requests",
+    "duration": "Benchmark duration (s)",
+    "total_input_tokens": "Total input tokens",
+    "cached_input_tokens": "Cached input tokens",
+    "total_output_tokens": "Total generated tokens",
+    "request_throughput": "Request throughput (req/s)",
+    "output_throughput": "Output token throughput (tok/s)",
+    "total_token_throughput": "Total token throughput (tok/s)",
+    **{
+        f"{name}_{kind}_ms": f"{name.title()} {kind.upper()} (ms)"
+        for kind in ("ttft", "tpot", "itl", "e2el")
+        for name in ("mean", "median", "p99")
+    },
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("bench", epilog=example("bench"))(bench)
+
+
+def bench(
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL…", help="Addresses of kvpins or engines, with /v1 or without; several are compared."
+        ),
+    ],
+    *,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model [the first listed].")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", metavar="KEY", help="The client's key.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 100,
+    num_prefixes: Annotated[int, typer.Option(min=1, help="Different prefixes among them.")] = 10,
+    prefix_len: Annotated[int, typer.Option(min=0, help="Words of a prefix.")] = 1000,
+    suffix_len: Annotated[int, typer.Option(min=1, help="Words of each request's own end.")] = 50,
+    output_len: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 32,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 8,
+    request_rate: Annotated[
+        float, typer.Option(metavar="PER_S", help="Requests a second, at random times; inf: all at once.")
+    ] = float("inf"),
+    seed: Annotated[int, typer.Option(help="Of words, order and times.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure streamed chats whose prompts share prefixes: TTFT, TPOT, ITL, E2EL, cached tokens.
+
+    To see what reuse gains, compare a kvpin that has it on with one that has it off. Every address gets
+    the same prompts under prefixes of its own, which no cache holds yet. Exit status 1: a request failed.
+    """
+    from proxy.bench.figures import figures  # noqa: PLC0415 - the other commands start quicker
+    from proxy.bench.run import BenchError, Target, first_model  # noqa: PLC0415 - likewise
+    from proxy.bench.workload import Workload  # noqa: PLC0415 - likewise
+
+    if not request_rate > 0:
+        fail("--request-rate must be above 0; inf sends all at once")
+    load = Workload(num_prompts, num_prefixes, prefix_len, suffix_len, request_rate, seed)
+    results: dict[str, Figures] = {}
+    errors: list[str] = []
+    for url in urls:
+        base_url = f"{base_of(url)}/v1"
+        try:
+            name = model or asyncio.run(first_model(base_url, api_key))
+            samples, seconds = _measure(Target(base_url, name, api_key, output_len, max_concurrency), load)
+        except BenchError as error:
+            fail(str(error))
+        results[url] = figures(samples, seconds)
+        errors += [f"{url}: {sample.error}" for sample in samples if sample.error]
+    if as_json:
+        print_json(results)
+    else:
+        _show(results)
+    if errors:
+        fail(f"{len(errors)} requests failed, the first one: {errors[0]}")
+
+
+def _measure(target: Target, load: Workload) -> tuple[list[Sample], float]:
+    """Runs the load, with a progress bar on a terminal; raises BenchError."""
+    from rich.console import Console  # noqa: PLC0415 - see above
+    from rich.progress import Progress  # noqa: PLC0415 - see above
+
+    from proxy.bench.run import run  # noqa: PLC0415 - see above
+
+    err = Console(stderr=True)
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(target.base_url, total=load.num_prompts)
+        return asyncio.run(run(target, load, secrets.token_hex(4), lambda: progress.advance(task)))
+
+
+def _show(results: dict[str, Figures]) -> None:
+    """Prints a column for each address."""
+    from proxy.cli.grid import Grid, console  # noqa: PLC0415 - see above
+
+    table = Grid(("", *results), numbers=tuple(results))
+    for name, title in _TITLES.items():
+        table.add(title, *(_written(each[name]) for each in results.values()))
+    table.print(console(), header=len(results) > 1)
+
+
+def _written(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return str(value) if isinstance(value, int) else f"{value:.2f}"

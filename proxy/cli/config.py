@@ -1,0 +1,81 @@
+"""`kvpin config`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from proxy.cli.examples import example
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
+_FAULTS = 2
+config_app = typer.Typer(help="Check settings.", rich_markup_mode=None, no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.add_typer(config_app, name="config", epilog=example("config"))
+
+
+@config_app.callback()
+def config() -> None:
+    """Check settings."""
+
+
+@config_app.command("check", epilog=example("config check"))
+def check(
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Settings in a TOML file [the one that KVPIN_CONFIG names]."),
+    ] = None,
+) -> None:
+    """Check the settings file and the environment: every fault in one sentence. Nothing is started.
+
+    Exit status 2: there are faults.
+    """
+    from proxy.settings import check_settings, settings_file  # noqa: PLC0415 - other commands start quicker
+
+    settings, faults = check_settings(config)
+    if settings is not None:
+        faults += _faults_of_this_machine(settings)
+    for fault in faults:
+        typer.echo(f"kvpin: {fault}", err=True)
+    if settings is None or faults:
+        raise typer.Exit(_FAULTS)
+    file = settings_file(config)
+    typer.echo(f"{file if file is not None else 'environment'}: {_summary(settings)}")
+
+
+def _faults_of_this_machine(settings: Settings) -> Iterator[str]:
+    """A sentence for each engine and file that cannot be used here."""
+    from proxy.api.tls import server_context  # noqa: PLC0415 - see above
+    from proxy.app import engine_faults  # noqa: PLC0415 - see above
+    from proxy.settings import SettingsError, read_engines  # noqa: PLC0415 - see above
+
+    yield from engine_faults(settings)
+    try:
+        if settings.engines_file is not None:
+            read_engines(settings.engines_file)
+    except SettingsError as error:
+        yield str(error)
+    try:
+        if settings.tls is not None:
+            server_context(settings.tls)
+    except SettingsError as error:
+        yield str(error)
+
+
+def _summary(settings: Settings) -> str:
+    found = {
+        "engines": len(settings.engines),
+        "engines to start": len(settings.managed),
+        "sources of engines": len(settings.discovery) + (settings.engines_file is not None),
+        "API keys": len(settings.api_keys),
+        "reuse": "on" if settings.reuse else "off",
+    }
+    return "no faults; " + ", ".join(f"{name}: {value}" for name, value in found.items())

@@ -1,0 +1,146 @@
+"""`kvpin init`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from proxy.cli.client import fail
+from proxy.cli.doctor import engine_of
+from proxy.cli.examples import example
+
+if TYPE_CHECKING:
+    from proxy.doctor.doctor import Examination
+
+_STDOUT = Path("-")
+_HEAD = """\
+# Settings of kvpin, written by `kvpin init`. Every setting: docs/operations.md.
+#   kvpin config check --config {file}
+#   kvpin serve --config {file}
+
+host = "127.0.0.1"    # "0.0.0.0" lets other machines connect: then set api_keys
+port = 8000
+reuse = true          # route by KV cache
+# admin_key = "…"     # without one, only this machine may use the admin API
+# state_dir = "kvpin-state"    # keep over a restart what is known of the caches
+
+# [[api_keys]]        # without any, everybody who reaches the port may use the engines
+# key = "…"
+# tenant = "acme"     # keys of one tenant share KV
+"""
+
+
+class _Unusable(Exception):
+    """An engine cannot be examined: why, in one sentence."""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("init", epilog=example("init"))(init)
+
+
+def init(
+    engines: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL…",
+            help="Addresses of engines; or KIND=URL[,name=value…], as serve's --engine takes it.",
+        ),
+    ],
+    *,
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it; - prints.")] = Path(
+        "kvpin.toml"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file, if there is one.")] = False,
+) -> None:
+    """Ask engines what they are, and write a commented settings file for `kvpin serve --config`."""
+    if output != _STDOUT and output.exists() and not force:
+        fail(f"{str(output)!r} exists: name another file with --output, or give --force")
+    text = settings_text(_examined(engines), str(output))
+    if output == _STDOUT:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.touch(mode=0o600)  # it may hold keys
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(f"{str(output)!r} cannot be written: {error.strerror}")
+    typer.echo(f"wrote {output}; start with: kvpin serve --config {output}")
+
+
+def settings_text(engines: Sequence[tuple[Examination, Mapping[str, str]]], file: str) -> str:
+    """The settings file for examined engines, each with the options that the operator gave."""
+    return "\n".join(
+        [_HEAD.format(file=_plain(file)), *(_entry(found, options) for found, options in engines)]
+    )
+
+
+def _entry(found: Examination, options: Mapping[str, str]) -> str:
+    """One engine: what it is, what keeps kvpin from using it fully, and its settings."""
+    lines = [f"# {_plain(line)}" for line in _comments(found)]
+    settings = {"kind": found.spec.kind, "url": found.spec.url, **options}
+    lines += ["[[engines]]", *(f"{name} = {_quoted(value)}" for name, value in settings.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _comments(found: Examination) -> Iterator[str]:
+    info = found.info
+    yield f"{found.spec.kind} {info.version}: serves {info.model}"
+    yield f"{found.tokenisation.detail}; {found.view.detail}"
+    for finding in found.findings:
+        yield f"Finding: {finding.problem}"
+        if finding.remedy:
+            yield f"Remedy: {finding.remedy}"
+
+
+def _examined(engines: Sequence[str]) -> list[tuple[Examination, dict[str, str]]]:
+    """The engines, each with the options that the operator gave; ends the program if one is unusable."""
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+
+    from proxy.observe.logs import configure_logs  # noqa: PLC0415 - likewise
+    from proxy.settings import LogSettings  # noqa: PLC0415 - likewise
+
+    async def examined() -> list[tuple[Examination, dict[str, str]]]:
+        return await asyncio.gather(*map(_examine, engines))
+
+    configure_logs(LogSettings(level="error"))
+    with Console(stderr=True).status(f"asking {', '.join(engines)} …"):
+        try:
+            return asyncio.run(examined())
+        except _Unusable as error:
+            fail(str(error))
+
+
+async def _examine(text: str) -> tuple[Examination, dict[str, str]]:
+    from engine_adapter import EngineError  # noqa: PLC0415 - see above
+    from proxy.doctor.doctor import examine  # noqa: PLC0415 - see above
+    from proxy.settings import SettingsError  # noqa: PLC0415 - see above
+
+    address = text
+    try:
+        spec, more = engine_of(text, {})
+        address = spec.url
+        return await examine(spec, options=more, probe=False), _given(text)
+    except (SettingsError, EngineError) as error:
+        message = str(error)
+        raise _Unusable(message if address in message else f"{address}: {message}") from error
+
+
+def _given(text: str) -> dict[str, str]:
+    """The options of KIND=URL[,name=value…] and URL[,name=value…]."""
+    pairs = (option.partition("=") for option in text.split(",")[1:])
+    return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+
+
+def _plain(text: str) -> str:
+    """One line. TOML's comments hold no control characters, and an engine chooses its model's name."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def _quoted(value: Any) -> str:  # noqa: ANN401 - a string, or one that TOML writes alike
+    return json.dumps(str(value), ensure_ascii=False)

@@ -1,0 +1,114 @@
+"""`kvpin tables`: the prompt tables (p-tuning) of a running kvpin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from proxy.cli.client import (
+    DEFAULT_URL,
+    AdminClient,
+    AdminKeyOption,
+    JsonOption,
+    UrlOption,
+    fail,
+    print_json,
+    refuse_early_options,
+)
+from proxy.cli.examples import example
+
+tables_app = typer.Typer(help="List, show, register and delete prompt tables.", rich_markup_mode=None)
+_PATH = "/prompt_tables"
+TableId = Annotated[str, typer.Argument(metavar="ID", help="As `kvpin tables` lists it.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.add_typer(tables_app, name="tables", epilog=example("tables"))
+
+
+@tables_app.callback(invoke_without_command=True)
+def tables(
+    context: typer.Context,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List prompt tables (p-tuning); or show, register, delete one."""
+    refuse_early_options(context)
+    if context.invoked_subcommand is None:
+        list_tables(url, admin_key, as_json)
+
+
+@tables_app.command("list", epilog=example("tables list"))
+def list_tables(
+    url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None, as_json: JsonOption = False
+) -> None:
+    """List the registered tables."""
+    answer = AdminClient(url, admin_key).get(_PATH)
+    if as_json:
+        print_json(answer)
+        return
+    from proxy.cli.tables import show_prompt_tables  # noqa: PLC0415 - rich is slow to import
+
+    show_prompt_tables(answer["prompt_tables"])
+
+
+@tables_app.command("show", epilog=example("tables show"))
+def show(
+    table_id: TableId,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a table, and how a request names it."""
+    registered = AdminClient(url, admin_key).get(_PATH)["prompt_tables"]
+    table = next((each for each in registered if each["table_id"] == table_id), None)
+    if table is None:
+        fail(f"there is no prompt table {table_id!r}")
+    if as_json:
+        print_json(table)
+        return
+    from proxy.cli.tables import show_prompt_table  # noqa: PLC0415 - see above
+
+    show_prompt_table(table)
+
+
+@tables_app.command("put", epilog=example("tables put"))
+def put(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="safetensors with one float tensor of rows × hidden size.")
+    ],
+    table_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="What requests name [from its content].")
+    ] = None,
+    extra_id: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="The identity of its KV, 1 to 2**64-1 [from its content]."),
+    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    admin_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Register a table with kvpin and every engine that holds tables, or with none."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        fail(f"{str(file)!r} cannot be read: {error.strerror}")
+    given = {"id": table_id, "extra_id": extra_id}
+    query = {name: value for name, value in given.items() if value is not None}
+    table = AdminClient(url, admin_key).upload(_PATH, content, **query)
+    if as_json:
+        print_json(table)
+    else:
+        typer.echo(f"registered {table['table_id']}: {table['rows']} rows of {table['hidden']} values")
+
+
+@tables_app.command("delete", epilog=example("tables delete"))
+def delete(table_id: TableId, url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None) -> None:
+    """Delete a table here and on the engines."""
+    AdminClient(url, admin_key).delete(f"{_PATH}/{quote(table_id, safe='')}")
+    typer.echo(f"deleted {table_id}")

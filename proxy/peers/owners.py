@@ -1,0 +1,129 @@
+"""The engines that only one kvpin may use: claims them for this one, or leaves them to another one.
+
+`proxy/core/peers/claims.py` decides. The claims travel with the description of each engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from proxy.core.peers.claims import Claim, OwnClaim, holder_of
+from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.fleet import Fleet
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldClaim:
+    """A claim of another kvpin.
+
+    Attributes:
+        claim: the claim.
+        name: that kvpin, for people.
+        model: what the engine serves there; None while it is not connected.
+        socket: where that kvpin serves HTTP to this one; None if this one cannot reach it.
+    """
+
+    claim: Claim
+    name: str
+    model: str | None
+    socket: str | None
+
+
+class Owners:
+    """This kvpin's claims, and whose the other engines are.
+
+    Attributes:
+        elsewhere: engine → the kvpin that uses it in place of this one.
+    """
+
+    def __init__(self, kvpin: int, fleet: Fleet) -> None:
+        """Engines that join `fleet` from now on wait until they are claimed. `kvpin` is the number that this
+        kvpin drew."""
+        self._kvpin, self._fleet = kvpin, fleet
+        self.elsewhere: dict[str, ToldClaim] = {}
+        self._claims: dict[str, OwnClaim] = {}  # by address
+        fleet.claims_engines = True
+
+    @property
+    def has_claimed(self) -> bool:
+        """Whether there are engines that only one kvpin may use."""
+        return bool(self._claims)
+
+    @property
+    def is_bidding(self) -> bool:
+        """Whether it will soon be known whose an engine is."""
+        return any(claim.is_bidding for claim in self._claims.values())
+
+    def claim_of(self, engine: Engine) -> Claim | None:
+        """This kvpin's claim to an engine."""
+        own = self._claims.get(engine.adapter.spec.url)
+        return own.claim if own is not None else None
+
+    def decide(
+        self,
+        now: float,
+        others: Mapping[str, Mapping[int, ToldClaim]],
+        *,
+        is_heard: bool,
+        is_alone: bool,
+    ) -> None:
+        """Takes the engines that are this kvpin's by now, and leaves those that are another one's.
+
+        Args:
+            now: monotonic seconds.
+            others: engine → the claims of other kvpins, by the numbers that they drew.
+            is_heard: other kvpins hear what this one tells.
+            is_alone: there is no other kvpin.
+        """
+        claimed, self.elsewhere = {}, {}
+        for engine in self._fleet.engines.values():
+            if not engine.adapter.one_owner:
+                continue
+            url = engine.adapter.spec.url
+            own = claimed[url] = self._claims.get(url) or OwnClaim(self._kvpin)
+            told = others.get(engine.id, {})
+            claims = {kvpin: each.claim for kvpin, each in told.items()}
+            own.decide(
+                now,
+                claims,
+                may_bid=is_heard or engine.adapter.has_lock,
+                is_alone=is_alone,
+                is_locked_out=engine.mine.is_set() and engine.state is EngineState.ELSEWHERE,
+            )
+            if own.is_owner:
+                _take(engine)
+            else:
+                holder = holder_of(claims)
+                if holder is not None:
+                    self.elsewhere[engine.id] = told[holder]
+                _give(engine, self.elsewhere.get(engine.id))
+        self._claims = claimed
+
+    def doubt(self, now: float) -> None:
+        """This kvpin stood still. Where a lock keeps others off, that changes nothing."""
+        for engine in self._fleet.engines.values():
+            own = self._claims.get(engine.adapter.spec.url)
+            if own is not None and not engine.adapter.has_lock:
+                own.doubt(now)
+
+
+def _take(engine: Engine) -> None:
+    if not engine.mine.is_set():
+        log.info("this kvpin owns the engine", engine=engine.id)
+        engine.take()
+
+
+def _give(engine: Engine, to: ToldClaim | None) -> None:
+    """Leaves an engine to the kvpin that uses it; None while none does."""
+    owner = to.name if to is not None else None
+    is_served = to is not None and to.socket is not None and to.model is not None
+    if not engine.mine.is_set() and (engine.owner, engine.is_served_there) == (owner, is_served):
+        return
+    if owner is not None and engine.owner != owner:
+        log.info("another kvpin owns the engine", engine=engine.id, owner=owner)
+    engine.give_to(owner, is_served_there=is_served)

@@ -1,0 +1,55 @@
+"""The admin key in a file of its own, which kvpin makes with a random key if it is missing.
+
+A key in a flag or a variable is seen by others: in the list of processes, or in a unit file.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+_MAX_LENGTH = 4096
+_KEY_BYTES = 32
+
+
+def key_in(path: Path) -> str:
+    """The key in a file; a missing file is made, with a random key and mode 0600.
+
+    Raises:
+        ValueError: it cannot be read or made, is not a file, or others may read or change it.
+    """
+    try:
+        if not path.exists():
+            _make(path)
+        return _read(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"{str(path)!r} can be neither read nor made: {reason}") from error
+
+
+def _make(path: Path) -> None:
+    with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as file:  # its mode is 0600
+        file.write(f"{secrets.token_urlsafe(_KEY_BYTES)}\n")
+        file.flush()
+        os.fsync(file.fileno())
+        with suppress(FileExistsError):  # another kvpin was quicker: both take the key of that one
+            os.link(file.name, path)
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is not a file")
+    with path.open(encoding="utf-8") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if mode & (stat.S_IRWXO | stat.S_IWGRP):
+            raise ValueError(f"others may read or change {str(path)!r} (mode {mode:o}): chmod 600 it")
+        key = file.read(_MAX_LENGTH).strip()
+    if not key or len(key.splitlines()) > 1:
+        raise ValueError(
+            f"{str(path)!r} must hold one key, in one line; kvpin makes one if you delete the file"
+        )
+    return key

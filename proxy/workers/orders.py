@@ -1,0 +1,95 @@
+"""What the supervisor tells a worker: by an environment variable, and by a file that may change later."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine_adapter import EngineSpec
+from proxy.settings import WORKER_VARIABLE, EngineSettings, ExchangeSettings, Settings, read_engines
+
+_ENGINES = "engines.json"
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What one worker is told.
+
+    Attributes:
+        number: from 1 to `of`.
+        of: how many workers there are.
+        listeners: descriptors of the listening sockets.
+        directory: the supervisor's own directory, for sockets and the file of engines.
+        follows: it takes the place of a worker that ended.
+        waits: it takes connections only when it is ready, because they can wait, or others serve.
+    """
+
+    number: int
+    of: int
+    listeners: tuple[int, ...]
+    directory: str
+    follows: bool = False
+    waits: bool = False
+
+    @classmethod
+    def take(cls) -> Orders | None:
+        """This process's orders; None if it is no worker. What it starts does not inherit them."""
+        text = os.environ.pop(WORKER_VARIABLE, None)
+        return msgspec.json.decode(text, type=cls) if text is not None else None
+
+    def variable(self) -> dict[str, str]:
+        """The environment variable that says so."""
+        return {WORKER_VARIABLE: msgspec.json.encode(self).decode()}
+
+    def sockets(self) -> list[socket.socket]:
+        """The listening sockets."""
+        taken = [socket.socket(fileno=number) for number in self.listeners]
+        for listener in taken:
+            listener.set_inheritable(False)
+        return taken
+
+    @property
+    def http_socket(self) -> Path:
+        """Where this worker serves HTTP to the others."""
+        return _http_socket(self.directory, self.number)
+
+    @property
+    def siblings(self) -> list[Path]:
+        """Where the other workers do."""
+        return [_http_socket(self.directory, n) for n in range(1, self.of + 1) if n != self.number]
+
+    def settings(self, load: Callable[[], Settings]) -> Settings:
+        """The settings of this worker: those of `load`, but the engines that kvpin starts run already, and
+        the workers share their requests. Raises SettingsError."""
+        settings = load()
+        started = read_engines(Path(self.directory) / _ENGINES)
+        changes: dict[str, Any] = {"engines": (*settings.engines, *started), "managed": ()}
+        if settings.reuse and settings.exchange is None:
+            changes["exchange"] = ExchangeSettings.model_validate({"url": f"unix:{self.directory}"})
+        if settings.state_dir is not None:
+            changes["state_dir"] = settings.state_dir / f"worker-{self.number}"
+        return settings.model_copy(update=changes)
+
+
+def write_engines(directory: Path, specs: list[EngineSpec]) -> None:
+    """Tells workers which engines the supervisor runs, when they read their settings next. Raises OSError."""
+    text = json.dumps({"engines": [_described(spec) for spec in specs]})
+    new = directory / f".{_ENGINES}"
+    new.write_text(text, encoding="utf-8")
+    new.rename(directory / _ENGINES)
+
+
+def _described(spec: EngineSpec[Any]) -> dict[str, Any]:
+    """An engine in the shape of the settings."""
+    fields = {name: getattr(spec, name) for name in EngineSettings.model_fields}
+    given = {**fields, **msgspec.structs.asdict(spec.options)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _http_socket(directory: str, number: int) -> Path:
+    return Path(directory) / f"worker-{number}.http"

@@ -1,0 +1,167 @@
+"""Starts the workers, watches them, and passes on what signals say.
+
+    SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
+    SIGHUP           the engines follow the settings; then the workers read them again
+    a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
+
+The supervisor serves no request. If it is killed, its workers stop in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from asyncio.subprocess import Process
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from engine_adapter import EngineSpecError, ends_with_parent
+from proxy.app import check_engines
+from proxy.process.managed import end_of
+from proxy.settings import Settings, SettingsError
+from proxy.tasks import Supervisor
+from proxy.workers.engines import SharedEngines
+from proxy.workers.fairness import Tally
+from proxy.workers.orders import Orders
+
+log = structlog.get_logger(__name__)
+
+# Wait before a worker is started again: at first, and at most. A worker that ran for `STEADY_S` begins anew.
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+STEADY_S = 60.0
+_BAD_SETTINGS = 2
+_THIRD = 3
+_INTERRUPTED = 130
+
+
+class Workers:
+    """The workers of one port, and the engines that they share."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        load: Callable[[], Settings],
+        listeners: list[socket.socket],
+        *,
+        are_shared: bool = False,
+    ) -> None:
+        """`load` reads the settings again. `are_shared`: the sockets outlive kvpin."""
+        self._are_shared = are_shared
+        self._settings, self._load, self._listeners = settings, load, listeners
+        self._directory = Path(tempfile.mkdtemp(prefix="kvpin-"))
+        self._tasks = Supervisor()
+        self._tally = Tally(self._directory, settings.workers)
+        self._running: dict[int, Process] = {}
+        self._engines = SharedEngines(self._directory, self._tasks)
+        self._status = 0
+        self._stops = 0
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Runs until SIGTERM or SIGINT; returns the exit status. Raises EngineSpecError."""
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, self._stop, each)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        try:
+            self._engines.follow(self._settings)
+            async with asyncio.TaskGroup() as group:
+                for number in range(1, self._settings.workers + 1):
+                    group.create_task(self._keep(number))
+        finally:
+            await self._engines.aclose()
+            await self._tasks.stop()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        return self._status
+
+    # --- workers ------------------------------------------------------------------------------------
+
+    async def _keep(self, number: int) -> None:
+        """Starts a worker, and starts it again whenever it ends, until kvpin stops."""
+        backoff_s, follows = BACKOFF_S, False
+        while not self._stopping.is_set():
+            begun = time.monotonic()
+            status = await self._run_once(number, follows=follows)
+            if self._stopping.is_set():
+                return
+            if status == _BAD_SETTINGS and not follows:
+                self._status = status
+                self._stop(signal.SIGTERM)
+                return
+            if time.monotonic() - begun >= STEADY_S:
+                backoff_s = BACKOFF_S
+            log.warning(
+                "worker ended; it is started again",
+                worker=number,
+                error=end_of(status),
+                restart_in_s=backoff_s,
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(backoff_s):
+                    await self._stopping.wait()
+            backoff_s, follows = min(2 * backoff_s, MAX_BACKOFF_S), True
+
+    async def _run_once(self, number: int, *, follows: bool) -> int:
+        """Runs a worker once; returns its exit status, −N for signal N."""
+        descriptors = tuple(listener.fileno() for listener in self._listeners)
+        orders = Orders(
+            number=number,
+            of=self._settings.workers,
+            listeners=descriptors,
+            directory=str(self._directory),
+            follows=follows,
+            waits=follows or self._are_shared,
+        )
+        process = await asyncio.create_subprocess_exec(
+            *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
+            env={**os.environ, **orders.variable()},
+            pass_fds=descriptors,
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
+        )
+        self._running[number] = process
+        if self._stopping.is_set():  # kvpin was told during the start
+            process.terminate()
+        log.info("worker started", worker=number, pid=process.pid)
+        try:
+            return await process.wait()
+        finally:
+            del self._running[number]
+            self._tally.leave(number)
+
+    def _tell(self, number: signal.Signals) -> None:
+        for process in self._running.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        """All workers stop; told again, they hurry."""
+        self._stops += 1
+        self._stopping.set()
+        for listener in self._listeners:
+            listener.close()  # the port closes when the last worker closes it
+        self._tell(number)
+        if self._stops >= _THIRD and number == signal.SIGINT:
+            os._exit(_INTERRUPTED)
+
+    # --- settings -----------------------------------------------------------------------------------
+
+    def _reload(self) -> None:
+        """Reads the settings again. If they cannot be used, nobody follows them."""
+        try:
+            settings = self._load()
+            check_engines(settings)
+            self._engines.follow(settings)
+        except (SettingsError, EngineSpecError) as error:
+            log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400 - one sentence
+            return
+        self._tell(signal.SIGHUP)

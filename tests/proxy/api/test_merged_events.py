@@ -1,0 +1,62 @@
+"""A viewer at one of two workers sees the requests of both, and snapshots of both together."""
+
+import asyncio
+
+import httpx
+import msgspec
+from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from proxy.api.merged_events import Events, MergedEvents
+from proxy.api.siblings import Siblings
+from tests.fakes import serving
+from tests.proxy.api.test_siblings import at_socket
+
+
+def snapshot(requests):
+    content = {"requests": requests, "unshown": 0, "reuse": {}, "waiting": {}, "engines": []}
+    return b"event: snapshot\ndata: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def streaming(name, requests):
+    """What a worker streams: a snapshot and a request, again and again."""
+
+    async def events(_request):
+        async def body():
+            while True:
+                yield snapshot(requests) + b"event: placed\nda"
+                yield b'ta: "%b"\n\n' % name
+                await asyncio.sleep(0.01)
+
+        return StreamingResponse(body())
+
+    return Starlette(routes=[Route("/events", events)])
+
+
+def test_events_are_cut_where_they_end():
+    events = Events()
+    assert list(events.feed(b"event: a\nda")) == []
+    assert list(events.feed(b"ta: 1\n\nevent: b\n\nev")) == [b"event: a\ndata: 1\n\n", b"event: b\n\n"]
+
+
+async def test_both_are_woven_into_one_stream(tmp_path):
+    siblings = Siblings([tmp_path / "2.http", tmp_path / "3.http"])  # the third does not run
+    own = streaming(b"one", 2)
+
+    async def app(scope, receive, send):
+        await MergedEvents(own, siblings, shared=True).serve(scope, receive, send)
+
+    seen = b""
+    async with (
+        at_socket(streaming(b"two", 3), tmp_path / "2.http"),
+        serving(app) as url,
+        httpx.AsyncClient(timeout=30) as client,
+        client.stream("GET", f"{url}/events") as answer,
+    ):
+        async for data in answer.aiter_raw():
+            seen += data
+            if b'"two"' in seen and b'"requests":5' in seen:
+                break
+    await siblings.aclose()
+    assert b'"one"' in seen

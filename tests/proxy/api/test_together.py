@@ -1,0 +1,97 @@
+"""One worker answers for two."""
+
+import contextlib
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from proxy.api.siblings import Siblings
+from proxy.api.together import Together
+from tests.proxy.api.test_siblings import at_socket
+
+ADMIN = "/admin/v1"
+
+
+class Worker:
+    """What one worker would answer for itself, and what it was asked."""
+
+    def __init__(self, number, *, refuses=False):
+        self.number, self.refuses, self.asked = number, refuses, []
+        self.app = Starlette(routes=[Route("/{path:path}", self.serve, methods=["GET", "POST", "DELETE"])])
+
+    async def serve(self, request):
+        path = request.url.path.removeprefix(ADMIN)
+        body = await request.body()
+        self.asked.append((request.method, path, body))
+        if self.refuses:
+            return JSONResponse({"error": "no"}, 401)
+        part = {"engine": "a", "state": "done", "done": self.number}
+        is_second = self.number == 2
+        found = {
+            "/metrics": PlainTextResponse(f"# TYPE kvpin_x_total counter\nkvpin_x_total {self.number}.0\n"),
+            "/requests": JSONResponse({"requests": [{"id": self.number, "started": self.number}]}),
+            "/requests/two": JSONResponse({"of": self.number}, 200 if is_second else 404),
+            "/flush": JSONResponse(
+                {"id": f"op-{self.number}", "state": "done", "engines": [part]}, 202 if is_second else 200
+            ),
+            "/engines": JSONResponse({"id": f"vllm-{self.number}"}, 201),
+            "/engines/x": Response(status_code=204 if is_second else 404),
+        }
+        refused = JSONResponse({"error": "no"}, 401)
+        return refused if self.refuses else found.get(path, JSONResponse({"of": self.number}))
+
+
+@contextlib.asynccontextmanager
+async def two(tmp_path, **options):
+    """A client of worker 1, and both workers."""
+    own, other = Worker(1, **options), Worker(2)
+    siblings = Siblings([tmp_path / "2.http"])
+    app = Together(own.app, siblings, shared=True)
+    async with at_socket(other.app, tmp_path / "2.http"):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            yield client, own, other
+        await siblings.aclose()
+
+
+async def test_reads_show_both_as_one(tmp_path):
+    async with two(tmp_path) as (client, _, other):
+        assert (await client.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 3.0"
+        listed = (await client.get(f"{ADMIN}/requests?limit=1")).json()
+        assert [each["id"] for each in listed["requests"]] == [2]
+        assert (await client.get(f"{ADMIN}/requests/two")).json() == {"of": 2}
+        assert (await client.get("/health/ready")).json() == {"of": 1}
+        assert ("GET", "/health/ready", b"") not in other.asked
+
+
+async def test_changes_are_carried_out_by_both(tmp_path):
+    async with two(tmp_path) as (client, _, other):
+        flushed = await client.post(f"{ADMIN}/flush", json={"engine": "a"})
+        assert (flushed.status_code, flushed.json()["engines"][0]["done"]) == (202, 2)
+        assert other.asked[-1] == ("POST", "/flush", b'{"engine":"a"}')
+        added = await client.post(f"{ADMIN}/engines", json={"kind": "vllm"})
+        assert (added.status_code, added.json()) == (201, {"id": "vllm-1"})
+        assert other.asked[-1][2] == b'{"kind":"vllm","id":"vllm-1"}'
+        assert (await client.delete(f"{ADMIN}/engines/x")).status_code == 204
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/flush"), ("GET", "/stats")])
+async def test_what_one_refuses_the_other_is_not_asked(tmp_path, method, path):
+    async with two(tmp_path, refuses=True) as (client, _, other):
+        assert (await client.request(method, f"{ADMIN}{path}")).status_code == 401
+        assert other.asked == []
+
+
+async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
+    async with two(tmp_path) as (_, own, other):
+
+        async def from_peer(scope, receive, send):
+            await Together(own.app, Siblings([tmp_path / "2.http"]), shared=True)(
+                {**scope, "kvpin.from_peer": True}, receive, send
+            )
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(from_peer), base_url="http://x") as peer:
+            assert (await peer.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 1.0"
+        assert other.asked == []

@@ -1,0 +1,49 @@
+import json
+
+import pytest
+
+pytestmark = pytest.mark.live
+SMALL = ("--num-prompts", "6", "--num-prefixes", "2", "--prefix-len", "60", "--output-len", "4")
+
+
+def test_two_addresses_side_by_side(kvpin, live_proxy, embedded_engine):
+    result = kvpin("bench", live_proxy, f"{embedded_engine.url}/v1", *SMALL)
+    assert result.exit_code == 0, result.output
+    lines = {line[:32].strip(): line[32:].split() for line in result.stdout.splitlines()}
+    assert lines["Successful requests"] == ["6", "6"]
+    assert lines["Failed requests"] == ["0", "0"]
+    assert lines["Total generated tokens"] == ["24", "24"]
+    for name in ("Mean TTFT (ms)", "Median TPOT (ms)", "P99 ITL (ms)", "Mean E2EL (ms)"):
+        assert all(float(value) > 0 for value in lines[name])
+
+
+def test_as_json_with_reuse(kvpin, live_proxy):
+    result = kvpin("bench", live_proxy, *SMALL, "--max-concurrency", "1", "--json")
+    (figures,) = json.loads(result.stdout).values()
+    assert (figures["completed"], figures["failed"]) == (6, 0)
+    assert (
+        figures["cached_input_tokens"] > figures["total_input_tokens"] / 3
+    )  # 4 of 6 requests share a prefix
+
+
+def test_failed_requests(kvpin, live_proxy):
+    result = kvpin("bench", live_proxy, "--num-prompts", "2", "--prefix-len", "100000")
+    assert result.exit_code == 1
+    assert "Failed requests" in result.stdout
+    assert "kvpin: 2 requests failed, the first one: http" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["http://127.0.0.1:9"], "nothing answers at http://127.0.0.1:9/v1"),
+        (["127.0.0.1:9"], "is not an address"),
+        (["http://127.0.0.1:9", "--request-rate", "0"], "--request-rate must be above 0"),
+        (["http://127.0.0.1:9", "--model", "m"], "http://127.0.0.1:9/v1: "),
+    ],
+)
+def test_bad_input_is_one_sentence(kvpin, words, said):
+    result = kvpin("bench", *words)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,72 @@
+import pytest
+
+
+@pytest.fixture
+def check(kvpin, tmp_path):
+    """Checks a settings file with this text."""
+
+    def run(text, **options):
+        path = tmp_path / "kvpin.toml"
+        path.write_text(text)
+        return kvpin("config", "check", "--config", str(path), **options)
+
+    return run
+
+
+def test_a_file_without_faults(check):
+    engines = '[[engines]]\nkind = "vllm"\nurl = "http://gpu-1:8000"\n' * 2
+    result = check(f'reuse = true\n{engines}[[api_keys]]\nkey = "k"\n')
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "kvpin.toml: no faults; engines: 2, engines to start: 0, sources of engines: 0" in result.stdout
+    assert "API keys: 1, reuse: on" in result.stdout
+
+
+def test_the_environment_alone(kvpin):
+    assert kvpin("config", "check").stdout.startswith("environment: no faults; engines: 0")
+
+
+def test_every_fault_in_a_sentence(check):
+    text = "prot = 1\nport = 99999\nretries = -1\n[limits]\nbody_bites = 1\n"
+    text += '[[engines]]\nkind = "vllm"\nur = "x"\n'
+    env = {"KVPIN_RETRIE": "1", "ENABLE_KV_CACHE_REUSE": "maybe", "KVPIN_ADMIN_KEY": "secret"}
+    result = check(text, env=env)
+    assert (result.exit_code, result.stdout) == (2, "")
+    lines = result.stderr.splitlines()
+    for said in (
+        "unknown setting 'prot' in",
+        "unknown setting 'limits.body_bites'",
+        "unknown setting 'engines[0].ur'",
+        "unknown environment variable 'KVPIN_RETRIE': did you mean 'retries'?",
+        "environment variable ENABLE_KV_CACHE_REUSE is 'maybe'",
+        "setting 'port' (in",
+        "setting 'retries' (in",
+        "setting 'engines[0].url' (in",
+    ):
+        assert sum(said in line for line in lines) == 1, (said, lines)
+    assert len(lines) == 8
+    assert all(line.startswith("kvpin: ") for line in lines)
+
+
+def test_what_this_machine_lacks(check, tmp_path):
+    managed = '[[managed]]\nkind = "llama_server"\ncommand = "/no/llama-server -m m.gguf"\n'
+    broken = tmp_path / "engines.toml"
+    broken.write_text("engine = 1")
+    result = check(f'engines_file = "{broken}"\n{managed}[tls]\ncert = "/no/cert.pem"\n')
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    assert "engine 'llama_server-0'" in lines[0]
+    assert "unknown setting 'engine'" in lines[1]
+    assert "tls.cert: '/no/cert.pem' cannot be read" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("port = ", "is not TOML"), (None, "cannot be read: No such file or directory")]
+)
+def test_a_file_that_cannot_be_read(kvpin, tmp_path, text, said):
+    path = tmp_path / "kvpin.toml"
+    if text is not None:
+        path.write_text(text)
+    result = kvpin("config", "check", env={"KVPIN_CONFIG": str(path)})
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1

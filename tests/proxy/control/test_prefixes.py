@@ -1,0 +1,101 @@
+import asyncio
+from array import array
+
+import pytest
+
+from engine_adapter import Tier
+from proxy.control import prefixes
+from proxy.control.target import Target
+from proxy.errors import BadRequest, NotFound
+from proxy.prompt import Prompt
+from tests.kv_world import tokens
+
+SYSTEM = tokens(32)
+FIRST, SECOND = SYSTEM + tokens(32, start=1), SYSTEM + tokens(16, start=2)
+
+
+async def look(world, under=None, depth=9, most=99):
+    return await world.prefixes.look(under, depth, most)
+
+
+async def test_what_prompts_share_and_who_holds_it(world, pair):
+    world.served(pair[0], FIRST)
+    world.served(pair[1], SYSTEM)
+    world.pool.index.store("b", Tier.HOST, world.pool.chain(Prompt(array("i", SECOND))).hashes)
+    world.record("r1", FIRST)
+    world.record("r2", SECOND)
+    world.record("unknown", None)
+    found = await look(world)
+    assert (found.requests, found.tokens, found.path, found.unshown) == (2, 80, [], 0)
+    (system,) = found.prefixes
+    assert (system.start, system.end, system.below, system.requests, system.engines) == (0, 32, 80, 2, 2)
+    assert (system.request_id, system.last_used, system.model, system.unshown) == ("r2", 2.0, "m", 0)
+    first, second = system.children
+    assert (first.start, first.end, first.request_id) == (32, 64, "r1")
+    assert [(h.engine, h.tokens) for h in first.holders] == [("a", {"gpu": 32})]
+    assert [(h.engine, h.tokens) for h in second.holders] == [("b", {"host": 16})]
+
+
+async def test_a_part_of_the_tree(world, pair):
+    world.record("r1", FIRST)
+    world.record("r2", SECOND)
+    (system,) = (await look(world, depth=1)).prefixes
+    assert (system.children, system.unshown) == ([], 2)
+    (system,) = (await look(world, most=2)).prefixes
+    assert ([child.request_id for child in system.children], system.unshown) == (["r1"], 1)
+    world.record("r3", tokens(16, start=3))
+    assert (await look(world, most=1)).unshown == 1
+    below = await look(world, under=system.children[0].id)
+    assert [each.end for each in below.path] == [32, 64]
+    assert [each.request_id for each in below.prefixes] == ["r1"]
+    with pytest.raises(NotFound):
+        await look(world, under="ab")
+    with pytest.raises(BadRequest):
+        await look(world, under="no hex")
+
+
+async def test_salts_are_kept_apart_and_of_models_that_are_gone_nothing_is_shown(world, pair):
+    for request_id, salt in (("r1", "s"), ("r2", None)):
+        world.record(request_id, SYSTEM, salt=salt, tenant=salt)
+    world.record("r3", SYSTEM, model="gone")
+    found = await look(world)
+    assert {each.tenant for each in found.prefixes} == {"s", None}
+    assert found.requests == 2
+
+
+async def test_a_pin_is_shown_on_all_that_it_protects(world, pair):
+    world.served(pair[0], FIRST)
+    world.record("r1", FIRST)
+    world.record("r2", SECOND)
+    operation = await world.pinning.pin(Target(request_id="r1", tokens=64), 60)
+    assert await operation.wait(5)
+    (system,) = (await look(world)).prefixes
+    first, second = system.children
+    assert system.pins == first.pins == [operation.result["pin_id"]]
+    assert second.pins == []
+    world.now += 60
+    assert (await look(world)).prefixes[0].pins == []
+
+
+async def test_a_long_prompt_is_hashed_in_parts(world, pair, monkeypatch):
+    monkeypatch.setattr(prefixes, "_SLICE_BLOCKS", 1)
+    record = world.record("r1", [*FIRST, 1])
+    (only,) = (await look(world)).prefixes
+    assert only.id == f"{world.pool.chain(record.prompt).hashes[-1]:016x}"
+
+
+async def test_requests_are_served_while_it_looks(world, pair):
+    for number in range(20):
+        world.record(f"r{number}", SYSTEM + tokens(32, start=number))
+    turns = 0
+
+    async def serve():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    serving = asyncio.create_task(serve())
+    await look(world)
+    serving.cancel()
+    assert turns >= 3 * 20  # each prompt is read, hashed, and shown

@@ -1,0 +1,183 @@
+"""Kvpins that claim an engine which only one may use. With a real llama-server: tests/live/test_owners.py."""
+
+import asyncio
+
+import pytest
+import structlog
+
+from engine_adapter import EngineTaken
+from proxy.core.peers import claims
+from proxy.fleet import monitor as monitor_module
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.monitor import Monitor
+from proxy.peers import peers as peers_module
+from proxy.peers.peers import Peers
+from proxy.prompt import PromptTables
+from proxy.request.tenants import Tenants
+from proxy.tasks import Supervisor
+from tests.fakes import FakeAdapter
+from tests.proxy.peers.world import Wire, until
+
+ADDRESS = "http://llama:8080"
+
+
+class Slots(FakeAdapter):
+    """An engine that only one kvpin may use; `users` are those that do, and `lock` is whose lock it is."""
+
+    one_owner = True
+
+    def __init__(self, name, users, lock=None):
+        super().__init__("slots", ADDRESS)
+        self.name, self.users, self.lock = name, users, lock
+        self.has_lock = lock is not None
+
+    async def connect(self):
+        if self.lock is not None and self.lock.setdefault("holder", self.name) != self.name:
+            raise EngineTaken("locked", holder=self.lock["holder"])
+        self.users.add(self.name)
+        assert len(self.users) == 1, self.users
+        return await super().connect()
+
+    async def leave(self):
+        self.users.discard(self.name)
+        if self.lock is not None and self.lock.get("holder") == self.name:
+            del self.lock["holder"]
+
+
+class Kvpin:
+    """One of several."""
+
+    def __init__(self, number, wires, users, lock):
+        self.number, self.wire = number, Wire(wires)
+        self.fleet, self.tasks = Fleet(), Supervisor()
+        self.peers = Peers(self.wire, number, self.fleet, Tenants([]))
+        self.peers._name = f"kvpin {number}"
+        ingest = Ingest(self.fleet, self.tasks)
+        monitor = Monitor(self.fleet, self.tasks, ingest, PromptTables(), interval_s=0.05, timeout_s=5)
+        self.adapter = Slots(number, users, lock)
+        self.engine = self.fleet.add(self.adapter)
+        monitor.watch(self.engine)
+        self.peers.start(self.tasks)
+
+    @property
+    def is_owner(self):
+        return self.engine.state is EngineState.READY
+
+    def sees_at(self, owner):
+        return (self.engine.state, self.engine.owner) == (EngineState.ELSEWHERE, f"kvpin {owner}")
+
+    async def die(self):
+        """Like a crash: nobody hears of it."""
+        self.wire.is_cut = True
+        await self.tasks.stop()
+        await self.adapter.leave()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(claims, "SETTLE_S", 0.3)
+    monkeypatch.setattr(peers_module, "LOST_S", 0.5)
+    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(monitor_module, "TAKEN_S", 0.02)
+
+
+@pytest.fixture
+async def kvpin():
+    """Starts kvpins that hear each other; of those that `locks`, all see one lock."""
+    wires, users, lock, started = [], set(), {}, []
+
+    def start(number, *, locks=False, is_connected=True):
+        kvpin = Kvpin(number, wires, users, lock if locks else None)
+        kvpin.wire.is_connected = is_connected
+        kvpin.wire.is_cut = not is_connected
+        started.append(kvpin)
+        return kvpin
+
+    yield start
+    for each in started:
+        await each.tasks.stop()
+
+
+async def test_of_two_that_start_together_one_owns_the_engine(kvpin):
+    nine, five = kvpin(9), kvpin(5)
+    await until(lambda: five.is_owner and nine.sees_at(5))
+    assert nine.adapter.checks == 0  # it was never asked anything
+    assert "kvpin 5" in nine.engine.last_error
+
+
+async def test_a_newcomer_leaves_it_to_the_owner(kvpin):
+    nine = kvpin(9)
+    await until(lambda: nine.is_owner)
+    five = kvpin(5)
+    await until(lambda: five.sees_at(9))
+    assert nine.is_owner
+
+
+async def test_it_goes_to_another_one_when_its_owner_dies_or_leaves(kvpin):
+    five, nine = kvpin(5), kvpin(9)
+    await until(lambda: five.is_owner and nine.sees_at(5))
+    await five.die()
+    await until(lambda: nine.is_owner)
+    six = kvpin(6)
+    await until(lambda: six.sees_at(9))
+    nine.fleet.remove("slots")
+    await nine.adapter.leave()
+    await nine.peers.aclose()
+    await until(lambda: six.is_owner)
+
+
+async def test_of_two_that_did_not_hear_each_other_one_lets_go(kvpin):
+    five, nine = kvpin(5), kvpin(9)
+    await until(lambda: five.is_owner)
+    nine.adapter.users = set()  # that both use it meanwhile is what a lock prevents
+    nine.wire.is_cut = True
+    await until(lambda: nine.is_owner)
+    left = []
+    five.adapter.leave = lambda: _noted(left)
+    nine.wire.is_cut = False
+    await until(lambda: five.sees_at(9))
+    await until(lambda: left)
+    assert nine.is_owner
+
+
+async def _noted(left):
+    left.append(True)
+
+
+async def test_without_contact_a_lock_keeps_the_second_one_off(kvpin):
+    five, nine = kvpin(5, locks=True), kvpin(9, locks=True)
+    await until(lambda: five.is_owner)
+    nine.wire.is_cut = True
+    await until(lambda: nine.engine.state is EngineState.ELSEWHERE and nine.engine.last_error == "locked")
+    nine.wire.is_cut = False
+    await until(lambda: nine.sees_at(5))
+    assert five.is_owner
+    await five.die()
+    await until(lambda: nine.is_owner)
+
+
+async def test_without_the_exchange_only_an_engine_with_a_lock_is_used(kvpin):
+    alone, locking = kvpin(5, is_connected=False), kvpin(9, is_connected=False, locks=True)
+    await until(lambda: locking.is_owner)
+    assert alone.engine.state is EngineState.CONNECTING
+    assert not alone.engine.mine.is_set()
+
+
+async def test_one_that_stood_still_is_no_owner_before_it_has_heard_the_others(kvpin):
+    five = kvpin(5)
+    await until(lambda: five.is_owner)
+    with structlog.testing.capture_logs() as logs:
+        five.peers._owners.doubt(asyncio.get_running_loop().time())
+        await until(lambda: five.engine.state is EngineState.CONNECTING)
+        assert five.engine.owner is None
+        await until(lambda: any(log["event"] == "this kvpin owns the engine" for log in logs))
+    await until(lambda: five.is_owner)
+
+
+async def test_one_that_stood_still_stays_the_owner_where_a_lock_kept_others_off(kvpin):
+    five = kvpin(5, locks=True)
+    await until(lambda: five.is_owner)
+    five.peers._owners.doubt(asyncio.get_running_loop().time())
+    assert not five.peers._owners.is_bidding

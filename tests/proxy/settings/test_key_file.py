@@ -1,0 +1,82 @@
+"""The admin key in a file of its own."""
+
+import os
+import stat
+
+import pytest
+
+from proxy.settings import SettingsError, check_settings, load_settings
+from proxy.settings.key_file import key_in
+
+
+def test_a_missing_file_is_made_with_a_random_key_for_its_owner_alone(tmp_path):
+    file = tmp_path / "admin.key"
+    umask = os.umask(0)
+    try:
+        key = key_in(file)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert (key_in(file), file.read_text()) == (key, f"{key}\n")
+    assert list(tmp_path.iterdir()) == [file]
+    assert len(key) > 40
+    assert key_in(tmp_path / "other.key") != key
+
+
+def test_two_that_make_it_at_once_take_the_same_key(tmp_path, monkeypatch):
+    file, link = tmp_path / "admin.key", os.link
+
+    def later(source, target):
+        file.write_text("of another kvpin")
+        file.chmod(0o600)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", later)
+    assert key_in(file) == "of another kvpin"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        ("key", 0o644, "chmod 600"),
+        ("key", 0o620, "chmod 600"),
+        ("", 0o600, "one key, in one line"),
+        ("one\ntwo\n", 0o600, "one key, in one line"),
+    ],
+)
+def test_a_file_that_protects_nothing_is_refused(tmp_path, text, mode, said):
+    file = tmp_path / "admin.key"
+    file.write_text(text)
+    file.chmod(mode)
+    with pytest.raises(ValueError, match=said):
+        key_in(file)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    pipe, dangling, binary = tmp_path / "pipe", tmp_path / "dangling", tmp_path / "binary"
+    os.mkfifo(pipe, 0o600)
+    dangling.symlink_to(tmp_path / "nothing")
+    binary.write_bytes(b"\xff")
+    binary.chmod(0o600)
+    for path in (tmp_path, pipe, dangling, binary, tmp_path / "nowhere" / "admin.key"):
+        with pytest.raises(ValueError, match=r"is not|neither"):
+            key_in(path)
+
+
+def test_it_is_the_admin_key_of_the_settings(tmp_path, monkeypatch):
+    file = tmp_path / "admin.key"
+    monkeypatch.setenv("KVPIN_ADMIN_KEY_FILE", str(file))
+    assert check_settings()[0].admin_key is None
+    assert not file.exists()
+    settings = load_settings()
+    assert settings.admin_key is not None
+    assert settings.admin_key.get_secret_value() == file.read_text().strip()
+    assert settings.admin_key.get_secret_value() not in repr(settings)
+    with pytest.raises(SettingsError, match="admin_key and admin_key_file are both set"):
+        load_settings(admin_key="a")
+    with pytest.raises(SettingsError, match="admin_key must differ from every key in api_keys"):
+        load_settings(api_keys=[{"key": file.read_text().strip()}])
+    file.chmod(0o604)
+    with pytest.raises(SettingsError, match="setting 'admin_key_file' cannot be used: others may read"):
+        load_settings()

@@ -1,0 +1,192 @@
+"""`kvpin serve --workers 2` as processes, in front of engines without KV events."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.fakes import DONE, FakeEngine, answer, event
+from tests.kv_world import tokens
+from tests.live.conftest import running_kvpin
+
+pytestmark = pytest.mark.live
+COMPLETION = {"model": "m", "prompt": tokens(400), "max_tokens": 1}
+STREAM = {"model": "m", "prompt": tokens(40), "max_tokens": 1, "stream": True}
+
+
+class Gated(FakeEngine):
+    """Ends its streams when `gate` opens."""
+
+    def __init__(self, engine_id):
+        super().__init__(engine_id, self.serve)
+        self.gate = asyncio.Event()
+        self.streams = 0
+
+    async def serve(self, exchange):
+        if not (exchange.body and exchange.json.get("stream")):
+            await answer(exchange)
+            return
+        await exchange.start()
+        await exchange.chunk(event({"choices": [{"text": "x"}]}))
+        self.streams += 1
+        await self.gate.wait()
+        await exchange.chunk(DONE)
+        await exchange.end()
+
+
+@contextlib.asynccontextmanager
+async def two_workers(tmp_path, *flags):
+    """Two engines and a kvpin with two workers."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Gated(name)) for name in ("a", "b")]
+        named = [f"--engine=openai-compatible={engine.url},id={engine.id}" for engine in engines]
+        process = running_kvpin(
+            tmp_path / "log", "--workers", "2", "--log-format", "json", *named, *flags, tokenised=False
+        )
+        kvpin = await asyncio.to_thread(process.__enter__)
+        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+        yield kvpin, engines
+
+
+def logged(kvpin, event):
+    lines = kvpin.log.read_text().splitlines()
+    entries = [json.loads(line) for line in lines if line.startswith("{")]
+    return [entry for entry in entries if entry["event"] == event]
+
+
+async def until(is_true):
+    async with asyncio.timeout(60):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def pids(kvpin):
+    """The process of each worker, the last that was started."""
+    return {entry["worker"]: entry["pid"] for entry in logged(kvpin, "worker started")}
+
+
+async def until_all_serve(kvpin):
+    """Waits until each worker takes connections."""
+    started = "Started server process [{}]"
+    await until(lambda: all(logged(kvpin, started.format(pid)) for pid in pids(kvpin).values()))
+
+
+def running():
+    """The processes of this machine."""
+    return {int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()}
+
+
+def holder(kvpin, port):
+    """The worker that accepted a connection from that port; None if it waits in the queue."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {row[9] for row in rows if row[2].endswith(f":{port:04X}")}
+    for worker, pid in pids(kvpin).items():
+        with contextlib.suppress(FileNotFoundError):
+            links = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
+            if any(f"socket:[{inode}]" in links for inode in inodes):
+                return worker
+    return None
+
+
+async def stream(stack, kvpin):
+    """A stream that has begun on a connection of its own: its reader, and its worker."""
+    address = urlsplit(kvpin.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    stack.callback(writer.close)
+    body = json.dumps(STREAM).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    writer.write(head % len(body) + body)
+    await reader.readuntil(b'"x"')
+    return reader, holder(kvpin, writer.get_extra_info("sockname")[1])
+
+
+async def client_of(stack, kvpin, worker):
+    """A client whose connection that worker has."""
+    while True:
+        client = httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False)
+        await stack.enter_async_context(client)
+        stream = (await client.get("/health/live")).extensions["network_stream"]
+        if holder(kvpin, stream.get_extra_info("client_addr")[1]) == worker:
+            return client
+
+
+async def check_that_both_answer_as_one(kvpin):
+    """The requests of both workers are counted and listed, whichever worker is asked."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await client_of(stack, kvpin, worker) for worker in (1, 2)]
+        for name, client in zip(("r1", "r2"), clients, strict=True):
+            await client.post("/v1/completions", json=COMPLETION, headers={"x-request-id": name})
+        counted = set()
+        for client in clients:
+            listed = (await client.get("/admin/v1/requests?limit=2")).json()["requests"]
+            assert [each["client_request_id"] for each in listed] == ["r2", "r1"]
+            assert (await client.get("/admin/v1/requests/r1")).json()["client_request_id"] == "r1"
+            page = (await client.get("/metrics")).text
+            counted.add(re.search(r"kvpin_queued_seconds_count\S* (\S+)|$", page)[0])
+            counted.add(sum(map(float, re.findall(r"kvpin_requests_total\S+ (\S+)", page))))
+            added = {"kind": "openai_compatible", "url": "http://127.0.0.1:1"}
+            added = (await client.post("/admin/v1/engines", json=added)).json()["id"]
+            told = [(await each.get("/admin/v1/engines")).json()["engines"] for each in clients]
+            assert [len(engines) for engines in told] == [3, 3]
+            assert (await client.delete(f"/admin/v1/engines/{added}")).status_code == 204
+            assert (await clients[0].get("/admin/v1/stats")).json()["totals"]["engines"] == 2
+        assert len(counted) == 2
+
+
+def left_in(directory):
+    """What is in a directory."""
+    return list(Path(directory).iterdir())
+
+
+async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkeypatch):
+    async with contextlib.AsyncExitStack() as stack:
+        # A socket's path is short, and tmp_path may be long.
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpin-test-"))
+        monkeypatch.setenv("TMPDIR", temporary)
+        kvpin, engines = await stack.enter_async_context(two_workers(tmp_path))
+        await until_all_serve(kvpin)
+        streams = []
+        while {worker for _, worker in streams} != {1, 2}:
+            streams.append(await stream(stack, kvpin))
+        old = pids(kvpin)
+        os.kill(old[1], signal.SIGKILL)
+        statuses = []
+        while pids(kvpin)[1] == old[1] or len(statuses) < 20:
+            async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
+                statuses.append((await client.post("/v1/completions", json=COMPLETION)).status_code)
+        assert set(statuses) == {200}
+        for engine in engines:
+            engine.gate.set()
+        for reader, worker in streams:
+            assert (DONE.strip() in await reader.read()) is (worker == 2)
+        (ended,) = logged(kvpin, "worker ended; it is started again")
+        assert (ended["worker"], ended["error"]) == (1, "ended by signal 9 (Killed)")
+        for engine in engines:
+            engine.gate.clear()
+        await until_all_serve(kvpin)
+        while (last := await stream(stack, kvpin))[1] != 1:  # those that stay open fill worker 2
+            pass
+        await check_that_both_answer_as_one(kvpin)
+        kvpin.process.send_signal(signal.SIGHUP)
+        await until(lambda: {each["worker"] for each in logged(kvpin, "settings reloaded")} == {1, 2})
+
+        kvpin.process.send_signal(signal.SIGTERM)
+        await until(lambda: len(logged(kvpin, "stopping: waiting for running answers")) == 2)
+        for engine in engines:
+            engine.gate.set()
+        assert DONE.strip() in await last[0].read()
+        await until(lambda: kvpin.process.poll() == 0)
+        address = urlsplit(kvpin.url)
+        with socket.socket() as probe:
+            assert probe.connect_ex((address.hostname, address.port)) != 0
+        assert not running() & {*old.values(), *pids(kvpin).values()}
+        assert not left_in(temporary)
