@@ -37,7 +37,9 @@ def replay(
     engines: Annotated[
         str | None, typer.Option(metavar="N[,N…]", help="How many engines [4].", show_default=False)
     ] = None,
-    gpu_tokens: Annotated[str, typer.Option(help="KV on the GPU of each engine: tokens or bytes.")] = "500k",
+    gpu_tokens: Annotated[
+        str, typer.Option(metavar="N[,N…]", help="KV on the GPU of each engine: tokens or bytes.")
+    ] = "500k",
     host_tokens: Annotated[str, typer.Option(help="KV on its host tier: tokens or bytes; 0: none.")] = "0",
     bytes_per_token: Annotated[
         str | None, typer.Option(help="KV bytes of a token, if sizes are in bytes: 128KiB.")
@@ -92,7 +94,7 @@ def replay(
     from proxy.replay.trace import TraceError, read_trace  # noqa: PLC0415 - likewise
 
     try:
-        engine = options.engine_model(
+        models = options.engine_models(
             gpu_tokens=gpu_tokens,
             host_tokens=host_tokens,
             bytes_per_token=bytes_per_token,
@@ -105,7 +107,7 @@ def replay(
             decode_stream_ms=decode_stream_ms,
         )
         plan = options.plan(
-            engine,
+            models,
             engines=engines,
             policies=policies,
             seeds=seeds,

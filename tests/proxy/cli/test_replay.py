@@ -61,7 +61,7 @@ def test_everything_that_can_be_said(kvpin, tmp_path):
     assert result.exit_code == 0, result.output
     assert "the first block that not all requests share counts as one (chwbl)" in result.stdout
     document = json.loads(paths["json"].read_text())
-    assert document["settings"]["model"]["gpu_tokens"] == 163_840
+    assert document["settings"]["models"][0]["gpu_tokens"] == 163_840
     assert [(run["policy"], run["seed"], run["requests"]) for run in document["runs"]] == [
         *(("kvpin", 0, 100), ("chwbl", 0, 100), ("kvpin", 1, 100), ("chwbl", 1, 100))
     ]
