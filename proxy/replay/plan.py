@@ -94,9 +94,10 @@ def notes(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
     """Notes on what was left out or assumed, one sentence each."""
     left_out = {outcome.run.model.gpu_tokens: outcome.too_long for outcome in outcomes}
     noted = [
-        f"{too_long:,} requests do not fit into an engine"
-        + (f" of {gpu_tokens:,} GPU tokens" if len(left_out) > 1 else "")
-        + " and were left out"
+        f"{too_long:,} requests do not fit into an engine and were left out"
+        if len(left_out) == 1
+        else f"{too_long:,} requests do not fit into an engine of {gpu_tokens:,} GPU tokens: its figures are "
+        "those of the others"
         for gpu_tokens, too_long in left_out.items()
         if too_long
     ]

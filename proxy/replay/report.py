@@ -21,7 +21,7 @@ _SPREAD = ("hit_percent", "mean_ttft_s", "p99_ttft_s")
 Row = Mapping[str, Any]
 _PERCENT = 100
 # Columns of the table: key, heading, digits.
-_COLUMNS: tuple[tuple[str, str, int], ...] = (
+COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("hit_percent", "hit %", 1),
     ("mean_ttft_s", "mean TTFT s", 3),
     ("p50_ttft_s", "p50", 3),
@@ -88,7 +88,7 @@ def on(row: Row) -> tuple[int, int]:
 def _merge(group: Sequence[Row]) -> dict[str, Any]:
     merged: dict[str, Any] = {key: group[0][key] for key in ("policy", "engines", "gpu_tokens")}
     merged["spread"] = {}
-    for column, _, _ in _COLUMNS:
+    for column, _, _ in COLUMNS:
         values = [row[column] for row in group]
         if None in values:
             merged[column] = None
@@ -118,10 +118,10 @@ def width_of(shown: Table) -> int:
 
 
 def _table(each: Sequence[Row], hidden: Sequence[str]) -> Table:
-    columns = [column for column in _COLUMNS if column[0] not in hidden]
+    columns = [column for column in COLUMNS if column[0] not in hidden]
     shown = Table(caption_justify="left", caption_style="dim")
     if hidden:
-        names = ", ".join(heading for key, heading, _ in _COLUMNS if key in hidden)
+        names = ", ".join(heading for key, heading, _ in COLUMNS if key in hidden)
         shown.caption = f"no room for: {names} (--csv - shows everything)"
     sizes = {row["gpu_tokens"] for row in each}
     shown.add_column("engines", justify="right", no_wrap=True)
@@ -136,12 +136,13 @@ def _table(each: Sequence[Row], hidden: Sequence[str]) -> Table:
             shown.add_section()
         before = on(row)
         size = [f"{row['gpu_tokens']:,}"] if len(sizes) > 1 else []
-        cells = (_cell(row, column, digits) for column, _, digits in columns)
+        cells = (cell(row, column, digits) for column, _, digits in columns)
         shown.add_row(str(row["engines"]), *size, row["policy"], *cells)
     return shown
 
 
-def _cell(row: Row, column: str, digits: int) -> str:
+def cell(row: Row, column: str, digits: int) -> str:
+    """A figure of a merged row as text, with how far runs are apart where the column shows that."""
     value = row[column]
     if value is None:
         return "–"

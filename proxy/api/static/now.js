@@ -4,6 +4,7 @@ import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { EngineActions } from "./actions.js";
 import { live } from "./live.js";
 import { count, Paged, percent, seconds, Share, short, time, whyLink } from "./parts.js";
+import { axis, color, plotIn } from "./plots.js";
 
 const CARDS = 24;
 
@@ -36,49 +37,34 @@ const Totals = ({ snapshot }) => {
   </section>`;
 };
 
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const scheme = matchMedia("(prefers-color-scheme: dark)");
-
 // Tokens a second over the last five minutes.
 const Chart = () => {
   const box = useRef();
   const plot = useRef();
   useEffect(() => {
-    const draw = () => {
-      plot.current?.destroy();
-      const axis = { size: 24, stroke: color("--quiet"), grid: { stroke: color("--line") }, ticks: { show: false } };
-      const series = ["prompt", "available", "delivered"].map((name) => ({
-        label: name,
-        stroke: color(`--${name}`),
-        fill: name === "delivered" ? color("--delivered-fill") : undefined,
-        width: 1.5,
-        points: { show: false },
-      }));
-      plot.current = new uPlot(
-        {
-          width: box.current.clientWidth,
-          height: 150,
-          legend: { show: false },
-          cursor: { show: false },
-          scales: { y: { range: (_, __, most) => [0, Math.max(most, 1)] } },
-          axes: [{ ...axis, space: 90, values: (_, values) => values.map(time) }, { ...axis, size: 48, values: (_, values) => values.map(short) }],
-          series: [{}, ...series],
-        },
-        columns(),
-        box.current,
-      );
-    };
-    draw();
-    const size = new ResizeObserver(() => plot.current.setSize({ width: box.current.clientWidth, height: 150 }));
-    size.observe(box.current);
-    scheme.addEventListener("change", draw);
-    return () => {
-      size.disconnect();
-      scheme.removeEventListener("change", draw);
-      plot.current.destroy();
-    };
+    const options = () => ({
+      legend: { show: false },
+      cursor: { show: false },
+      scales: { y: { range: (_, __, most) => [0, Math.max(most, 1)] } },
+      axes: [
+        { ...axis(), size: 24, space: 90, values: (_, values) => values.map(time) },
+        { ...axis(), size: 48, values: (_, values) => values.map(short) },
+      ],
+      series: [
+        {},
+        ...["prompt", "available", "delivered"].map((name) => ({
+          label: name,
+          stroke: color(`--${name}`),
+          fill: name === "delivered" ? color("--delivered-fill") : undefined,
+          width: 1.5,
+          points: { show: false },
+        })),
+      ],
+    });
+    plot.current = plotIn(box.current, 150, options, columns);
+    return () => plot.current.end();
   }, []);
-  useEffect(() => plot.current?.setData(columns()));
+  useEffect(() => plot.current?.update());
   return html`<figure class="card chart">
     <figcaption>
       tokens a second: <b class="key prompt">prompts</b> <b class="key available">available</b>
