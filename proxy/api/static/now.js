@@ -3,12 +3,12 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { EngineActions } from "./actions.js";
 import { live } from "./live.js";
-import { count, Paged, percent, seconds, Share, short, time, whyLink } from "./parts.js";
+import { count, Paged, percent, pure, seconds, Share, short, time, whyLink } from "./parts.js";
 import { axis, color, plotIn } from "./plots.js";
 
 const CARDS = 24;
 
-const Totals = ({ snapshot }) => {
+const Totals = pure(({ snapshot }) => {
   const { reuse } = snapshot;
   const last = live.points.at(-1);
   return html`<section aria-label="Reuse">
@@ -35,7 +35,7 @@ const Totals = ({ snapshot }) => {
       <${Chart} />
     </div>
   </section>`;
-};
+});
 
 // Tokens a second over the last five minutes.
 const Chart = () => {
@@ -97,7 +97,7 @@ const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state
   ${engine.model && html`<${EngineActions} engine=${engine.id} />`}
 </article>`;
 
-const Engines = ({ snapshot }) => {
+const Engines = pure(({ snapshot }) => {
   const engines = [...snapshot.engines].sort((a, b) => (a.state === "ready") - (b.state === "ready"));
   const ready = engines.filter((each) => each.state === "ready").length;
   const waiting = Object.entries(snapshot.waiting);
@@ -108,9 +108,9 @@ const Engines = ({ snapshot }) => {
       ${(shown) => html`<div class="engines">${shown.map((each) => html`<${Engine} key=${each.id} engine=${each} />`)}</div>`}
     <//>
   </section>`;
-};
+});
 
-const Row = ({ request }) => {
+const Row = pure(({ request }) => {
   const { predicted_tokens: predicted, reported_tokens: reported } = request;
   const isMissed = request.is_over && reported !== null && predicted !== null && reported !== predicted;
   return html`<tr class=${request.is_over ? "" : "running"}>
@@ -125,7 +125,7 @@ const Row = ({ request }) => {
     <td class="why spare">${request.why}</td>
     <td>${request.is_over && html`<a href=${whyLink(request.request_id)}>Why<span class="hidden"> ${request.request_id}</span></a>`}</td>
   </tr>`;
-};
+});
 
 const Requests = ({ snapshot }) => {
   const [frozen, freeze] = useState(null);
@@ -136,7 +136,7 @@ const Requests = ({ snapshot }) => {
       <button onClick=${() => freeze(frozen ? null : requests)} aria-pressed=${!!frozen}>${frozen ? "Go on" : "Pause"}</button>
     </h2>
     ${unshown > 0 && html`<p class="note">A sample: ${count(snapshot.unshown)} more in the last second</p>`}
-    <div class="scroll">
+    <div class="scroll long">
       <table>
         <thead><tr>
           <th>time</th><th>engine</th><th class="number">prompt</th><th class="number spare">available</th>
