@@ -110,7 +110,7 @@ CALLS += "{% call f() %}" * 40 + "{% endcall %}" * 40
         "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         CALLS,
-        "{% for a in [0] recursive %}{% if loop.depth < 60 %}{{ loop([0]) ~ loop([0]) }}{% endif %}{% endfor %}",
+        "{% for a in [0] recursive %}{{ loop([0]) ~ loop([0]) if loop.depth < 60 }}{% endfor %}",
         "{% for a in range(99999) %}{% for b in range(9) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
     ],
 )
