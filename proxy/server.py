@@ -90,7 +90,11 @@ def serve(load: Load) -> int:
         return 1
     _warn(settings, listeners)
     if settings.workers > 1:
-        return _until_done(Workers(settings, load, listeners, are_shared=bool(handed_on)).run())
+        try:
+            workers = Workers(settings, load, listeners, are_shared=bool(handed_on))
+        except SettingsError as error:
+            return _refuse(error)
+        return _until_done(workers.run())
     return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on)))
 
 

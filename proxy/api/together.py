@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_adapter import HeaderPairs
@@ -46,7 +46,8 @@ class _Rule:
 
     Attributes:
         path: matches the paths.
-        merge: makes the body of all good answers; None takes the first good one.
+        merge: makes the body of all good answers; None takes the first good one. Others are then asked only
+            for changes, or where this worker does not know what is asked for.
         named: what is made gets the id that this worker gave it.
     """
 
@@ -81,7 +82,8 @@ class Together:
             return message
 
         own = await _answer_of(self._app, scope, receive_and_keep)
-        if own.is_good or own.status == HTTPStatus.NOT_FOUND:
+        is_whole = own.is_good and rule.method == "GET" and rule.merge is None
+        if not is_whole and (own.is_good or own.status == HTTPStatus.NOT_FOUND):
             own = await self._ask_others(rule, scope, own, bytes(body))
         await send({"type": "http.response.start", "status": own.status, "headers": own.headers})
         await send({"type": "http.response.body", "body": own.body})
@@ -146,6 +148,7 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
         _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain"),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
         _Rule("GET", f"{_ADMIN}/requests/[^/]+"),
+        _Rule("GET", f"{_ADMIN}/prefixes"),
         _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation)),
         _Rule("POST", f"{_ADMIN}/unpin"),
         _Rule("GET", f"{_ADMIN}/operations", _json(merge_operations)),
@@ -164,7 +167,7 @@ def _json(merge: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]) -> Merge:
 
 
 def _requests(scope: Scope, answers: Sequence[Answer]) -> bytes:
-    given = parse_qs(scope["query_string"].decode("latin-1")).get("limit", [str(_DEFAULT_LIMIT)])
+    limit = int(Request(scope).query_params.get("limit", _DEFAULT_LIMIT))  # this worker has checked it
     return msgspec.json.encode(
-        merge_requests([msgspec.json.decode(answer.body) for answer in answers], int(given[0]))
+        merge_requests([msgspec.json.decode(answer.body) for answer in answers], limit)
     )

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import structlog
 
@@ -29,6 +26,7 @@ from proxy.app import check_engines
 from proxy.process.managed import end_of
 from proxy.settings import Settings, SettingsError
 from proxy.tasks import Supervisor
+from proxy.workers.directory import OwnDirectory
 from proxy.workers.engines import SharedEngines
 from proxy.workers.fairness import Tally
 from proxy.workers.orders import Orders
@@ -55,14 +53,18 @@ class Workers:
         *,
         are_shared: bool = False,
     ) -> None:
-        """`load` reads the settings again. `are_shared`: the sockets outlive kvpin."""
+        """`load` reads the settings again. `are_shared`: the sockets outlive kvpin.
+
+        Raises:
+            SettingsError: there is no place for the workers' sockets.
+        """
         self._are_shared = are_shared
         self._settings, self._load, self._listeners = settings, load, listeners
-        self._directory = Path(tempfile.mkdtemp(prefix="kvpin-"))
+        self._directory = OwnDirectory()
         self._tasks = Supervisor()
-        self._tally = Tally(self._directory, settings.workers)
+        self._tally = Tally(self._directory.path, settings.workers)
         self._running: dict[int, Process] = {}
-        self._engines = SharedEngines(self._directory, self._tasks)
+        self._engines = SharedEngines(self._directory.path, self._tasks)
         self._status = 0
         self._stops = 0
         self._stopping = asyncio.Event()
@@ -81,7 +83,7 @@ class Workers:
         finally:
             await self._engines.aclose()
             await self._tasks.stop()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
         return self._status
 
     # --- workers ------------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ class Workers:
             number=number,
             of=self._settings.workers,
             listeners=descriptors,
-            directory=str(self._directory),
+            directory=str(self._directory.path),
             follows=follows,
             waits=follows or self._are_shared,
         )

@@ -38,6 +38,7 @@ class Worker:
                 {"id": f"op-{self.number}", "state": "done", "engines": [part]}, 202 if is_second else 200
             ),
             "/engines": JSONResponse({"id": f"vllm-{self.number}"}, 201),
+            "/prefixes": JSONResponse({"of": self.number}, 200 if is_second else 404),
             "/engines/x": Response(status_code=204 if is_second else 404),
         }
         refused = JSONResponse({"error": "no"}, 401)
@@ -61,9 +62,13 @@ async def test_reads_show_both_as_one(tmp_path):
         assert (await client.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 3.0"
         listed = (await client.get(f"{ADMIN}/requests?limit=1")).json()
         assert [each["id"] for each in listed["requests"]] == [2]
+        repeated = (await client.get(f"{ADMIN}/requests?limit=x&limit=1")).json()  # the last one counts
+        assert repeated == listed
         assert (await client.get(f"{ADMIN}/requests/two")).json() == {"of": 2}
-        assert (await client.get("/health/ready")).json() == {"of": 1}
-        assert ("GET", "/health/ready", b"") not in other.asked
+        assert (await client.get(f"{ADMIN}/prefixes?under=2")).json() == {"of": 2}
+        for path in ("/health/ready", f"{ADMIN}/requests/one"):
+            assert (await client.get(path)).json() == {"of": 1}
+        assert not [path for _, path, _ in other.asked if path in ("/health/ready", "/requests/one")]
 
 
 async def test_changes_are_carried_out_by_both(tmp_path):
