@@ -93,7 +93,11 @@ class Workers:
         backoff_s, follows = BACKOFF_S, False
         while not self._stopping.is_set():
             begun = time.monotonic()
-            status = await self._run_once(number, follows=follows)
+            try:
+                status = await self._run_once(number, follows=follows)
+                error = end_of(status)
+            except OSError as not_started:  # e.g. no memory or no file descriptor is free: one may be later
+                status, error = None, f"it cannot be started: {not_started.strerror or not_started}"
             if self._stopping.is_set():
                 return
             if status == _BAD_SETTINGS and not follows:
@@ -103,10 +107,7 @@ class Workers:
             if time.monotonic() - begun >= STEADY_S:
                 backoff_s = BACKOFF_S
             log.warning(
-                "worker ended; it is started again",
-                worker=number,
-                error=end_of(status),
-                restart_in_s=backoff_s,
+                "worker ended; it is started again", worker=number, error=error, restart_in_s=backoff_s
             )
             with suppress(TimeoutError):
                 async with asyncio.timeout(backoff_s):
@@ -114,7 +115,7 @@ class Workers:
             backoff_s, follows = min(2 * backoff_s, MAX_BACKOFF_S), True
 
     async def _run_once(self, number: int, *, follows: bool) -> int:
-        """Runs a worker once; returns its exit status, −N for signal N."""
+        """Runs a worker once; returns its exit status, −N for signal N. Raises OSError if it cannot start."""
         descriptors = tuple(listener.fileno() for listener in self._listeners)
         orders = Orders(
             number=number,

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import tempfile
@@ -190,3 +191,18 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
             assert probe.connect_ex((address.hostname, address.port)) != 0
         assert not running() & {*old.values(), *pids(kvpin).values()}
         assert not left_in(temporary)
+
+
+async def test_a_worker_that_cannot_be_started_is_started_later(tmp_path):
+    async with two_workers(tmp_path) as (kvpin, _engines):
+        await until_all_serve(kvpin)
+        old, limits = pids(kvpin), resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE, (8, limits[1]))
+        os.kill(old[1], signal.SIGKILL)
+        ended = "worker ended; it is started again"
+        await until(lambda: len(logged(kvpin, ended)) > 1)
+        assert logged(kvpin, ended)[1]["error"] == "it cannot be started: Too many open files"
+        assert httpx.get(f"{kvpin.url}/health/ready", trust_env=False).status_code == 200
+        resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE, limits)
+        await until(lambda: pids(kvpin)[1] != old[1])
+        await until_all_serve(kvpin)
