@@ -45,6 +45,7 @@ from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime import settle, steady
 from proxy.settings import Settings, SettingsError, needs_restart
+from proxy.workers.catch_up import catch_up
 from proxy.workers.fairness import Door, Tally, tallied
 from proxy.workers.orders import Orders
 from proxy.workers.supervisor import Workers
@@ -139,6 +140,8 @@ async def _run(
     try:
         await server.listen_to_peers()  # before they are told of it
         proxy.start()
+        if proxy.siblings is not None and orders is not None and orders.follows:
+            await catch_up(proxy.siblings, orders)
         settle()
         if orders is None or (orders.number == 1 and not orders.follows):
             banner.print_addresses()

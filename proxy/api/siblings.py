@@ -48,7 +48,6 @@ class Siblings:
 
     async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[Answer]:
         """The answers of those that answer in time. The request is not passed on any further."""
-
         timeout = httpx.Timeout(_SHOW_S if method == "GET" else _ASK_S, connect=_CONNECT_S)
 
         async def of(client: httpx.AsyncClient) -> Answer | None:

@@ -48,8 +48,8 @@ class Grid:
     rows: list[tuple[str | Text, ...]] = field(default_factory=list)
 
     def add(self, *cells: str | Text) -> None:
-        """Adds a row. Plain text is never read as markup, nor by the terminal as commands: engines choose names
-        and errors."""
+        """Adds a row. Plain text is never read as markup, nor as commands to the terminal: engines choose
+        names and errors."""
         self.rows.append(tuple(_shown(cell) if isinstance(cell, str) else cell for cell in cells))
 
     def fitted(self, width: int) -> Table:

@@ -1,4 +1,4 @@
-"""The directory of the workers' sockets and files: the supervisor's own, made at start, removed at the end."""
+"""The directory of the workers' sockets and files: the supervisor's own, from start to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from proxy.peers.unix_sockets import MAX_PATH_BYTES
 from proxy.settings import SettingsError
 
-# What comes after the place: "/", the directory's name (`tempfile` adds 8 characters), and the longest name in it.
+# What comes after the place: the directory's name (`tempfile` adds 8 characters), and the longest name in it.
 _PREFIX = "kvpin-"
 _MORE_BYTES = len(f"/{_PREFIX}12345678/.0123456789abcdef.sock")
 
@@ -40,8 +40,7 @@ class OwnDirectory:
 
 
 def _made() -> Path:
-    """A new directory in the first place that allows it: the path of a socket must be short, and TMPDIR may be
-    long."""
+    """A new directory in the first place that allows it: sockets need short paths, and TMPDIR may be long."""
     for place in _places():
         if len(os.fsencode(place)) + _MORE_BYTES <= MAX_PATH_BYTES:
             try:

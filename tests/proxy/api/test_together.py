@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from proxy.api.changes import PATH, Changes, heard
 from proxy.api.siblings import Siblings
 from proxy.api.together import Together
 from tests.proxy.api.test_siblings import at_socket
@@ -50,7 +51,7 @@ async def two(tmp_path, **options):
     """A client of worker 1, and both workers."""
     own, other = Worker(1, **options), Worker(2)
     siblings = Siblings([tmp_path / "2.http"])
-    app = Together(own.app, siblings, shared=True)
+    app = Together(own.app, siblings, Changes(), shared=True)
     async with at_socket(other.app, tmp_path / "2.http"):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             yield client, own, other
@@ -93,10 +94,32 @@ async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
     async with two(tmp_path) as (_, own, other):
 
         async def from_peer(scope, receive, send):
-            await Together(own.app, Siblings([tmp_path / "2.http"]), shared=True)(
+            await Together(own.app, Siblings([tmp_path / "2.http"]), Changes(), shared=True)(
                 {**scope, "kvpin.from_peer": True}, receive, send
             )
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(from_peer), base_url="http://x") as peer:
             assert (await peer.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 1.0"
         assert other.asked == []
+
+
+async def test_it_tells_another_worker_and_nobody_else_what_became_of_engines(tmp_path):
+    own, is_peer = Worker(2), True  # it knows the engine x
+    app = Together(own.app, Siblings([]), Changes(), shared=True)
+
+    async def asked(scope, receive, send):
+        await app({**scope, "kvpin.from_peer": is_peer}, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(asked), base_url="http://x") as client:
+        await client.post(f"{ADMIN}/engines", json={"kind": "vllm"})
+        await client.post(f"{ADMIN}/engines/y/drain", json={})
+        await client.delete(f"{ADMIN}/engines/x")
+        await client.post(f"{ADMIN}/flush", json={})
+        told = heard((await client.get(PATH)).content)
+        assert [(each.method, each.target, each.body) for each in told] == [
+            ("POST", f"{ADMIN}/engines", b'{"kind":"vllm","id":"vllm-2"}'),
+            ("POST", f"{ADMIN}/engines/y/drain", b"{}"),
+            ("DELETE", f"{ADMIN}/engines/x", b""),
+        ]
+        is_peer = False
+        assert (await client.get(PATH)).json() == {"of": 2}

@@ -4,6 +4,7 @@ import fcntl
 import os
 import stat
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_without_any_place_it_says_what_to_set(long, monkeypatch):
 def test_the_longest_place_is_long_enough(tmp_path, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         place = f"{short}/{'x' * (69 - len(short) - 1)}"
-        os.mkdir(place)
+        Path(place).mkdir()
         monkeypatch.setattr(tempfile, "tempdir", place)
         own = OwnDirectory()
         assert str(own.path.parent) == place

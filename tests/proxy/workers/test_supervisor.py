@@ -193,16 +193,28 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
         assert not left_in(temporary)
 
 
-async def test_a_worker_that_cannot_be_started_is_started_later(tmp_path):
-    async with two_workers(tmp_path) as (kvpin, _engines):
+async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_became_of_engines(tmp_path):
+    async with two_workers(tmp_path) as (kvpin, engines):
         await until_all_serve(kvpin)
+        added = {"kind": "openai_compatible", "url": f"{engines[0].url}/", "id": "added"}
+        assert kvpin.admin("POST", "engines", json=added).status_code == 201
+        assert kvpin.admin("POST", "engines/b/drain").status_code == 200
         old, limits = pids(kvpin), resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE, (8, limits[1]))
         os.kill(old[1], signal.SIGKILL)
         ended = "worker ended; it is started again"
         await until(lambda: len(logged(kvpin, ended)) > 1)
         assert logged(kvpin, ended)[1]["error"] == "it cannot be started: Too many open files"
-        assert httpx.get(f"{kvpin.url}/health/ready", trust_env=False).status_code == 200
+        async with httpx.AsyncClient(base_url=kvpin.url, trust_env=False) as client:
+            assert (await client.get("/health/ready")).status_code == 200
         resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE, limits)
         await until(lambda: pids(kvpin)[1] != old[1])
         await until_all_serve(kvpin)
+        # One that another worker can use is shown as ready.
+        shown = {"a": "ready", "b": "draining", "added": "ready"}
+        await until(lambda: {name: each["state"] for name, each in kvpin.engines().items()} == shown)
+        old = pids(kvpin)
+        os.kill(old[2], signal.SIGKILL)  # the first one alone knows it now
+        await until(lambda: pids(kvpin)[2] != old[2])
+        await until_all_serve(kvpin)
+        await until(lambda: {name: each["state"] for name, each in kvpin.engines().items()} == shown)
