@@ -92,7 +92,7 @@ def serve(load: Load) -> int:
     _warn(settings, listeners)
     if settings.workers > 1:
         try:
-            workers = Workers(settings, load, listeners, are_shared=bool(handed_on))
+            workers = Workers(settings, load, listeners)
         except SettingsError as error:
             return _refuse(error)
         return _until_done(workers.run())
@@ -104,7 +104,7 @@ def _work(load: Load, orders: Orders) -> int:
     load = partial(orders.settings, load)
     settings = load()
     configure_logs(settings.logs, worker=orders.number)
-    return _until_done(_run(settings, orders.sockets(), load, are_shared=orders.waits, orders=orders))
+    return _until_done(_run(settings, orders.sockets(), load, are_shared=True, orders=orders))
 
 
 def _until_done(work: Coroutine[Any, Any, int]) -> int:
@@ -125,8 +125,8 @@ async def _run(
     are_shared: bool = False,
     orders: Orders | None = None,
 ) -> int:
-    """`are_shared`: the sockets outlive this process, and another kvpin may serve them. `orders`: those of a
-    worker."""
+    """`are_shared`: the sockets are not this process's alone: another kvpin may serve them, now or later.
+    `orders`: those of a worker."""
     transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
         proxy = Proxy(settings, transport, Siblings(orders.siblings) if orders is not None else None)

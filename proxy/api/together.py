@@ -47,8 +47,8 @@ class _Rule:
 
     Attributes:
         path: matches the paths.
-        merge: makes the body of all good answers; None takes the first good one. Others are then asked only
-            for changes, or where this worker does not know what is asked for.
+        merge: makes the body of all good answers; None takes the first good one.
+        once: one worker is enough. Others are asked only where this one does not know what is named.
         named: what is made gets the id that this worker gave it.
         change: what becomes of an engine: a worker that is started later is told.
     """
@@ -56,6 +56,7 @@ class _Rule:
     method: str
     path: str
     merge: Merge | None = None
+    once: bool = False
     named: bool = False
     change: Kind | None = None
 
@@ -102,8 +103,8 @@ class Together:
         if own.is_good and rule.change is not None:
             engine = _engine_of(scope["path"]) or msgspec.json.decode(own.body)["id"]
             self._changes.note(engine, Change(rule.change, request.method, request.target, request.body))
-        is_whole = own.is_good and rule.method == "GET" and rule.merge is None
-        if not (from_peer or is_whole) and (own.is_good or own.status == HTTPStatus.NOT_FOUND):
+        is_unknown = own.status == HTTPStatus.NOT_FOUND
+        if not from_peer and (is_unknown or (own.is_good and not rule.once)):
             own = await self._ask_others(rule, scope, own, request)
         await _send(own, send)
 
@@ -119,7 +120,8 @@ class Together:
         others = await self._siblings.ask(request.method, request.target, headers, request.body)
         good = [answer for answer in (own, *others) if answer.is_good]
         if not good:
-            return own
+            known = (answer for answer in others if answer.status != HTTPStatus.NOT_FOUND)
+            return next(known, own)
         if rule.merge is None or len(good) == 1:
             return good[0]
         status = max(answer.status for answer in good)  # 202 while one of them is not done
@@ -181,13 +183,14 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
         _Rule("DELETE", f"{_ADMIN}/engines/[^/]+", change=Kind.REMOVE),
         _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain", change=Kind.DRAIN),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
-        _Rule("GET", f"{_ADMIN}/requests/[^/]+"),
-        _Rule("GET", f"{_ADMIN}/prefixes"),
+        _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),
+        _Rule("GET", f"{_ADMIN}/prefixes", once=True),
+        _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True),
         _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation)),
-        _Rule("POST", f"{_ADMIN}/unpin"),
+        _Rule("POST", f"{_ADMIN}/unpin", once=True),
         _Rule("GET", f"{_ADMIN}/operations", _json(merge_operations)),
-        _Rule("GET", f"{_ADMIN}/operations/[^/]+"),
-        _Rule("DELETE", f"{_ADMIN}/operations/[^/]+"),
+        _Rule("GET", f"{_ADMIN}/operations/[^/]+", once=True),
+        _Rule("DELETE", f"{_ADMIN}/operations/[^/]+", once=True),
         _Rule("POST", f"{_ADMIN}/prompt_tables"),
         _Rule("DELETE", f"{_ADMIN}/prompt_tables/[^/]+"),
     )

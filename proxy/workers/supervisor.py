@@ -50,15 +50,12 @@ class Workers:
         settings: Settings,
         load: Callable[[], Settings],
         listeners: list[socket.socket],
-        *,
-        are_shared: bool = False,
     ) -> None:
-        """`load` reads the settings again. `are_shared`: the sockets outlive kvpin.
+        """`load` reads the settings again.
 
         Raises:
             SettingsError: there is no place for the workers' sockets.
         """
-        self._are_shared = are_shared
         self._settings, self._load, self._listeners = settings, load, listeners
         self._directory = OwnDirectory()
         self._tasks = Supervisor()
@@ -123,7 +120,6 @@ class Workers:
             listeners=descriptors,
             directory=str(self._directory.path),
             follows=follows,
-            waits=follows or self._are_shared,
         )
         process = await asyncio.create_subprocess_exec(
             *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),

@@ -39,6 +39,8 @@ class Worker:
                 {"id": f"op-{self.number}", "state": "done", "engines": [part]}, 202 if is_second else 200
             ),
             "/engines": JSONResponse({"id": f"vllm-{self.number}"}, 201),
+            "/pin": JSONResponse({"of": self.number}, 200 if is_second else 404),
+            "/offload": JSONResponse({"of": self.number}, 502 if is_second else 404),
             "/prefixes": JSONResponse({"of": self.number}, 200 if is_second else 404),
             "/engines/x": Response(status_code=204 if is_second else 404),
         }
@@ -101,6 +103,16 @@ async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(from_peer), base_url="http://x") as peer:
             assert (await peer.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 1.0"
         assert other.asked == []
+
+
+async def test_one_does_what_names_a_request_that_only_it_knows(tmp_path):
+    async with two(tmp_path) as (client, own, other):
+        assert (await client.post(f"{ADMIN}/pin", json={"request_id": "r"})).json() == {"of": 2}
+        assert (await client.post(f"{ADMIN}/offload", json={"request_id": "r"})).status_code == 502
+        assert [path for _, path, _ in other.asked] == ["/pin", "/offload"]
+        assert (await client.post(f"{ADMIN}/warm", json={"prompt": "x"})).json() == {"of": 1}
+        assert len(other.asked) == 2
+        assert len(own.asked) == 3
 
 
 async def test_it_tells_another_worker_and_nobody_else_what_became_of_engines(tmp_path):

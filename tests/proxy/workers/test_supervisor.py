@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes import DONE, FakeEngine, answer, event
 from tests.kv_world import tokens
-from tests.live.conftest import running_kvpin
+from tests.live.conftest import running_kvpin, starting_kvpin
 
 pytestmark = pytest.mark.live
 COMPLETION = {"model": "m", "prompt": tokens(400), "max_tokens": 1}
@@ -191,6 +191,28 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
             assert probe.connect_ex((address.hostname, address.port)) != 0
         assert not running() & {*old.values(), *pids(kvpin).values()}
         assert not left_in(temporary)
+
+
+async def test_who_comes_while_the_workers_start_waits(tmp_path):
+    async def serve(exchange):
+        await is_loaded.wait()
+        await answer(exchange)
+
+    async def ask(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            return (await client.post("/v1/completions", json=COMPLETION)).status_code
+
+    is_loaded = asyncio.Event()
+    async with FakeEngine("a", serve) as engine, contextlib.AsyncExitStack() as stack:
+        named = f"--engine=openai-compatible={engine.url},id=a"
+        process = starting_kvpin(tmp_path / "log", "--workers", "2", "--log-format", "json", named)
+        kvpin = await asyncio.to_thread(process.__enter__)
+        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+        asked = [asyncio.create_task(ask(kvpin.url)) for _ in range(8)]
+        _, pending = await asyncio.wait(asked, timeout=0.5)
+        is_loaded.set()
+        assert len(pending) == 8
+        assert await asyncio.gather(*asked) == [200] * 8
 
 
 async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_became_of_engines(tmp_path):
