@@ -39,6 +39,7 @@ from proxy.api.admin import (
     admin_mount,
 )
 from proxy.api.auth import AdminGuard
+from proxy.api.changes import Changes
 from proxy.api.cors import Cors
 from proxy.api.elsewhere import Elsewhere
 from proxy.api.errors import handle, handle_http
@@ -105,7 +106,7 @@ class Proxy:
     def __init__(self, settings: Settings, transport: Transport, siblings: Siblings | None = None) -> None:
         """`siblings`: the other workers of this kvpin."""
         self.settings = settings
-        self.siblings = siblings
+        self.siblings, self.changes = siblings, Changes()
         self.transport = transport
         self.tasks = Supervisor()
         waits = settings.timeouts
@@ -361,7 +362,7 @@ def build_app(proxy: Proxy) -> Site:
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
     if proxy.siblings is None:
         return Site(data_plane, rest, proxy.draining)
-    together = Together(rest, proxy.siblings, shared=proxy.peers is not None)
+    together = Together(rest, proxy.siblings, proxy.changes, shared=proxy.peers is not None)
     return Site(data_plane, together, proxy.draining)
 
 

@@ -45,6 +45,7 @@ from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime import settle, steady
 from proxy.settings import Settings, SettingsError, needs_restart
+from proxy.workers.catch_up import catch_up
 from proxy.workers.fairness import Door, Tally, tallied
 from proxy.workers.orders import Orders
 from proxy.workers.supervisor import Workers
@@ -90,7 +91,11 @@ def serve(load: Load) -> int:
         return 1
     _warn(settings, listeners)
     if settings.workers > 1:
-        return _until_done(Workers(settings, load, listeners, are_shared=bool(handed_on)).run())
+        try:
+            workers = Workers(settings, load, listeners)
+        except SettingsError as error:
+            return _refuse(error)
+        return _until_done(workers.run())
     return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on)))
 
 
@@ -99,7 +104,7 @@ def _work(load: Load, orders: Orders) -> int:
     load = partial(orders.settings, load)
     settings = load()
     configure_logs(settings.logs, worker=orders.number)
-    return _until_done(_run(settings, orders.sockets(), load, are_shared=orders.waits, orders=orders))
+    return _until_done(_run(settings, orders.sockets(), load, are_shared=True, orders=orders))
 
 
 def _until_done(work: Coroutine[Any, Any, int]) -> int:
@@ -120,8 +125,8 @@ async def _run(
     are_shared: bool = False,
     orders: Orders | None = None,
 ) -> int:
-    """`are_shared`: the sockets outlive this process, and another kvpin may serve them. `orders`: those of a
-    worker."""
+    """`are_shared`: the sockets are not this process's alone: another kvpin may serve them, now or later.
+    `orders`: those of a worker."""
     transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
         proxy = Proxy(settings, transport, Siblings(orders.siblings) if orders is not None else None)
@@ -135,6 +140,8 @@ async def _run(
     try:
         await server.listen_to_peers()  # before they are told of it
         proxy.start()
+        if proxy.siblings is not None and orders is not None and orders.follows:
+            await catch_up(proxy.siblings, orders)
         settle()
         if orders is None or (orders.number == 1 and not orders.follows):
             banner.print_addresses()

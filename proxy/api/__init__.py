@@ -13,5 +13,5 @@ page.py      /ui/: the page, files in static/
 listeners.py sockets, own or handed on       tls.py       TLS of the port
 peer_port.py for other kvpins of the machine elsewhere.py requests that another kvpin answers
 siblings.py  the other workers                 together.py  one worker answers for all
-merged_events.py  likewise, a stream
+merged_events.py  likewise, a stream           changes.py  what one that is started later must know
 """

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import structlog
 
@@ -29,6 +26,7 @@ from proxy.app import check_engines
 from proxy.process.managed import end_of
 from proxy.settings import Settings, SettingsError
 from proxy.tasks import Supervisor
+from proxy.workers.directory import OwnDirectory
 from proxy.workers.engines import SharedEngines
 from proxy.workers.fairness import Tally
 from proxy.workers.orders import Orders
@@ -52,17 +50,18 @@ class Workers:
         settings: Settings,
         load: Callable[[], Settings],
         listeners: list[socket.socket],
-        *,
-        are_shared: bool = False,
     ) -> None:
-        """`load` reads the settings again. `are_shared`: the sockets outlive kvpin."""
-        self._are_shared = are_shared
+        """`load` reads the settings again.
+
+        Raises:
+            SettingsError: there is no place for the workers' sockets.
+        """
         self._settings, self._load, self._listeners = settings, load, listeners
-        self._directory = Path(tempfile.mkdtemp(prefix="kvpin-"))
+        self._directory = OwnDirectory()
         self._tasks = Supervisor()
-        self._tally = Tally(self._directory, settings.workers)
+        self._tally = Tally(self._directory.path, settings.workers)
         self._running: dict[int, Process] = {}
-        self._engines = SharedEngines(self._directory, self._tasks)
+        self._engines = SharedEngines(self._directory.path, self._tasks)
         self._status = 0
         self._stops = 0
         self._stopping = asyncio.Event()
@@ -81,7 +80,7 @@ class Workers:
         finally:
             await self._engines.aclose()
             await self._tasks.stop()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
         return self._status
 
     # --- workers ------------------------------------------------------------------------------------
@@ -91,7 +90,11 @@ class Workers:
         backoff_s, follows = BACKOFF_S, False
         while not self._stopping.is_set():
             begun = time.monotonic()
-            status = await self._run_once(number, follows=follows)
+            try:
+                status = await self._run_once(number, follows=follows)
+                error = end_of(status)
+            except OSError as not_started:  # e.g. no memory or no file descriptor is free: one may be later
+                status, error = None, f"it cannot be started: {not_started.strerror or not_started}"
             if self._stopping.is_set():
                 return
             if status == _BAD_SETTINGS and not follows:
@@ -101,10 +104,7 @@ class Workers:
             if time.monotonic() - begun >= STEADY_S:
                 backoff_s = BACKOFF_S
             log.warning(
-                "worker ended; it is started again",
-                worker=number,
-                error=end_of(status),
-                restart_in_s=backoff_s,
+                "worker ended; it is started again", worker=number, error=error, restart_in_s=backoff_s
             )
             with suppress(TimeoutError):
                 async with asyncio.timeout(backoff_s):
@@ -112,15 +112,14 @@ class Workers:
             backoff_s, follows = min(2 * backoff_s, MAX_BACKOFF_S), True
 
     async def _run_once(self, number: int, *, follows: bool) -> int:
-        """Runs a worker once; returns its exit status, −N for signal N."""
+        """Runs a worker once; returns its exit status, −N for signal N. Raises OSError if it cannot start."""
         descriptors = tuple(listener.fileno() for listener in self._listeners)
         orders = Orders(
             number=number,
             of=self._settings.workers,
             listeners=descriptors,
-            directory=str(self._directory),
+            directory=str(self._directory.path),
             follows=follows,
-            waits=follows or self._are_shared,
         )
         process = await asyncio.create_subprocess_exec(
             *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import tempfile
@@ -16,7 +17,7 @@ import pytest
 
 from tests.fakes import DONE, FakeEngine, answer, event
 from tests.kv_world import tokens
-from tests.live.conftest import running_kvpin
+from tests.live.conftest import running_kvpin, starting_kvpin
 
 pytestmark = pytest.mark.live
 COMPLETION = {"model": "m", "prompt": tokens(400), "max_tokens": 1}
@@ -190,3 +191,52 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
             assert probe.connect_ex((address.hostname, address.port)) != 0
         assert not running() & {*old.values(), *pids(kvpin).values()}
         assert not left_in(temporary)
+
+
+async def test_who_comes_while_the_workers_start_waits(tmp_path):
+    async def serve(exchange):
+        await is_loaded.wait()
+        await answer(exchange)
+
+    async def ask(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            return (await client.post("/v1/completions", json=COMPLETION)).status_code
+
+    is_loaded = asyncio.Event()
+    async with FakeEngine("a", serve) as engine, contextlib.AsyncExitStack() as stack:
+        named = f"--engine=openai-compatible={engine.url},id=a"
+        process = starting_kvpin(tmp_path / "log", "--workers", "2", "--log-format", "json", named)
+        kvpin = await asyncio.to_thread(process.__enter__)
+        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+        asked = [asyncio.create_task(ask(kvpin.url)) for _ in range(8)]
+        _, pending = await asyncio.wait(asked, timeout=0.5)
+        is_loaded.set()
+        assert len(pending) == 8
+        assert await asyncio.gather(*asked) == [200] * 8
+
+
+async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_became_of_engines(tmp_path):
+    async with two_workers(tmp_path) as (kvpin, engines):
+        await until_all_serve(kvpin)
+        added = {"kind": "openai_compatible", "url": f"{engines[0].url}/", "id": "added"}
+        assert kvpin.admin("POST", "engines", json=added).status_code == 201
+        assert kvpin.admin("POST", "engines/b/drain").status_code == 200
+        old, limits = pids(kvpin), resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE, (8, limits[1]))
+        os.kill(old[1], signal.SIGKILL)
+        ended = "worker ended; it is started again"
+        await until(lambda: len(logged(kvpin, ended)) > 1)
+        assert logged(kvpin, ended)[1]["error"] == "it cannot be started: Too many open files"
+        async with httpx.AsyncClient(base_url=kvpin.url, trust_env=False) as client:
+            assert (await client.get("/health/ready")).status_code == 200
+        resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE, limits)
+        await until(lambda: pids(kvpin)[1] != old[1])
+        await until_all_serve(kvpin)
+        # One that another worker can use is shown as ready.
+        shown = {"a": "ready", "b": "draining", "added": "ready"}
+        await until(lambda: {name: each["state"] for name, each in kvpin.engines().items()} == shown)
+        old = pids(kvpin)
+        os.kill(old[2], signal.SIGKILL)  # the first one alone knows it now
+        await until(lambda: pids(kvpin)[2] != old[2])
+        await until_all_serve(kvpin)
+        await until(lambda: {name: each["state"] for name, each in kvpin.engines().items()} == shown)
