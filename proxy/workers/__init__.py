@@ -12,4 +12,5 @@ supervisor.py  starts, watches, drains and reloads the workers; owns the engines
 engines.py     the engines that kvpin starts, each once
 orders.py      what a worker is told when it starts
 fairness.py    shares the port's connections among them
+watchdog.py    notices a worker that hangs; tells systemd that kvpin does not
 """

@@ -3,6 +3,7 @@
     SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
     SIGHUP           the engines follow the settings; then the workers read them again
     a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
+    a worker hangs   it is killed, and so ends
 
 The supervisor serves no request. If it is killed, its workers stop in order.
 """
@@ -32,6 +33,7 @@ from proxy.tasks import Supervisor
 from proxy.workers.engines import SharedEngines
 from proxy.workers.fairness import Tally
 from proxy.workers.orders import Orders
+from proxy.workers.watchdog import SILENT_S, Pulse, Watchdog
 
 log = structlog.get_logger(__name__)
 
@@ -54,9 +56,12 @@ class Workers:
         listeners: list[socket.socket],
         *,
         are_shared: bool = False,
+        watchdog: Watchdog | None = None,
     ) -> None:
-        """`load` reads the settings again. `are_shared`: the sockets outlive kvpin."""
-        self._are_shared = are_shared
+        """`load` reads the settings again. `are_shared`: the sockets outlive kvpin. `watchdog`: that of this
+        process."""
+        self._are_shared, self._watchdog = are_shared, watchdog
+        self._silent_s = watchdog.silent_s if watchdog is not None else SILENT_S
         self._settings, self._load, self._listeners = settings, load, listeners
         self._directory = Path(tempfile.mkdtemp(prefix="kvpin-"))
         self._tasks = Supervisor()
@@ -73,6 +78,8 @@ class Workers:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(each, self._stop, each)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if self._watchdog is not None:
+            self._tasks.keep("watchdog", self._watchdog.run)
         try:
             self._engines.follow(self._settings)
             async with asyncio.TaskGroup() as group:
@@ -122,21 +129,36 @@ class Workers:
             follows=follows,
             waits=follows or self._are_shared,
         )
+        pulse = Pulse(self._directory / f"worker-{number}.alive", self._silent_s)
         process = await asyncio.create_subprocess_exec(
             *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
-            env={**os.environ, **orders.variable()},
+            env={**os.environ, **orders.variable(), **pulse.variables()},
             pass_fds=descriptors,
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
         )
         self._running[number] = process
+        self._tasks.start(f"watch of worker {number}", self._watch(number, process, pulse))
         if self._stopping.is_set():  # kvpin was told during the start
             process.terminate()
         log.info("worker started", worker=number, pid=process.pid)
         try:
             return await process.wait()
         finally:
+            self._tasks.cancel(f"watch of worker {number}")
+            pulse.close()
             del self._running[number]
             self._tally.leave(number)
+
+    async def _watch(self, number: int, process: Process, pulse: Pulse) -> None:
+        """Kills a worker when it hangs."""
+        await pulse.until_silent()
+        log.error(
+            "worker hangs: it is killed, and the answers that it was giving are lost",
+            worker=number,
+            pid=process.pid,
+            silent_s=self._silent_s,
+        )
+        process.kill()
 
     def _tell(self, number: signal.Signals) -> None:
         for process in self._running.values():

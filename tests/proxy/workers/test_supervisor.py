@@ -190,3 +190,32 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
             assert probe.connect_ex((address.hostname, address.port)) != 0
         assert not running() & {*old.values(), *pids(kvpin).values()}
         assert not left_in(temporary)
+
+
+async def test_a_worker_that_hangs_is_replaced_and_the_others_go_on(tmp_path, monkeypatch):
+    async with contextlib.AsyncExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpin-test-"))
+        monkeypatch.setenv("NOTIFY_SOCKET", f"{temporary}/none")  # as under systemd
+        monkeypatch.setenv("WATCHDOG_USEC", "8000000")
+        kvpin, engines = await stack.enter_async_context(two_workers(tmp_path))
+        await until_all_serve(kvpin)
+        streams = []
+        while {worker for _, worker in streams} != {1, 2}:
+            streams.append(await stream(stack, kvpin))
+        old = pids(kvpin)
+        os.kill(old[1], signal.SIGSTOP)
+        statuses = set()
+        while pids(kvpin)[1] == old[1]:
+            async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
+                statuses.add((await client.post("/v1/completions", json=COMPLETION)).status_code)
+        assert statuses == {200}
+        (hung,) = logged(kvpin, "worker hangs: it is killed, and the answers that it was giving are lost")
+        assert (hung["worker"], hung["pid"]) == (1, old[1])
+        (ended,) = logged(kvpin, "worker ended; it is started again")
+        assert (ended["worker"], ended["error"]) == (1, "ended by signal 9 (Killed)")
+        for engine in engines:
+            engine.gate.set()
+        for reader, worker in streams:
+            assert (DONE.strip() in await reader.read()) is (worker == 2)
+        await until_all_serve(kvpin)
+        assert pids(kvpin)[2] == old[2]
