@@ -32,10 +32,14 @@ class Answer:
 
 
 class Siblings:
-    """Asks them. One that does not run is passed over: it starts anew, or stops."""
+    """Asks them. One that does not run is passed over: it starts anew, or stops.
+
+    Attributes:
+        sockets: what they listen on while they run.
+    """
 
     def __init__(self, sockets: Sequence[Path]) -> None:
-        """`sockets` are those that the others listen on while they run."""
+        self.sockets = [str(path) for path in sockets]
         timeout = httpx.Timeout(_ASK_S, connect=_CONNECT_S)
         self._clients = [
             httpx.AsyncClient(

@@ -32,6 +32,9 @@ class Gated(FakeEngine):
         self.streams = 0
 
     async def serve(self, exchange):
+        if exchange.target.startswith("/v1/responses"):
+            await exchange.send({"id": "resp_1", "object": "response"})
+            return
         if not (exchange.body and exchange.json.get("stream")):
             await answer(exchange)
             return
@@ -140,6 +143,17 @@ async def check_that_both_answer_as_one(kvpin):
             assert (await client.delete(f"/admin/v1/engines/{added}")).status_code == 204
             assert (await clients[0].get("/admin/v1/stats")).json()["totals"]["engines"] == 2
         assert len(counted) == 2
+        await check_that_a_response_is_found(clients)
+
+
+async def check_that_a_response_is_found(clients):
+    """Both workers send requests for a response to the engine that made it."""
+    made = await clients[0].post("/v1/responses", json={"model": "m", "input": "hi"})
+    engines = [
+        (await clients[n % 2].get(f"/v1/responses/{made.json()['id']}")).headers["x-kvpin-engine"]
+        for n in range(10)
+    ]
+    assert set(engines) == {made.headers["x-kvpin-engine"]}
 
 
 def left_in(directory):
