@@ -137,6 +137,7 @@ class Proxy:
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
+        self.monitor.split = self.discovered.split
         self.metrics = Metrics(
             self.fleet, self.discovered.sources, self.peers, tenants=settings.tenant_metrics
         )

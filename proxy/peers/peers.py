@@ -596,9 +596,9 @@ class Peers:
 
 
 def address_of(spec: EngineSpec) -> tuple[str, bool]:
-    """An engine's address as peers are told it, and whether only this machine can reach it."""
-    parts = urlsplit(spec.url)
+    """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
+    parts, rank = urlsplit(spec.url), f" rank {spec.options.rank}" if spec.options.rank is not None else ""
     if parts.hostname not in _LOOPBACK:
-        return spec.url, False
+        return f"{spec.url}{rank}", False
     port = f":{parts.port}" if parts.port is not None else ""
-    return f"{socket.gethostname()} {parts.scheme}://127.0.0.1{port}{parts.path}", True
+    return f"{socket.gethostname()} {parts.scheme}://127.0.0.1{port}{parts.path}{rank}", True
