@@ -526,7 +526,8 @@ class Peers:
         """Sends heartbeats, notices who is lost, and finds out when this kvpin may say that it is ready."""
         beat = monotonic()
         while True:
-            is_quiet = self._is_ready and not self._owners.is_bidding
+            joins = not (self._is_ready or self._fleet.stands_by)
+            is_quiet = not joins and not self._owners.is_bidding
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S if is_quiet else _JOIN_POLL_S):
                     await self._has_bid.wait()
@@ -537,7 +538,7 @@ class Peers:
                     peer.follower.heard = now
                 self._owners.doubt(now)
             self._decide_owners(now)
-            if now - beat >= HEARTBEAT_S or not self._is_ready:
+            if now - beat >= HEARTBEAT_S or joins:
                 beat = now
                 self._own.tell(self._own.heartbeat())
                 self._own.tell(self._times(now))

@@ -15,6 +15,7 @@ from engine_adapter.openai_compatible import ROUTES
 from proxy.api import elsewhere
 from proxy.core.peers import claims
 from proxy.fleet.engine import EngineState
+from proxy.peers.peers import _JOIN_POLL_S
 from proxy.peers.unix_sockets import UnixExchange
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import DONE, INFO, FakeAdapter, client_of, event, is_openai_error, proxy_over
@@ -161,6 +162,17 @@ async def test_it_goes_to_the_owner_of_its_model_where_there_are_other_engines_t
         names = [each["id"] for each in (await client.get("/v1/models")).json()["data"]]
         assert set(names) == {"m", "n"}
     assert other.seen == []
+
+
+async def test_one_that_stands_by_has_joined_and_is_quiet(bus, engine):
+    async with two(bus, engine, is_reachable=False) as (owner, other), client_of(other) as client:
+        await until(lambda: owner.peers.is_ready)
+        answer = await client.get("/health/ready")
+        assert answer.status_code == 503
+        assert (answer.json()["engines"], answer.json()["exchange"]) == ({"slots": "elsewhere"}, "ok")
+        told = other.peers.counts.told
+        await asyncio.sleep(2 * _JOIN_POLL_S * 10)
+        assert other.peers.counts.told - told <= 4  # not with each look
 
 
 async def test_what_was_passed_on_is_not_passed_on_again(bus, engine):

@@ -1,5 +1,6 @@
 """Servers with several data-parallel ranks: each rank becomes an engine. Fake servers on sockets."""
 
+import asyncio
 import contextlib
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from engine_adapter import EngineSpec, HttpTransport
 from proxy.app import Proxy, build_app
 from proxy.control.ranks import Ranks
 from proxy.core.audit import Trust
+from proxy.discovery import FoundEngine
 from proxy.fleet.engine import EngineState
 from proxy.settings import EngineSettings, HealthSettings, ManagedSettings, Settings
 from tests.fake_engines.sglang import running_sglang
@@ -141,6 +143,35 @@ async def test_a_server_that_comes_back_with_other_ranks_becomes_other_engines()
             server.fake.restart()
             await until(lambda: set(proxy.fleet.engines) == {"e-dp0", "e-dp1"} == engines(proxy), 60)
             assert (await complete(client, 100))[0] in ("e-dp0", "e-dp1")
+
+
+class Source:
+    """A source of engines that says what a test puts."""
+
+    def __init__(self):
+        self.said = asyncio.Queue()
+
+    async def found(self):
+        while True:
+            yield await self.said.get()
+
+
+async def test_all_ranks_of_a_server_drain_and_come_back_when_its_source_says_so():
+    source = Source()
+    with running_vllm(ranks=2) as server:
+        pod = EngineSettings(kind="vllm", id="pod.llm", url=server.url)
+        async with kvpin_over("vllm", "http://127.0.0.1:1") as (proxy, _):
+            proxy.discovered.follow([], [("pods", source)], grace_s=1)
+            for is_ready, state in ((True, "ready"), (False, "draining"), (True, "ready")):
+                source.said.put_nowait((FoundEngine(pod, is_ready),))
+                states = {"pod.llm-dp0": state, "pod.llm-dp1": state}
+                await until(lambda told=states: states_of(proxy) == told, 60)
+            source.said.put_nowait(())
+            await until(lambda: states_of(proxy) == {}, 60)
+
+
+def states_of(proxy):
+    return {each.id: each.state.value for each in proxy.fleet.engines.values()}
 
 
 async def test_ranks_whose_ids_are_taken_stay_one_engine():
