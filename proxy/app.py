@@ -43,6 +43,7 @@ from proxy.api.changes import Changes
 from proxy.api.cors import Cors
 from proxy.api.elsewhere import Elsewhere
 from proxy.api.errors import handle, handle_http
+from proxy.api.keepers import Keepers
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.page import WebPage
@@ -137,6 +138,7 @@ class Proxy:
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
+        self.monitor.split = self.discovered.split
         self.metrics = Metrics(
             self.fleet, self.discovered.sources, self.peers, tenants=settings.tenant_metrics
         )
@@ -349,6 +351,7 @@ def build_app(proxy: Proxy) -> Site:
         cors,
         proxy.metrics.refuse,
         Elsewhere(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
+        _keepers(proxy),
     )
     ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui)
     page = WebPage().routes() if settings.ui else []
@@ -364,6 +367,14 @@ def build_app(proxy: Proxy) -> Site:
         return Site(data_plane, rest, proxy.draining)
     together = Together(rest, proxy.siblings, proxy.changes, shared=proxy.peers is not None)
     return Site(data_plane, together, proxy.draining)
+
+
+def _keepers(proxy: Proxy) -> Keepers | None:
+    """The other kvpins of this machine that may keep responses; None if there can be none."""
+    peers, siblings = proxy.peers, proxy.siblings
+    if peers is not None and peers.http_socket is not None:
+        return Keepers(lambda: [each.socket for each in peers.neighbours()], proxy.transport)
+    return Keepers(lambda: siblings.sockets, proxy.transport) if siblings is not None else None
 
 
 def admin_api(proxy: Proxy) -> Mount:

@@ -49,6 +49,7 @@ from proxy.workers.catch_up import catch_up
 from proxy.workers.fairness import Door, Tally, tallied
 from proxy.workers.orders import Orders
 from proxy.workers.supervisor import Workers
+from proxy.workers.watchdog import Watchdog
 
 log = structlog.get_logger(__name__)
 
@@ -73,9 +74,9 @@ def serve(load: Load) -> int:
 
     `load` reads the settings; SIGHUP calls it again. Raises SettingsError if its first call does.
     """
-    orders = Orders.take()
+    orders, watchdog = Orders.take(), Watchdog.take()
     if orders is not None:
-        return _work(load, orders)
+        return _work(load, orders, watchdog)
     settings = load()
     configure_logs(settings.logs)
     try:
@@ -92,19 +93,21 @@ def serve(load: Load) -> int:
     _warn(settings, listeners)
     if settings.workers > 1:
         try:
-            workers = Workers(settings, load, listeners)
+            workers = Workers(settings, load, listeners, watchdog=watchdog)
         except SettingsError as error:
             return _refuse(error)
         return _until_done(workers.run())
-    return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on)))
+    return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on), watchdog=watchdog))
 
 
-def _work(load: Load, orders: Orders) -> int:
+def _work(load: Load, orders: Orders, watchdog: Watchdog | None) -> int:
     """Runs one of several workers."""
     load = partial(orders.settings, load)
     settings = load()
     configure_logs(settings.logs, worker=orders.number)
-    return _until_done(_run(settings, orders.sockets(), load, are_shared=True, orders=orders))
+    return _until_done(
+        _run(settings, orders.sockets(), load, are_shared=True, orders=orders, watchdog=watchdog)
+    )
 
 
 def _until_done(work: Coroutine[Any, Any, int]) -> int:
@@ -124,9 +127,10 @@ async def _run(
     *,
     are_shared: bool = False,
     orders: Orders | None = None,
+    watchdog: Watchdog | None = None,
 ) -> int:
     """`are_shared`: the sockets are not this process's alone: another kvpin may serve them, now or later.
-    `orders`: those of a worker."""
+    `orders`: those of a worker. `watchdog`: that of this process."""
     transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
         proxy = Proxy(settings, transport, Siblings(orders.siblings) if orders is not None else None)
@@ -137,6 +141,8 @@ async def _run(
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
     banner = _banner(proxy, settings, listeners)
+    if watchdog is not None:
+        proxy.tasks.keep("watchdog", watchdog.run)
     try:
         await server.listen_to_peers()  # before they are told of it
         proxy.start()

@@ -34,10 +34,14 @@ class Answer:
 
 
 class Siblings:
-    """Asks them. One that does not run, or does not answer in time, is passed over."""
+    """Asks them. One that does not run, or does not answer in time, is passed over.
+
+    Attributes:
+        sockets: what they listen on while they run.
+    """
 
     def __init__(self, sockets: Sequence[Path]) -> None:
-        """`sockets` are those that the others listen on while they run."""
+        self.sockets = [str(path) for path in sockets]
         timeout = httpx.Timeout(_ASK_S, connect=_CONNECT_S)
         self._clients = [
             httpx.AsyncClient(

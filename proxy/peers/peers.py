@@ -532,7 +532,8 @@ class Peers:
         """Sends heartbeats, notices who is lost, and finds out when this kvpin may say that it is ready."""
         beat = monotonic()
         while True:
-            is_quiet = self._is_ready and not self._owners.is_bidding
+            joins = not (self._is_ready or self._fleet.stands_by)
+            is_quiet = not joins and not self._owners.is_bidding
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S if is_quiet else _JOIN_POLL_S):
                     await self._has_bid.wait()
@@ -543,7 +544,7 @@ class Peers:
                     peer.follower.heard = now
                 self._owners.doubt(now)
             self._decide_owners(now)
-            if now - beat >= HEARTBEAT_S or not self._is_ready:
+            if now - beat >= HEARTBEAT_S or joins:
                 beat = now
                 self._own.tell(self._own.heartbeat())
                 self._own.tell(self._times(now))
@@ -602,9 +603,9 @@ class Peers:
 
 
 def address_of(spec: EngineSpec) -> tuple[str, bool]:
-    """An engine's address as peers are told it, and whether only this machine can reach it."""
-    parts = urlsplit(spec.url)
+    """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
+    parts, rank = urlsplit(spec.url), f" rank {spec.options.rank}" if spec.options.rank is not None else ""
     if parts.hostname not in _LOOPBACK:
-        return spec.url, False
+        return f"{spec.url}{rank}", False
     port = f":{parts.port}" if parts.port is not None else ""
-    return f"{socket.gethostname()} {parts.scheme}://127.0.0.1{port}{parts.path}", True
+    return f"{socket.gethostname()} {parts.scheme}://127.0.0.1{port}{parts.path}{rank}", True

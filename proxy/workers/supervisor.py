@@ -3,6 +3,7 @@
     SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
     SIGHUP           the engines follow the settings; then the workers read them again
     a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
+    a worker hangs   it is killed, and so ends
 
 The supervisor serves no request. If it is killed, its workers stop in order.
 """
@@ -30,6 +31,7 @@ from proxy.workers.directory import OwnDirectory
 from proxy.workers.engines import SharedEngines
 from proxy.workers.fairness import Tally
 from proxy.workers.orders import Orders
+from proxy.workers.watchdog import SILENT_S, Pulse, Watchdog
 
 log = structlog.get_logger(__name__)
 
@@ -50,12 +52,16 @@ class Workers:
         settings: Settings,
         load: Callable[[], Settings],
         listeners: list[socket.socket],
+        *,
+        watchdog: Watchdog | None = None,
     ) -> None:
-        """`load` reads the settings again.
+        """`load` reads the settings again. `watchdog`: that of this process.
 
         Raises:
             SettingsError: there is no place for the workers' sockets.
         """
+        self._watchdog = watchdog
+        self._silent_s = watchdog.silent_s if watchdog is not None else SILENT_S
         self._settings, self._load, self._listeners = settings, load, listeners
         self._directory = OwnDirectory()
         self._tasks = Supervisor()
@@ -72,6 +78,8 @@ class Workers:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(each, self._stop, each)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if self._watchdog is not None:
+            self._tasks.keep("watchdog", self._watchdog.run)
         try:
             self._engines.follow(self._settings)
             async with asyncio.TaskGroup() as group:
@@ -121,21 +129,36 @@ class Workers:
             directory=str(self._directory.path),
             follows=follows,
         )
+        pulse = Pulse(self._directory.path / f"worker-{number}.alive", self._silent_s)
         process = await asyncio.create_subprocess_exec(
             *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
-            env={**os.environ, **orders.variable()},
+            env={**os.environ, **orders.variable(), **pulse.variables()},
             pass_fds=descriptors,
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
         )
         self._running[number] = process
+        self._tasks.start(f"watch of worker {number}", self._watch(number, process, pulse))
         if self._stopping.is_set():  # kvpin was told during the start
             process.terminate()
         log.info("worker started", worker=number, pid=process.pid)
         try:
             return await process.wait()
         finally:
+            self._tasks.cancel(f"watch of worker {number}")
+            pulse.close()
             del self._running[number]
             self._tally.leave(number)
+
+    async def _watch(self, number: int, process: Process, pulse: Pulse) -> None:
+        """Kills a worker when it hangs."""
+        await pulse.until_silent()
+        log.error(
+            "worker hangs: it is killed, and the answers that it was giving are lost",
+            worker=number,
+            pid=process.pid,
+            silent_s=self._silent_s,
+        )
+        process.kill()
 
     def _tell(self, number: signal.Signals) -> None:
         for process in self._running.values():

@@ -111,7 +111,8 @@ class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         id: the name that it has there.
-        address: its URL. One that only the kvpin's own machine can reach has that machine's name in front.
+        address: its URL. One that only the kvpin's own machine can reach has that machine's name in front. A
+            data-parallel rank has its number behind.
         is_local: that is the case.
         model: its pool; None while it is not connected.
         tokens_per_block: that of the pool.

@@ -11,12 +11,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.core.peers import round_trip
-from proxy.core.peers.messages import Batch, Heartbeat, Left, State, frame_of
+from proxy.core.peers.matching import match
+from proxy.core.peers.messages import Batch, Heartbeat, Left, State, ToldEngine, frame_of
 from proxy.core.placement.load import Sample, Work
 from proxy.core.quotas import TenantLimits
 from proxy.peers import peers as peers_module
+from proxy.peers.peers import address_of
 from proxy.peers.unix_sockets import UnixExchange
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.settings import EngineSettings
 from tests.fakes import client_of, proxy_over
 from tests.kv_world import tokens
 from tests.proxy.peers.world import COMPLETIONS, Gated, Wire, ask, in_step, placer, until, world
@@ -326,6 +329,13 @@ async def test_engines_are_matched_by_address(unix):
             if at is not None:
                 await until(lambda: placer(one).index.held("a", "gpu") == 20)
             assert one.peers.stats().peers[0].engines == 1
+
+
+@pytest.mark.parametrize("url", ["http://gpu7:8000", "http://127.0.0.1:8000"])
+def test_ranks_of_one_server_are_engines_of_their_own(url):
+    specs = [EngineSettings(kind="vllm", id="v", url=url).of_rank(rank).spec() for rank in (0, 1)]
+    told = [ToldEngine(spec.id, *address_of(spec), "m", 16) for spec in specs]
+    assert [match(each, told) for each in told] == told
 
 
 async def test_one_of_another_version_is_ignored(wires):

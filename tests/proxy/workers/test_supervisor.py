@@ -33,6 +33,9 @@ class Gated(FakeEngine):
         self.streams = 0
 
     async def serve(self, exchange):
+        if exchange.target.startswith("/v1/responses"):
+            await exchange.send({"id": "resp_1", "object": "response"})
+            return
         if not (exchange.body and exchange.json.get("stream")):
             await answer(exchange)
             return
@@ -141,6 +144,17 @@ async def check_that_both_answer_as_one(kvpin):
             assert (await client.delete(f"/admin/v1/engines/{added}")).status_code == 204
             assert (await clients[0].get("/admin/v1/stats")).json()["totals"]["engines"] == 2
         assert len(counted) == 2
+        await check_that_a_response_is_found(clients)
+
+
+async def check_that_a_response_is_found(clients):
+    """Both workers send requests for a response to the engine that made it."""
+    made = await clients[0].post("/v1/responses", json={"model": "m", "input": "hi"})
+    engines = [
+        (await clients[n % 2].get(f"/v1/responses/{made.json()['id']}")).headers["x-kvpin-engine"]
+        for n in range(10)
+    ]
+    assert set(engines) == {made.headers["x-kvpin-engine"]}
 
 
 def left_in(directory):
@@ -240,3 +254,32 @@ async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_b
         await until(lambda: pids(kvpin)[2] != old[2])
         await until_all_serve(kvpin)
         await until(lambda: {name: each["state"] for name, each in kvpin.engines().items()} == shown)
+
+
+async def test_a_worker_that_hangs_is_replaced_and_the_others_go_on(tmp_path, monkeypatch):
+    async with contextlib.AsyncExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpin-test-"))
+        monkeypatch.setenv("NOTIFY_SOCKET", f"{temporary}/none")  # as under systemd
+        monkeypatch.setenv("WATCHDOG_USEC", "8000000")
+        kvpin, engines = await stack.enter_async_context(two_workers(tmp_path))
+        await until_all_serve(kvpin)
+        streams = []
+        while {worker for _, worker in streams} != {1, 2}:
+            streams.append(await stream(stack, kvpin))
+        old = pids(kvpin)
+        os.kill(old[1], signal.SIGSTOP)
+        statuses = set()
+        while pids(kvpin)[1] == old[1]:
+            async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
+                statuses.add((await client.post("/v1/completions", json=COMPLETION)).status_code)
+        assert statuses == {200}
+        (hung,) = logged(kvpin, "worker hangs: it is killed, and the answers that it was giving are lost")
+        assert (hung["worker"], hung["pid"]) == (1, old[1])
+        (ended,) = logged(kvpin, "worker ended; it is started again")
+        assert (ended["worker"], ended["error"]) == (1, "ended by signal 9 (Killed)")
+        for engine in engines:
+            engine.gate.set()
+        for reader, worker in streams:
+            assert (DONE.strip() in await reader.read()) is (worker == 2)
+        await until_all_serve(kvpin)
+        assert pids(kvpin)[2] == old[2]
