@@ -5,7 +5,8 @@ serving    serve.py the process and its flags · server.py, kv_routes.py, comple
            service.py an engine with its tokenizer and tables · generation.py its bridge to the event loop
            prompt_tables.py p-tuning · event_publisher.py KV events over ZMQ · metrics.py
 engine     engine.py the step loop, in its own thread · options.py sizes · requests.py what goes in and out
-           admission.py what may run · scheduler.py what runs next · compute.py one step · sampling.py
+           admission.py what may run · scheduler.py what runs next · compute.py one step
+           sampling.py the next tokens · drawing.py random ones
 model      model.py loads it · loaded_model.py what it gives · model_check.py checks its answers
            make_model.py writes a random one
            attention.py attention over paged KV · runner.py one forward pass · storage.py where KV lies

@@ -86,7 +86,6 @@ class Engine:
         self.host_blocks = options.host_blocks(self.block_bytes)
         self.max_model_len = min(model.max_model_len, self.gpu_blocks * options.tokens_per_block)
         self._model = model
-        self._device = torch.device(model.device)
         storage = _allocate(model, options, self.gpu_blocks, self.host_blocks)
         self._cache = KvCache(
             gpu_blocks=self.gpu_blocks,
@@ -193,7 +192,7 @@ class Engine:
             ends=ends,
             vocab_size=self._model.vocab_size,
             seed=self._seeds.getrandbits(63),
-            device=self._device,
+            constraint=request.constraint,
         )
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         return Active(request, on_output, sampler, ends=ends, limit=limit)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from array import array
 
-import torch
-
 from engine_adapter.torch_engine.requests import GenerationRequest, SamplingParams
 from engine_adapter.torch_engine.sampling import Choice, Sampler
 from engine_adapter.torch_engine.scheduler import Active, Scheduler
@@ -19,9 +17,7 @@ class Desk:
 
     def add(self, name, tokens, limit=100, ends=(), priority=0):
         params = SamplingParams(temperature=0.0)
-        sampler = Sampler(
-            params, array("i", tokens), ends=frozenset(), vocab_size=10, seed=0, device=torch.device("cpu")
-        )
+        sampler = Sampler(params, array("i", tokens), ends=frozenset(), vocab_size=10, seed=0)
         request = GenerationRequest(name, array("i", tokens), params, priority=priority)
         active = Active(request, lambda outputs: None, sampler, ends=frozenset(ends), limit=limit)
         self.scheduler.add(active)
