@@ -1,7 +1,7 @@
 """Chooses the tokens of the next step.
 
-A step runs one token of every decoding request and up to `prefill_chunk` prompt tokens. Requests start by
-lowest priority value, then in order of arrival. When blocks run out, the running request with the highest
+A step runs one token of every decoding request and up to `prefill_chunk` prompt tokens; half as many while
+others decode, so that these wait half as long. Requests start by lowest priority value, then in order of arrival. When blocks run out, the running request with the highest
 priority value (the youngest of them) gives its blocks back to the cache and waits again.
 """
 
@@ -123,7 +123,7 @@ class Scheduler:
         """
         self.planning = None
         items = [Item(active, 1, first=not active.scheduled) for active in self._reserve_decodes()]
-        budget = self._prefill_chunk
+        budget = max(1, self._prefill_chunk // 2) if items else self._prefill_chunk
         claimed: set[tuple[Node, bytes]] = set()
         for active in self._prompts():
             count = self._chunk(active, budget, claimed)
