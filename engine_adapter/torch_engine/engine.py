@@ -91,11 +91,13 @@ class Engine:
         self.host_blocks = options.host_blocks(self.block_bytes)
         self.max_model_len = min(model.max_model_len, self.gpu_blocks * options.tokens_per_block)
         _log.info(
-            "KV cache: %d blocks of %d tokens (%.1f MiB), %d of them for the longest request",
+            "KV cache: %d blocks of %d tokens, %.1f MiB; requests of up to %d tokens; "
+            "%d prompt tokens per step, half as many while others decode",
             self.gpu_blocks,
             options.tokens_per_block,
             self.gpu_blocks * self.block_bytes / 2**20,
-            -(-self.max_model_len // options.tokens_per_block),
+            self.max_model_len,
+            options.prefill_chunk,
         )
         self._model = model
         storage = _allocate(model, options, self.gpu_blocks, self.host_blocks)

@@ -38,13 +38,13 @@ class Work:
     """The next `count` tokens of a sequence, for which blocks are reserved.
 
     Attributes:
-        wants_logits: whether the logits after the last of them are needed.
+        logits: after how many of the last of them logits are needed.
         embeddings: extra id → [rows, hidden], for fake ids.
     """
 
     sequence: KvSequence
     count: int
-    wants_logits: bool
+    logits: int
     embeddings: Mapping[int, Tensor]
 
 
@@ -83,10 +83,11 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> Tensor:
-        """Logits [items that want them, vocabulary], in order. Neighbours in `work` with a single token each
-        and similar lengths are attended in one call."""
+        """Logits [tokens after which they are needed, vocabulary], in order. Neighbours in `work` with a
+        single token each and similar lengths are attended in one call."""
         rows = self._rows(work)
-        wanted = rows.ends[[item.wants_logits for item in work]] - 1
+        needed = np.array([item.logits for item in work], dtype=np.int64)
+        wanted = np.arange(needed.sum()) + (rows.ends - needed.cumsum()).repeat(needed)
         with attention_context(self._batch(rows)):
             output = self._module(
                 **self._inputs(work),

@@ -1,8 +1,9 @@
 """Chooses the tokens of the next step.
 
-A step runs one token of every decoding request and up to `prefill_chunk` prompt tokens; half as many while
-others decode, so that these wait half as long. Requests start by lowest priority value, then in order of arrival. When blocks run out, the running request with the highest
-priority value (the youngest of them) gives its blocks back to the cache and waits again.
+A step runs one token of every decoding request and up to `prefill_chunk` prompt tokens. It runs half as many
+if requests decode, as these wait for it. Requests start by lowest priority value, then in order of arrival.
+When blocks run out, the running request with the highest priority value (the youngest of them) gives its
+blocks back to the cache and waits again.
 """
 
 from __future__ import annotations

@@ -61,6 +61,12 @@ def test_logits_come_in_the_order_of_the_work_that_wants_them(runner):
     torch.testing.assert_close(together, torch.stack([alone[2], alone[0]]))
 
 
+def test_logits_after_several_tokens_of_an_item(runner):
+    whole = run(runner, (sequence(range(6), [0, 1]), 6, 6))
+    last = run(runner, (sequence(range(40, 44), [2]), 4, 0), (sequence(range(6), [4, 9]), 6, 3))
+    torch.testing.assert_close(last, whole[3:])
+
+
 def test_decodes_of_similar_lengths_are_attended_together(runner):
     long, short = sequence(range(32), list(range(8))), sequence([5], [9])
     third = sequence([6], [10])
