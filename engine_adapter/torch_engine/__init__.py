@@ -5,10 +5,12 @@ serving    serve.py the process and its flags · server.py, kv_routes.py, comple
            service.py an engine with its tokenizer and tables · generation.py its bridge to the event loop
            prompt_tables.py p-tuning · event_publisher.py KV events over ZMQ · metrics.py
 engine     engine.py the step loop, in its own thread · options.py sizes · requests.py what goes in and out
-           admission.py what may run · scheduler.py what runs next · compute.py one step · sampling.py
+           admission.py what may run · scheduler.py what runs next · compute.py one step
+           sampling.py the next tokens · drawing.py random ones
 model      model.py loads it · loaded_model.py what it gives · model_check.py checks its answers
            make_model.py writes a random one
            attention.py attention over paged KV · runner.py one forward pass · storage.py where KV lies
+           memory.py what memory there is
 KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers · kv_node.py its parts
            kv_kept.py retention · kv_leftovers.py blocks left partly filled
            kv_admin.py flush, offload, restore, pin · kv_journal.py events

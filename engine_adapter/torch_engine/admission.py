@@ -28,6 +28,8 @@ def check_request(request: GenerationRequest, model: LoadedModel, max_model_len:
             param="extra_ids",
         )
     _check_stop_tokens(request.sampling, model)
+    for token, _ in request.sampling.logit_bias:
+        check_token_id(token, f"logit_bias[{token}]", model.vocab_size)
     _check_embeddings(request, model)
     fake = np.flatnonzero(tokens >= model.vocab_size)
     for index in fake.tolist():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
@@ -12,6 +12,8 @@ from engine_adapter.errors import EngineError
 from engine_adapter.types import ExtraIds, Retention, TokenIds
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -53,6 +55,7 @@ class SamplingParams:
         min_tokens: no end or stop token before this many tokens.
         ignore_eos: the model's end tokens do not stop; `stop_token_ids` still do.
         logprobs: None for none; n for those of the chosen token and the n best.
+        logit_bias: (token id, number added to its score), each id once.
     """
 
     temperature: float = 1.0
@@ -68,6 +71,20 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class Constraint(Protocol):
+    """Says which tokens may come next, as a grammar does. The engine thread calls it, each token in turn."""
+
+    def allow(self, words: NDArray[np.int32]) -> bool:
+        """Sets bit `i % 32` of `words[i // 32]` for each token `i` that may come next; all are 0 before.
+
+        False means that every token may come. An exception ends the request with an error.
+        """
+
+    def accept(self, token: int) -> None:
+        """Goes on by the chosen token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +100,7 @@ class GenerationRequest:
         retention: how long to retain its blocks; None for no retention.
         priority: the waiting request with the lowest value runs next; equal ones run in order of arrival.
         answered: so many of the last tokens were generated before, for the same answer.
+        constraint: has accepted the tokens that were generated before; None allows every token.
     """
 
     request_id: str
@@ -94,6 +112,7 @@ class GenerationRequest:
     retention: Retention | None = None
     priority: int = 0
     answered: int = 0
+    constraint: Constraint | None = None
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):

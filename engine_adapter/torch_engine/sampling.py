@@ -1,19 +1,28 @@
-"""Chooses tokens from logits; each request has its own sampler."""
+"""Chooses the next tokens from logits: one pass over all rows of a step.
+
+The order: penalties, `logit_bias`, no end before `min_tokens`, the request's `Constraint`; then temperature,
+`top_k`, `top_p`, `min_p`. A random choice takes one number of the request's generator. It depends on the
+seed and on how many tokens the answer has, not on the other requests of the step.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_adapter.torch_engine.requests import SamplingParams
+from engine_adapter.torch_engine.drawing import Filters, draw
+from engine_adapter.torch_engine.requests import Constraint, SamplingParams
 
 _COLDEST = 1e-5
 """Below this temperature, sampling is greedy: dividing by less would only lose precision."""
+_SEEDS = 2**64
 
 
 class Choice(NamedTuple):
@@ -25,10 +34,13 @@ class Choice(NamedTuple):
 
 
 class Sampler:
-    """Chooses the tokens of one request and keeps the state of its penalties.
+    """How the tokens of one request are chosen, and what that depends on from token to token.
 
     Attributes:
-        plain: True when it chooses the largest logit and keeps no state.
+        greedy: True when it takes the highest score.
+        random: draws its numbers, one for each token.
+        tally: the tokens that penalties concern; None without penalties.
+        constraint: see `Constraint`; None allows every token.
     """
 
     def __init__(
@@ -40,117 +52,183 @@ class Sampler:
         ends: frozenset[int],
         vocab_size: int,
         seed: int,
-        device: torch.device,
+        constraint: Constraint | None = None,
     ) -> None:
         """`ends` are the tokens that stop the request; `seed` is used when `params` has none; the last
         `answered` tokens of the prompt were generated before."""
-        self._params = params
+        self.params = params
+        self.constraint = constraint
+        self.greedy = params.temperature < _COLDEST
+        chosen = params.seed if params.seed is not None else seed
+        # The rest of an answer takes the numbers that it would have taken without the interruption.
+        self.random = np.random.Generator(np.random.PCG64(chosen % _SEEDS).advance(answered))
+        self.tally: Tally | None = None
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+            generated = prompt[len(prompt) - answered :]
+            seen = prompt if params.repetition_penalty != 1.0 else generated
+            self.tally = Tally(token for token in seen if token < vocab_size)
+            for token in generated:
+                self.tally.count(token)
+        self._ends = np.array(sorted(ends), dtype=np.int64)
         self._left_to_min = params.min_tokens
-        self._ends = torch.tensor(sorted(ends), device=device, dtype=torch.long) if ends else None
-        self._greedy = params.temperature < _COLDEST
-        self._generator: torch.Generator | None = None
-        if not self._greedy:
-            chosen = params.seed if params.seed is not None else seed
-            # Other numbers for the rest of an answer: the same ones would choose like its beginning.
-            self._generator = torch.Generator(device).manual_seed((chosen + answered) & (2**63 - 1))
-        self._counts: Tensor | None = None
-        self._seen: Tensor | None = None
-        if params.presence_penalty or params.frequency_penalty:
-            generated = torch.tensor(prompt[len(prompt) - answered :], device=device, dtype=torch.long)
-            self._counts = torch.bincount(generated, minlength=vocab_size).float()
-        if params.repetition_penalty != 1.0:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            tokens = torch.tensor(prompt, device=device, dtype=torch.long)
-            self._seen[tokens[tokens < vocab_size]] = True
 
     @property
-    def plain(self) -> bool:
-        """See the class."""
-        return (
-            self._greedy
-            and self._counts is None
-            and self._seen is None
-            and self._params.logprobs is None
-            and self._left_to_min <= 0
-        )
+    def forbidden(self) -> NDArray[np.int64]:
+        """Token ids that may not come next, whatever the constraint says."""
+        return self._ends if self._left_to_min > 0 else self._ends[:0]
 
-    def choose(self, logits: Tensor) -> Choice:
-        """The next token for `logits` [vocabulary]; does not change them.
-
-        Raises:
-            ValueError: the scores hold NaN or infinity, so that no token can be chosen.
-        """
-        scores = self._penalised(logits.float())
-        token = int(scores.argmax()) if self._greedy else self._sample(scores / self._params.temperature)
-        self._remember(token)
-        if self._params.logprobs is None:
-            return Choice(token)
-        logprobs = logits.float().log_softmax(-1)
-        best = logprobs.topk(min(self._params.logprobs, logprobs.shape[0]))
-        return Choice(
-            token,
-            float(logprobs[token]),
-            tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
-        )
-
-    def _penalised(self, scores: Tensor) -> Tensor:
-        params = self._params
-        if self._seen is not None:
-            penalty = params.repetition_penalty
-            lowered = torch.where(scores > 0, scores / penalty, scores * penalty)
-            scores = torch.where(self._seen, lowered, scores)
-        if self._counts is not None:
-            scores = (
-                scores
-                - params.frequency_penalty * self._counts
-                - params.presence_penalty * (self._counts > 0)
-            )
-        if self._left_to_min > 0 and self._ends is not None:
-            scores = scores.index_fill(0, self._ends, float("-inf"))
-        return scores
-
-    def _sample(self, scores: Tensor) -> int:
-        params = self._params
-        _check_finite(float(scores.max()))  # on CUDA, sampling from NaN breaks the device for every request
-        ids: Tensor | None = None
-        if 0 < params.top_k < scores.shape[0]:
-            scores, ids = scores.topk(params.top_k)
-        elif params.top_p < 1.0:
-            scores, ids = scores.sort(descending=True)
-        chances = scores.softmax(-1)
-        if params.top_p < 1.0:  # the token that crosses the limit stays, so the best one always does
-            chances = chances * (chances.cumsum(-1) - chances < params.top_p)
-        if params.min_p > 0.0:
-            chances = chances * (chances >= params.min_p * chances.max())
-        drawn = int(torch.multinomial(chances, 1, generator=self._generator))
-        return drawn if ids is None else int(ids[drawn])
-
-    def _remember(self, token: int) -> None:
+    def accept(self, token: int) -> None:
+        """Moves on by a chosen token."""
         self._left_to_min -= 1
-        if self._counts is not None:
-            self._counts[token] += 1
-        if self._seen is not None:
-            self._seen[token] = True
+        if self.tally is not None:
+            self.tally.count(token)
+        if self.constraint is not None:
+            self.constraint.accept(token)
+
+
+class Tally:
+    """Tokens that were seen, and how often the answer has them.
+
+    Attributes:
+        ids: each token once. counts: how often the answer has it, in the same order.
+    """
+
+    def __init__(self, seen: Iterable[int]) -> None:
+        self.ids = array("q", dict.fromkeys(seen))
+        self.counts = array("f", bytes(4 * len(self.ids)))
+        self._places = {token: place for place, token in enumerate(self.ids)}
+
+    def count(self, token: int) -> None:
+        """Counts a token of the answer."""
+        place = self._places.setdefault(token, len(self.ids))
+        if place == len(self.ids):
+            self.ids.append(token)
+            self.counts.append(0.0)
+        self.counts[place] += 1.0
 
 
 @torch.inference_mode()
 def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
-    """One choice per row of `logits` [requests, vocabulary], or why there is none."""
+    """One choice per row of `logits` [requests, vocabulary], or why there is none. Does not change them."""
     if not samplers:
         return []
-    best = logits.max(-1)
-    rows = zip(best.values.tolist(), best.indices.tolist(), logits, samplers, strict=True)
-    return [_choose(*row) for row in rows]
+    scores, errors = _edited(logits, samplers)
+    best = scores.max(-1)
+    tokens = best.indices
+    for row, highest in enumerate(best.values.tolist()):
+        if not math.isfinite(highest):  # on CUDA, sampling from NaN breaks the device for every request
+            errors.setdefault(
+                row, ValueError(f"the model's highest score is {highest}: no token can be chosen")
+            )
+    drawn = [row for row, each in enumerate(samplers) if not each.greedy and row not in errors]
+    if drawn:
+        few = [samplers[row] for row in drawn]
+        numbers = torch.tensor([each.random.random() for each in few], device=logits.device)
+        rows = scores if len(few) == len(samplers) else scores[drawn]
+        tokens[drawn] = draw(rows, _filters(few, logits.device), numbers)
+    choices = _choices(logits, tokens, samplers)
+    return [errors.get(row) or _accepted(sampler, choices[row]) for row, sampler in enumerate(samplers)]
 
 
-def _choose(highest: float, best: int, logits: Tensor, sampler: Sampler) -> Choice | Exception:
+def _accepted(sampler: Sampler, choice: Choice) -> Choice | Exception:
     try:
-        _check_finite(highest)
-        return Choice(best) if sampler.plain else sampler.choose(logits)
+        sampler.accept(choice.token_id)
     except Exception as error:  # noqa: BLE001 - the error of this row's request alone
         return error
+    return choice
 
 
-def _check_finite(highest: float) -> None:
-    if not math.isfinite(highest):
-        raise ValueError(f"the model's highest score is {highest}: no token can be chosen")
+def _edited(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, dict[int, Exception]]:
+    """The scores to choose from, and errors by row."""
+    rows = list(enumerate(samplers))
+    tallies = {row: each.tally for row, each in rows if each.tally is not None}
+    biases = {row: each.params.logit_bias for row, each in rows if each.params.logit_bias}
+    forbidden = {row: each.forbidden for row, each in rows if len(each.forbidden)}
+    constraints = {row: each.constraint for row, each in rows if each.constraint is not None}
+    if not (tallies or biases or forbidden or constraints):
+        return logits.float(), {}
+    scores = logits.to(torch.float32, copy=True)
+    if tallies:
+        _penalise(scores, tallies, [samplers[row].params for row in tallies])
+    if biases:
+        ids = {row: np.array([token for token, _ in bias]) for row, bias in biases.items()}
+        values = np.array([value for bias in biases.values() for _, value in bias], dtype=np.float32)
+        scores.view(-1)[_places(scores, ids)] += _beside(scores, values)
+    if forbidden:
+        scores.view(-1)[_places(scores, forbidden)] = -torch.inf
+    return scores, _constrain(scores, constraints)
+
+
+def _penalise(scores: Tensor, tallies: Mapping[int, Tally], params: Sequence[SamplingParams]) -> None:
+    sizes = [len(tally.ids) for tally in tallies.values()]
+    repetition, frequency, presence = (
+        _beside(scores, np.repeat(np.array(values, dtype=np.float32), sizes))
+        for values in zip(
+            *((each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in params),
+            strict=True,
+        )
+    )
+    counts = _beside(scores, np.concatenate([np.array(tally.counts) for tally in tallies.values()]))
+    places = _places(scores, {row: np.array(tally.ids) for row, tally in tallies.items()})
+    values = scores.view(-1)[places]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    scores.view(-1)[places] = values - frequency * counts - presence * (counts > 0)
+
+
+def _constrain(scores: Tensor, constraints: Mapping[int, Constraint]) -> dict[int, Exception]:
+    """Leaves the tokens that the constraints allow. Returns the errors of constraints, by row."""
+    errors: dict[int, Exception] = {}
+    masks: dict[int, NDArray[np.int32]] = {}
+    for row, constraint in constraints.items():
+        words = np.zeros(-(-scores.shape[1] // 32), dtype="<i4")
+        try:
+            if constraint.allow(words):
+                masks[row] = words
+        except Exception as error:  # noqa: BLE001 - the error of this row's request alone
+            errors[row] = error
+    if masks:
+        bits = np.stack(list(masks.values())).view(np.uint8)
+        allowed = np.unpackbits(bits, axis=1, count=scores.shape[1], bitorder="little").view(np.bool_)
+        rows = list(masks)
+        scores[rows] = scores[rows].masked_fill_(~_beside(scores, allowed), -torch.inf)
+    return errors
+
+
+def _places(scores: Tensor, ids: Mapping[int, NDArray[np.int64]]) -> Tensor:
+    """Where token ids, by row, lie in the flattened scores."""
+    return _beside(scores, np.concatenate([row * scores.shape[1] + each for row, each in ids.items()]))
+
+
+def _beside(scores: Tensor, values: NDArray[Any]) -> Tensor:
+    """`values` on the device of the scores."""
+    return torch.from_numpy(values).to(scores.device)
+
+
+def _filters(samplers: Sequence[Sampler], device: torch.device) -> Filters:
+    params = [each.params for each in samplers]
+    return Filters(
+        torch.tensor([each.temperature for each in params], device=device),
+        torch.tensor([each.top_k for each in params], device=device),
+        torch.tensor([each.top_p for each in params], device=device),
+        torch.tensor([each.min_p for each in params], device=device),
+    )
+
+
+def _choices(logits: Tensor, tokens: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
+    """The chosen tokens; with the model's own logprobs for the rows that want them."""
+    choices = [Choice(token) for token in tokens.tolist()]
+    wanted = {
+        row: each.params.logprobs for row, each in enumerate(samplers) if each.params.logprobs is not None
+    }
+    if not wanted:
+        return choices
+    rows = list(wanted)
+    logprobs = logits[rows].float().log_softmax(-1)
+    chosen = logprobs.gather(1, tokens[rows][:, None])[:, 0].tolist()
+    best = logprobs.topk(min(max(wanted.values()), logprobs.shape[1]))
+    for row, logprob, ids, values in zip(
+        rows, chosen, best.indices.tolist(), best.values.tolist(), strict=True
+    ):
+        top = tuple(zip(ids, values, strict=True))[: wanted[row]]
+        choices[row] = Choice(choices[row].token_id, logprob, top)
+    return choices

@@ -105,7 +105,7 @@ class Replays:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        if process.returncode != 0:
+        if process.returncode:
             raise _refusal(
                 process.returncode, err.decode(errors="replace").replace(str(path), "the recording")
             )

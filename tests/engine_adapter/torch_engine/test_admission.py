@@ -31,6 +31,7 @@ def request(tokens, extra_ids=None, embeddings=None, **params):
         ),
         (request([1], stop_token_ids=(-1,)), "stop_token_ids[0]", "is -1, outside the vocabulary"),
         (request([1], stop_token_ids=tuple(range(FAKE)), min_tokens=1), "stop_token_ids", "whole vocabulary"),
+        (request([1], logit_bias=((FAKE, 1.0),)), "logit_bias[4096]", "outside the vocabulary of 4096"),
         (request([1, -2]), "prompt", r"prompt\[1\] is negative"),
         (request([1, 2], [0]), "extra_ids", "1 entries for 2"),
         (request([1, FAKE]), "prompt[1]", "which extra id 0 does not have"),

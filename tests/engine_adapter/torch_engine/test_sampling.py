@@ -1,3 +1,5 @@
+"""How tokens are chosen from rows of logits. test_drawing.py has the filters of random choices."""
+
 from __future__ import annotations
 
 from array import array
@@ -12,106 +14,161 @@ from engine_adapter.torch_engine.sampling import Sampler, choose_all
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, -30.0])
 
 
-def sampler(prompt=(), ends=(), seed=0, **params):
+def sampler(prompt=(), ends=(), seed=0, answered=0, constraint=None, **params):
     return Sampler(
         SamplingParams(**params),
         array("i", prompt),
+        answered=answered,
         ends=frozenset(ends),
         vocab_size=len(LOGITS),
         seed=seed,
-        device=torch.device("cpu"),
+        constraint=constraint,
     )
 
 
-def draw(number=400, **params):
+def choose(chosen, logits=LOGITS):
+    """One choice."""
+    (choice,) = choose_all(logits[None], [chosen])
+    return choice
+
+
+def tokens(number, *, logits=LOGITS, **params):
+    """The tokens of one request."""
     chosen = sampler(**params)
-    return Counter(chosen.choose(LOGITS).token_id for _ in range(number))
+    return [choose(chosen, logits).token_id for _ in range(number)]
 
 
-def test_greedy_takes_the_best_and_is_plain():
+class Allows:
+    """A constraint: each token's set of token ids, in turn; None for all."""
+
+    def __init__(self, *allowed):
+        self.allowed = list(allowed)
+        self.accepted = []
+
+    def allow(self, words):
+        allowed = self.allowed[len(self.accepted)]
+        if allowed is None:
+            words[:] = 0
+            return False
+        assert not words.any()
+        for token in allowed:
+            words.view("u4")[token // 32] |= 1 << token % 32
+        return True
+
+    def accept(self, token):
+        self.accepted.append(token)
+
+
+def test_greedy_takes_the_best():
     greedy = sampler(temperature=0.0)
-    assert greedy.plain
     assert [choice.token_id for choice in choose_all(LOGITS[None].repeat(2, 1), [greedy, greedy])] == [0, 0]
     assert choose_all(LOGITS[:0].view(0, 0), []) == []
 
 
-def test_frequencies_follow_the_probabilities():
-    counts = draw(4000, temperature=1.0, seed=5)
-    expected = LOGITS.softmax(-1) * 4000
-    for token in range(5):
-        assert counts[token] == pytest.approx(float(expected[token]), rel=0.25)
+def test_greedy_is_the_argmax_of_every_row():
+    logits = torch.randn(50, 1000).bfloat16()  # with equal scores
+    chosen = choose_all(logits, [sampler(temperature=0.0) for _ in logits])
+    assert [choice.token_id for choice in chosen] == logits.argmax(-1).tolist()
 
 
 def test_equal_seeds_give_equal_samples():
-    runs = [[sampler(seed=seed).choose(LOGITS).token_id for seed in range(50)] for _ in range(2)]
+    runs = [[choose(sampler(seed=seed)).token_id for seed in range(50)] for _ in range(2)]
     assert runs[0] == runs[1]
     assert len(set(runs[0])) > 1
-    own = [sampler(seed=seed).choose(LOGITS).token_id for seed in (-1, 2**64)]
+    own = [choose(sampler(seed=seed)).token_id for seed in (-1, 2**64)]
     assert all(0 <= token < 6 for token in own)
 
 
 def test_a_request_seed_wins_over_the_engines():
-    def tokens(fallback, seed):
-        chosen = Sampler(
-            SamplingParams(seed=seed),
-            array("i"),
-            ends=frozenset(),
-            vocab_size=6,
-            seed=fallback,
-            device=torch.device("cpu"),
-        )
-        return [chosen.choose(LOGITS).token_id for _ in range(30)]
+    def drawn(fallback, seed):
+        chosen = Sampler(SamplingParams(seed=seed), array("i"), ends=frozenset(), vocab_size=6, seed=fallback)
+        return [choose(chosen).token_id for _ in range(30)]
 
-    assert tokens(1, 9) == tokens(2, 9)
-    assert tokens(1, None) != tokens(2, None)
+    assert drawn(1, 9) == drawn(2, 9)
+    assert drawn(1, None) != drawn(2, None)
 
 
-@pytest.mark.parametrize(
-    ("params", "allowed"),
-    [
-        ({"top_k": 2}, {0, 1}),
-        ({"top_k": 1}, {0}),
-        ({"top_p": 0.01}, {0}),
-        ({"top_p": 0.7}, {0, 1}),
-        ({"top_k": 3, "top_p": 0.99}, {0, 1, 2}),
-        ({"min_p": 0.3}, {0, 1}),
-        ({"min_p": 1.0}, {0}),
-        ({"top_k": 99}, {0, 1, 2, 3, 4}),
-        ({"temperature": 0.01}, {0}),
-    ],
-)
-def test_filters_keep_the_best(params, allowed):
-    assert set(draw(seed=1, **params)) == allowed
+def test_the_other_rows_of_a_step_change_no_choice():
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"top_k": 3, "temperature": 2.0},
+        {"top_p": 0.8},
+        {"min_p": 0.1, "presence_penalty": 1.0},
+        {"repetition_penalty": 1.5, "temperature": 0.7},
+        {"logit_bias": ((4, 3.0),), "logprobs": 1},
+        {"min_tokens": 50, "ends": [0], "frequency_penalty": 0.5},
+    ]
+    alone = [tokens(40, **kind, seed=seed) for seed, kind in enumerate(kinds)]
+    samplers = [sampler(**kind, seed=seed) for seed, kind in enumerate(kinds)]
+    steps = [choose_all(LOGITS[None].repeat(len(kinds), 1), samplers) for _ in range(40)]
+    assert [[step[row].token_id for step in steps] for row in range(len(kinds))] == alone
 
 
 def test_repetition_penalty_covers_the_prompt_and_ignores_fake_ids():
-    assert sampler(prompt=[0, 500], temperature=0.0, repetition_penalty=3.0).choose(LOGITS).token_id == 1
-    turns = sampler(temperature=0.0, repetition_penalty=3.0)
-    assert [turns.choose(LOGITS).token_id for _ in range(3)] == [0, 1, 0]
+    assert tokens(1, prompt=[0, 500], temperature=0.0, repetition_penalty=3.0) == [1]
+    assert tokens(3, temperature=0.0, repetition_penalty=3.0) == [0, 1, 0]
 
 
 def test_presence_and_frequency_count_generated_tokens_only():
-    presence = sampler(prompt=[0], temperature=0.0, presence_penalty=1.5)
-    assert [presence.choose(LOGITS).token_id for _ in range(4)] == [0, 1, 0, 0]
-    frequency = sampler(prompt=[0], temperature=0.0, frequency_penalty=0.6)
-    assert [frequency.choose(LOGITS).token_id for _ in range(4)] == [0, 0, 1, 0]
+    assert tokens(4, prompt=[0], temperature=0.0, presence_penalty=1.5) == [0, 1, 0, 0]
+    assert tokens(4, prompt=[0], temperature=0.0, frequency_penalty=0.6) == [0, 0, 1, 0]
+    assert tokens(2, prompt=[1, 0], answered=1, temperature=0.0, presence_penalty=1.5) == [1, 0]
 
 
 def test_no_end_before_the_minimum():
-    chosen = sampler(ends=[0], temperature=0.0, min_tokens=2)
-    assert not chosen.plain
-    assert [chosen.choose(LOGITS).token_id for _ in range(3)] == [1, 1, 0]
-    assert chosen.plain
+    assert tokens(3, ends=[0], temperature=0.0, min_tokens=2) == [1, 1, 0]
+
+
+def test_a_bias_is_added_to_the_scores():
+    assert tokens(1, temperature=0.0, logit_bias=((4, 100.0),)) == [4]
+    assert tokens(1, temperature=0.0, logit_bias=((1, -5.0), (0, -100.0))) == [2]
+    counts = Counter(tokens(400, temperature=1.0, logit_bias=((2, 2.0),)))
+    assert counts[2] == pytest.approx(counts[0], rel=0.3)
+
+
+def test_only_allowed_tokens_come_and_the_constraint_goes_on_by_them():
+    allows = Allows({3, 2}, None, {5}, {1, 4})
+    assert tokens(4, temperature=0.0, constraint=allows) == [2, 0, 5, 1]
+    assert allows.accepted == [2, 0, 5, 1]
+    drawn = tokens(60, temperature=2.0, constraint=Allows(*[{1, 3}] * 60))
+    assert set(drawn) == {1, 3}
+
+
+def test_a_constraint_of_one_row_leaves_the_others_alone():
+    logits = torch.arange(100.0).repeat(3, 1)
+    rows = [sampler(temperature=0.0, constraint=each) for each in (Allows({31, 32, 64}), None, Allows({5}))]
+    assert [choice.token_id for choice in choose_all(logits, rows)] == [64, 99, 5]
+
+
+def test_a_constraint_that_fails_ends_its_own_request():
+    class Fails(Allows):
+        def accept(self, token):
+            raise RuntimeError(f"not {token}")
+
+    rows = [sampler(temperature=0.0, constraint=each) for each in (Allows(), Fails({1}), Allows(set()), None)]
+    nothing_more, refused, nothing, fine = choose_all(LOGITS.repeat(4, 1), rows)
+    assert isinstance(nothing_more, IndexError)
+    assert str(refused) == "not 1"
+    assert str(nothing) == "the model's highest score is -inf: no token can be chosen"
+    assert fine.token_id == 0
 
 
 def test_logprobs_are_the_models_own():
-    choice = sampler(temperature=0.0, logprobs=2, presence_penalty=1.0, prompt=[0]).choose(LOGITS)
+    choice = choose(sampler(temperature=0.0, logprobs=2, presence_penalty=1.0, prompt=[0]))
     expected = LOGITS.log_softmax(-1)
     assert choice.logprob == pytest.approx(float(expected[0]))
     assert [token for token, _ in choice.top_logprobs] == [0, 1]
     assert choice.top_logprobs[1][1] == pytest.approx(float(expected[1]))
-    assert sampler(temperature=0.0, logprobs=0).choose(LOGITS).top_logprobs == ()
-    assert len(sampler(temperature=0.0, logprobs=99).choose(LOGITS).top_logprobs) == 6
+    assert choose(sampler(temperature=0.0, logprobs=0)).top_logprobs == ()
+    assert len(choose(sampler(temperature=0.0, logprobs=99)).top_logprobs) == 6
+
+
+def test_each_row_has_the_logprobs_it_asks_for():
+    rows = [sampler(temperature=0.0, logprobs=number) for number in (1, None, 3)]
+    one, none, three = choose_all(LOGITS.repeat(3, 1), rows)
+    assert (len(one.top_logprobs), none.top_logprobs, len(three.top_logprobs)) == (1, None, 3)
+    assert one.top_logprobs[0] == (0, one.logprob)
 
 
 def test_scores_that_are_no_numbers_are_an_error_of_their_row():
@@ -127,24 +184,13 @@ def test_scores_that_are_no_numbers_are_an_error_of_their_row():
 
 def test_choosing_leaves_the_logits_as_they_are():
     logits = LOGITS.clone()
-    sampler(
-        temperature=0.5, ends=[1], min_tokens=1, repetition_penalty=2.0, presence_penalty=1.0, prompt=[0]
-    ).choose(logits)
+    edits = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": ((2, 1.0),)}
+    choose(sampler(temperature=0.5, ends=[1], min_tokens=1, prompt=[0], **edits), logits)
     assert torch.equal(logits, LOGITS)
 
 
-def test_the_rest_of_an_answer_does_not_draw_as_its_beginning_did():
-    def drawn(answered):
-        chosen = Sampler(
-            SamplingParams(temperature=1.0, seed=5),
-            array("i"),
-            answered=answered,
-            ends=frozenset(),
-            vocab_size=len(LOGITS),
-            seed=0,
-            device=torch.device("cpu"),
-        )
-        return [chosen.choose(LOGITS).token_id for _ in range(50)]
-
-    assert drawn(0) != drawn(7)
-    assert drawn(7) == drawn(7)
+def test_the_rest_of_an_answer_is_the_same_after_an_interruption():
+    whole = tokens(50, temperature=1.0, seed=5, presence_penalty=0.5)
+    assert (
+        tokens(43, temperature=1.0, seed=5, presence_penalty=0.5, prompt=whole[:7], answered=7) == whole[7:]
+    )

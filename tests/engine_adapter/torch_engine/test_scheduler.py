@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from array import array
 
-import torch
-
 from engine_adapter.torch_engine.requests import GenerationRequest, SamplingParams
 from engine_adapter.torch_engine.sampling import Choice, Sampler
 from engine_adapter.torch_engine.scheduler import Active, Scheduler
@@ -19,9 +17,7 @@ class Desk:
 
     def add(self, name, tokens, limit=100, ends=(), priority=0):
         params = SamplingParams(temperature=0.0)
-        sampler = Sampler(
-            params, array("i", tokens), ends=frozenset(), vocab_size=10, seed=0, device=torch.device("cpu")
-        )
+        sampler = Sampler(params, array("i", tokens), ends=frozenset(), vocab_size=10, seed=0)
         request = GenerationRequest(name, array("i", tokens), params, priority=priority)
         active = Active(request, lambda outputs: None, sampler, ends=frozenset(ends), limit=limit)
         self.scheduler.add(active)
@@ -53,6 +49,16 @@ def test_prompts_run_in_chunks_first_come_first_served_beside_decodes():
     assert desk.step() == [("a", 3, False), ("b", 5, True)]
     assert desk.step() == [("b", 1, False), ("a", 1, False)]
     assert desk.step() == [("b", 1, False), ("a", 1, False)]
+
+
+def test_prompts_run_in_halved_chunks_while_others_decode():
+    desk = Desk()
+    desk.add("a", tokens(3))
+    desk.step()
+    desk.add("b", tokens(10, 100))
+    assert desk.step() == [("a", 1, False), ("b", 4, True)]
+    desk.scheduler.remove(desk.scheduler.running[0])
+    assert desk.step() == [("b", 6, False)]
 
 
 def test_single_tokens_come_first_and_the_shortest_sequence_of_them():

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from engine_adapter.torch_engine.drawing import Filters, draw
+
+SCORES = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, -30.0])
+NUMBERS = torch.arange(4000) / 4000
+
+
+def drawn(scores=SCORES, numbers=NUMBERS, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """How often each token is drawn over evenly spread numbers."""
+    rows = len(numbers)
+    filters = Filters(
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k),
+        torch.full((rows,), top_p),
+        torch.full((rows,), min_p),
+    )
+    return Counter(draw(scores.expand(rows, -1), filters, numbers).tolist())
+
+
+def test_frequencies_are_the_probabilities():
+    counts = drawn()
+    expected = SCORES.softmax(-1) * 4000
+    assert all(abs(counts[token] - float(expected[token])) <= 1 for token in range(6))
+
+
+def test_temperature_divides_the_scores():
+    counts = drawn(temperature=2.0)
+    expected = (SCORES / 2).softmax(-1) * 4000
+    assert all(abs(counts[token] - float(expected[token])) <= 1 for token in range(6))
+
+
+@pytest.mark.parametrize(
+    ("filters", "allowed"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 1}, {0}),
+        ({"top_p": 0.01}, {0}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"top_k": 3, "top_p": 0.99}, {0, 1, 2}),
+        ({"top_k": 3, "top_p": 0.6}, {0}),
+        ({"min_p": 0.3}, {0, 1}),
+        ({"min_p": 1.0}, {0}),
+        ({"top_k": 3, "min_p": 0.3}, {0, 1}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"temperature": 0.01}, {0}),
+        ({"temperature": 1e-5, "top_p": 0.9}, {0}),
+    ],
+)
+def test_filters_keep_the_best(filters, allowed):
+    assert set(drawn(**filters)) == allowed
+
+
+def test_what_is_left_keeps_its_proportions():
+    counts = drawn(top_k=2)
+    assert counts[0] / counts[1] == pytest.approx(float(SCORES[:2].diff().neg().exp()), rel=0.01)
+
+
+def test_tokens_with_equal_scores_stay_together():
+    equal = torch.tensor([1.0, 3.0, 3.0, 3.0, 1.0])
+    for filters in ({"top_k": 1}, {"top_p": 0.2}, {"min_p": 0.9}):
+        assert set(drawn(equal, **filters)) == {1, 2, 3}
+
+
+def test_no_number_draws_a_token_that_is_left_out():
+    scores = torch.full((300,), -torch.inf)
+    scores[7] = scores[100] = 0.0
+    ends = torch.tensor([0.0, 1 - 2**-24, 1.0])
+    assert drawn(scores, ends) == {7: 1, 100: 2}
+
+
+@pytest.mark.parametrize("width", [1, 4, 20])
+def test_the_end_of_top_p_is_found_wherever_it_lies(width, monkeypatch):
+    scores = torch.linspace(3, -3, 20)
+    monkeypatch.setattr("engine_adapter.torch_engine.drawing._CANDIDATES", width)
+    chances = scores.softmax(-1)
+    for top_p in (0.1, 0.5, 0.9, 0.999):
+        kept = int((chances.cumsum(-1) - chances < top_p).sum())
+        assert set(drawn(scores, top_p=top_p)) <= set(range(kept))
+        assert kept - 1 in drawn(scores, top_p=top_p)
+
+
+def test_rows_have_filters_of_their_own():
+    filters = Filters(
+        torch.tensor([1.0, 1.0, 1e-3, 1.0]),
+        torch.tensor([0, 2, 0, 0]),
+        torch.tensor([1.0, 1.0, 1.0, 0.6]),
+        torch.zeros(4),
+    )
+    numbers = torch.full((4,), 0.9999)
+    assert draw(SCORES.repeat(4, 1), filters, numbers).tolist() == [4, 1, 0, 0]
