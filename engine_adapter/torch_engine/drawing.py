@@ -10,7 +10,7 @@ from torch import Tensor
 
 _CANDIDATES = 1024
 """Best tokens among which `top_p` is tried first. To sort a large vocabulary takes several times as long."""
-_MORE = 64
+_MORE = 32
 """Tokens looked at beyond `top_k`: some may have the score of its last one."""
 _NONE = -1
 
@@ -24,8 +24,8 @@ class Filters(NamedTuple):
     min_p: Tensor
 
     def rows(self, index: Tensor) -> Filters:
-        """The filters of some rows."""
-        return Filters(*(values[index] for values in self))
+        """The filters of some rows, in order."""
+        return self if len(index) == len(self.top_k) else Filters(*(values[index] for values in self))
 
 
 def draw(scores: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
