@@ -94,6 +94,11 @@ class ChatTokenizer:
         return cls(load_transformers(source), source=source)
 
     @property
+    def transformers(self) -> Any:  # noqa: ANN401 - transformers is untyped
+        """The tokenizer of transformers."""
+        return self._tokenizer
+
+    @property
     def encoder(self) -> str:
         """The name of the library that encodes."""
         return self._encoder.name
@@ -113,6 +118,14 @@ class ChatTokenizer:
         """The id that ends a text; None where the tokenizer names none."""
         token: int | None = self._tokenizer.eos_token_id
         return token
+
+    def template(self, tools: object) -> str | None:
+        """The chat template for these tools; None for a tokenizer without one."""
+        try:
+            template: str = self._tokenizer.get_chat_template(None, tools)
+        except ValueError:
+            return None
+        return template
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
         """Token ids of `text`, as transformers gives them."""

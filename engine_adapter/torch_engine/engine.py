@@ -302,6 +302,9 @@ class Engine:
         last: Exception | None = None
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Exception):
+                if isinstance(outcome, RequestRefused):
+                    self._finish(item.active, "refused", str(outcome))
+                    continue
                 last = outcome
                 self._fail(item.active, outcome)
         if last is not None and all(isinstance(outcome, Exception) for outcome in outcomes):
@@ -330,15 +333,18 @@ class Engine:
                 continue
             active = item.active
             self._cache.advance(active.sequence, item.count)
+            made = active.take_scores()
             if outcome is None:
+                if made:
+                    outputs.append((active, made))
                 continue
-            tokens: list[Output] = [Token(active.request.request_id, *outcome)]
+            made.append(Token(active.request.request_id, *outcome))
             self.counters.generated_tokens += 1
             reason = active.accept(outcome)
             if reason is not None:
                 self._forget(active, reason)
-                tokens.append(active.finished(reason))
-            outputs.append((active, tokens))
+                made.append(active.finished(reason))
+            outputs.append((active, made))
         return outputs
 
     def _announce_scheduled(self, items: list[Item]) -> None:

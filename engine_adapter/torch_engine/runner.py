@@ -37,13 +37,13 @@ class Work:
     """The next `count` tokens of a sequence, for which blocks are reserved.
 
     Attributes:
-        wants_logits: whether the logits after the last of them are needed.
+        logits: after how many of the last of them logits are needed.
         embeddings: extra id → [rows, hidden], for fake ids.
     """
 
     sequence: KvSequence
     count: int
-    wants_logits: bool
+    logits: int
     embeddings: Mapping[int, Tensor]
 
 
@@ -62,8 +62,8 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> Tensor:
-        """Logits [items that want them, vocabulary], in order. Neighbours in `work` with a single token each
-        and similar lengths are attended in one call."""
+        """Logits [tokens after which they are needed, vocabulary], in order. Neighbours in `work` with a
+        single token each and similar lengths are attended in one call."""
         tables = [self._table(item) for item in work]
         positions = np.concatenate(
             [np.arange(item.sequence.computed, item.sequence.computed + item.count) for item in work]
@@ -71,7 +71,7 @@ class Runner:
         owners = np.repeat(np.arange(len(work)), [item.count for item in work])
         slots = self._slots(tables, owners, positions)
         ends = np.cumsum([item.count for item in work])
-        wanted = [end - 1 for end, item in zip(ends, work, strict=True) if item.wants_logits]
+        wanted = [row for end, item in zip(ends, work, strict=True) for row in range(end - item.logits, end)]
         batch = self._batch(work, tables, slots, ends)
         with attention_context(batch):
             output = self._module(
