@@ -2,7 +2,7 @@
 
 serving    serve.py the process and its flags · server.py, kv_routes.py, completions.py the routes
            protocol.py, bodies.py, structure.py request bodies · prepare.py what they ask of the engine
-           choices.py, detokenize.py, tool_calls.py tokens to text and calls · grammar.py keeps them to a structure
+           choices.py, detokenize.py, tool_calls.py tokens to text and calls · grammar.py keeps to a structure
            answers.py, token_bytes.py, api_errors.py what clients get
            service.py an engine with its tokenizer and tables · generation.py its bridge to the event loop
            prompt_tables.py p-tuning · event_publisher.py KV events over ZMQ · metrics.py

@@ -93,7 +93,9 @@ class Answer:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _stream(self, generation: Generation, send: Send, started: float) -> None:
-        pieces = await self._next_pieces(generation, started)
+        pieces: list[tuple[int, Piece]] = []
+        while not self._has_token:
+            pieces += await self._next_pieces(generation, started)
         await self._send_head(send, generation.cached_tokens)
         pending = self._writer.opening()
         while True:

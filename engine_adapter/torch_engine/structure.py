@@ -22,7 +22,9 @@ from engine_adapter.torch_engine.tool_calls import (
 )
 
 MAX_BYTES = 64 << 10
-"""Largest schema, pattern or grammar."""
+"""Largest schema, pattern or list of choices."""
+MAX_GRAMMAR_BYTES = 8 << 10
+"""Largest grammar: to read GBNF takes time with the square of its size, 0.2 s for this."""
 _ANY_OBJECT = {"type": "object"}
 _DEFINITIONS = ("$defs", "definitions")
 Kind = Literal["json", "regex", "choice", "grammar", "tags"]
@@ -151,8 +153,9 @@ def _made(kind: Kind, value: object, param: str) -> Structure:
 
 def _checked(structure: Structure) -> Structure:
     size = len(structure.text.encode())
-    if size > MAX_BYTES:
-        raise ApiError(f"{structure.param} has {size} bytes; the limit is {MAX_BYTES}", param=structure.param)
+    limit = MAX_GRAMMAR_BYTES if structure.kind == "grammar" else MAX_BYTES
+    if size > limit:
+        raise ApiError(f"{structure.param} has {size} bytes; the limit is {limit}", param=structure.param)
     return structure
 
 

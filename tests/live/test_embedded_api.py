@@ -1,4 +1,4 @@
-"""Choices, logprobs, structures and tools of the embedded engine through kvpin: right, and foreseen to the token."""
+"""Choices, logprobs, structures and tools of the embedded engine through kvpin: right, and foreseen."""
 
 from __future__ import annotations
 

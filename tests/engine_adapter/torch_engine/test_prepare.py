@@ -119,6 +119,11 @@ class TestEcho:
         assert made["choices"][0]["finish_reason"] == "length"
         assert made["usage"]["completion_tokens"] == 0
 
+    async def test_the_echo_alone_streamed(self, client):
+        choices = [chunk["choices"][0] for chunk in await events(client, echo=True, max_tokens=0)]
+        assert "".join(choice["text"] for choice in choices) == PROMPT
+        assert choices[-1]["finish_reason"] == "length"
+
     async def test_of_several_choices_streamed(self, client):
         fields = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.2, "seed": 3}
         whole = await ask(client, **fields)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from engine_adapter.torch_engine.api_errors import ApiError
-from engine_adapter.torch_engine.structure import MAX_BYTES, structure_of, tool_use_of
+from engine_adapter.torch_engine.structure import MAX_BYTES, MAX_GRAMMAR_BYTES, structure_of, tool_use_of
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL, ListedCalls, MarkedCalls, NamedCall
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -76,6 +76,7 @@ def test_structures_of_text(kind):
         ({"guided_json": 5}, "guided_json"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
         ({"guided_regex": "a" * (MAX_BYTES + 1)}, "guided_regex"),
+        ({"guided_grammar": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_grammar"),
     ],
 )
 def test_what_cannot_be_asked_for_is_named(fields, param):
